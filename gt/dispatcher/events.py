@@ -1,0 +1,74 @@
+"""What goes into the core and what comes out: events in, actions out, so that it runs with no socket, clock or thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gt.wire.messages import Message
+
+Peer = bytes  # the ROUTER identity of a connection
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of the protocol came from a peer; frames are its tensor bytes."""
+
+    peer: Peer
+    message: Message
+    frames: tuple = ()
+    at: float = 0.0  # seconds since the server started
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """A peer's connection ended, its process exited, or its heartbeat stopped."""
+
+    peer: Peer
+    reason: str
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """A peer sent what is not of the protocol."""
+
+    peer: Peer
+    reason: str
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passes; the shell sends one every quarter of a second."""
+
+    at: float
+
+
+Event = Received | PeerLost | Malformed | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    peer: Peer
+    message: Message
+    frames: tuple = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Forget a peer; what it sends from now on is dropped."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One line of the instruction log."""
+
+    kind: str
+    peer: str
+    text: str = ""
+    fields: dict = field(default_factory=dict)
+
+
+Action = Send | Close | Log

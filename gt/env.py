@@ -1,0 +1,42 @@
+"""Every environment variable GT reads: one row each. Nothing else reads os.environ."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    default: str
+    help: str
+
+
+VARIABLES = (
+    Variable("GT_CONFIG", "", "path of the signal-group YAML"),
+    Variable("GT_SERVER", "", "host:port of a running dispatcher; empty starts one for this program"),
+    Variable("GT_TOKEN", "", "secret that server, workers and clients share; needed off loopback"),
+    Variable("GT_BACKEND", "torch", "engine of auto-started workers: torch"),
+    Variable("GT_TRANSPORT", "", "data plane: shm; empty picks one"),
+    Variable("GT_INSTRUCTION_LOG", "", "path: the dispatcher writes one line an event"),
+    Variable("GT_VERBOSE", "", "1: every process logs what it does"),
+    Variable("GT_DEBUG_CLIENT", "", "1: debug output of the client"),
+    Variable("GT_DEBUG_DISPATCHER", "", "1: debug output of the dispatcher"),
+    Variable("GT_DEBUG_WORKER", "", "1: debug output of workers"),
+)
+_NAMES = {v.name: v for v in VARIABLES}
+
+
+def get(name: str) -> str:
+    """Value of a variable of the list, or its default."""
+    return os.environ.get(name, "") or _NAMES[name].default
+
+
+def flag(name: str) -> bool:
+    return get(name) not in ("", "0", "false", "no")
+
+
+def child(**changes: str) -> dict[str, str]:
+    """The environment for a process we start: this one's, with changes."""
+    return {**os.environ, **changes}

@@ -1,0 +1,77 @@
+"""What a worker is told: definitions, sent once and numbered, and a flat stream of numbers that names them.
+
+A stream is `[number, seq, *operands, number, seq, *operands, ...]`: seq is the op's sequence number less the message's
+base, operands are tensor ids, scalars and keys, as many as the kind (and, for `op`, the definition) says. Number 0 is FREE,
+the one instruction of variable length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# The client's stream to the dispatcher has the same form: [template, origin, *ins, *values, *outs]; below FIRST are:
+FREE = 0  # [FREE, n, ids...] (to workers: [FREE, seq, n, ids...])
+PARAM = 1  # [PARAM, id]: a leaf that requires grad
+FIRST = 16  # templates and definitions are numbered from here
+
+# kind -> (operands, keys of the definition's payload)
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # ATen or gt op on local pieces; operands are tensors, values, then one id for each `new` or `view` output.
+    # outs: [kind, local spec, of] as ir.template.Out; random: None or [global shape, [box, ...] held here, seed and
+    # counter being the last two values].
+    "op": (("tensors", "values", "outs"), ("op", "args", "kwargs", "tensors", "values", "outs", "random")),
+    # team: {"id", "workers", "rank", "offset", "bytes"}: workers in rank order, this worker's rank, its heap region.
+    "all_reduce": (("tensor",), ("team", "op")),  # in place
+    # boxes[rank]: the boxes of `shape` that each rank holds, in local order
+    "all_gather": (("src", "dst"), ("team", "shape", "dtype", "boxes")),
+    # src holds a term of all of `shape`; dst the sum of this rank's boxes
+    "reduce_scatter": (("src", "dst"), ("team", "op", "shape", "dtype", "boxes")),
+    # from the boxes in `have[rank]` to those in `want[rank]`
+    "all_to_all": (("src", "dst"), ("team", "shape", "dtype", "have", "want")),
+    # dst is a contiguous copy of the boxes (of src's local indices), concatenated into local `shape`
+    "shard": (("src", "dst"), ("shape", "boxes")),
+    # dst is src on the rank that keeps the value, zeros (or the op's identity) elsewhere: Replicate -> Partial
+    "partial": (("src", "dst"), ("keep", "op")),
+    # channel: {"peer", "offset", "bytes", "slots"}; boxes are of src's local indices, sent in order
+    "send": (("src",), ("channel", "boxes")),
+    # dst has local `shape`; parts: [[channel, [box, ...]], ...] are received in order, each box of dst's local indices
+    "recv": (("dst",), ("shape", "dtype", "parts")),
+    # as recv, and `local`: [[box of src, box of dst], ...] is copied from src first
+    "merge": (("src", "dst"), ("shape", "dtype", "parts", "local")),
+    "upload": (("dst", "key"), ("shape", "stride", "dtype")),  # waits for Data with this key
+    "fetch": (("src", "key"), ()),  # answers Piece with this key
+    "describe": (("src", "key"), ()),  # answers Described with this key
+    "alias": (("src", "dst"), ()),  # dst names the same tensor
+    "fill": (("dst",), ("shape", "stride", "dtype")),  # a placeholder of zeros
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Define:
+    """One numbered definition; payload keys are those of KINDS."""
+
+    number: int
+    kind: str
+    payload: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown instruction kind {self.kind!r}")
+        if set(self.payload) != set(KINDS[self.kind][1]):
+            raise ValueError(f"{self.kind} has {sorted(self.payload)}, want {sorted(KINDS[self.kind][1])}")
+
+    def wire(self) -> list:
+        return [self.number, self.kind, self.payload]
+
+    @classmethod
+    def from_wire(cls, row: list) -> Define:
+        return cls(*row)
+
+    @property
+    def operands(self) -> int:
+        """How many numbers follow number and seq in the stream."""
+        if self.kind != "op":
+            return len(KINDS[self.kind][0])
+        new = sum(out[0] in ("new", "view") for out in self.payload["outs"])
+        return self.payload["tensors"] + self.payload["values"] + new

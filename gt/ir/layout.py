@@ -1,0 +1,157 @@
+"""How a tensor lies on workers, in torch's words: a mesh with named axes and one placement an axis.
+
+`dim` is of a tensor, `axis` of a mesh. Local sizes follow torch.chunk's rule. Pure arithmetic, no tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+Interval = tuple[int, int]
+Box = tuple[Interval, ...]  # one [start, stop) a dim, of the global tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Split along tensor dim `dim`; with parts > 1 each of `parts` equal parts of the dim is split (fused QKV)."""
+
+    dim: int
+    parts: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.parts == 1 else f"S({self.dim},{self.parts})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Each worker holds a term; the value is their `op` (sum, max, min, product, norm2)."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return "P" if self.op == "sum" else f"P({self.op})"
+
+
+Placement = Shard | Replicate | Partial
+R, P = Replicate(), Partial()
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Workers in row-major order over named axes: Mesh((("dp", 2), ("tp", 2)), (0, 1, 2, 3))."""
+
+    axes: tuple[tuple[str, int], ...]
+    workers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if prod(size for _, size in self.axes) != len(self.workers):
+            raise ValueError(f"axes {self.axes} do not hold {len(self.workers)} workers")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Position on each axis of the rank-th worker."""
+        where = []
+        for size in reversed(self.sizes):
+            rank, place = divmod(rank, size)
+            where.append(place)
+        return tuple(reversed(where))
+
+    def teams(self, axis: int) -> list[tuple[int, ...]]:
+        """Ranks that differ only along `axis`, each team in order."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(len(self.workers)):
+            at = self.coordinates(rank)
+            groups.setdefault(at[:axis] + at[axis + 1 :], []).append(rank)
+        return [tuple(ranks) for ranks in groups.values()]
+
+    def text(self) -> str:
+        axes = " ".join(f"{name}={size}" for name, size in self.axes)
+        return f"mesh {axes} on workers {','.join(map(str, self.workers))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A mesh and one placement for each of its axes."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+    def __str__(self) -> str:
+        return f"[{','.join(map(str, self.placements))}]"
+
+    @property
+    def replicated(self) -> bool:
+        return all(isinstance(p, Replicate) for p in self.placements)
+
+    @property
+    def partial(self) -> bool:
+        return any(isinstance(p, Partial) for p in self.placements)
+
+
+def replicated(mesh: Mesh) -> Layout:
+    return Layout(mesh, (R,) * len(mesh.axes))
+
+
+def chunk(start: int, stop: int, size: int, place: int) -> Interval:
+    """The place-th of `size` chunks of [start, stop), by torch.chunk's rule (the last may be short or empty)."""
+    step = -(-(stop - start) // size)
+    begin = min(start + place * step, stop)
+    return begin, min(begin + step, stop)
+
+
+def intervals(extent: int, splits: list[tuple[int, int, int]]) -> list[Interval]:
+    """What is left of a dim of `extent` after splits (size, place, parts) applied in mesh-axis order."""
+    spans: list[Interval] = [(0, extent)]
+    for size, place, parts in splits:
+        if parts > 1 and len(spans) == 1:
+            start, stop = spans[0]
+            step = (stop - start) // parts
+            spans = [(start + i * step, start + (i + 1) * step) for i in range(parts)]
+        spans = [chunk(start, stop, size, place) for start, stop in spans]
+    return spans
+
+
+def boxes(layout: Layout, shape: tuple[int, ...], rank: int) -> list[Box]:
+    """The parts of a global tensor that the rank-th worker of the mesh holds, in the order its local tensor has them.
+
+    Concatenating the boxes along the one dim that has parts gives the local tensor; without parts there is one box.
+    """
+    splits: dict[int, list[tuple[int, int, int]]] = {}
+    for (_, size), place, placement in zip(layout.mesh.axes, layout.mesh.coordinates(rank), layout.placements, strict=True):
+        if isinstance(placement, Shard):
+            splits.setdefault(placement.dim, []).append((size, place, placement.parts))
+    spans = [intervals(extent, splits.get(dim, [])) for dim, extent in enumerate(shape)]
+    return [tuple(box) for box in product(*spans)]
+
+
+def local_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Shape of the rank-th worker's piece."""
+    parts = boxes(layout, shape, rank)
+    if len(parts) == 1:
+        return tuple(stop - start for start, stop in parts[0])
+    spans: list[set[Interval]] = [set() for _ in shape]
+    for box in parts:
+        for dim, span in enumerate(box):
+            spans[dim].add(span)
+    return tuple(sum(stop - start for start, stop in dims) for dims in spans)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The box in both, or None where they do not meet."""
+    both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def volume(box: Box) -> int:
+    return prod(stop - start for start, stop in box)

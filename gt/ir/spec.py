@@ -1,0 +1,77 @@
+"""What a tensor is without its data: shape, strides, offset and dtype. Dtypes are torch's names; nothing here needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+# torch dtype name -> (bytes an element, short name used in plan text)
+DTYPES: dict[str, tuple[int, str]] = {
+    "float64": (8, "f64"),
+    "float32": (4, "f32"),
+    "float16": (2, "f16"),
+    "bfloat16": (2, "bf16"),
+    "float8_e4m3fn": (1, "f8e4m3"),
+    "float8_e5m2": (1, "f8e5m2"),
+    "complex32": (4, "c32"),
+    "complex64": (8, "c64"),
+    "complex128": (16, "c128"),
+    "int64": (8, "i64"),
+    "int32": (4, "i32"),
+    "int16": (2, "i16"),
+    "int8": (1, "i8"),
+    "uint8": (1, "u8"),
+    "uint16": (2, "u16"),
+    "uint32": (4, "u32"),
+    "uint64": (8, "u64"),
+    "bool": (1, "b8"),
+}
+LONG_NAMES = {short: name for name, (_, short) in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Shape, strides and storage offset (both in elements) and dtype of a strided tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype][0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, not of the storage they may be a view of."""
+        return self.numel * self.itemsize
+
+    def text(self) -> str:
+        """`f32[8,16]`, as in plans and error messages."""
+        return f"{DTYPES[self.dtype][1]}[{','.join(map(str, self.shape))}]"
+
+    def wire(self) -> list:
+        return [list(self.shape), list(self.stride), self.offset, self.dtype]
+
+    @classmethod
+    def from_wire(cls, row: list) -> Spec:
+        shape, stride, offset, dtype = row
+        if dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {dtype!r}")
+        if len(shape) != len(stride) or any(n < 0 for n in shape):
+            raise ValueError(f"shape {shape} and stride {stride} do not fit")
+        return cls(tuple(shape), tuple(stride), offset, dtype)
+
+
+def contiguous(shape: tuple[int, ...], dtype: str) -> Spec:
+    """The row-major spec of a shape."""
+    stride, step = [], 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(n, 1)
+    return Spec(tuple(shape), tuple(reversed(stride)), 0, dtype)

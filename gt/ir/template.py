@@ -1,0 +1,136 @@
+"""An op with its constants: what the client sends once and names by a number afterwards.
+
+Tensors and scalars are holes; everything else (dims, sizes, dtypes, flags) is a constant. The same args tree goes to the
+dispatcher with global sizes and to workers with local ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gt.ir.spec import DTYPES, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class T:
+    """Hole for the index-th tensor operand."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class V:
+    """Hole for the index-th scalar operand (int, float, bool)."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A constant of a torch type: kind is dtype, memory_format, layout, device (the worker's own) or complex."""
+
+    kind: str
+    value: Any = None
+
+
+DEVICE = Const("device", 0)
+KINDS = ("dtype", "memory_format", "layout", "device", "complex")
+Arg = Any  # None, bool, int, float, str, T, V, Const, or a list of Arg
+
+
+def to_wire(arg: Arg) -> Any:
+    """msgpack form: holes and constants become one-key maps, sequences lists."""
+    if isinstance(arg, T):
+        return {"t": arg.index}
+    if isinstance(arg, V):
+        return {"v": arg.index}
+    if isinstance(arg, Const):
+        return {arg.kind: arg.value}
+    if isinstance(arg, (list, tuple)):
+        return [to_wire(a) for a in arg]
+    return arg
+
+
+def from_wire(form: Any) -> Arg:
+    """Inverse of to_wire; ValueError names what is not of the form."""
+    if isinstance(form, dict):
+        if len(form) != 1:
+            raise ValueError(f"argument {form!r} is not one hole or constant")
+        ((kind, value),) = form.items()
+        if kind in ("t", "v"):
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"hole {form!r} has no index")
+            return T(value) if kind == "t" else V(value)
+        if kind not in KINDS:
+            raise ValueError(f"unknown constant kind {kind!r}")
+        if kind == "dtype" and value not in DTYPES:
+            raise ValueError(f"unknown dtype {value!r}")
+        return Const(kind, tuple(value) if kind == "complex" else value)
+    if isinstance(form, list):
+        return [from_wire(f) for f in form]
+    if form is None or isinstance(form, (bool, int, float, str)):
+        return form
+    raise ValueError(f"argument of type {type(form).__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """One flat output. kind: `new` memory, `view` of tensor operand `of`, `same` tensor as operand `of`, or `none`."""
+
+    kind: str
+    spec: Spec | None = None
+    of: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """op is `aten.mm.default`; ins are the global specs of the tensor operands; values counts the scalar operands.
+
+    writes: tensor operands changed in place. dynamic: output specs depend on values, so `outs` have no spec and the
+    client asks. pointwise: torch tags the op so. A random op (ir.ops.RANDOM) has two more scalar operands than its args
+    have holes: seed and op counter, last.
+    """
+
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    ins: tuple[Spec, ...]
+    values: int
+    outs: tuple[Out, ...]
+    writes: tuple[int, ...] = ()
+    dynamic: bool = False
+    pointwise: bool = False
+
+    @property
+    def results(self) -> int:
+        """How many outputs get a new tensor id (new and view)."""
+        return sum(out.kind in ("new", "view") for out in self.outs)
+
+    def wire(self) -> list:
+        return [
+            self.op,
+            to_wire(self.args),
+            {k: to_wire(v) for k, v in self.kwargs},
+            [s.wire() for s in self.ins],
+            self.values,
+            [[o.kind, o.spec.wire() if o.spec else None, o.of] for o in self.outs],
+            list(self.writes),
+            self.dynamic,
+            self.pointwise,
+        ]
+
+    @classmethod
+    def from_wire(cls, row: list) -> Template:
+        op, args, kwargs, ins, values, outs, writes, dynamic, pointwise = row
+        return cls(
+            op,
+            tuple(from_wire(args)),
+            tuple((k, from_wire(v)) for k, v in kwargs.items()),
+            tuple(Spec.from_wire(s) for s in ins),
+            values,
+            tuple(Out(kind, Spec.from_wire(spec) if spec else None, of) for kind, spec, of in outs),
+            tuple(writes),
+            dynamic,
+            pointwise,
+        )

@@ -1,0 +1,273 @@
+"""The protocol: every message once, who sends it, what answers it.
+
+A message is one msgpack body `[code, *fields]` and, for those that carry tensor bytes, extra frames of at most CHUNK bytes.
+Field types are checked by the codec from the annotations; whatever does not fit is refused with the field's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VERSION = 1
+CHUNK = 1 << 20  # bytes of one frame of tensor data
+MAX_BODY = 16 << 20  # bytes of one msgpack body
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base; `frames` of a received message come beside it."""
+
+
+# ---- either side -> dispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """Client or worker -> dispatcher, first. Answered by Welcome or Reject.
+
+    role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool}.
+    config (client): text of the YAML, "" for none; config_path only for messages. info (worker): {"name", "pid",
+    "host", "backend", "heap_fd", "heap_bytes", "doorbell"}; name "" asks for the next free one.
+    """
+
+    version: int
+    gt: str
+    role: str
+    token: str
+    config: str
+    config_path: str
+    switches: dict
+    info: dict
+
+
+# ---- client -> dispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Ops(Message):
+    """Client -> dispatcher. A batch of the op stream; answered by Ack (credit).
+
+    seq: number of the batch, from 0. templates: [number, Template.wire()] in use from here on. origins: [number, file,
+    line, group, backward]. code: see ir.instr. Frames: the bytes of inline uploads, by index.
+    """
+
+    seq: int
+    templates: list
+    origins: list
+    code: list
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(Message):
+    """Client -> dispatcher. Answered by Value and Piece messages, or Failed."""
+
+    request: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Describe(Message):
+    """Client -> dispatcher, for the outputs of a dynamic op. Answered by Described or Failed."""
+
+    request: int
+    tensors: list
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect(Message):
+    """Client -> dispatcher: layout and pieces of a tensor. Answered by Report or Failed."""
+
+    request: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats(Message):
+    """Client -> dispatcher. Answered by Report."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Host(Message):
+    """Client -> dispatcher, answers Need: one frame of a region of a host copy, at byte `offset` of `total`."""
+
+    key: int
+    offset: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye(Message):
+    """Client -> dispatcher, or worker -> dispatcher: leaves; nothing answers."""
+
+
+# ---- dispatcher -> client
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """Dispatcher -> client or worker, answers Hello. workers: names in order of index; groups: signal groups, in order."""
+
+    session: int
+    name: str
+    workers: list
+    groups: list
+    credit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reject(Message):
+    """Dispatcher -> client or worker, answers Hello: errors.to_wire form."""
+
+    error: dict
+
+
+@dataclass(frozen=True, slots=True)
+class Ack(Message):
+    """Dispatcher -> client: batches up to `seq` are carried out."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need(Message):
+    """Dispatcher -> client: send the region (box: [[start, stop], ...]) of upload `tensor`, row-major, as Host with `key`."""
+
+    tensor: int
+    key: int
+    boxes: list
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Message):
+    """Dispatcher -> client: the host copies of these uploads will not be asked for again."""
+
+    tensors: list
+
+
+@dataclass(frozen=True, slots=True)
+class Value(Message):
+    """Dispatcher -> client, answers Fetch: `pieces` [[key, boxes], ...] of a tensor of this shape and dtype follow as Piece."""
+
+    request: int
+    shape: list
+    dtype: str
+    pieces: list
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(Message):
+    """Worker -> dispatcher -> client: one frame of a fetched piece, at byte `offset` of `total`; total 0 has no frame."""
+
+    key: int
+    offset: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Described(Message):
+    """Dispatcher -> client (answers Describe: Spec.wire() each), and worker -> dispatcher (request is the key, one spec)."""
+
+    request: int
+    specs: list
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Message):
+    """Dispatcher -> client, answers Inspect and Stats; worker -> dispatcher, answers Query."""
+
+    request: int
+    body: dict
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Message):
+    """Dispatcher -> client, answers a request (or -1: at the next wait): errors.to_wire form."""
+
+    request: int
+    error: dict
+
+
+# ---- dispatcher -> worker
+
+
+@dataclass(frozen=True, slots=True)
+class World(Message):
+    """Dispatcher -> worker: all workers, [index, name, pid, host, heap_fd, heap_bytes, doorbell], whenever that changes."""
+
+    generation: int
+    workers: list
+
+
+@dataclass(frozen=True, slots=True)
+class Run(Message):
+    """Dispatcher -> worker. Instructions in order; answered by Done. defines: Define.wire()."""
+
+    seq: int
+    base: int
+    defines: list
+    code: list
+
+
+@dataclass(frozen=True, slots=True)
+class Data(Message):
+    """Dispatcher -> worker: one frame of upload `key` at byte `offset` of `total`; total 0 has no frame."""
+
+    key: int
+    offset: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Switch(Message):
+    """Dispatcher -> worker: torch switches of the session that uses it (as Hello.switches)."""
+
+    switches: dict
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(Message):
+    """Dispatcher -> worker: fail every wait that involves worker `index` (it is gone), and go on."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Query(Message):
+    """Dispatcher -> worker, answered by Report from its I/O thread: {"done": seq of the last Run carried out, "stats": {...}}."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exit(Message):
+    """Dispatcher -> worker or client: the server is stopping."""
+
+    reason: str
+
+
+# ---- worker -> dispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Message):
+    """Worker -> dispatcher: every Run up to `seq` has been carried out (its failures were sent before)."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble(Message):
+    """Worker -> dispatcher: the instruction of op `seq` failed; kind: "op" | "unsupported" | "peer"; its outputs are placeholders."""
+
+    seq: int
+    kind: str
+    message: str
+
+
+CODES: tuple[type[Message], ...] = (
+    Hello, Ops, Fetch, Describe, Inspect, Stats, Host, Goodbye, Welcome, Reject, Ack, Need, Release, Value, Piece, Described,
+    Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble,
+)  # fmt: skip
