@@ -1,0 +1,35 @@
+# make demo: train a transformer on eight CPU workers. make test: the tests. make check: format, lint, types, imports, sizes.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test tiny check format bench clean
+
+demo: .venv/stamp
+	$(BIN)/python examples/tuning_demo/train_simple.py --check
+
+test: .venv/stamp
+	$(BIN)/python -m pytest
+
+tiny: .venv/stamp
+	$(BIN)/python -m pytest tests/test_tiny.py
+
+check: .venv/stamp
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/sizes.py
+
+bench: .venv/stamp
+	$(BIN)/python benchmarks/bench_dispatch.py
+
+format: .venv/stamp
+	$(BIN)/ruff check --fix .
+
+.venv/stamp: requirements.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

@@ -1,0 +1,154 @@
+"""The rules of the house that no linter holds: one list each, no pickle, the environment in one place, short documents."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = sorted((ROOT / "gt").rglob("*.py"))
+BANNED_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), name(path))
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def attributes(path: Path) -> Iterator[tuple[str, int]]:
+    """`a.b` of every attribute access on a plain name, with its line."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield f"{node.value.id}.{node.attr}", node.lineno
+
+
+def test_every_module_says_what_it_is() -> None:
+    for path in MODULES:
+        if not path.read_text().strip():
+            assert path.name == "__init__.py", f"{name(path)} is empty"
+            continue
+        text = ast.get_docstring(tree(path))
+        assert text, f"{name(path)} has no docstring"
+        assert len(text.splitlines()) <= 12, f"the docstring of {name(path)} has {len(text.splitlines())} lines"
+
+
+def test_nothing_is_pickled() -> None:
+    found = [(name(p), m) for p in MODULES for m in imported(p) if m.split(".")[0] in BANNED_IMPORTS]
+    assert found == []
+
+
+def test_one_module_reads_the_environment() -> None:
+    reads = ("os.environ", "os.getenv", "os.putenv", "os.environb")
+    found = [
+        f"{name(p)}:{line}" for p in MODULES if name(p) != "gt/env.py" for what, line in attributes(p) if what in reads
+    ]
+    assert found == []
+
+
+def test_library_code_does_not_print() -> None:
+    found = []
+    for path in MODULES:
+        if name(path).startswith("gt/cli"):
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                found.append(f"{name(path)}:{node.lineno}")
+    # the nursery tells its parent its port on stdout: that is its interface
+    assert [f for f in found if not f.startswith("gt/launch/")] == []
+
+
+def test_tests_do_not_sleep_or_fix_ports() -> None:
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        found += [f"{name(path)}:{line}" for what, line in attributes(path) if what == "time.sleep"]
+        found += [f"{name(path)}: {hit}" for hit in re.findall(r"(?:localhost|127\.0\.0\.1):[1-9]\d{3,4}", path.read_text())]
+    allowed = ("tests/test_house.py",)
+    assert [f for f in found if not f.startswith(allowed)] == []
+
+
+def test_environment_variables_are_named_once() -> None:
+    from gt import env
+
+    listed = {v.name for v in env.VARIABLES}
+    assert len(listed) == len(env.VARIABLES)
+    assert all(v.help for v in env.VARIABLES)
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"GT_[A-Z_]+", node.value):
+                assert node.value in listed, f"{name(path)}:{node.lineno} names {node.value}, which gt/env.py lacks"
+
+
+@pytest.mark.parametrize("document", ["README.md", "CLAUDE.md", "examples/tuning_demo/README.md"])
+def test_documents_name_only_variables_that_exist(document: str) -> None:
+    from gt import env
+
+    listed = {v.name for v in env.VARIABLES}
+    mentioned = set(re.findall(r"\bGT_[A-Z]+(?:_[A-Z]+)*\b", (ROOT / document).read_text()))
+    assert mentioned <= listed, f"{document} names {sorted(mentioned - listed)}"
+
+
+@pytest.mark.parametrize(("document", "limit"), [("CLAUDE.md", 80), ("README.md", 120)])
+def test_documents_are_short(document: str, limit: int) -> None:
+    lines = len((ROOT / document).read_text().splitlines())
+    assert lines <= limit, f"{document} has {lines} lines, at most {limit}"
+
+
+def test_readme_opens_with_code_that_runs() -> None:
+    head = (ROOT / "README.md").read_text().splitlines()[:15]
+    assert any(line.startswith("```python") for line in head) and head.count("```") >= 1
+
+
+def test_paths_the_documents_name_exist() -> None:
+    for document in ("README.md", "CLAUDE.md"):
+        for path in re.findall(r"`((?:gt|tests|examples|benchmarks|configs|docs|tools)/[\w./]*)`", (ROOT / document).read_text()):
+            assert (ROOT / path).exists(), f"{document} names {path}, which is not there"
+
+
+def test_error_kinds_travel_and_come_back() -> None:
+    from gt import errors
+
+    for kind, cls in errors.KINDS.items():
+        back = errors.from_wire(errors.to_wire(cls("7 is not 8")))
+        assert type(back) is cls and type(back).__name__ == kind and str(back) == "7 is not 8"
+
+
+def test_messages_are_coded_once() -> None:
+    from gt.wire import messages
+
+    defined = {c for c in vars(messages).values() if isinstance(c, type) and issubclass(c, messages.Message)}
+    assert defined - {messages.Message} == set(messages.CODES)
+    assert len(set(messages.CODES)) == len(messages.CODES)
+
+
+def fresh(code: str) -> str:
+    """Standard output of a fresh interpreter that runs `code` at the repository root."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_gt_imports_no_torch_and_starts_nothing() -> None:
+    code = "import sys, threading, gt; print('torch' in sys.modules, 'zmq' in sys.modules, threading.active_count())"
+    assert fresh(code) == "False False 1"
+
+
+@pytest.mark.parametrize("module", ["gt.wire.messages", "gt.ir.layout", "gt.config.load", "gt.dispatcher.core", "gt.server"])
+def test_torch_free_modules_load_without_torch(module: str) -> None:
+    assert fresh(f"import sys, {module}; print('torch' in sys.modules)") == "False"
