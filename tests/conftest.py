@@ -1,4 +1,4 @@
-"""Fixtures: one server with eight CPU workers for the whole run, sessions on it, and checks that nothing is left behind.
+"""Fixtures: one server with eight CPU workers for the whole run, sessions on it, checks that nothing is left behind.
 
 Everything of GT is imported inside the fixtures, so that tests of pure parts run without the rest.
 """

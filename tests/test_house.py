@@ -1,4 +1,4 @@
-"""The rules of the house that no linter holds: one list each, no pickle, the environment in one place, short documents."""
+"""The rules that no linter holds: one list each, no pickle, the environment in one place, short documents."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_tests_do_not_sleep_or_fix_ports() -> None:
     found = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         found += [f"{name(path)}:{line}" for what, line in attributes(path) if what == "time.sleep"]
-        found += [f"{name(path)}: {hit}" for hit in re.findall(r"(?:localhost|127\.0\.0\.1):[1-9]\d{3,4}", path.read_text())]
+        ports = re.findall(r"(?:localhost|127\.0\.0\.1):[1-9]\d{3,4}", path.read_text())
+        found += [f"{name(path)}: {port}" for port in ports]
     allowed = ("tests/test_house.py",)
     assert [f for f in found if not f.startswith(allowed)] == []
 
@@ -91,8 +92,9 @@ def test_environment_variables_are_named_once() -> None:
     assert all(v.help for v in env.VARIABLES)
     for path in MODULES:
         for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"GT_[A-Z_]+", node.value):
-                assert node.value in listed, f"{name(path)}:{node.lineno} names {node.value}, which gt/env.py lacks"
+            value = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(value, str) and re.fullmatch(r"GT_[A-Z_]+", value):
+                assert value in listed, f"{name(path)}:{node.lineno} names {value}, which gt/env.py lacks"
 
 
 @pytest.mark.parametrize("document", ["README.md", "CLAUDE.md", "examples/tuning_demo/README.md"])
@@ -117,7 +119,8 @@ def test_readme_opens_with_code_that_runs() -> None:
 
 def test_paths_the_documents_name_exist() -> None:
     for document in ("README.md", "CLAUDE.md"):
-        for path in re.findall(r"`((?:gt|tests|examples|benchmarks|configs|docs|tools)/[\w./]*)`", (ROOT / document).read_text()):
+        folders = r"`((?:gt|tests|examples|benchmarks|configs|docs|tools)/[\w./]*)`"
+        for path in re.findall(folders, (ROOT / document).read_text()):
             assert (ROOT / path).exists(), f"{document} names {path}, which is not there"
 
 
@@ -139,7 +142,8 @@ def test_messages_are_coded_once() -> None:
 
 def fresh(code: str) -> str:
     """Standard output of a fresh interpreter that runs `code` at the repository root."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -149,6 +153,9 @@ def test_importing_gt_imports_no_torch_and_starts_nothing() -> None:
     assert fresh(code) == "False False 1"
 
 
-@pytest.mark.parametrize("module", ["gt.wire.messages", "gt.ir.layout", "gt.config.load", "gt.dispatcher.core", "gt.server"])
+TORCH_FREE = ["gt.wire.messages", "gt.ir.layout", "gt.config.load", "gt.dispatcher.core", "gt.server"]
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
 def test_torch_free_modules_load_without_torch(module: str) -> None:
     assert fresh(f"import sys, {module}; print('torch' in sys.modules)") == "False"

@@ -1,0 +1,1 @@
+"""What users write: the signal-group YAML, read and checked. Knows nothing about torch."""

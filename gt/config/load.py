@@ -1,0 +1,226 @@
+"""YAML text -> Config. Whatever is wrong is a ConfigError that names group, key, file and line.
+
+The text is composed to nodes, not to values, because only nodes know their lines and show keys written twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import yaml
+
+from gt.config.schema import (
+    GROUP_KEYS,
+    GT_KEYS,
+    RESERVED,
+    RULE_KEYS,
+    SHARD_KEYS,
+    SUFFIX_AXIS,
+    TRANSFER,
+    Config,
+    Group,
+    Rule,
+)
+from gt.errors import ConfigError
+
+
+def load(text: str, path: str = "") -> Config:
+    """The config that a YAML text says; `path` is for messages. An empty text is a config with no groups."""
+    reader = _Reader(path)
+    root = reader.compose(text)
+    if root is None:
+        return Config(path=path, text=text)
+    groups: dict[str, Group] = {}
+    reserved: yaml.Node | None = None
+    for name, key, value in reader.entries(root, "the config"):
+        if name == RESERVED:
+            reserved = value
+        else:
+            groups[name] = reader.group(name, key, value)
+    for group in groups.values():
+        if group.backward is not None and group.backward not in groups:
+            reader.fail(group.name, group.line, f"backward: no group {group.backward!r}{hint(group.backward, groups)}")
+    rules, schedule = reader.reserved(reserved, groups) if reserved is not None else ((), None)
+    return Config(groups, rules, schedule, path, text)
+
+
+def check_workers(config: Config, names: list[str]) -> None:
+    """Raises ConfigError for the first group that names a worker beyond `names`, the workers there are."""
+    for group in config.groups.values():
+        for worker in group.flat:
+            if worker >= len(names):
+                have = f"there are {len(names)}: {', '.join(names)}" if names else "there is none"
+                raise ConfigError(
+                    f"{config.where(group.name)} names worker {worker}, but {have}; workers are counted from 0: "
+                    f"start more, or name fewer"
+                )
+
+
+def hint(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'workers'?`, or what is known where nothing is near."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, 1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else ""
+
+
+class _Reader:
+    """Turns nodes into values; knows the file's name for messages."""
+
+    def __init__(self, path: str) -> None:
+        self.file = path or "config"
+        self.scalars = yaml.constructor.SafeConstructor()
+
+    def fail(self, group: str, line: int, message: str) -> NoReturn:
+        where = f"{group} ({self.file}:{line})" if group else f"{self.file}:{line}"
+        raise ConfigError(f"{where}: {message}")
+
+    def compose(self, text: str) -> yaml.Node | None:
+        try:
+            return yaml.compose(text, Loader=yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line = mark.line + 1 if mark else 1
+            self.fail("", line, f"not YAML: {error.problem or error.context}")
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{self.file}: not YAML: {error}") from error
+
+    def entries(self, node: yaml.Node, what: str, group: str = "") -> list[tuple[str, yaml.Node, yaml.Node]]:
+        """(key, its node, the value's node) of a mapping whose keys are names, each once."""
+        if not isinstance(node, yaml.MappingNode):
+            self.fail(group, _line(node), f"{what} is {self.show(node)}, want a mapping")
+        seen: dict[str, int] = {}
+        rows = []
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+                self.fail(group, _line(key), f"{what} has the key {self.show(key)}, want a name")
+            if key.value in seen:
+                self.fail(group, _line(key), f"{what} has {key.value!r} twice, first in line {seen[key.value]}")
+            seen[key.value] = _line(key)
+            rows.append((key.value, key, value))
+        return rows
+
+    def known(self, node: yaml.Node, keys: dict[str, str], what: str, group: str = "") -> dict[str, yaml.Node]:
+        """The values of a mapping that may have only these keys."""
+        found = {}
+        for name, key, value in self.entries(node, what, group):
+            if name not in keys:
+                self.fail(group, _line(key), f"unknown key {name!r} in {what}{hint(name, keys)}")
+            found[name] = value
+        return found
+
+    def value(self, node: yaml.Node, kind: type, key: str, want: str, group: str = "") -> Any:
+        """A scalar of exactly this type (true is not 1)."""
+        value = None
+        if isinstance(node, yaml.ScalarNode):
+            with contextlib.suppress(ValueError, yaml.YAMLError):  # a tag that its text does not fit
+                value = self.scalars.construct_object(node)
+        if type(value) is not kind:
+            self.fail(group, _line(node), f"{key} is {self.show(node)}, want {want}")
+        return value
+
+    def show(self, node: yaml.Node) -> str:
+        """A value as an error shows it."""
+        if isinstance(node, yaml.ScalarNode):
+            return repr(node.value) if node.value else "empty"
+        return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
+
+    def group(self, name: str, key: yaml.Node, node: yaml.Node) -> Group:
+        line = _line(key)
+        found = self.known(node, GROUP_KEYS, "the group", name)
+        if "shard" in found and "workers" in found:
+            self.fail(name, _line(found["workers"]), "workers both in the group and in its shard; keep one")
+        axis, workers = None, found.get("workers")
+        if "shard" in found:
+            shard = self.known(found["shard"], SHARD_KEYS, "shard", name)
+            if "workers" not in shard:
+                self.fail(name, _line(found["shard"]), "shard has no workers; write workers: [0, 1]")
+            workers = shard["workers"]
+            if "axis" in shard:
+                axis = self.value(shard["axis"], int, "axis", SHARD_KEYS["axis"], name)
+        rows: tuple[tuple[int, ...], ...] = ()
+        nested = False
+        if workers is not None:
+            axis = self.axis(name, line, axis)
+            rows, nested = self.workers(name, workers)
+        elif not (set(found) & {"backward", "compile"} or TRANSFER in name):
+            self.fail(name, line, "the group has no workers; write workers: [0, 1]")
+        backward = found.get("backward")
+        compiled = found.get("compile")
+        return Group(
+            name,
+            axis,
+            rows,
+            nested,
+            None if backward is None else self.value(backward, str, "backward", GROUP_KEYS["backward"], name),
+            compiled is not None and self.value(compiled, bool, "compile", GROUP_KEYS["compile"], name),
+            line,
+        )
+
+    def axis(self, name: str, line: int, axis: int | None) -> int:
+        """The axis, checked against the group's suffix; 0, or what the suffix says, where none is written."""
+        for suffix, want in SUFFIX_AXIS.items():
+            if name.endswith(suffix):
+                if axis is not None and axis != want:
+                    self.fail(name, line, f"axis is {axis}, but a group named *{suffix} has axis {want}")
+                return want
+        return 0 if axis is None else axis
+
+    def workers(self, name: str, node: yaml.Node) -> tuple[tuple[tuple[int, ...], ...], bool]:
+        """[0, 1] -> ((0, 1),), False; [[0, 1], [2, 3]] -> ((0, 1), (2, 3)), True."""
+        want = "a list of worker numbers, or a list of such lists of one length"
+        if not isinstance(node, yaml.SequenceNode) or not node.value:
+            shown = "an empty list" if isinstance(node, yaml.SequenceNode) else self.show(node)
+            self.fail(name, _line(node), f"workers is {shown}, want {want}")
+        nested = isinstance(node.value[0], yaml.SequenceNode)
+        rows = [node.value]
+        if nested:
+            rows = [row.value if isinstance(row, yaml.SequenceNode) else [] for row in node.value]
+        if any(not row for row in rows) or len({len(row) for row in rows}) > 1:
+            self.fail(name, _line(node), f"workers has rows of different lengths, want {want}")
+        numbers = [[self.value(item, int, "a worker", "a whole number", name) for item in row] for row in rows]
+        seen: set[int] = set()
+        for number in (number for row in numbers for number in row):
+            if number < 0:
+                self.fail(name, _line(node), f"worker {number} is negative; workers are counted from 0")
+            if number in seen:
+                self.fail(name, _line(node), f"worker {number} is named twice")
+            seen.add(number)
+        return tuple(tuple(row) for row in numbers), nested
+
+    def reserved(self, node: yaml.Node, groups: dict[str, Group]) -> tuple[tuple[Rule, ...], str | None]:
+        """What stands under `gt:`."""
+        found = self.known(node, GT_KEYS, RESERVED, RESERVED)
+        schedule, rules = found.get("schedule"), ()
+        if "modules" in found:
+            rules = tuple(
+                self.rule(pattern, key, value, groups)
+                for pattern, key, value in self.entries(found["modules"], "modules", RESERVED)
+            )
+        name = None if schedule is None else self.value(schedule, str, "schedule", GT_KEYS["schedule"], RESERVED)
+        return rules, name
+
+    def rule(self, pattern: str, key: yaml.Node, node: yaml.Node, groups: dict[str, Group]) -> Rule:
+        """One entry of modules: a group's name, or {group, parts}."""
+        where, parts, named = f"{RESERVED} modules {pattern!r}", 1, node
+        if isinstance(node, yaml.MappingNode):
+            found = self.known(node, RULE_KEYS, "the rule", where)
+            if "group" not in found:
+                self.fail(where, _line(key), "the rule has no group")
+            named = found["group"]
+            if "parts" in found:
+                parts = self.value(found["parts"], int, "parts", RULE_KEYS["parts"], where)
+                if parts < 1:
+                    self.fail(where, _line(found["parts"]), f"parts is {parts}, want {RULE_KEYS['parts']}")
+        group = self.value(named, str, "group", RULE_KEYS["group"], where)
+        if group not in groups:
+            self.fail(where, _line(named), f"no group {group!r}{hint(group, groups)}")
+        return Rule(pattern, group, parts, _line(key))
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
