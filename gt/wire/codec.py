@@ -1,7 +1,7 @@
 """A message as bytes and back: msgpack `[code, *fields]`, the code being the message's place in messages.CODES.
 
-What comes from outside is checked here, once: size, nesting and the type of every field, from the dataclass annotations.
-Whatever does not fit is a ProtocolError that names message and field. Knows nothing of sockets.
+What comes from outside is checked here, once: size, nesting and the type of every field, from the dataclass
+annotations. Whatever does not fit is a ProtocolError that names message and field. Knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIELDS: tuple[tuple[tuple[str, type], ...], ...] = tuple(
 
 
 def _getter(names: list[str]) -> Any:
-    """A function message -> tuple of its fields; attrgetter alone gives no tuple for one name, and takes none for none."""
+    """A function message -> tuple of its fields, also for one name (attrgetter gives no tuple) and for none."""
     if len(names) > 1:
         return attrgetter(*names)
     if names:
@@ -59,7 +59,7 @@ def pack(message: Message) -> bytes:
         _local.packer = msgpack.Packer()  # the old one may hold half a body
         raise _blame(message, error) from None
     if len(body) > messages.MAX_BODY:
-        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, at most {messages.MAX_BODY} fit one message")
+        raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, at most {messages.MAX_BODY} fit a body")
     return body
 
 

@@ -1,0 +1,138 @@
+"""The rules of a link, with no I/O: who says what first, who may say what, and how much may be under way.
+
+`hello` and `examine` are the handshake, `Gate` what the dispatcher lets through from one peer, `Window` the client's
+credit.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+from gt import errors
+from gt.errors import ProtocolError, Refused
+from gt.wire.messages import (
+    VERSION,
+    Abort,
+    Ack,
+    Data,
+    Describe,
+    Described,
+    Done,
+    Exit,
+    Failed,
+    Fetch,
+    Goodbye,
+    Hello,
+    Host,
+    Inspect,
+    Message,
+    Need,
+    Ops,
+    Piece,
+    Query,
+    Reject,
+    Release,
+    Report,
+    Run,
+    Stats,
+    Switch,
+    Trouble,
+    Value,
+    Welcome,
+    World,
+)
+
+RELEASE = "0.1.0"  # for people to read; VERSION is what must agree
+
+# role -> (what it may send after Hello, what the dispatcher may send it)
+MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
+    "client": (
+        frozenset({Ops, Fetch, Describe, Inspect, Stats, Host, Goodbye}),
+        frozenset({Welcome, Reject, Ack, Need, Release, Value, Piece, Described, Report, Failed, Exit}),
+    ),
+    "worker": (
+        frozenset({Piece, Described, Report, Done, Trouble, Goodbye}),
+        frozenset({Welcome, Reject, World, Run, Data, Switch, Abort, Query, Exit}),
+    ),
+}
+CARRIES = frozenset({Ops, Host, Piece, Data})  # the messages that have frames
+
+
+def hello(role: str, token: str = "", config: str = "", config_path: str = "", **rest: dict[str, Any]) -> Hello:
+    """The first message; rest: switches (client), info (worker)."""
+    return Hello(VERSION, RELEASE, role, token, config, config_path, rest.get("switches", {}), rest.get("info", {}))
+
+
+def examine(hello: Hello, token: str) -> None:
+    """Raise Refused unless the peer speaks our version, has a known role and knows the token."""
+    if hello.version != VERSION:
+        raise Refused(
+            f"the {hello.role or 'peer'} speaks protocol {hello.version} (gt {hello.gt}), the server protocol "
+            f"{VERSION} (gt {RELEASE}): install the same gt on both sides"
+        )
+    if hello.role not in MAY_SEND:
+        raise Refused(f"unknown role {hello.role!r}, want one of {sorted(MAY_SEND)}")
+    if token and not hmac.compare_digest(hello.token.encode("utf-8", "replace"), token.encode("utf-8", "replace")):
+        missing = "has no token" if not hello.token else "has another token than the server"
+        raise Refused(f"the {hello.role} {missing}: set GT_TOKEN to the server's on both sides")
+
+
+def answer(reply: Message) -> Welcome:
+    """The Welcome of a handshake, or what the server refused it with, raised."""
+    if isinstance(reply, Reject):
+        raise errors.from_wire(reply.error)
+    if not isinstance(reply, Welcome):
+        raise ProtocolError(f"the server answered Hello with {type(reply).__name__}, want Welcome or Reject")
+    return reply
+
+
+class Gate:
+    """What one peer of the dispatcher may send: Hello first and once, then what its role has, batches in order."""
+
+    def __init__(self) -> None:
+        self.role = ""
+        self._next_batch = 0
+
+    def admit(self, message: Message, frames: int = 0) -> None:
+        """Raise ProtocolError if the message is out of place."""
+        name = type(message).__name__
+        if frames and type(message) not in CARRIES:
+            raise ProtocolError(f"{name} came with {frames} frames, it has none")
+        if isinstance(message, Hello):
+            if self.role:
+                raise ProtocolError("Hello came twice on one connection")
+            self.role = message.role or "unknown"
+            return
+        if not self.role:
+            raise ProtocolError(f"{name} came before Hello")
+        if type(message) not in MAY_SEND.get(self.role, (frozenset(), frozenset()))[0]:
+            raise ProtocolError(f"a {self.role} may not send {name}")
+        if isinstance(message, Ops):
+            if message.seq != self._next_batch:
+                raise ProtocolError(f"Ops.seq is {message.seq}, want {self._next_batch}")
+            self._next_batch += 1
+
+
+class Window:
+    """How many numbered batches are under way, of at most `credit`."""
+
+    def __init__(self, credit: int) -> None:
+        self.credit = max(1, credit)
+        self.sent = -1
+        self.acked = -1
+
+    @property
+    def full(self) -> bool:
+        return self.sent - self.acked >= self.credit
+
+    def take(self) -> int:
+        """The number of the next batch."""
+        self.sent += 1
+        return self.sent
+
+    def ack(self, seq: int) -> None:
+        """Batches up to seq are done; ProtocolError for one that was never sent."""
+        if seq > self.sent:
+            raise ProtocolError(f"Ack.seq is {seq}, the last batch sent is {self.sent}")
+        self.acked = max(self.acked, seq)
