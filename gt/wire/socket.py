@@ -1,0 +1,392 @@
+"""The two ends of a link over ZeroMQ, and the only file that imports it.
+
+`Dealer` is a client's or worker's end, with an I/O thread of its own; `Router` the dispatcher's, polled by its loop.
+Both see a killed peer through the socket's monitor at once, and a stopped one through ZMTP heartbeats, which libzmq's
+own threads send and answer whatever Python is doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket as bsd
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.utils import garbage
+from zmq.utils.monitor import recv_monitor_message
+
+from gt.errors import DispatcherLost, Refused
+from gt.wire import codec
+from gt.wire.messages import MAX_BODY, Message
+
+log = logging.getLogger("gt.wire")
+
+Frames = Sequence[Any]  # bytes-like, each of at most messages.CHUNK bytes
+QUEUE = 64  # messages that libzmq itself holds for a Dealer; more wait in our deque, where they cost a reference
+LINGER = 1.0  # seconds that closing waits for what is still to be sent
+IDLE = 0.01  # seconds between calls of on_idle
+_BURST = 256  # messages taken in before sends and idle work get their turn
+_GONE = zmq.EVENT_DISCONNECTED
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_open_dealers: set[int] = set()
+
+
+def endpoint(address: str) -> str:
+    """`tcp://ip:port` of "host:port"; `ipc://...` stays. DispatcherLost for what cannot be an address."""
+    if address.startswith("ipc://"):
+        return address
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise DispatcherLost(f"{address!r} is not an address: want host:port, such as localhost:12345")
+    return f"tcp://{resolve(host)}:{port}"
+
+
+def resolve(host: str) -> str:
+    """The IPv4 address of a host name."""
+    try:
+        return bsd.gethostbyname(host)
+    except (OSError, UnicodeError) as error:
+        raise DispatcherLost(f"no host is called {host!r} ({error}): check the address") from None
+
+
+def _options(sock: zmq.Socket, heartbeat: float) -> None:
+    """What both ends set: a stopped peer is dropped within `heartbeat` seconds, and no frame is larger than a body."""
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_BODY)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(heartbeat * 200)))
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(heartbeat * 700)))
+    sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+
+
+def _frames(sock: zmq.Socket) -> tuple[Any, ...]:
+    """The rest of a message whose first frame has been read, not copied."""
+    rest = []
+    while sock.getsockopt(zmq.RCVMORE):
+        rest.append(sock.recv(copy=False).buffer)
+    return tuple(rest)
+
+
+class Dealer:
+    """A link to the dispatcher. Callbacks run in the link's I/O thread and must not wait for anything it brings.
+
+    on_message(message, frames); on_lost(reason) once, when the dispatcher dies, stops answering for `heartbeat` seconds
+    or cannot be reached for `wait` seconds (None: tries for ever), and not after close(); on_idle() about every 10 ms.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        on_message: Callable[[Message, tuple[Any, ...]], None],
+        on_lost: Callable[[str], None],
+        *,
+        on_idle: Callable[[], None] | None = None,
+        wait: float | None = 10.0,
+        heartbeat: float = 10.0,
+    ) -> None:
+        self.address = address
+        self.messages_sent = self.bytes_sent = 0
+        self._on_message, self._on_lost, self._on_idle = on_message, on_lost, on_idle
+        self._wait, self._heartbeat = wait, heartbeat
+        self._endpoint = endpoint(address)
+        self._queue: deque[list[Any]] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = self._over = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # held to ring the bell and to close it
+        self._thread = threading.Thread(target=self._main, name="gt-link", daemon=True)
+        _open_dealers.add(id(self))
+        self._thread.start()
+
+    def send(self, message: Message, frames: Frames = ()) -> None:
+        """Queue a message, from any thread; frames are read later and must not change. Dropped once the link is gone."""
+        body = codec.pack(message)
+        if self._over:
+            return
+        self.messages_sent += 1
+        self.bytes_sent += len(body) + sum(memoryview(frame).nbytes for frame in frames)
+        self._queue.append([body, *frames])
+        self._ring()
+
+    def close(self) -> None:
+        """Send what is queued (for at most LINGER seconds), then leave no thread and no socket behind."""
+        if self._pid != os.getpid():
+            return  # a fork's copy: the link is the parent's
+        self._closing = True
+        self._ring()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    @property
+    def inside(self) -> bool:
+        """Whether the caller runs in the I/O thread."""
+        return threading.current_thread() is self._thread
+
+    def _ring(self) -> None:
+        with self._lock:
+            if not self._over and self._pid == os.getpid():
+                os.eventfd_write(self._bell, 1)
+
+    # ---- in the I/O thread
+
+    def _main(self) -> None:
+        context = zmq.Context(io_threads=1)
+        sock = context.socket(zmq.DEALER)
+        monitor = None
+        try:
+            monitor = self._connect(sock)
+            reason = self._serve(sock, monitor)
+        except Exception as error:  # whatever a callback raised ends the link, and is said
+            log.exception("the link to %s failed", self.address)
+            reason = f"the link to {self.address} failed: {type(error).__name__}: {error}"
+        finally:
+            with self._lock:
+                self._over = True
+                os.close(self._bell)
+            self._queue.clear()
+            if monitor is not None:
+                sock.disable_monitor()
+                monitor.close(0)
+            sock.close(int(LINGER * 1000) if self._closing else 0)
+            context.term()
+            self._forget()
+        if reason and not self._closing:
+            self._on_lost(reason)
+
+    def _forget(self) -> None:
+        """The last link out stops pyzmq's helper thread for uncopied frames, which is started again when needed."""
+        _open_dealers.discard(id(self))
+        if not _open_dealers and garbage.gc.thread is not None and not garbage.gc.refs:
+            garbage.gc.stop()
+
+    def _connect(self, sock: zmq.Socket) -> zmq.Socket:
+        _options(sock, self._heartbeat)
+        sock.setsockopt(zmq.SNDHWM, QUEUE)
+        sock.setsockopt(zmq.RCVHWM, QUEUE)
+        sock.setsockopt(zmq.RECONNECT_IVL, 30)  # while the server is not up yet; a link once made is not made again
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
+        sock.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+        monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _GONE | _FAILED)
+        sock.connect(self._endpoint)
+        return monitor
+
+    def _serve(self, sock: zmq.Socket, monitor: zmq.Socket) -> str:
+        """Until the link ends; why it ended, "" after close()."""
+        poller = zmq.Poller()
+        for what in (monitor, self._bell):
+            poller.register(what, zmq.POLLIN)
+        connected, stranger = False, False
+        deadline = None if self._wait is None else time.monotonic() + self._wait
+        idle_at = time.monotonic()
+        while True:
+            wants = zmq.POLLIN | (zmq.POLLOUT if self._queue else 0)
+            poller.register(sock, wants)
+            ready = dict(poller.poll(self._pause(connected)))
+            if self._bell in ready:
+                os.eventfd_read(self._bell)
+            self._receive(sock)
+            if monitor in ready:
+                for event in _events(monitor):
+                    connected |= event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                    stranger |= bool(event["event"] & _FAILED)
+                    if event["event"] == _GONE and connected:
+                        self._receive(sock, burst=1 << 20)  # what it said last
+                        return f"the connection to the server at {self.address} was lost"
+            self._transmit(sock)
+            if self._closing:
+                return self._flush(sock) if connected else ""
+            now = time.monotonic()
+            if not connected and deadline is not None and now > deadline:
+                return self._unreachable(stranger)
+            if self._on_idle is not None and now - idle_at >= IDLE:
+                idle_at = now
+                self._on_idle()
+
+    def _pause(self, connected: bool) -> int:
+        """Milliseconds to sleep in poll."""
+        if self._on_idle is not None:
+            return int(IDLE * 1000)
+        return 1000 if connected or self._wait is None else 50
+
+    def _unreachable(self, stranger: bool) -> str:
+        if stranger:
+            return f"what listens at {self.address} is not a gt server: check the port"
+        port = self.address.rpartition(":")[2]
+        return (
+            f"no server at {self.address} (tried for {self._wait:g} s): start one with `python -m gt.server -p {port}`"
+        )
+
+    def _receive(self, sock: zmq.Socket, burst: int = _BURST) -> None:
+        for _ in range(burst):
+            try:
+                body = sock.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            frames = _frames(sock)
+            self._on_message(codec.unpack(body), frames)
+
+    def _transmit(self, sock: zmq.Socket) -> None:
+        queue = self._queue
+        while queue:
+            try:
+                sock.send_multipart(queue[0], zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            queue.popleft()
+
+    def _flush(self, sock: zmq.Socket) -> str:
+        deadline = time.monotonic() + LINGER
+        while self._queue and (left := deadline - time.monotonic()) > 0:
+            sock.poll(int(left * 1000), zmq.POLLOUT)
+            self._transmit(sock)
+        return ""
+
+
+def _events(monitor: zmq.Socket) -> list[dict]:
+    found = []
+    with contextlib.suppress(zmq.Again):
+        while True:
+            found.append(recv_monitor_message(monitor, zmq.NOBLOCK))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A message from a peer, not yet unpacked."""
+
+    peer: bytes
+    body: bytes
+    frames: tuple
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A peer's connection ended."""
+
+    peer: bytes
+    reason: str
+
+
+class Router:
+    """The dispatcher's end: bound to a port, polled by one thread, which is also the one that sends."""
+
+    def __init__(self, host: str, port: int, heartbeat: float = 10.0) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._sock = self._context.socket(zmq.ROUTER)
+        _options(self._sock, heartbeat)
+        # What is under way is bounded by credit, and a full queue would make ROUTER drop messages in silence.
+        self._sock.setsockopt(zmq.SNDHWM, 0)
+        self._sock.setsockopt(zmq.RCVHWM, QUEUE)
+        self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._monitor = self._sock.get_monitor_socket(_GONE)
+        self.port = self._bind(host, port)
+        self._poller = zmq.Poller()
+        self._poller.register(self._sock, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._owner: dict[int, bytes] = {}  # file descriptor of a connection -> its peer
+        self._fd: dict[bytes, int] = {}
+        self._stale: dict[int, int] = {}  # ends still to be reported of connections whose descriptor is in use again
+        self._dead: dict[bytes, None] = {}  # the last peers that went: what they left behind in queues is dropped
+        self._packed: tuple[Message | None, bytes] = (None, b"")
+
+    def watch(self, fd: int) -> None:
+        """Let poll return when this descriptor can be read; whoever registered it reads it."""
+        self._poller.register(fd, zmq.POLLIN)
+
+    def poll(self, timeout: float) -> list[Arrived | Gone]:
+        """What came within `timeout` seconds; a peer's messages always come before its end."""
+        ready = dict(self._poller.poll(int(timeout * 1000)))
+        found: list[Arrived | Gone] = []
+        # Monitor first: a connection's end is reported after all it brought is in our queue.
+        ended = [event["value"] for event in _events(self._monitor)] if self._monitor in ready else []
+        self._receive(found, 1 << 16 if ended else _BURST)
+        for fd in ended:
+            self._end(fd, found)
+        return found
+
+    def send(self, peer: bytes, message: Message, frames: Frames = ()) -> None:
+        """Queue a message; one to a peer that is gone is dropped."""
+        if self._packed[0] is not message:  # the same message to many peers is packed once
+            self._packed = (message, codec.pack(message))
+        try:
+            self._sock.send_multipart([peer, self._packed[1], *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                raise
+
+    def forget(self, peer: bytes) -> None:
+        """Drop what this peer sends from now on."""
+        fd = self._fd.pop(peer, None)
+        if fd is not None and self._owner.get(fd) == peer:
+            del self._owner[fd]
+        self._bury(peer)
+
+    def close(self) -> None:
+        """Send what is queued, for at most LINGER seconds, and free the port."""
+        self._sock.disable_monitor()
+        self._monitor.close(0)
+        self._sock.close(int(LINGER * 1000))
+        self._context.term()
+
+    def _bind(self, host: str, port: int) -> int:
+        ip = host if host == "*" else resolve(host)
+        try:
+            self._sock.bind(f"tcp://{ip}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._sock.disable_monitor()
+            self._monitor.close(0)
+            self._sock.close(0)
+            self._context.term()
+            if error.errno == errno.EADDRINUSE:
+                hint = "is in use: stop what listens there, or choose another with -p (0 picks a free one)"
+                raise Refused(f"port {port} on {host} {hint}") from None
+            raise Refused(f"cannot listen on {host}:{port}: {error}") from None
+        return int(self._sock.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0").rpartition(":")[2])
+
+    def _receive(self, found: list[Arrived | Gone], burst: int) -> None:
+        sock = self._sock
+        for _ in range(burst):
+            try:
+                peer = sock.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if not sock.getsockopt(zmq.RCVMORE):
+                continue
+            if peer in self._fd:
+                body = sock.recv()
+            else:
+                frame = sock.recv(copy=False)
+                body = frame.bytes
+                if peer not in self._dead:
+                    self._meet(peer, frame.get(zmq.SRCFD), found)
+            frames = _frames(sock)
+            if peer not in self._dead:
+                found.append(Arrived(peer, body, frames))
+
+    def _meet(self, peer: bytes, fd: int, found: list[Arrived | Gone]) -> None:
+        """A new peer. If its descriptor has an owner, that one's end is still on its way to us."""
+        if fd in self._owner:
+            self._stale[fd] = self._stale.get(fd, 0) + 1
+            found.append(self._lose(self._owner[fd]))
+        self._owner[fd], self._fd[peer] = peer, fd
+
+    def _end(self, fd: int, found: list[Arrived | Gone]) -> None:
+        if self._stale.get(fd):
+            self._stale[fd] -= 1
+        elif fd in self._owner:
+            found.append(self._lose(self._owner[fd]))
+
+    def _lose(self, peer: bytes) -> Gone:
+        self.forget(peer)
+        return Gone(peer, "its connection ended: the process exited, was killed, or stopped answering")
+
+    def _bury(self, peer: bytes) -> None:
+        self._dead[peer] = None
+        if len(self._dead) > 1000:
+            del self._dead[next(iter(self._dead))]
