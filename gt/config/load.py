@@ -94,7 +94,7 @@ class _Reader:
         if not isinstance(node, yaml.MappingNode):
             self.fail(group, _line(node), f"{what} is {self.show(node)}, want a mapping")
         seen: dict[str, int] = {}
-        rows = []
+        rows: list[tuple[str, yaml.Node, yaml.Node]] = []
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 self.fail(group, _line(key), f"{what} has the key {self.show(key)}, want a name")
@@ -195,7 +195,7 @@ class _Reader:
     def reserved(self, node: yaml.Node, groups: dict[str, Group]) -> tuple[tuple[Rule, ...], str | None]:
         """What stands under `gt:`."""
         found = self.known(node, GT_KEYS, RESERVED, RESERVED)
-        schedule, rules = found.get("schedule"), ()
+        schedule, rules = found.get("schedule"), tuple[Rule, ...]()
         if "modules" in found:
             rules = tuple(
                 self.rule(pattern, key, value, groups)

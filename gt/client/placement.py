@@ -1,0 +1,174 @@
+"""Places the parts of a model whose code cannot be touched: `apply` by module name, `balance` by cost.
+
+It only enters signal groups around modules' forwards and counts flops on meta tensors; it knows nothing about workers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from gt.config.match import match, unmatched
+from gt.config.schema import Rule
+from gt.errors import ConfigError
+
+Context = Callable[[str], Any]  # gt.signal.context, or what stands for it in tests
+_PLACED = "_gt_placement"  # where a module keeps what apply put on it
+
+
+def apply(
+    model: nn.Module,
+    rules: Mapping[str, str | Mapping[str, Any]] | Iterable[Rule],
+    context: Context | None = None,
+) -> dict[str, Rule]:
+    """Runs the forward of every module whose name matches a pattern in that pattern's signal group.
+
+    rules: {pattern: group} or {pattern: {"group": ..., "parts": ...}} (a weight that fuses q, k and v has 3 parts), or
+    a config's rules; the most specific pattern wins (gt.config.match). Calling it again replaces what it did. Returns
+    the rule that each placed module got. ConfigError where a pattern matches no module.
+    """
+    listed = read(rules)
+    names = [name for name, _ in model.named_modules() if name]
+    missed = unmatched(listed, names)
+    if missed:
+        pattern = missed[0].pattern
+        raise ConfigError(f"pattern {pattern!r} matches none of the {len(names)} modules, such as {names[:3]}")
+    if context is None:
+        from gt.client.signal import context as entered
+
+        context = entered
+    placed: dict[str, Rule] = {}
+    for name, module in model.named_modules():
+        unplace(module)
+        rule = match(listed, name) if name else None
+        if rule is not None:
+            module.__dict__[_PLACED] = Placement(module, rule, context)
+            placed[name] = rule
+    return placed
+
+
+def read(rules: Mapping[str, str | Mapping[str, Any]] | Iterable[Rule]) -> list[Rule]:
+    """Rules in the form of a config's, from what a user writes."""
+    if not isinstance(rules, Mapping):
+        return list(rules)
+    listed = []
+    for pattern, value in rules.items():
+        if isinstance(value, str):
+            listed.append(Rule(pattern, value))
+        elif isinstance(value, Mapping) and set(value) <= {"group", "parts"} and isinstance(value.get("group"), str):
+            listed.append(Rule(pattern, value["group"], int(value.get("parts", 1))))
+        else:
+            want = "want a group's name or {'group': ..., 'parts': ...}"
+            raise ConfigError(f"rule for {pattern!r} is {value!r}, {want}")
+    return listed
+
+
+class Placement:
+    """The two hooks that keep a module's forward in its group; unlike a wrapped forward, they are deep-copied with it."""
+
+    def __init__(self, module: nn.Module, rule: Rule, context: Context) -> None:
+        self.rule, self.context = rule, context
+        self.entered: list[Any] = []  # a module may call itself
+        self.hooks = [
+            module.register_forward_pre_hook(self.enter),
+            module.register_forward_hook(self.leave, always_call=True),  # also when forward raises
+        ]
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        context = self.context(self.rule.group)
+        context.__enter__()
+        self.entered.append(context)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.entered:  # none where entering was what failed
+            self.entered.pop().__exit__(None, None, None)
+
+
+def unplace(module: nn.Module) -> None:
+    """Takes off what apply put on."""
+    placement = module.__dict__.pop(_PLACED, None)
+    if placement is not None:
+        for hook in placement.hooks:
+            hook.remove()
+
+
+# ---- cutting a list of modules into stages
+
+
+def balance(modules: Iterable[nn.Module], stages: int, example: Any) -> list[tuple[int, int]]:
+    """Cuts modules, called one after the other, into `stages` contiguous runs so that the most expensive is cheapest.
+
+    example: the first module's input, a tensor or a tuple of tensors (only shapes and dtypes matter: nothing is
+    computed). Returns one (start, stop) a stage. ValueError where there are fewer modules than stages.
+    """
+    listed = list(modules)
+    if not 1 <= stages <= len(listed):
+        raise ValueError(f"{len(listed)} modules cannot be cut into {stages} stages")
+    return partition(costs(listed, example), stages)
+
+
+def costs(modules: Sequence[nn.Module], example: Any) -> list[int]:
+    """Flops of each module's forward, each fed what the one before it gave, on meta tensors."""
+    value: Any = tuple(meta(t) for t in example) if isinstance(example, (tuple, list)) else meta(example)
+    found = []
+    for module in modules:
+        twin = to_meta(module)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            value = twin(*value) if isinstance(value, (tuple, list)) else twin(value)
+        # a module with no matmul still costs what it writes, or empty stages would look free
+        found.append(max(int(counter.get_total_flops()), elements(value)))
+    return found
+
+
+def meta(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def elements(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    return sum(elements(item) for item in value) if isinstance(value, (tuple, list)) else 0
+
+
+def to_meta(module: nn.Module) -> nn.Module:
+    """A copy of the module whose tensors are meta; no data is read or copied."""
+    memo: dict[int, Any] = {}
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+    return copy.deepcopy(module, memo)
+
+
+def partition(weights: Sequence[int], parts: int) -> list[tuple[int, int]]:
+    """The contiguous partition with the smallest largest sum; every part has at least one item.
+
+    Dynamic programming over (items, parts), O(parts * n * n): the larger of (best of the head, sum of the tail) is
+    smallest where the first overtakes the second.
+    """
+    total = [0, *itertools.accumulate(weights)]
+    n = len(weights)
+    best = [0.0, *map(float, total[1:])]  # with one part
+    cuts: list[list[int]] = []
+    for part in range(2, parts + 1):
+        row, cut = [float("inf")] * (n + 1), [0] * (n + 1)
+        for stop in range(part, n + 1):
+            tails = [total[stop] - total[i] for i in range(stop)]
+            overtakes = bisect.bisect_left(range(stop), 0, part - 1, stop - 1, key=lambda i: best[i] - tails[i])
+            for i in range(max(overtakes - 1, part - 1), overtakes + 1):
+                worst = max(best[i], tails[i])
+                if worst < row[stop]:
+                    row[stop], cut[stop] = worst, i
+        best = row
+        cuts.append(cut)
+    bounds = [n]
+    for cut in reversed(cuts):
+        bounds.append(cut[bounds[-1]])
+    bounds.append(0)
+    return list(itertools.pairwise(reversed(bounds)))
