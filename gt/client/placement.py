@@ -5,7 +5,6 @@ It only enters signal groups around modules' forwards and counts flops on meta t
 
 from __future__ import annotations
 
-import bisect
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,7 +70,7 @@ def read(rules: Mapping[str, str | Mapping[str, Any]] | Iterable[Rule]) -> list[
 
 
 class Placement:
-    """The two hooks that keep a module's forward in its group; unlike a wrapped forward, they are deep-copied with it."""
+    """The two hooks that keep a module's forward in its group; unlike a wrapper, they are deep-copied with it."""
 
     def __init__(self, module: nn.Module, rule: Rule, context: Context) -> None:
         self.rule, self.context = rule, context
@@ -147,28 +146,13 @@ def to_meta(module: nn.Module) -> nn.Module:
 
 
 def partition(weights: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """The contiguous partition with the smallest largest sum; every part has at least one item.
-
-    Dynamic programming over (items, parts), O(parts * n * n): the larger of (best of the head, sum of the tail) is
-    smallest where the first overtakes the second.
-    """
+    """The contiguous partition with the smallest largest sum, O(parts * n * n); every part has at least one item."""
     total = [0, *itertools.accumulate(weights)]
     n = len(weights)
-    best = [0.0, *map(float, total[1:])]  # with one part
-    cuts: list[list[int]] = []
+    best = {stop: (total[stop], [stop]) for stop in range(1, n + 1)}  # items -> largest sum, ends of the parts
     for part in range(2, parts + 1):
-        row, cut = [float("inf")] * (n + 1), [0] * (n + 1)
-        for stop in range(part, n + 1):
-            tails = [total[stop] - total[i] for i in range(stop)]
-            overtakes = bisect.bisect_left(range(stop), 0, part - 1, stop - 1, key=lambda i: best[i] - tails[i])
-            for i in range(max(overtakes - 1, part - 1), overtakes + 1):
-                worst = max(best[i], tails[i])
-                if worst < row[stop]:
-                    row[stop], cut[stop] = worst, i
-        best = row
-        cuts.append(cut)
-    bounds = [n]
-    for cut in reversed(cuts):
-        bounds.append(cut[bounds[-1]])
-    bounds.append(0)
-    return list(itertools.pairwise(reversed(bounds)))
+        best = {
+            stop: min((max(best[at][0], total[stop] - total[at]), [*best[at][1], stop]) for at in range(part - 1, stop))
+            for stop in range(part, n + 1)
+        }
+    return list(itertools.pairwise([0, *best[n][1]]))
