@@ -6,7 +6,7 @@ import pytest
 
 from gt.config.load import check_workers, load
 from gt.config.match import match, unmatched
-from gt.config.schema import Rule, base, transfer
+from gt.config.schema import Rule
 from gt.errors import ConfigError
 
 SEED = """\
@@ -56,10 +56,10 @@ def test_an_empty_config_has_no_groups(text: str) -> None:
         assert load(text).groups == {}
 
 
-def test_a_group_without_workers_may_name_another_for_backward() -> None:
-    config = load("a: {workers: [0]}\nb: {backward: a}\nc: {compile: true}\nd_to_e: {}\n")
-    assert config.groups["b"].workers == () and config.groups["b"].axis is None
-    assert config.groups["c"].compile and not config.groups["b"].compile
+def test_backward_and_compile_are_kept() -> None:
+    config = load("a: {workers: [0]}\nb: {workers: [1], backward: a, compile: true}\n")
+    assert config.groups["b"].backward == "a" and config.groups["b"].compile
+    assert config.groups["a"].backward is None and not config.groups["a"].compile
 
 
 def test_bare_workers_take_the_suffixes_axis() -> None:
@@ -87,6 +87,7 @@ MISTAKES = [
     ("a: {workers: [0, [1]]}", r"a worker is a list"),
     ("a: {workers: [[0, 1], [1, 2]]}", r"worker 1 is named twice"),
     ("a: {}", r"a \(f.yaml:1\): the group has no workers"),
+    ("a: {workers: [0]}\nb: {backward: a}", r"b \(f.yaml:2\): the group has no workers"),
     ("a: 3", r"a \(f.yaml:1\): the group is '3', want a mapping"),
     ("a:\n  workers: [0]\n  workers: [1]\n", r"a \(f.yaml:3\): the group has 'workers' twice, first in line 2"),
     ("a: {workers: [0]}\n\na: {workers: [1]}\n", r"f.yaml:3: the config has 'a' twice, first in line 1"),
@@ -121,16 +122,6 @@ def test_workers_that_do_not_exist() -> None:
         check_workers(config, [f"w{i}" for i in range(6)])
     with pytest.raises(ConfigError, match="there is none"):
         check_workers(config, [])
-
-
-def test_names_of_transfers() -> None:
-    config = load("pp_stage0: {workers: [0]}\npp_stage1: {workers: [1]}\nin_to_out: {workers: [2]}\n")
-    assert transfer(config, "stage0_to_stage1") == ("pp_stage0", "pp_stage1")
-    assert transfer(config, "pp_stage1_to_pp_stage0") == ("pp_stage1", "pp_stage0")
-    assert transfer(config, "stage0_to_stage7") is None
-    assert transfer(config, "in_to_out") is None  # a group that has workers of its own
-    assert transfer(config, "in_to_out_to_stage1") == ("in_to_out", "pp_stage1")
-    assert base("pp_stage0_colpar") == base("pp_stage0_rowpar") == base("pp_stage0") == "pp_stage0"
 
 
 RULES = (

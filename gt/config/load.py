@@ -19,7 +19,6 @@ from gt.config.schema import (
     RULE_KEYS,
     SHARD_KEYS,
     SUFFIX_AXIS,
-    TRANSFER,
     Config,
     Group,
     Rule,
@@ -142,18 +141,14 @@ class _Reader:
             workers = shard["workers"]
             if "axis" in shard:
                 axis = self.value(shard["axis"], int, "axis", SHARD_KEYS["axis"], name)
-        rows: tuple[tuple[int, ...], ...] = ()
-        nested = False
-        if workers is not None:
-            axis = self.axis(name, line, axis)
-            rows, nested = self.workers(name, workers)
-        elif not (set(found) & {"backward", "compile"} or TRANSFER in name):
+        if workers is None:
             self.fail(name, line, "the group has no workers; write workers: [0, 1]")
+        rows, nested = self.workers(name, workers)
         backward = found.get("backward")
         compiled = found.get("compile")
         return Group(
             name,
-            axis,
+            self.axis(name, line, axis),
             rows,
             nested,
             None if backward is None else self.value(backward, str, "backward", GROUP_KEYS["backward"], name),

@@ -21,18 +21,17 @@ GT_KEYS = {"modules": "a mapping from module pattern to group", "schedule": "the
 RULE_KEYS = {"group": "the name of a group", "parts": "a whole number of at least 1"}
 
 SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # what the suffix of a group's name says about its axis
-TRANSFER = "_to_"
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """One signal group. workers: the outer tuple is data parallel, the inner ones are split along `axis`.
 
-    `nested` tells `[[0, 1]]` from `[0, 1]`. No workers (axis None): ops run where the enclosing group says.
+    `nested` tells `[[0, 1]]` from `[0, 1]`.
     """
 
     name: str
-    axis: int | None
+    axis: int
     workers: tuple[tuple[int, ...], ...]
     nested: bool = False
     backward: str | None = None
@@ -67,35 +66,3 @@ class Config:
     def where(self, name: str) -> str:
         """`pp_stage3 (sharding.yaml:14)`, as errors name a group."""
         return f"{name} ({self.path or 'config'}:{self.groups[name].line})"
-
-
-def base(name: str) -> str:
-    """The stage that a tensor-parallel group belongs to: pp_stage0 of pp_stage0_colpar; else the name itself."""
-    for suffix in SUFFIX_AXIS:
-        if name.endswith(suffix):
-            return name[: -len(suffix)]
-    return name
-
-
-def transfer(config: Config, name: str) -> tuple[str, str] | None:
-    """(source, destination) groups of a transfer name such as stage0_to_stage1, or None where it is not one.
-
-    Each end is a group's name, with or without what comes before it up to an underscore (pp_stage0 is stage0).
-    """
-    if name in config.groups and config.groups[name].workers:
-        return None
-    for cut in range(len(name)):
-        if not name.startswith(TRANSFER, cut):
-            continue
-        source, destination = end(config, name[:cut]), end(config, name[cut + len(TRANSFER) :])
-        if source and destination:
-            return source, destination
-    return None
-
-
-def end(config: Config, name: str) -> str | None:
-    """The one group that `name` means as an end of a transfer."""
-    if name in config.groups:
-        return name
-    found = [group for group in config.groups if group.endswith("_" + name)] if name else []
-    return found[0] if len(found) == 1 else None
