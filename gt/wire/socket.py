@@ -32,7 +32,7 @@ log = logging.getLogger("gt.wire")
 Frames = Sequence[Any]  # bytes-like, each of at most messages.CHUNK bytes
 QUEUE = 64  # messages that libzmq itself holds for a Dealer; more wait in our deque, where they cost a reference
 LINGER = 1.0  # seconds that closing waits for what is still to be sent
-IDLE = 0.01  # seconds between calls of on_idle
+TURN = 0.01  # seconds between calls of on_turn, at most
 _BURST = 256  # messages taken in before sends and idle work get their turn
 _GONE = zmq.EVENT_DISCONNECTED
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -77,7 +77,8 @@ class Dealer:
     """A link to the dispatcher. Callbacks run in the link's I/O thread and must not wait for anything it brings.
 
     on_message(message, frames); on_lost(reason) once, when the dispatcher dies, stops answering for `heartbeat` seconds
-    or cannot be reached for `wait` seconds (None: tries for ever), and not after close(); on_idle() about every 10 ms.
+    or cannot be reached for `wait` seconds (None: tries for ever), and not after close(); on_turn() after each
+    wake-up, every 10 ms at the latest: it may call send.
     """
 
     def __init__(
@@ -86,13 +87,13 @@ class Dealer:
         on_message: Callable[[Message, tuple[Any, ...]], None],
         on_lost: Callable[[str], None],
         *,
-        on_idle: Callable[[], None] | None = None,
+        on_turn: Callable[[], None] | None = None,
         wait: float | None = 10.0,
         heartbeat: float = 10.0,
     ) -> None:
         self.address = address
         self.messages_sent = self.bytes_sent = 0
-        self._on_message, self._on_lost, self._on_idle = on_message, on_lost, on_idle
+        self._on_message, self._on_lost, self._on_turn = on_message, on_lost, on_turn
         self._wait, self._heartbeat = wait, heartbeat
         self._endpoint = endpoint(address)
         self._queue: deque[list[Any]] = deque()
@@ -105,21 +106,21 @@ class Dealer:
         self._thread.start()
 
     def send(self, message: Message, frames: Frames = ()) -> None:
-        """Queue a message, from any thread; frames are read later and must not change. Dropped once the link is gone."""
+        """Queue a message, from any thread; frames are read later, unchanged. Dropped once the link ended."""
         body = codec.pack(message)
         if self._over:
             return
         self.messages_sent += 1
         self.bytes_sent += len(body) + sum(memoryview(frame).nbytes for frame in frames)
         self._queue.append([body, *frames])
-        self._ring()
+        self.wake()
 
     def close(self) -> None:
         """Send what is queued (for at most LINGER seconds), then leave no thread and no socket behind."""
         if self._pid != os.getpid():
             return  # a fork's copy: the link is the parent's
         self._closing = True
-        self._ring()
+        self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -128,7 +129,10 @@ class Dealer:
         """Whether the caller runs in the I/O thread."""
         return threading.current_thread() is self._thread
 
-    def _ring(self) -> None:
+    def wake(self) -> None:
+        """Have the I/O thread take a turn now."""
+        if self.inside:
+            return
         with self._lock:
             if not self._over and self._pid == os.getpid():
                 os.eventfd_write(self._bell, 1)
@@ -183,7 +187,6 @@ class Dealer:
             poller.register(what, zmq.POLLIN)
         connected, stranger = False, False
         deadline = None if self._wait is None else time.monotonic() + self._wait
-        idle_at = time.monotonic()
         while True:
             wants = zmq.POLLIN | (zmq.POLLOUT if self._queue else 0)
             poller.register(sock, wants)
@@ -198,20 +201,18 @@ class Dealer:
                     if event["event"] == _GONE and connected:
                         self._receive(sock, burst=1 << 20)  # what it said last
                         return f"the connection to the server at {self.address} was lost"
+            if self._on_turn is not None:
+                self._on_turn()
             self._transmit(sock)
             if self._closing:
                 return self._flush(sock) if connected else ""
-            now = time.monotonic()
-            if not connected and deadline is not None and now > deadline:
+            if not connected and deadline is not None and time.monotonic() > deadline:
                 return self._unreachable(stranger)
-            if self._on_idle is not None and now - idle_at >= IDLE:
-                idle_at = now
-                self._on_idle()
 
     def _pause(self, connected: bool) -> int:
         """Milliseconds to sleep in poll."""
-        if self._on_idle is not None:
-            return int(IDLE * 1000)
+        if self._on_turn is not None:
+            return int(TURN * 1000)
         return 1000 if connected or self._wait is None else 50
 
     def _unreachable(self, stranger: bool) -> str:

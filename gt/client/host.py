@@ -1,0 +1,92 @@
+"""Bytes of the client's own tensors: regions of host copies going out, pieces of fetched tensors coming in.
+
+Boxes are of the global tensor; what travels is a worker's local tensor, row-major, which holds them in order. NumPy
+only, and no dtypes: an element is as many bytes as it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from gt.errors import ProtocolError
+from gt.ir import boxes
+from gt.wire.messages import CHUNK
+
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # a NumPy type of that size, whatever the element means
+
+
+def checked(rows: Any, shape: tuple[int, ...]) -> boxes.Boxes:
+    """Boxes as they came; ProtocolError unless they are boxes of a tensor of this shape."""
+    try:
+        fits = bool(rows) and all(
+            len(box) == len(shape) and all(0 <= start <= stop <= n for (start, stop), n in zip(box, shape))
+            for box in rows
+        )
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ProtocolError(f"{rows!r:.80} are not boxes of a tensor of shape {shape}")
+    return rows
+
+
+def region(array: np.ndarray, rows: Any) -> np.ndarray:
+    """The local tensor of these boxes, contiguous; shares memory with `array` where it can."""
+    return boxes.take(array, checked(rows, array.shape))
+
+
+def frames(array: np.ndarray) -> Iterator[tuple[int, int, list[memoryview]]]:
+    """(offset, total, frames) of each message that carries a contiguous array; one without a frame if it is empty."""
+    total = array.nbytes
+    if total == 0:
+        yield 0, 0, []
+        return
+    flat = memoryview(array.reshape(-1).view(np.uint8))
+    for offset in range(0, total, CHUNK):
+        yield offset, total, [flat[offset : offset + CHUNK]]
+
+
+class Assembly:
+    """A tensor of `shape` being put together from pieces [key, boxes], each of which comes in frames, in any order."""
+
+    def __init__(self, shape: tuple[int, ...], itemsize: int, pieces: list) -> None:
+        self.data = np.empty(prod(shape) * itemsize, np.uint8)
+        whole = self.data.view(_WORDS[itemsize]).reshape(shape)
+        self._pieces = {key: _Piece(whole, checked(rows, shape)) for key, rows in pieces}
+
+    @property
+    def keys(self) -> list[int]:
+        return list(self._pieces)
+
+    @property
+    def complete(self) -> bool:
+        return all(piece.left == 0 for piece in self._pieces.values())
+
+    def add(self, key: int, offset: int, total: int, data: Any) -> None:
+        """One frame of a piece (none where total is 0)."""
+        self._pieces[key].add(offset, total, data)
+
+
+class _Piece:
+    """One piece: written where it belongs if that is one run of memory, else collected first and then spread out."""
+
+    def __init__(self, whole: np.ndarray, rows: boxes.Boxes) -> None:
+        self._whole, self._rows = whole, rows
+        run = whole[(*(slice(start, stop) for start, stop in rows[0]), ...)]  # the ellipsis keeps a number an array
+        self._direct = len(rows) == 1 and run.flags.c_contiguous
+        self._local = run if self._direct else np.empty(boxes.shape(rows), whole.dtype)
+        self._bytes = self._local.reshape(-1).view(np.uint8)
+        self.left = self._bytes.nbytes
+
+    def add(self, offset: int, total: int, data: Any) -> None:
+        size = 0 if data is None else len(data)
+        if total != self._bytes.nbytes or not 0 <= offset <= total - size or size > self.left:
+            raise ProtocolError(f"Piece of {size} bytes at {offset} of {total} is not of one of {self._bytes.nbytes}")
+        if size:
+            self._bytes[offset : offset + size] = np.frombuffer(data, np.uint8)
+        self.left -= size
+        if self.left == 0 and not self._direct:
+            boxes.put(self._whole, self._rows, self._local)

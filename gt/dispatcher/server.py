@@ -1,0 +1,152 @@
+"""The shell around the core: bytes in, events to the core, its actions carried out. Decides nothing."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from gt import env
+from gt.dispatcher.events import Action, Close, Event, Log, Malformed, PeerLost, Received, Send, Tick
+from gt.dispatcher.journal import Journal
+from gt.errors import ProtocolError, Refused
+from gt.wire import codec
+from gt.wire.link import Gate
+from gt.wire.messages import Exit, Goodbye
+from gt.wire.socket import Arrived, Gone, Router, resolve
+
+log = logging.getLogger("gt.dispatcher")
+
+TICK = 0.25  # seconds
+
+
+class CoreLike(Protocol):
+    def handle(self, event: Event) -> list[Action]: ...
+
+
+class Server:
+    """Bound on construction (Refused if that fails), then `run` until `stop`, which any thread or signal may call."""
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+        heartbeat: float = 10.0,
+        core: CoreLike | None = None,
+    ) -> None:
+        if not token and not _loopback(host):
+            raise Refused(f"a server on {host} needs a token: set GT_TOKEN, or pass --token-file")
+        if core is None:
+            from gt.dispatcher.core import Core  # a test brings its own and needs none of it
+
+            core = Core(token=token, heartbeat=heartbeat)
+        self._core = core
+        self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
+        self._router = Router(host, port, heartbeat)
+        self.host, self.port = host, self._router.port
+        self._gates: dict[bytes, Gate] = {}
+        self._start = time.monotonic()
+        self._reason = ""
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._router.watch(self._bell)
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def stop(self, reason: str = "it was told to stop") -> None:
+        self._reason = self._reason or reason
+        if self._bell >= 0:
+            os.eventfd_write(self._bell, 1)
+
+    def run(self) -> None:
+        """Serve until stopped; then tell every peer, and leave no socket behind."""
+        next_tick = time.monotonic()
+        try:
+            while not self._reason:
+                for item in self._router.poll(max(0.0, min(TICK, next_tick - time.monotonic()))):
+                    self._take(item)
+                if time.monotonic() >= next_tick:
+                    next_tick = time.monotonic() + TICK
+                    self._handle(Tick(self._now()))
+                    if self._journal is not None:
+                        self._journal.flush()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        for peer, gate in self._gates.items():
+            if gate.role:
+                self._router.send(peer, Exit(self._reason or "it failed"))
+        self._router.close()
+        bell, self._bell = self._bell, -1
+        os.close(bell)
+        if self._journal is not None:
+            self._journal.close()
+
+    def _now(self) -> float:
+        return time.monotonic() - self._start
+
+    def _take(self, item: Arrived | Gone) -> None:
+        """One thing from the wire becomes one event."""
+        if isinstance(item, Gone):
+            if self._gates.pop(item.peer, None) is not None:
+                self._handle(PeerLost(item.peer, item.reason, self._now()))
+            return
+        gate = self._gates.setdefault(item.peer, Gate())
+        try:
+            message = codec.unpack(item.body)
+            gate.admit(message, len(item.frames))
+        except ProtocolError as error:
+            log.warning("refused what %s sent: %s", item.peer.hex(), error)
+            self._handle(Malformed(item.peer, str(error), self._now()))
+            return
+        if isinstance(message, Goodbye):
+            self._gates.pop(item.peer, None)
+            self._handle(Received(item.peer, message, (), self._now()))
+            self._router.forget(item.peer)
+            return
+        self._handle(Received(item.peer, message, item.frames, self._now()))
+
+    def _handle(self, event: Event) -> None:
+        try:
+            self._perform(self._core.handle(event))
+        except Exception as error:  # a fault of ours ends the one session or worker it came with, not the server
+            log.exception("%s of %s failed", type(event).__name__, getattr(event, "peer", b"").hex())
+            if isinstance(event, (Received, Malformed)):
+                self._drop(event.peer, f"internal error of the server: {type(error).__name__}: {error}")
+
+    def _drop(self, peer: bytes, reason: str) -> None:
+        self._router.send(peer, Exit(reason))
+        self._router.forget(peer)
+        self._gates.pop(peer, None)
+        self._handle(PeerLost(peer, reason, self._now()))
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if type(action) is Send:
+                self._router.send(action.peer, action.message, action.frames)
+            elif type(action) is Close:
+                self._gates.pop(action.peer, None)
+                self._router.forget(action.peer)
+            elif type(action) is Log:
+                if self._journal is not None:
+                    self._journal.write(action)
+                log.debug("%s %s %s", action.kind, action.peer, action.text)
+
+
+def _loopback(host: str) -> bool:
+    return host != "*" and ipaddress.ip_address(resolve(host)).is_loopback
+
+
+def _journal(path: str) -> Journal | None:
+    if not path:
+        return None
+    try:
+        return Journal(path)
+    except OSError as error:
+        raise Refused(f"GT_INSTRUCTION_LOG={path} cannot be written: {error}") from None

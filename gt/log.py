@@ -1,0 +1,22 @@
+"""Logging set-up: silent by default; GT_VERBOSE and GT_DEBUG_* make a process say on stderr what it does."""
+
+from __future__ import annotations
+
+import logging
+
+from gt import env
+
+PARTS = {"client": "GT_DEBUG_CLIENT", "dispatcher": "GT_DEBUG_DISPATCHER", "worker": "GT_DEBUG_WORKER"}
+
+
+def setup(part: str, name: str = "") -> None:
+    """Set up the logger "gt" of this process: part is client, dispatcher or worker; name is shown before each line."""
+    logger = logging.getLogger("gt")
+    level = logging.DEBUG if env.flag(PARTS[part]) else logging.INFO if env.flag("GT_VERBOSE") else logging.WARNING
+    logger.setLevel(level)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        logger.addHandler(handler)
+        logger.propagate = False
+    shown = name or f"gt.{part}"
+    logger.handlers[0].setFormatter(logging.Formatter(f"%(asctime)s {shown} %(levelname)s %(message)s"))
