@@ -32,7 +32,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each worker holds a term; the value is their `op` (sum, max, min, product, norm2)."""
+    """Each worker holds a term; the value is their `op` (sum, avg, max, min, product, norm2)."""
 
     op: str = "sum"
 

@@ -1,0 +1,91 @@
+"""What failed, and what fails with it: taint spreads over the ops planned since, as far as values flow.
+
+Workers run every op, with placeholders where one failed; only here is it known whose value is then worthless.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gt.errors import GTError, OpFailed, UnsupportedOp, WorkerLost
+
+if TYPE_CHECKING:
+    from gt.dispatcher.plan.known import Known
+    from gt.dispatcher.sessions import Origin
+    from gt.dispatcher.tensors import Storage
+
+
+@dataclass(slots=True)
+class Cause:
+    """Why values are worthless. lost: the index of a worker that is gone, else -1."""
+
+    error: GTError
+    lost: int = -1
+    reported: bool = False
+    dependents: int = 0
+
+
+@dataclass(slots=True)
+class Planned:
+    """One op of the journal, with the storages it read, wrote and made."""
+
+    seq: int
+    known: Known
+    origin: Origin
+    reads: tuple[Storage, ...]
+    writes: tuple[Storage, ...]
+    makes: tuple[Storage, ...]
+
+
+@dataclass(slots=True)
+class Journal:
+    """Ops that some worker may still report as failed, oldest first."""
+
+    rows: deque[Planned] = field(default_factory=deque)
+
+    def forget(self, upto: int) -> None:
+        """Every op before `upto` is known to have succeeded or failed."""
+        rows = self.rows
+        while rows and rows[0].seq < upto:
+            rows.popleft()
+
+    def taint(self, seq: int, cause: Cause) -> None:
+        """Mark what op `seq` made and wrote, and all that was computed from it since; a whole overwrite heals."""
+        for row in self.rows:
+            if row.seq < seq:
+                continue
+            if row.seq == seq or any(s.failed is cause for s in row.reads):
+                for storage in (*row.writes, *row.makes):
+                    storage.failed = storage.failed or cause
+                cause.dependents += row.seq != seq
+            elif row.known.overwrites:
+                for storage in row.writes:
+                    if storage.failed is cause:
+                        storage.failed = None
+
+    def find(self, seq: int) -> Planned | None:
+        return next((row for row in self.rows if row.seq == seq), None)
+
+
+def op_failed(row: Planned | None, kind: str, message: str, worker: str) -> GTError:
+    """The user's error for what a worker reported."""
+    if row is None:
+        return OpFailed(f"an op failed on worker {worker}: {message}", worker=worker)
+    origin, op = row.origin, row.known.template.op
+    where = f"{origin.file}:{origin.line}" if origin.file else "an op"
+    group = f", group {origin.group}" if origin.group else ""
+    ins = " ".join(spec.text() for spec in row.known.template.ins[:8])
+    text = f"{where}: {op} {ins} failed on worker {worker}{group}: {message}"
+    if kind == "unsupported":
+        return UnsupportedOp(f"{where}: {message} (worker {worker}{group})")
+    text += "\n  what was computed from it fails too; assigning a fresh value heals, other tensors are unharmed"
+    return OpFailed(text, op=op, worker=worker, group=origin.group, origin=f"{origin.file}:{origin.line}")
+
+
+def worker_lost(name: str, reason: str) -> WorkerLost:
+    return WorkerLost(
+        f"worker {name} is lost: {reason}; its tensors are gone. "
+        "call gt.shutdown() and start again, or connect to a server that has its workers"
+    )

@@ -1,0 +1,145 @@
+"""List ops (`_foreach_*`, `_fused_adamw_`): one op holds tensors of every mesh, so it is cut into one op for each layout.
+
+The first list leads: what stands beside its i-th tensor in the other lists comes to its layout, for good where it is
+written (optimizer state follows its parameter). No tensor of the first list moves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gt.dispatcher.plan.known import Known
+from gt.dispatcher.planning import Plan
+from gt.dispatcher.stream import lost_in
+from gt.dispatcher.tensors import Tensor
+from gt.ir.layout import Layout, Partial, Shard, replicated
+from gt.ir.template import Out, T, Template, V
+
+if TYPE_CHECKING:
+    from gt.dispatcher.sessions import Origin, Session
+
+
+@dataclass(slots=True)
+class Part:
+    """A list op over some of the indices: the operands and results it takes of the whole."""
+
+    known: Known
+    ins: list[int]
+    values: list[int]
+    outs: list[int]
+
+
+class Lists:
+    def __init__(self, session: Session) -> None:
+        self.s = session
+
+    def op(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
+        """Cut, bring and emit."""
+        for layout, indices in self._buckets(known, origin, ins).items():
+            part = self._part(known, tuple(indices))
+            self._emit(part, layout, [ins[i] for i in part.ins], [values[i] for i in part.values], [outs[i] for i in part.outs])
+
+    def _buckets(self, known: Known, origin: Origin, ins: list[Tensor]) -> dict[Layout, list[int]]:
+        """Indices of the lists by the layout of the tensor that leads there."""
+        lead = known.columns[0].indices(T)
+        buckets: dict[Layout, list[int]] = {}
+        for place, index in enumerate(lead):
+            t = ins[index]
+            if t.layout is None:
+                self.s.placer.place(t.storage, self._home(known, origin, ins, place))
+            assert t.layout is not None
+            if t.layout.partial:
+                self.s.mover.settle(t.storage)
+            buckets.setdefault(t.layout, []).append(place)
+        return buckets
+
+    def _home(self, known: Known, origin: Origin, ins: list[Tensor], place: int) -> Layout:
+        """An unplaced leader goes where another list has a tensor beside it, else where its group says."""
+        for column in known.columns[1:]:
+            items = column.indices(T)
+            beside = ins[items[place]] if place < len(items) else None
+            if beside is not None and beside.layout is not None:
+                return beside.layout
+        mesh = origin.meaning.mesh if origin.meaning else self.s.default_mesh()
+        return replicated(mesh)
+
+    def _emit(self, part: Part, layout: Layout, ins: list[Tensor], values: list, outs: list[int]) -> None:
+        known = part.known
+        if lost_in(self.s.cluster, layout.mesh):
+            self.s.planner.abandon(known, layout.mesh, ins, outs)
+            return
+        lead = {ins[i].spec.shape for i in known.columns[0].indices(T)}
+        whole = self.s.intern(replicated(layout.mesh))
+        wants = [layout if self._follows(known, i, t, lead) else whole for i, t in enumerate(ins)]
+        for index in known.template.writes:
+            t = ins[index]
+            if t.layout is not None and t.layout != wants[index]:
+                self.s.mover.relayout(t.storage, wants[index])
+        brought = [self.s.mover.bring(t, want) for t, want in zip(ins, wants, strict=True)]
+        makes = tuple(self.s.intern(self._made(known, layout, i)) for i in range(len(known.template.outs)))
+        key = (layout, *map(id, wants))
+        bound = known.plans.get(key)
+        if bound is None:
+            bound = known.plans[key] = self.s.mover.bind_op(known, wants or list(makes), makes)
+        plan = Plan(tuple(wants), makes, bound, False)
+        self.s.planner.emit(known, plan, ins, brought, tuple(values), outs)
+
+    @staticmethod
+    def _follows(known: Known, index: int, t: Tensor, lead: set) -> bool:
+        """Whether an operand lies as the leader does (a list's tensor of its shape) or is whole (step counts, factors)."""
+        listed = any(index in column.indices(T) for column in known.columns)
+        return listed and (t.spec.shape in lead) and len(t.spec.shape) > 0
+
+    def _made(self, known: Known, layout: Layout, index: int) -> Layout:
+        """Layout of a result: as the leader's, or the terms of a norm."""
+        out = known.template.outs[index]
+        if known.name != "_foreach_norm" or out.spec is None:
+            return layout
+        order = known.named(1, "ord", 2)
+        op = "max" if order == math.inf else "norm2"
+        return Layout(layout.mesh, tuple(Partial(op) if isinstance(p, Shard) else p for p in layout.placements))
+
+    def _part(self, known: Known, indices: tuple[int, ...]) -> Part:
+        """The op over these indices only, made once."""
+        key = ("part", indices)
+        if key not in known.plans:
+            count = len(known.columns[0].items)
+            if len(indices) == count:
+                template = known.template
+                everything = [list(range(n)) for n in (len(template.ins), template.values, known.results)]
+                known.plans[key] = Part(known, *everything)
+            else:
+                known.plans[key] = _cut(known, indices, count)
+        return known.plans[key]
+
+
+def _cut(known: Known, indices: tuple[int, ...], count: int) -> Part:
+    template = known.template
+    ins: list[int] = []
+    values: list[int] = []
+
+    def hole(item: Any) -> Any:
+        if isinstance(item, T):
+            ins.append(item.index)
+            return T(len(ins) - 1)
+        if isinstance(item, V):
+            values.append(item.index)
+            return V(len(values) - 1)
+        if isinstance(item, (list, tuple)):
+            whole = len(item) != count or not all(isinstance(i, (T, V)) for i in item)
+            return [hole(i) for i in item] if whole else [hole(item[i]) for i in indices]
+        return item
+
+    args = tuple(hole(arg) for arg in template.args)
+    kwargs = tuple((name, hole(arg)) for name, arg in template.kwargs)
+    where = {old: new for new, old in enumerate(ins)}
+    flat = [i for i in indices if i < len(template.outs)] if len(template.outs) == count else []
+    outs = tuple(Out(o.kind, o.spec, where.get(o.of, -1)) for o in (template.outs[i] for i in flat))
+    order = {index: place for place, index in enumerate(known.news)}
+    taken = [order[i] for i in flat if i in order]
+    writes = tuple(where[w] for w in template.writes if w in where)
+    specs = tuple(template.ins[i] for i in ins)
+    cut = Template(template.op, args, kwargs, specs, len(values), outs, writes, template.dynamic, template.pointwise)
+    return Part(Known(cut), ins, values, taken)

@@ -1,0 +1,239 @@
+"""Bringing tensors to where an op wants them: copies are kept until either side changes, terms are added up in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gt.dispatcher.plan import redistribute
+from gt.dispatcher.plan.localize import payload
+from gt.dispatcher.plan.redistribute import Order, Step
+from gt.dispatcher.plan.rules import decide
+from gt.dispatcher.stream import Bound
+from gt.dispatcher.tensors import Storage, Tensor
+from gt.ir.layout import Layout, Mesh, Partial, R, Shard
+
+if TYPE_CHECKING:
+    from gt.dispatcher.plan.known import Known
+    from gt.dispatcher.sessions import Session
+
+
+class Mover:
+    def __init__(self, session: Session) -> None:
+        self.s = session
+        self._steps: dict[tuple, list[tuple[Step, list[Bound]]]] = {}
+        self._reduces: dict[tuple[Layout, int], list[Bound]] = {}
+
+    def bring(self, tensor: Tensor, want: Layout) -> int:
+        """Id that names `tensor` in layout `want`: the tensor itself, a kept copy, or a new one."""
+        if tensor.layout is None:
+            self.s.placer.place(tensor.storage, self.s.placer.root_layout(tensor, want))
+        assert tensor.layout is not None
+        if tensor.layout == want:
+            return tensor.id
+        kept = (tensor.copies or {}).get(want)
+        if kept and kept[0] == tensor.storage.version:
+            return kept[1]
+        if tensor.layout.partial and not self._same_terms(tensor.layout, want):
+            self.settle(tensor.storage)
+            if tensor.layout == want:
+                return tensor.id
+        made = self._view_of_copy(tensor, want) or self.convert(tensor.id, tensor, tensor.layout, want)
+        if tensor.copies is None:
+            tensor.copies = {}
+        elif kept:
+            self.s.emitter.free(want.mesh.workers, [kept[1]])
+        tensor.copies[want] = (tensor.storage.version, made)
+        return made
+
+    @staticmethod
+    def _same_terms(have: Layout, want: Layout) -> bool:
+        return have.mesh == want.mesh and all(
+            h == w for h, w in zip(have.placements, want.placements, strict=True) if isinstance(h, Partial)
+        )
+
+    def _view_of_copy(self, tensor: Tensor, want: Layout) -> int | None:
+        """A view is copied to another mesh by copying its whole base once and viewing that."""
+        base, via = tensor.base, tensor.via
+        if base is None or via is None or base.layout is None or base.layout.mesh == want.mesh:
+            return None
+        if base.spec.numel != tensor.spec.numel or not want.replicated or len(via[0].news) != 1:
+            return None
+        known, values, _ = via
+        source = self.bring(base, Layout(want.mesh, (R,) * len(want.mesh.axes)))
+        made = self.s.emitter.temporary()
+        ins = [base.layout if i else Layout(want.mesh, want.placements) for i in range(known.tensors)]
+        self.compute(known, ins, [want], [source], values, [made])
+        return made
+
+    def convert(self, source: int, tensor: Tensor, have: Layout, want: Layout) -> int:
+        """A new tensor that holds `source` in another layout. Terms must have been added up."""
+        emitter, spec = self.s.emitter, tensor.spec
+        steps = self._plan(spec.shape, spec.dtype, have, want)
+        now = source
+        for step, bound in steps:
+            made = emitter.temporary()
+            emitter.step(step, bound, now, made)
+            emitter.line(made, spec.text(), step.layout, step.text, (now,), self.s.note(f"{step.nbytes} B"))
+            if now != source:
+                emitter.free(dict.fromkeys(w.index for w, _ in bound), [now])
+            now = made
+        return now
+
+    def _plan(self, shape: tuple, dtype: str, have: Layout, want: Layout) -> list[tuple[Step, list[Bound]]]:
+        key = (shape, dtype, have, want)
+        if key not in self._steps:
+            cluster, steps = self.s.cluster, []
+            now = have
+            if have.mesh != want.mesh:
+                landing = Layout(want.mesh, tuple(R if isinstance(p, Partial) else p for p in want.placements))
+                name = self.s.groups.transfer(have.mesh, want.mesh)
+                steps.append(redistribute.between(cluster, shape, dtype, have, landing, name))
+                now = landing
+            steps += redistribute.on_mesh(cluster, shape, dtype, now, want)
+            self._steps[key] = [(step, self.s.emitter.bind(step.orders)) for step in steps]
+        return self._steps[key]
+
+    def settle(self, storage: Storage) -> None:
+        """Add up the terms of a storage, in place, for all its views at once."""
+        root = next(t for t in storage.tensors.values() if t.base is None)
+        emitter = self.s.emitter
+        assert root.layout is not None
+        for axis, place in enumerate(root.layout.placements):
+            if not isinstance(place, Partial):
+                continue
+            key = (root.layout, axis)
+            if key not in self._reduces:
+                self._reduces[key] = emitter.bind(redistribute.reduce(self.s.cluster, root.layout, axis))
+            ids = emitter.ids([root.id])
+            for worker, define in self._reduces[key]:
+                if not worker.lost:
+                    emitter.write(worker, define, ids)
+            name = root.layout.mesh.axes[axis][0]
+            for tensor in storage.tensors.values():
+                assert tensor.layout is not None
+                tensor.layout = self.s.intern(replaced(tensor.layout, axis))
+            op = "" if place.op == "sum" else f" ({place.op})"
+            text = f"all_reduce{op} over {name}"
+            emitter.line(root.id, root.spec.text(), root.layout, text, [root.id], self.s.note(f"{root.spec.nbytes} B"))
+            emitter.joined = True
+
+    def relayout(self, storage: Storage, want: Layout) -> None:
+        """Move a storage for good: its root gets the new layout, every live view is made again."""
+        root = next(t for t in storage.tensors.values() if t.base is None)
+        if root.layout is None:
+            self.s.placer.place(storage, want)
+            return
+        if root.layout.partial:
+            self.settle(storage)
+        if root.layout == want:
+            return
+        emitter = self.s.emitter
+        old = root.layout
+        made = self.convert(root.id, root, old, want)
+        for view in storage.tensors.values():
+            self.drop_copies(view)
+        emitter.free(set(old.mesh.workers) - set(want.mesh.workers), list(storage.tensors))
+        self._alias(made, root.id, want)
+        root.layout = self.s.intern(want)
+        for view in sorted(storage.tensors.values(), key=lambda t: t.id):
+            if view.base is not None:
+                self._remake(view)
+
+    def _alias(self, source: int, target: int, layout: Layout) -> None:
+        emitter = self.s.emitter
+        define = emitter.common("alias")
+        for index in layout.mesh.workers:
+            worker = emitter.cluster.workers[index]
+            if not worker.lost:
+                emitter.write(worker, define, emitter.ids([source, target]))
+        emitter.free(layout.mesh.workers, [source])
+
+    def _remake(self, view: Tensor) -> None:
+        """Run a view's op again on its base, which has moved."""
+        assert view.base is not None and view.base.layout is not None and view.via is not None
+        known, values, index = view.via
+        emitter = self.s.emitter
+        layout = view.base.layout
+        outs = self.view_layouts(known, layout)
+        if outs is None:
+            self.relayout(view.storage, whole(layout))
+            return
+        made = [view.id if i == index else emitter.temporary() for i in known.news]
+        self.compute(known, [layout] * known.tensors, outs, [view.base.id], values, made)
+        emitter.free(layout.mesh.workers, [i for i in made if i != view.id])
+        view.layout = self.s.intern(outs[index])
+
+    def view_layouts(self, known: Known, base: Layout) -> list[Layout] | None:
+        """Layouts of a view's outputs on a base, or None where it has no local form."""
+        columns = []
+        for axis, (_, size) in enumerate(base.mesh.axes):
+            decision = decide(known, [base.placements[axis]], size)
+            if decision is None or decision.wants[0] != base.placements[axis]:
+                return None
+            columns.append(decision.outs)
+        return [Layout(base.mesh, tuple(c[i] for c in columns)) for i in range(len(known.template.outs))]
+
+    def compute(
+        self, known: Known, ins: list[Layout], outs: list[Layout], in_ids: list[int], values: tuple, out_ids: list[int]
+    ) -> None:
+        """Emit one op on the mesh of its layouts."""
+        mesh = (outs or ins)[0].mesh
+        key = ("compute", mesh, tuple(ins), tuple(outs))
+        bound = known.plans.get(key)
+        if bound is None:
+            bound = known.plans[key] = self.bind_op(known, ins, outs)
+        emitter = self.s.emitter
+        operands = [*emitter.ids(in_ids), *values, *emitter.ids(out_ids)]
+        for worker, define in bound:
+            emitter.write(worker, define, operands)
+
+    def bind_op(self, known: Known, ins: Sequence[Layout], outs: Sequence[Layout]) -> list[Bound]:
+        """One op's definitions for the workers of its mesh."""
+        mesh = (outs or ins)[0].mesh
+        orders = [Order(worker, "op", payload(known, ins, outs, rank)) for rank, worker in enumerate(mesh.workers)]
+        return self.s.emitter.bind(orders)
+
+    def drop_copies(self, tensor: Tensor) -> None:
+        for layout, (_, copy) in (tensor.copies or {}).items():
+            self.s.emitter.free(layout.mesh.workers, [copy])
+        tensor.copies = None
+
+    def release(self, ids: list[int]) -> None:
+        """The client has freed these: copies go at once, a base only with its last view."""
+        gone: dict[Mesh, list[int]] = {}
+        rows = self.s.table.rows
+        for i in ids:
+            tensor = rows.get(i)
+            if tensor is None or tensor.released:
+                continue
+            if tensor.copies:
+                self.drop_copies(tensor)
+            tensor.released = True
+            while tensor is not None and tensor.released and not tensor.children:
+                if tensor.layout is not None:
+                    gone.setdefault(tensor.layout.mesh, []).append(tensor.id)
+                tensor = self._remove(tensor)
+        for mesh, freed in gone.items():
+            self.s.emitter.free(mesh.workers, freed)
+
+    def _remove(self, tensor: Tensor) -> Tensor | None:
+        """Take a tensor off the table; its base, which may go next."""
+        storage = tensor.storage
+        del storage.tensors[tensor.id]
+        del self.s.table.rows[tensor.id]
+        if not storage.tensors and storage.recipe is not None:
+            self.s.placer.forget(storage)
+        if tensor.base is not None:
+            tensor.base.children -= 1
+        return tensor.base
+
+
+def replaced(layout: Layout, axis: int) -> Layout:
+    """With the value whole on one axis."""
+    return Layout(layout.mesh, (*layout.placements[:axis], R, *layout.placements[axis + 1 :]))
+
+
+def whole(layout: Layout) -> Layout:
+    """Every split undone."""
+    return Layout(layout.mesh, tuple(R if isinstance(p, Shard) else p for p in layout.placements))

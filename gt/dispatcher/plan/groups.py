@@ -1,0 +1,112 @@
+"""What a signal group means: the mesh it runs on and how it splits weights and what enters.
+
+`axis` in the YAML is a dim of a weight stored [in, out]: *_colpar (1) splits a matmul weight's output features and its
+bias, *_rowpar (0) its input features. Any other group replicates parameters; it also replicates activations where groups
+named after it with _colpar or _rowpar exist, and otherwise splits what enters along dim `axis` (data parallel).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gt.config.schema import Config, Group
+from gt.ir.layout import Layout, Mesh, Placement, R, Shard
+
+COLUMN, ROW, STAGE, DATA = "column", "row", "stage", "data"
+SUFFIXES = {"_colpar": COLUMN, "_rowpar": ROW}
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """kind is COLUMN, ROW, STAGE (tensor-parallel stage) or DATA; backward names the group of the ops that differentiate."""
+
+    name: str
+    kind: str
+    mesh: Mesh
+    axis: int
+    backward: str | None = None
+
+    def entering(self, dims: int) -> Layout:
+        """Layout of an activation of that many dims where it first comes to the mesh."""
+        return Layout(self.mesh, tuple(self._enters(name, dims) for name, _ in self.mesh.axes))
+
+    def _enters(self, axis: str, dims: int) -> Placement:
+        data = axis == "dp"
+        return Shard(self.axis if self.kind == DATA else 0) if data and dims > self.split_dim else R
+
+    @property
+    def split_dim(self) -> int:
+        return self.axis if self.kind == DATA else 0
+
+    def parameter(self, dims: int, dim: int | None) -> Layout:
+        """Layout of a parameter that the tensor-parallel axis splits along `dim` (None: not)."""
+        split: Placement = R if dim is None else Shard(dim)
+        return Layout(self.mesh, tuple(split if name == "tp" else R for name, _ in self.mesh.axes))
+
+
+def stem(name: str) -> str:
+    """The stage a group belongs to: its name less `_colpar` or `_rowpar`."""
+    for suffix in SUFFIXES:
+        if name.endswith(suffix):
+            return name[: -len(suffix)]
+    return name
+
+
+def mesh(rows: tuple[tuple[int, ...], ...], data: bool) -> Mesh:
+    """Mesh of the YAML's `workers`: the outer list is data parallel, the inner tensor (or data) parallel."""
+    inner = "dp" if data and len(rows) == 1 else "tp"
+    axes = [("dp", len(rows)), (inner, len(rows[0]))]
+    return Mesh(tuple((name, size) for name, size in axes if size > 1), tuple(w for row in rows for w in row))
+
+
+class Groups:
+    """Meaning of every name the user may put in a context, from one config."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._meanings = {name: self._read(group) for name, group in config.groups.items() if group.workers}
+        self._names = {}
+        for name, meaning in self._meanings.items():
+            self._names.setdefault(meaning.mesh.workers, stem(name).removeprefix("pp_"))
+
+    def __bool__(self) -> bool:
+        return bool(self._meanings)
+
+    def _kind(self, name: str) -> str:
+        for suffix, kind in SUFFIXES.items():
+            if name.endswith(suffix):
+                return kind
+        split = any(name + suffix in self.config.groups for suffix in SUFFIXES)
+        return STAGE if split else DATA
+
+    def _read(self, group: Group) -> Meaning:
+        kind = self._kind(group.name)
+        axis = group.axis if group.axis is not None else 0
+        return Meaning(group.name, kind, mesh(group.workers, kind == DATA), axis, group.backward)
+
+    def find(self, path: str, backward: bool = False) -> tuple[Meaning | None, list[str]]:
+        """Meaning of a nest of contexts `outer/inner`: the innermost that is known, and the names that are not."""
+        missing = []
+        for name in reversed(path.split("/") if path else []):
+            meaning = self._meanings.get(name)
+            if meaning is None:
+                if self.destination(name) is None and name not in self.config.groups:
+                    missing.append(name)
+                continue
+            if backward and meaning.backward:
+                meaning = self._meanings[meaning.backward]
+            return meaning, missing
+        return None, missing
+
+    def destination(self, name: str) -> Meaning | None:
+        """Meaning of B for a transfer named A_to_B, where A and B are groups (`pp_` may be left out)."""
+        source, arrow, target = name.partition("_to_")
+        return self._lookup(target) if arrow and self._lookup(source) else None
+
+    def _lookup(self, name: str) -> Meaning | None:
+        return self._meanings.get(name) or self._meanings.get(f"pp_{name}")
+
+    def transfer(self, source: Mesh, target: Mesh) -> str:
+        """Name of the transfer between two meshes, `stage0_to_stage1`."""
+        names = (self._names.get(m.workers, "workers" + "_".join(map(str, m.workers))) for m in (source, target))
+        return "_to_".join(names)

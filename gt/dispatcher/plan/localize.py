@@ -1,0 +1,118 @@
+"""One worker's version of an op: sizes among its constants become local, its outputs get local specs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gt.dispatcher.plan.known import Known
+from gt.ir.layout import Layout, Shard, boxes, local_shape
+from gt.ir.spec import Spec
+from gt.ir.template import Out, to_wire
+
+# op -> argument that is the shape of its first output
+SIZES = {
+    "view": 1, "_unsafe_view": 1, "reshape": 1, "_reshape_alias": 1, "expand": 1, "new_zeros": 1, "new_ones": 1,
+    "new_empty": 1, "new_full": 1, "zeros": 0, "ones": 0, "empty": 0, "full": 0, "rand": 0, "randn": 0, "empty_strided": 0,
+    "new_empty_strided": 1, "select_backward": 1, "slice_backward": 1, "diagonal_backward": 1, "unfold_backward": 1,
+}  # fmt: skip
+STRIDES = {"empty_strided": 1, "new_empty_strided": 2, "_reshape_alias": 2}
+
+WORKER_OPS = {"gt.move.default": "aten.clone.default"}  # a move is carried out by bringing its input
+
+
+def dense(shape: Sequence[int], like: Spec) -> Spec:
+    """A spec of this shape with its dims in memory in the order of `like`'s strides; expanded dims stay expanded."""
+    order = sorted(range(len(shape)), key=lambda d: (like.stride[d], -d), reverse=False)
+    stride, step = [0] * len(shape), 1
+    for dim in order:
+        if like.stride[dim] == 0 and like.shape[dim] > 1:
+            continue
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return Spec(tuple(shape), tuple(stride), 0, like.dtype)
+
+
+def out_specs(known: Known, layouts: Sequence[Layout], rank: int) -> list[Spec | None]:
+    """Local spec of each flat output."""
+    made: list[Spec | None] = []
+    for out, layout in zip(known.template.outs, layouts, strict=True):
+        spec = out.spec
+        if spec is None:
+            made.append(None)
+        elif all(not isinstance(p, Shard) for p in layout.placements):
+            made.append(spec)
+        else:
+            made.append(dense(local_shape(layout, spec.shape, rank), spec))
+    return made
+
+
+def payload(known: Known, ins: Sequence[Layout], outs: Sequence[Layout], rank: int) -> dict[str, Any]:
+    """The `op` definition for the rank-th worker of the mesh."""
+    template = known.template
+    specs = out_specs(known, outs, rank)
+    args = list(template.args)
+    if any(isinstance(p, Shard) for layout in (*ins, *outs) for p in layout.placements):
+        _resize(known, args, ins, specs, rank)
+    return {
+        "op": WORKER_OPS.get(template.op, template.op),
+        "args": to_wire(args),
+        "kwargs": {k: to_wire(v) for k, v in template.kwargs},
+        "tensors": known.tensors,
+        "values": known.values,
+        "outs": [_out(out, spec) for out, spec in zip(template.outs, specs, strict=True)],
+        "random": _drawn(known, ins, outs, rank) if known.random else None,
+    }
+
+
+def _out(out: Out, spec: Spec | None) -> list:
+    return [out.kind, spec.wire() if spec else None, out.of]
+
+
+def _resize(known: Known, args: list, ins: Sequence[Layout], specs: list[Spec | None], rank: int) -> None:
+    """Local sizes for the constants that are sizes."""
+    name = known.name
+    first = specs[0] if specs else None
+    if name in SIZES and first is not None and SIZES[name] < len(args):
+        args[SIZES[name]] = list(first.shape)
+        if name in STRIDES and STRIDES[name] < len(args):
+            args[STRIDES[name]] = list(first.stride)
+    elif name == "split" and first is not None:
+        dim = known.named(2, "dim", 0) % len(first.shape)
+        args[1] = max(first.shape[dim], 1)
+    elif name == "split_with_sizes" and first is not None:
+        dim = known.named(2, "dim", 0) % len(first.shape)
+        args[1] = [spec.shape[dim] for spec in specs if spec]
+    elif name == "slice" and first is not None:
+        _whole_slice(known, args, ins, rank)
+    elif name == "embedding_dense_backward" and first is not None:
+        args[2] = first.shape[0]
+
+
+def _whole_slice(known: Known, args: list, ins: Sequence[Layout], rank: int) -> None:
+    """A slice along the split dim takes all of it (views.along): so does its local form."""
+    dim = known.arg(1, 0) % len(known.template.ins[0].shape)
+    if any(isinstance(p, Shard) and p.dim == dim for p in ins[0].placements):
+        args[2:4] = [0, local_shape(ins[0], known.template.ins[0].shape, rank)[dim]]
+
+
+def _drawn(known: Known, ins: Sequence[Layout], outs: Sequence[Layout], rank: int) -> list:
+    """Global shape of what is drawn, and the boxes of it that this worker holds."""
+    if known.name in ("gt.sdpa", "gt.sdpa_backward"):
+        return _attention_drawn(known, ins, rank)
+    if known.template.writes:
+        at = known.template.writes[0]
+        shape, layout = known.template.ins[at].shape, ins[at]
+    else:
+        out = known.template.outs[0]
+        shape, layout = out.spec.shape if out.spec else (), outs[0]
+    return [list(shape), [[list(span) for span in box] for box in boxes(layout, shape, rank)]]
+
+
+def _attention_drawn(known: Known, ins: Sequence[Layout], rank: int) -> list:
+    """Dropout's mask is drawn over [..., heads, L, S]; batch and heads lie as q does."""
+    at = 0 if known.name == "gt.sdpa" else 1
+    q, k = known.template.ins[at].shape, known.template.ins[at + 1].shape
+    held = boxes(ins[at], q, rank)[0]
+    box = [list(span) for span in held[:-1]] + [[0, k[-2]]]
+    return [[*q[:-1], k[-2]], [box]]

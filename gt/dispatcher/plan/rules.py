@@ -1,0 +1,356 @@
+"""Sharding rules by class of op: from the placements of an op's inputs on one mesh axis to those it wants and makes.
+
+Each rule sees one axis at a time, so a mesh of two axes is two applications. `None` is an input that may be placed as the
+rule likes. A rule that returns None has no answer: the inputs are gathered and the op runs whole, which is logged once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gt.dispatcher.plan.known import Known
+from gt.dispatcher.plan.views import VIEWS, view
+from gt.ir.layout import P, Partial, Placement, R, Replicate, Shard
+from gt.ir.spec import Spec
+
+Place = Placement | None
+
+
+class Decision(NamedTuple):
+    """Placements wanted of each tensor operand, and of each flat output, on this axis."""
+
+    wants: tuple[Placement, ...]
+    outs: tuple[Placement, ...]
+
+
+Rule = Callable[[Known, list[Place], int], Decision | None]
+
+# Linear in all tensor operands together: Partial in, Partial out
+LINEAR = frozenset({"add", "add_", "sub", "sub_", "neg", "neg_", "clone", "_foreach_add_"})
+# Linear in the first operand when the other is a number
+SCALED = frozenset({"mul", "mul_", "div", "div_"})
+
+ELEMENTWISE = frozenset(
+    {"copy_", "_to_copy", "clone", "fill_", "zero_", "where", "zeros_like", "ones_like", "empty_like", "full_like", "fill",
+     "gelu_backward", "silu_backward", "threshold_backward", "sigmoid_backward", "tanh_backward", "leaky_relu_backward",
+     "elu_backward", "hardtanh_backward", "softplus_backward", "native_dropout", "native_dropout_backward", "uniform_",
+     "normal_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "rand_like", "randn_like",
+     "mse_loss_backward", "lift_fresh", "_conj_physical", "detach", "alias", "masked_fill", "masked_fill_",
+     "gt.move"}
+)  # fmt: skip
+
+# op -> position of the dim it works along; split along another dim it is local
+DIMWISE = {
+    "_softmax": 1, "_log_softmax": 1, "cumsum": 1, "cumprod": 1, "logcumsumexp": 1, "_softmax_backward_data": 2,
+    "_log_softmax_backward_data": 2, "flip": 1, "sort": 1, "topk": 2, "argsort": 1, "cummax": 1, "cummin": 1,
+}  # fmt: skip
+
+# op -> the Partial its result over a split dim is (None: not to be combined from terms)
+REDUCTIONS = {
+    "sum": "sum", "mean": "avg", "amax": "max", "amin": "min", "max": "max", "min": "min", "prod": None, "any": None,
+    "all": None, "logsumexp": None, "argmax": None, "argmin": None, "var": None, "std": None, "var_mean": None,
+    "linalg_vector_norm": None, "norm": None, "count_nonzero": "sum",
+}  # fmt: skip
+
+
+def shape(known: Known, index: int) -> tuple[int, ...]:
+    return known.template.ins[index].shape
+
+
+def out_shape(known: Known, index: int = 0) -> tuple[int, ...]:
+    out = known.template.outs[index]
+    return out.spec.shape if out.spec else shape(known, out.of)
+
+
+def even(extent: int, place: Shard, size: int) -> bool:
+    """Whether a split gives every worker the same extent."""
+    return extent % (size * place.parts) == 0
+
+
+def settled(place: Place) -> Placement:
+    """Where an input stays if it need not move: free ones replicate, terms are added up."""
+    return R if place is None or isinstance(place, Partial) else place
+
+
+def pointwise(known: Known, places: list[Place], size: int) -> Decision | None:
+    """Elementwise with broadcasting: the first operand that is split decides, dims are aligned from the right."""
+    outs, ins = known.template.outs, known.template.ins
+    if _linear(known, places):
+        return Decision(tuple(P for _ in places), tuple(P for _ in outs))
+    writes = known.template.writes
+    result = shape(known, writes[0]) if writes else out_shape(known)
+    leader = _leader(known, places, result, writes)
+    if leader is None:
+        return Decision((R,) * len(places), (R,) * len(outs))
+    back = leader.dim - len(result)  # counted from the right
+    wants: list[Placement] = []
+    for spec in ins:
+        dim = len(spec.shape) + back
+        wants.append(Shard(dim, leader.parts) if dim >= 0 and spec.shape[dim] == result[leader.dim] else R)
+        if dim >= 0 and spec.shape[dim] == 1 and result[leader.dim] == 1:
+            wants[-1] = R
+    if writes and wants[writes[0]] != settled(places[writes[0]]):
+        return None
+    made = tuple(Shard(len(out_shape(known, i)) + back, leader.parts) for i in range(len(outs)))
+    return Decision(tuple(wants), made)
+
+
+def _leader(known: Known, places: list[Place], result: tuple[int, ...], writes: tuple[int, ...]) -> Shard | None:
+    """The split of the result: the target's if the op is in place, else that of the largest split operand."""
+    if writes:
+        place = places[writes[0]]
+        return place if isinstance(place, Shard) else None
+    best, most = None, -1
+    for spec, place in zip(known.template.ins, places, strict=True):
+        if isinstance(place, Shard) and spec.numel > most:
+            dim = place.dim + len(result) - len(spec.shape)
+            if spec.shape[place.dim] == result[dim]:
+                best, most = Shard(dim, place.parts), spec.numel
+    return best
+
+
+def _linear(known: Known, places: list[Place]) -> bool:
+    if not places or not all(isinstance(p, Partial) and p.op == "sum" for p in places):
+        return False
+    shapes = {spec.shape for spec in known.template.ins}
+    number = known.template.op.endswith(".Scalar")
+    if known.name in SCALED:
+        return len(places) == 1
+    return known.name in LINEAR and len(shapes) == 1 and not (number and known.name != "neg")
+
+
+def reduction(known: Known, places: list[Place], size: int) -> Decision | None:
+    """Sums and the like: a split dim that is reduced leaves terms, another one stays split."""
+    place, spec = places[0], known.template.ins[0]
+    if known.tensors != 1:
+        return None
+    outs = len(known.template.outs)
+    if isinstance(place, Partial):
+        same = place.op == "sum" and known.name in ("sum", "mean")
+        return Decision((place,), (place,) * outs) if same else None
+    if not isinstance(place, Shard):
+        return Decision((R,), (R,) * outs)
+    dims, keep = _reduced(known)
+    if place.dim in dims:
+        op = REDUCTIONS[known.name]
+        usable = outs == 1 and even(spec.shape[place.dim], place, size)
+        return Decision((place,), (Partial(op),)) if usable and op else None
+    dim = place.dim if keep else place.dim - sum(d < place.dim for d in dims)
+    return Decision((place,), (Shard(dim, place.parts),) * outs)
+
+
+def _reduced(known: Known) -> tuple[set[int], bool]:
+    """Dims that a reduction removes, and whether it keeps them at size 1."""
+    rank = len(shape(known, 0))
+    dims = known.named(2, "dim") if known.name == "linalg_vector_norm" else known.named(1, "dim")
+    if isinstance(dims, int):
+        dims = [dims]
+    if dims is None or not isinstance(dims, (list, tuple)) or not dims:
+        return set(range(rank)), len(out_shape(known)) == rank and rank > 0
+    return {d % rank for d in dims}, len(out_shape(known)) == rank
+
+
+def matmul(known: Known, places: list[Place], size: int) -> Decision | None:
+    """mm, addmm, bmm, baddbmm, mv: rows, columns or the summed dim may be split; whatever moves the fewest bytes wins."""
+    first = 1 if known.name in ("addmm", "baddbmm", "addmv", "addmm_", "baddbmm_") else 0
+    specs = known.template.ins
+    a, b = len(specs[first].shape), len(specs[first + 1].shape)
+    m, k, kb = a - 2, a - 1, b - 2 if b > 1 else 0
+    options = [(Shard(m), R, Shard(m)), (R, Shard(b - 1), Shard(b - 1)), (Shard(k), Shard(kb), P), (P, R, P), (R, P, P)]
+    if b == 1:
+        options = [o for o in options if o[1] != Shard(b - 1) or o[2] is P]
+    if a == 3:
+        options.append((Shard(0), Shard(0), Shard(0)))
+    options = _with_parts(options, places[first : first + 2])
+    options.append((R, R, R))
+    held = places[first : first + 2]
+    if all(not isinstance(p, (Shard, Partial)) for p in held):
+        return _mm_decision(known, first, options[-1])
+    legal = [o for o in options if _fits(o, specs[first : first + 2], size)]
+    best = min(legal, key=lambda o: _moved(held, o, specs[first : first + 2]))
+    return _mm_decision(known, first, best)
+
+
+def _moved(held: list[Place], option: tuple, specs: tuple[Spec, ...]) -> float:
+    return sum(_cost(have, want, spec.nbytes) for have, want, spec in zip(held, option[:2], specs, strict=True))
+
+
+def _with_parts(options: list, held: list[Place]) -> list:
+    """The options again with the `parts` of an operand that is split that way."""
+    more = []
+    for x, y, out in options:
+        for mine, place in ((x, held[0]), (y, held[1])):
+            if isinstance(mine, Shard) and isinstance(place, Shard) and place.parts > 1 and place.dim == mine.dim:
+                scale = [Shard(p.dim, place.parts) if isinstance(p, Shard) else p for p in (x, y, out)]
+                more.append(tuple(scale))
+    return more + options
+
+
+def _fits(option: tuple, specs: tuple, size: int) -> bool:
+    return all(
+        not isinstance(p, Shard) or even(s.shape[p.dim], p, size) or p.parts == 1
+        for p, s in zip(option[:2], specs, strict=False)
+    )
+
+
+def _cost(have: Place, want: Placement, nbytes: int) -> float:
+    """Bytes moved to bring an operand; a Partial that is not wanted as such is added up (twice its bytes)."""
+    if have is None or have == want:
+        return 0
+    if isinstance(have, Partial):
+        return 2 * nbytes
+    if isinstance(have, Replicate):
+        return 0.01 * nbytes if isinstance(want, Shard) else 0.5 * nbytes
+    return nbytes
+
+
+def _mm_decision(known: Known, first: int, option: tuple) -> Decision:
+    """With the added operand of addmm laid as the result is, as far as it is not broadcast there."""
+    x, y, out = option
+    if not first:
+        return Decision((x, y), (out,))
+    bias = shape(known, 0)
+    rank = len(out_shape(known))
+    added: Placement = out
+    if isinstance(out, Shard):
+        dim = out.dim - (rank - len(bias))
+        added = Shard(dim, out.parts) if dim >= 0 and bias[dim] != 1 else R
+    if known.template.writes and isinstance(out, Partial):
+        added = P
+    return Decision((added, x, y), (out,))
+
+
+def layer_norm(known: Known, places: list[Place], size: int) -> Decision | None:
+    """Split along leading dims it is local; weight and bias are whole."""
+    backward = known.name.endswith("_backward")
+    index = 1 if backward else 0
+    normalized = known.arg(2) if backward else known.arg(1)
+    lead = len(shape(known, index)) - len(normalized)
+    place = next((p for p in places[: index + 1] if isinstance(p, Shard) and p.dim < lead), None)
+    outs = known.template.outs
+    if place is None or place.parts > 1:
+        return Decision((R,) * known.tensors, (R,) * len(outs))
+    tall = len(shape(known, index))
+    wants = tuple(place if len(spec.shape) == tall and tall > len(normalized) else R for spec in known.template.ins)
+    if not backward:
+        return Decision(wants, (place,) * len(outs))
+    return Decision(wants, tuple(place if i == 0 else P for i in range(len(outs))))
+
+
+def dimwise(known: Known, places: list[Place], size: int) -> Decision | None:
+    """Ops along one dim: split along another they are local."""
+    rank = len(shape(known, 0))
+    dims = known.arg(DIMWISE[known.name], -1)
+    along = {d % rank for d in (dims if isinstance(dims, list) else [dims]) if isinstance(d, int)} if rank else set()
+    place = next((p for p in places if isinstance(p, Shard)), None)
+    outs = len(known.template.outs)
+    if place is None or place.dim in along or any(len(s.shape) != rank for s in known.template.ins):
+        return Decision((R,) * known.tensors, (R,) * outs)
+    return Decision((place,) * known.tensors, (place,) * outs)
+
+
+def embedding(known: Known, places: list[Place], size: int) -> Decision | None:
+    """Rows of a table: the table's columns or the indices may be split."""
+    table, index = places
+    last = len(out_shape(known)) - 1
+    if isinstance(table, Shard) and table.dim == 1:
+        return Decision((table, R), (Shard(last, table.parts),))
+    if isinstance(index, Shard):
+        return Decision((R, index), (index,))
+    return Decision((R, R), (R,))
+
+
+def embedding_backward(known: Known, places: list[Place], size: int) -> Decision | None:
+    grad, index = places
+    last = len(shape(known, 0)) - 1
+    if isinstance(grad, Shard) and grad.dim == last:
+        return Decision((grad, R), (Shard(1, grad.parts),))
+    place = next((p for p in (grad, index) if isinstance(p, Shard)), None)
+    if place is not None and place.parts == 1:
+        return Decision((place, place), (P,))
+    return Decision((R, R), (R,))
+
+
+def attention(known: Known, places: list[Place], size: int) -> Decision | None:
+    """Batch and head dims may be split, alike in q, k and v; a mask is split where it is not broadcast."""
+    ins, outs = known.template.ins, known.template.outs
+    backward = known.name == "gt.sdpa_backward"
+    rank = len(shape(known, 1 if backward else 0))
+    place = next((p for p in places if isinstance(p, Shard) and p.dim < rank - 2), None)
+    if (
+        place is None
+        or place.parts > 1
+        or any(s.shape[place.dim] % size for s in ins if len(s.shape) == rank and s.shape[place.dim] > 1)
+    ):
+        return Decision((R,) * known.tensors, (R,) * len(outs))
+    back = place.dim - rank
+    lse = out_shape(known, 1) if not backward else ()
+    wants: list[Placement] = []
+    for spec in ins:
+        dim = place.dim if len(spec.shape) == rank - 1 and spec.shape == _lse_shape(known) else len(spec.shape) + back
+        wants.append(Shard(dim) if dim >= 0 and spec.shape[dim] > 1 else R)
+    made = tuple(Shard(place.dim) for _ in outs) if backward or lse else (place,) * len(outs)
+    return Decision(tuple(wants), made)
+
+
+def _lse_shape(known: Known) -> tuple[int, ...]:
+    """[batch..., heads, L] of the operand that holds the log-sum-exp (q less its last dim)."""
+    q = shape(known, 1 if known.name == "gt.sdpa_backward" else 0)
+    return q[:-1]
+
+
+def cat(known: Known, places: list[Place], size: int) -> Decision | None:
+    """cat and stack: a split along another dim is kept where all operands have it."""
+    outs = known.template.outs
+    dim = known.arg(1, 0)
+    rank = max((len(s.shape) for s in known.template.ins), default=0)
+    kinds = set(places)
+    if len(kinds) == 1 and isinstance(places[0], Partial) and places[0].op == "sum":
+        return Decision(tuple(p for p in places if p), (P,) * len(outs))
+    first = next((p for p in places if isinstance(p, Shard)), None)
+    same = all(s.shape == shape(known, 0) for s in known.template.ins) or known.name == "cat"
+    if first is None or not same or any(len(s.shape) != rank for s in known.template.ins):
+        return Decision((R,) * known.tensors, (R,) * len(outs))
+    if known.name == "stack":
+        at = dim % (rank + 1)
+        return Decision((first,) * known.tensors, (Shard(first.dim + (first.dim >= at), first.parts),))
+    if first.dim == dim % rank:
+        return Decision((R,) * known.tensors, (R,) * len(outs))
+    return Decision((first,) * known.tensors, (first,))
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(VIEWS, lambda known, places, size: _view(known, places, size)),
+    **dict.fromkeys(ELEMENTWISE, pointwise),
+    **dict.fromkeys(DIMWISE, dimwise),
+    **dict.fromkeys(REDUCTIONS, reduction),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"), matmul),
+    **dict.fromkeys(("native_layer_norm", "native_layer_norm_backward"), layer_norm),
+    **dict.fromkeys(("gt.sdpa", "gt.sdpa_backward"), attention),
+    "embedding": embedding,
+    "embedding_dense_backward": embedding_backward,
+    "cat": cat,
+    "stack": cat,
+}
+
+
+def _view(known: Known, places: list[Place], size: int) -> Decision | None:
+    place = settled(places[0]) if not isinstance(places[0], Partial) else places[0]
+    made = view(known, place, size)
+    return None if made is None else Decision((place,), made)
+
+
+def decide(known: Known, places: list[Place], size: int) -> Decision | None:
+    """The rule of the op's class for one mesh axis; None where the inputs have to be gathered."""
+    rule = RULES.get(known.name)
+    if rule is None and known.template.pointwise:
+        rule = pointwise
+    moved = [p for p in places if isinstance(p, (Shard, Partial))]
+    if rule is None or known.template.dynamic:
+        return whole(known) if not moved else None
+    return rule(known, places, size)
+
+
+def whole(known: Known) -> Decision:
+    return Decision((R,) * known.tensors, (R,) * len(known.template.outs))

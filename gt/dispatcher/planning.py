@@ -1,0 +1,344 @@
+"""Planning one op: on which mesh, in which layouts; what has to be brought there; what it leaves.
+
+The common case, an op met before whose inputs lie as they did, is one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gt.dispatcher.failures import Planned
+from gt.dispatcher.plan.groups import COLUMN, ROW, Meaning
+from gt.dispatcher.plan.known import Known
+from gt.dispatcher.plan.rules import Decision, decide, whole
+from gt.dispatcher.plan.views import VIEWS, wanted_parts
+from gt.dispatcher.stream import Bound, lost_in
+from gt.dispatcher.tensors import Tensor
+from gt.ir.instr import FIRST, FREE
+from gt.ir.layout import Layout, Mesh, Placement, R, Shard, replicated
+
+if TYPE_CHECKING:
+    from gt.dispatcher.sessions import Origin, Session
+
+log = logging.getLogger("gt.dispatcher")
+WEIGHTS = {
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    "bmm": (0, 1),
+    "baddbmm": (1, 2),
+    "embedding": (0, -1),
+}  # op -> its two factors
+LOOK_AHEAD = 24  # ops of the batch that are searched for the split of a fused projection
+
+
+@dataclass(slots=True)
+class Plan:
+    """Where inputs must lie and outputs will; `direct` if they lay so when it was made."""
+
+    wants: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    bound: list[Bound]
+    direct: bool
+
+
+class Planner:
+    def __init__(self, session: Session) -> None:
+        self.s = session
+        self._warned: set[str] = set()
+        self.hits = 0
+
+    def op(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
+        """Plan and emit one op."""
+        plan = known.plans.get(_key(origin, ins))
+        if plan is not None and plan.direct and not self.s.troubled:
+            self.hits += 1
+            self.emit(known, plan, ins, [t.id for t in ins], values, outs)
+        elif self.s.placer.defers(known, ins, origin.meaning is not None):
+            self.s.placer.defer(known, ins, values, outs, self.s.upload_source(known, values, outs))
+            return
+        elif known.columns:
+            self.s.lists.op(known, origin, ins, values, outs)
+        else:
+            self._planned(known, origin, ins, values, outs, plan)
+        self._after(known, origin, ins, outs)
+
+    def _planned(
+        self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int], plan: Plan | None
+    ) -> None:
+        if plan is None or (origin.meaning is not None and any(t.storage.default for t in ins)):
+            mesh = self._mesh(known, origin, ins)
+            if lost_in(self.s.cluster, mesh):
+                self.abandon(known, mesh, ins, outs)
+                return
+            key = _key(origin, ins)
+            plan = self._plan(known, origin, ins, outs, mesh)
+            plan.direct = key == _key(origin, ins) and all(t.layout is w for t, w in zip(ins, plan.wants, strict=True))
+            known.plans[key] = plan
+        elif plan.wants + plan.outs and lost_in(self.s.cluster, (plan.wants + plan.outs)[0].mesh):
+            self.abandon(known, (plan.wants + plan.outs)[0].mesh, ins, outs)
+            return
+        if any(t.storage.failed and t.storage.failed.lost >= 0 for t in ins):
+            self.abandon(known, (plan.wants + plan.outs)[0].mesh, ins, outs)
+            return
+        brought = [self.s.mover.bring(t, want) for t, want in zip(ins, plan.wants, strict=True)]
+        self.emit(known, plan, ins, brought, values, outs)
+        if known.name in WEIGHTS and origin.meaning is not None and origin.meaning.kind == COLUMN:
+            self._note_maker(known, ins, outs)
+
+    def emit(self, known: Known, plan: Plan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]) -> None:
+        """Write the instruction and enter the outputs."""
+        emitter = self.s.emitter
+        offset = emitter.offset
+        if offset:
+            operands = [*[offset + i for i in brought], *values, *[offset + i for i in outs]]
+        else:
+            operands = [*brought, *values, *outs]
+        for worker, define in plan.bound:
+            emitter.write(worker, define, operands)
+        table, news = self.s.table, iter(outs)
+        for index, (out, layout) in enumerate(zip(known.template.outs, plan.outs, strict=True)):
+            if out.kind == "new":
+                table.new(next(news), out.spec, layout)
+            elif out.kind == "view":
+                table.view(next(news), out.spec, ins[out.of], layout, (known, values, index))
+        if emitter.plan is not None and outs:
+            self._lines(known, plan, brought, outs)
+
+    def _lines(self, known: Known, plan: Plan, brought: list[int], outs: list[int]) -> None:
+        name = known.template.op.removesuffix(".default")
+        for tensor_id, index in zip(outs, known.news, strict=True):
+            spec = known.template.outs[index].spec
+            text = spec.text() if spec else "?"
+            self.s.emitter.line(tensor_id, text, plan.outs[index], name, brought, self.s.note())
+
+    def _after(self, known: Known, origin: Origin, ins: list[Tensor], outs: list[int]) -> None:
+        """Versions, the journal, and what a failed input means."""
+        rows = self.s.table.rows
+        reads = tuple([t.storage for t in ins])
+        writes = tuple([reads[i] for i in known.template.writes])
+        for storage in writes:
+            storage.version += 1
+        makes = tuple([rows[i].storage for i in outs])
+        self.s.journal.rows.append(Planned(self.s.emitter.seq, known, origin, reads, writes, makes))
+        if self.s.troubled:
+            self.s.spread(known, reads, writes, makes)
+
+    def abandon(self, known: Known, mesh: Mesh, ins: list[Tensor], outs: list[int]) -> None:
+        """An op that would need a lost worker is not sent: its outputs exist, failed."""
+        cause = next((t.storage.failed for t in ins if t.storage.failed and t.storage.failed.lost >= 0), None)
+        cause = cause or self.s.cause_of_loss(lost_in(self.s.cluster, mesh))
+        layout = self.s.intern(replicated(mesh))
+        for tensor_id, index in zip(outs, known.news, strict=True):
+            out = known.template.outs[index]
+            if out.kind == "view" and ins[out.of].placed:
+                made = self.s.table.view(tensor_id, out.spec, ins[out.of], ins[out.of].layout, (known, (), index))
+            else:
+                made = self.s.table.new(tensor_id, out.spec, layout)
+            made.storage.failed = cause
+        for index in known.template.writes:
+            ins[index].storage.failed = cause
+
+    # ---- which mesh
+
+    def _mesh(self, known: Known, origin: Origin, ins: list[Tensor]) -> Mesh:
+        """An in-place op and a view run where their target is, a grouped op on its group's mesh, others with most bytes."""
+        placed = [t for t in ins if t.layout is not None]
+        writes = known.template.writes
+        if writes and ins[writes[0]].layout is not None:
+            return ins[writes[0]].layout.mesh  # type: ignore[union-attr]
+        if known.name == "gt.move":
+            return self._destination(origin, ins)
+        if known.name in VIEWS and placed:
+            return ins[0].layout.mesh if ins[0].layout else placed[0].layout.mesh  # type: ignore[union-attr]
+        if origin.meaning is not None:
+            return origin.meaning.mesh
+        if not placed:
+            return self.s.default_mesh()
+        weight: dict[Mesh, int] = {}
+        for t in placed:
+            assert t.layout is not None
+            weight[t.layout.mesh] = weight.get(t.layout.mesh, 0) + t.spec.nbytes
+        return max(weight, key=lambda m: weight[m])
+
+    def _destination(self, origin: Origin, ins: list[Tensor]) -> Mesh:
+        for name in reversed(origin.group.split("/")):
+            target = self.s.groups.destination(name)
+            if target is not None:
+                return target.mesh
+        if origin.meaning is not None:
+            return origin.meaning.mesh
+        return ins[0].layout.mesh if ins[0].layout else self.s.default_mesh()
+
+    # ---- which layouts
+
+    def _plan(self, known: Known, origin: Origin, ins: list[Tensor], outs: list[int], mesh: Mesh) -> Plan:
+        meaning = origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None
+        if meaning is not None:
+            self._place_weights(known, meaning, ins, outs)
+        for index in known.template.writes:
+            target = ins[index]
+            if target.layout is not None and target.layout.partial and not self._terms_stay(known, ins):
+                self.s.mover.settle(target.storage)
+        starts = [self._start(t, mesh, meaning) for t in ins]
+        wants, makes = self._decide(known, ins, starts, mesh)
+        views = known.name in VIEWS and ins and ins[0].layout is not None
+        if views and wants[0] != ins[0].layout.placements:  # type: ignore[union-attr]
+            self._move_base(known, ins[0], mesh)
+            wants, makes = self._decide(known, ins, [list(ins[0].layout.placements)], mesh)  # type: ignore[union-attr]
+        for index in known.template.writes:
+            target = ins[index]
+            if target.layout is not None and wants[index] != target.layout.placements:
+                self.s.mover.relayout(target.storage, replicated(mesh))
+                return self._plan(known, origin, ins, outs, mesh)
+        want_layouts = tuple(self.s.intern(Layout(mesh, w)) for w in wants)
+        out_layouts = tuple(self.s.intern(Layout(mesh, m)) for m in makes)
+        return Plan(want_layouts, out_layouts, self.s.mover.bind_op(known, want_layouts, out_layouts), False)
+
+    def _terms_stay(self, known: Known, ins: list[Tensor]) -> bool:
+        """Accumulating terms into terms needs no addition over the mesh."""
+        layouts = {t.layout for t in ins}
+        return known.name == "add_" and len(layouts) == 1 and len({t.spec.shape for t in ins}) == 1
+
+    def _start(self, t: Tensor, mesh: Mesh, meaning: Meaning | None) -> list[Placement | None]:
+        """Where planning finds an input on this mesh, axis by axis; None: it may be placed as the rule likes."""
+        if t.layout is not None and t.layout.mesh == mesh:
+            return list(t.layout.placements)
+        if t.layout is None and t.storage.param:
+            free = meaning is not None and meaning.kind in (COLUMN, ROW)
+            return [None if free and name == "tp" else R for name, _ in mesh.axes]
+        if meaning is None or t.storage.param:
+            return [R] * len(mesh.axes)
+        return list(meaning.entering(len(t.spec.shape)).placements)
+
+    def _decide(
+        self, known: Known, ins: list[Tensor], starts: list[list], mesh: Mesh
+    ) -> tuple[list[tuple[Placement, ...]], list[tuple[Placement, ...]]]:
+        """Placements wanted of inputs and of outputs, from one rule application an axis."""
+        decisions = []
+        for axis, (_, size) in enumerate(mesh.axes):
+            places = [start[axis] for start in starts]
+            decision = decide(known, places, size) if size > 1 else whole(known)
+            if decision is None:
+                decision = self._gathered(known, places)
+            decisions.append(decision)
+        wants = [tuple(d.wants[i] for d in decisions) for i in range(len(ins))]
+        outs = [tuple(d.outs[i] for d in decisions) for i in range(len(known.template.outs))]
+        return wants, outs
+
+    def _gathered(self, known: Known, places: list) -> Decision:
+        """The last resort, logged once an op: inputs whole, everywhere."""
+        if known.template.op not in self._warned:
+            self._warned.add(known.template.op)
+            log.info("no rule splits %s with %s: its inputs are gathered", known.template.op, [str(p) for p in places])
+        return whole(known)
+
+    def _move_base(self, known: Known, base: Tensor, mesh: Mesh) -> None:
+        """A view that has no local form: the storage it views gets a layout in which it has one."""
+        assert base.layout is not None
+        parts = wanted_parts(known) if known.name in VIEWS else None
+        made_by = base.storage.made_by
+        if parts and made_by and self._relay_projection(base, parts[1]):
+            return
+        self._gathered(known, list(base.layout.placements))
+        self.s.mover.relayout(base.storage, replicated(mesh))
+
+    # ---- weights of column and row parallel groups
+
+    def _place_weights(self, known: Known, meaning: Meaning, ins: list[Tensor], outs: list[int]) -> None:
+        """Split the parameter of a matmul or embedding as its group says, before its first use."""
+        if known.name not in WEIGHTS or meaning.kind not in (COLUMN, ROW):
+            for t in ins:
+                if t.storage.param and t.storage.default:
+                    self._settle_home(t, meaning.parameter(len(t.spec.shape), None))
+            return
+        left, right = WEIGHTS[known.name]
+        for index in (right, left):
+            if index < 0 or not ins[index].storage.param:
+                continue
+            t = ins[index]
+            rank = len(t.spec.shape)
+            if index == right or right < 0:  # [in, out], and an embedding's table likewise
+                dim = rank - 1 if meaning.kind == COLUMN else rank - 2
+            else:  # w @ x: [out, in]
+                dim = rank - 2 if meaning.kind == COLUMN else rank - 1
+            if right < 0 and meaning.kind == ROW:
+                dim = -1  # looking up a table whose rows are split needs the whole table
+            parts = self._parts(outs) if meaning.kind == COLUMN and right >= 0 and not t.placed else 1
+            self._settle_home(t, self._split(meaning, rank, dim, parts, t))
+            if known.name == "addmm" and meaning.kind == COLUMN and ins[0].storage.param:
+                bias = ins[0]
+                tall = len(bias.spec.shape)
+                self._settle_home(bias, self._split(meaning, tall, tall - 1, parts, bias))
+            return
+
+    @staticmethod
+    def _split(meaning: Meaning, rank: int, dim: int, parts: int, t: Tensor) -> Layout:
+        layout = meaning.parameter(rank, dim if dim >= 0 else None)
+        if dim < 0 or parts == 1 or t.spec.shape[dim] % parts:
+            return layout
+        return Layout(layout.mesh, tuple(Shard(p.dim, parts) if isinstance(p, Shard) else p for p in layout.placements))
+
+    def _settle_home(self, t: Tensor, want: Layout) -> None:
+        """Place a parameter, or move one that was only placed for want of a group."""
+        storage = t.storage
+        if t.layout is None:
+            self.s.placer.place(storage, self.s.placer.root_layout(t, want))
+        elif storage.default:
+            self.s.mover.relayout(storage, self.s.placer.root_layout(t, want))
+        storage.default = False
+
+    def _note_maker(self, known: Known, ins: list[Tensor], outs: list[int]) -> None:
+        """Remember the projection that made a tensor, in case a later split shows that it is a fused one."""
+        right = WEIGHTS[known.name][1]
+        if right >= 0 and ins[right].storage.param:
+            bias = ins[0] if known.name == "addmm" and ins[0].storage.param else None
+            self.s.table.rows[outs[0]].storage.made_by = (ins[right], bias)
+
+    def _relay_projection(self, base: Tensor, parts: int) -> bool:
+        """Lay a fused projection out by its parts, once and for good: weight, bias and the result at hand."""
+        weight, bias = base.storage.made_by or (None, None)
+        root = next(t for t in base.storage.tensors.values() if t.base is None)
+        layout = root.layout
+        assert layout is not None and weight is not None
+        split = [p for p in layout.placements if isinstance(p, Shard)]
+        if len(split) != 1 or split[0].parts > 1 or split[0].dim != len(root.spec.shape) - 1:
+            return False
+        size = dict(zip(layout.placements, layout.mesh.sizes, strict=True))[split[0]]
+        if root.spec.shape[-1] % (parts * size):
+            return False
+        log.info("a projection into %d parts was split plainly: it is laid out again, once", parts)
+        for t in (weight, bias, root):
+            if t is not None and t.layout is not None:
+                again = tuple(Shard(p.dim, parts) if isinstance(p, Shard) else p for p in t.layout.placements)
+                self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, Layout(layout.mesh, again)))
+        base.storage.made_by = None
+        return True
+
+    def _parts(self, outs: list[int]) -> int:
+        """How many equal pieces the result of a fused projection is split into, later in this batch."""
+        found = {outs[0]}
+        code, at, templates = self.s.ahead()
+        for _ in range(LOOK_AHEAD):
+            if at >= len(code):
+                return 1
+            number = code[at]
+            if number < FIRST:
+                at += 2 + code[at + 1] if number == FREE else 2
+                continue
+            known = templates[number]
+            ids = code[at + 2 : at + 2 + known.length]
+            if known.name in VIEWS and known.tensors == 1 and ids[0] in found:
+                wanted = wanted_parts(known)
+                last = len(known.template.ins[0].shape) - 1
+                if wanted and wanted[0] == last:
+                    return wanted[1] if known.name.startswith("split") or wanted[1] == 3 else 1
+                found.update(ids[1 + known.values :])
+            at += 2 + known.length
+        return 1
+
+
+def _key(origin: Origin, ins: list[Tensor]) -> tuple:
+    """What a plan depends on besides the op: the group, and how each input lies (layouts are interned)."""
+    return (origin.meaning, *[id(t.layout) if t.layout is not None else t.storage.param for t in ins])

@@ -1,0 +1,212 @@
+"""What a client waits for: values, shapes, reports. No answer leaves before all it may depend on is known to be good.
+
+A fetch is answered when every worker of the session has carried out what was issued before it, so a failure anywhere
+upstream is known by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gt import errors
+from gt.dispatcher.failures import Cause
+from gt.dispatcher.plan.redistribute import spans
+from gt.dispatcher.tensors import Tensor
+from gt.ir.layout import Layout, boxes, local_shape
+from gt.ir.spec import Spec
+from gt.wire.messages import Described, Failed, Piece, Report, Value
+
+if TYPE_CHECKING:
+    from gt.dispatcher.sessions import Session
+
+
+@dataclass(slots=True)
+class Request:
+    """One fetch or describe under way. runs: how far workers must come before it may be answered."""
+
+    number: int
+    kind: str
+    runs: dict[int, int]
+    tensors: list[Tensor]
+    keys: list[int] = field(default_factory=list)
+    parts: list = field(default_factory=list)  # [key, boxes] of a fetch
+    held: list[tuple[Piece, tuple]] = field(default_factory=list)
+    specs: dict[int, list] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)  # bytes of each piece to come
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    verified: bool = False
+
+
+class Requests:
+    def __init__(self, session: Session) -> None:
+        self.s = session
+        self.open: dict[int, Request] = {}
+        self.by_key: dict[int, Request] = {}
+        self.uploads: dict[int, list[int]] = {}  # key the client was asked for -> workers that wait for it
+        self.fetched = 0
+
+    # ---- asking
+
+    def fetch(self, number: int, tensor_id: int) -> None:
+        """Ask the workers that hold the parts, each part once."""
+        s = self.s
+        tensor = s.row(tensor_id)
+        if self._refused(number, [tensor]):
+            return
+        s.emitter.base = s.emitter.seq = s.cluster.seq
+        temporary = None
+        if tensor.layout is None:
+            temporary, layout = s.placer.read(tensor)
+        else:
+            if tensor.layout.partial:
+                s.mover.settle(tensor.storage)
+            layout = tensor.layout
+        request = Request(number, "fetch", {}, [tensor], shape=tensor.spec.shape, dtype=tensor.spec.dtype)
+        source = tensor.id if temporary is None else temporary
+        self._ask_parts(request, source, layout, tensor.spec)
+        if temporary is not None:
+            s.emitter.free(layout.mesh.workers, [temporary])
+        self._begin(request)
+
+    def _ask_parts(self, request: Request, source: int, layout: Layout, spec: Spec) -> None:
+        emitter = self.s.emitter
+        define = emitter.common("fetch")
+        seen = set()
+        for rank, index in enumerate(layout.mesh.workers):
+            held = spans(layout, spec.shape, rank)
+            if held in seen:
+                continue
+            seen.add(held)
+            key = self.s.cluster.key()
+            parts = [[list(span) for span in box] for box in boxes(layout, spec.shape, rank)]
+            request.parts.append([key, parts])
+            request.keys.append(key)
+            n = spec.itemsize
+            for extent in local_shape(layout, spec.shape, rank):
+                n *= extent
+            request.left[key] = max(n, 1)  # an empty piece is one message all the same
+            emitter.write(self.s.cluster.workers[index], define, [emitter.offset + source, key])
+
+    def describe(self, number: int, tensors: list[int]) -> None:
+        """Ask one worker for the specs of outputs whose shape depends on values."""
+        rows = [self.s.row(t) for t in tensors]
+        if self._refused(number, rows):
+            return
+        emitter = self.s.emitter
+        emitter.base = emitter.seq = self.s.cluster.seq
+        request = Request(number, "describe", {}, rows)
+        for row in rows:
+            key = self.s.cluster.key()
+            request.keys.append(key)
+            assert row.layout is not None
+            worker = self.s.cluster.workers[row.layout.mesh.workers[0]]
+            emitter.write(worker, emitter.common("describe"), [emitter.offset + row.id, key])
+        self._begin(request)
+
+    def _begin(self, request: Request) -> None:
+        request.runs = self.s.flush(self.s.cluster.seq)
+        self.open[request.number] = request
+        for key in request.keys:
+            self.by_key[key] = request
+
+    def _refused(self, number: int, tensors: list[Tensor]) -> bool:
+        """Answer at once what is already known to have failed."""
+        for tensor in tensors:
+            if tensor.storage.failed is not None:
+                self._fail(number, tensor.storage.failed)
+                return True
+        if self.s.unreported:
+            self._fail(number, self.s.unreported.popleft())
+            return True
+        return False
+
+    def inspect(self, number: int, tensor_id: int) -> None:
+        """Layout, mesh, and each piece's worker, shape and bytes."""
+        tensor = self.s.row(tensor_id)
+        spec, layout = tensor.spec, tensor.layout
+        body: dict = {"tensor": tensor_id, "spec": spec.text(), "layout": "unplaced", "mesh": "", "pieces": []}
+        if layout is not None:
+            body.update(layout=str(layout), mesh=layout.mesh.text())
+            for rank, index in enumerate(layout.mesh.workers):
+                shape = local_shape(layout, spec.shape, rank)
+                n = spec.itemsize
+                for extent in shape:
+                    n *= extent
+                name = self.s.cluster.workers[index].name
+                body["pieces"].append({"worker": name, "index": index, "shape": list(shape), "bytes": n})
+        self.s.send(Report(number, body))
+
+    # ---- what workers and client answer
+
+    def expect(self, key: int, workers: list[int]) -> None:
+        self.uploads[key] = workers
+
+    def piece(self, message: Piece, frames: tuple) -> None:
+        """A frame of a fetched piece: passed on, or held until the value may be known."""
+        request = self.by_key.get(message.key)
+        if request is None:
+            return
+        size = sum(len(f) for f in frames)
+        request.left[message.key] -= size if message.total else 1
+        self.fetched += size
+        if request.verified:
+            self.s.send(message, frames)
+            self._finish(request)
+        else:
+            request.held.append((message, frames))
+
+    def described(self, key: int, specs: list) -> None:
+        request = self.by_key.get(key)
+        if request is not None and specs:
+            request.specs[key] = specs[0]
+            self.settle()
+
+    def settle(self) -> None:
+        """Answer the requests that have come far enough."""
+        for request in list(self.open.values()):
+            if request.verified or not self.s.reached(request.runs):
+                continue
+            cause = next((t.storage.failed for t in request.tensors if t.storage.failed), None)
+            if cause is None and self.s.unreported:
+                cause = self.s.unreported.popleft()
+            if cause is not None:
+                self._drop(request)
+                self._fail(request.number, cause)
+            elif request.kind == "fetch":
+                request.verified = True
+                self.s.send(Value(request.number, list(request.shape), request.dtype, request.parts))
+                for message, frames in request.held:
+                    self.s.send(message, frames)
+                request.held = []
+                self._finish(request)
+            elif len(request.specs) == len(request.keys):
+                self._answer_specs(request)
+
+    def _answer_specs(self, request: Request) -> None:
+        specs = [request.specs[key] for key in request.keys]
+        for tensor, spec in zip(request.tensors, specs, strict=True):
+            tensor.spec = Spec.from_wire(spec)
+        self._drop(request)
+        self.s.send(Described(request.number, specs))
+
+    def _finish(self, request: Request) -> None:
+        if request.verified and not any(request.left.values()):
+            self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        self.open.pop(request.number, None)
+        for key in request.keys:
+            self.by_key.pop(key, None)
+
+    def _fail(self, number: int, cause: Cause) -> None:
+        if cause in self.s.unreported:
+            self.s.unreported.remove(cause)
+        self.s.send(Failed(number, errors.to_wire(cause.error)))
+
+    def fail_all(self, cause: Cause) -> None:
+        """A worker is lost: whoever waits is told."""
+        for request in list(self.open.values()):
+            self._drop(request)
+            self._fail(request.number, cause)

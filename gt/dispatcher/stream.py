@@ -1,0 +1,94 @@
+"""Writing to workers' streams: ids get the session's base, definitions their numbers, plan lines their place in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from gt.dispatcher.cluster import Cluster, Worker
+from gt.dispatcher.plan.redistribute import Order, Step
+from gt.ir.instr import FREE, Define
+from gt.ir.layout import Layout, Mesh
+from gt.ir.text import PlanLine
+
+TEMPORARY = 1 << 39  # ids of tensors that only the dispatcher names start here, below the session's base
+BASE_BITS = 40
+
+Bound = tuple[Worker, Define]
+
+
+class Emitter:
+    """One session's pen. `seq` is the op being planned, `base` the first of the batch."""
+
+    def __init__(self, cluster: Cluster, session: int) -> None:
+        self.cluster = cluster
+        self.offset = session << BASE_BITS
+        self.seq = self.base = 0
+        self.next_temporary = TEMPORARY
+        self.used: set[int] = set()  # workers this session has sent anything
+        self.joined = False  # whether values have ever crossed between workers
+        self.sent = 0
+        self.plan: Callable[[PlanLine], None] | None = None  # takes each line, where somebody wants them
+        self._shared: dict[str, Define] = {}
+
+    def temporary(self) -> int:
+        self.next_temporary += 1
+        return self.next_temporary
+
+    def define(self, kind: str, payload: dict) -> Define:
+        return Define(self.cluster.number(), kind, payload)
+
+    def common(self, kind: str) -> Define:
+        """The one definition of a kind that has no payload."""
+        if kind not in self._shared:
+            self._shared[kind] = self.define(kind, {})
+        return self._shared[kind]
+
+    def bind(self, orders: Iterable[Order]) -> list[Bound]:
+        """Definitions for orders, one shared by all workers that are told the same."""
+        bound: list[Bound] = []
+        seen: list[tuple[str, dict, Define]] = []
+        for order in orders:
+            define = next((d for kind, payload, d in seen if kind == order.kind and payload == order.payload), None)
+            if define is None:
+                define = self.define(order.kind, order.payload)
+                seen.append((order.kind, order.payload, define))
+            bound.append((self.cluster.workers[order.worker], define))
+        return bound
+
+    def write(self, worker: Worker, define: Define, operands: Sequence) -> None:
+        """Append one instruction; ids among the operands must have been mapped."""
+        number = define.number
+        if number not in worker.known:
+            worker.define(define)
+            self.used.add(worker.index)
+        worker.code += (number, self.seq - self.base, *operands)
+        self.sent += 1
+
+    def ids(self, ids: Iterable[int]) -> list[int]:
+        offset = self.offset
+        return [offset + i for i in ids]
+
+    def step(self, step: Step, bound: list[Bound], src: int, dst: int) -> None:
+        """One step of a redistribution from tensor src to tensor dst."""
+        offset = self.offset
+        operands = {"send": (offset + src,), "recv": (offset + dst,)}
+        both = (offset + src, offset + dst)
+        for worker, define in bound:
+            if not worker.lost:
+                self.write(worker, define, operands.get(define.kind, both))
+        self.joined = self.joined or len(bound) > 1
+
+    def free(self, workers: Iterable[int], ids: Sequence[int]) -> None:
+        for index in workers:
+            worker = self.cluster.workers[index]
+            if not worker.lost:
+                worker.code += (FREE, self.seq - self.base, len(ids), *self.ids(ids))
+
+    def line(self, tensor: int, spec: str, layout: Layout, op: str, ins: Sequence[int], note: str) -> None:
+        """A line of the plan, if anyone reads them."""
+        if self.plan is not None:
+            self.plan(PlanLine(tensor, spec, str(layout), op, tuple(ins), layout.mesh.workers, note))
+
+
+def lost_in(cluster: Cluster, mesh: Mesh) -> Worker | None:
+    return next((cluster.workers[i] for i in mesh.workers if cluster.workers[i].lost), None)
