@@ -1,0 +1,32 @@
+"""`python -m gt.worker --host localhost -p 12345`: one worker in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from gt import env
+from gt.worker.loop import run
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="gt.worker", description="One worker: carries out what the server says.")
+    parser.add_argument("--host", default="localhost", help="host of the server")
+    parser.add_argument("-p", "--port", type=int, required=True, help="port of the server")
+    parser.add_argument("--name", default="", help="name in messages and logs; by default the next free one")
+    parser.add_argument("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
+    parser.add_argument("--device", default="", help="cpu or cuda:0; by default the GPU if there is one")
+    args = parser.parse_args(argv)
+    token = args.token_file.read_text().strip() if args.token_file else env.get("GT_TOKEN")
+    try:
+        why = run(args.host, args.port, token, args.name, env.get("GT_BACKEND"), args.device)
+    except KeyboardInterrupt:
+        why = "interrupted"
+    if why:
+        sys.stderr.write(f"gt.worker: {why}\n")
+    return 130 if why == "interrupted" else int(bool(why))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

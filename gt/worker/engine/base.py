@@ -1,0 +1,90 @@
+"""What the executor asks of an engine: ATen on local pieces. One file an engine; nothing here knows torch.
+
+A tensor is the engine's own kind of array; the executor only indexes it with slices and passes it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from gt.ir.spec import Spec
+
+Tensor = Any
+Call = Callable[..., Any]  # (*tensors, *values) -> None, one tensor, or a tuple: one for each `new` or `view` output
+Combine = Callable[[memoryview, memoryview], None]  # dst = dst op src
+
+IDENTITY = {"sum": 0.0, "norm2": 0.0, "product": 1.0, "max": float("-inf"), "min": float("inf")}
+
+
+class Engine(Protocol):
+    """The numpy-like core that a backend has to have; errors of an op are raised as they are, UnsupportedOp by name."""
+
+    name: str
+
+    def guard(self) -> AbstractContextManager:
+        """Around a batch of instructions: nothing is recorded for autograd."""
+
+    def bind(self, payload: dict[str, Any]) -> Call:
+        """The callable of an `op` definition (ir.instr.KINDS)."""
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
+        """A contiguous tensor of memory as it comes."""
+
+    def zeros(self, spec: Spec) -> Tensor:
+        """A tensor of zeros with the spec's shape, strides and dtype (not its offset)."""
+
+    def filled(self, like: Tensor, op: str) -> Tensor:
+        """A contiguous tensor of a reduction's identity, IDENTITY, or the nearest the dtype has."""
+
+    def clone(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy."""
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """dst[:] = src, whatever their strides."""
+
+    def flat(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """A contiguous tensor's memory in another shape."""
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """The tensor itself where `view` can show it, else a contiguous copy in host memory."""
+
+    def staging(self, shape: Sequence[int], dtype: str) -> Tensor:
+        """As `empty`, in memory that `view` can show."""
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """A staging tensor as one of this worker's device."""
+
+    def view(self, tensor: Tensor) -> memoryview:
+        """The bytes of a packed tensor, writable, not copied."""
+
+    def upload(self, buffer: Any, spec: Spec) -> Tensor:
+        """A tensor of row-major bytes; owns the buffer and keeps its memory where it can."""
+
+    def combine(self, op: str, dtype: str) -> Combine:
+        """What a reduction does to two buffers of elements."""
+
+    def spec(self, tensor: Tensor) -> Spec:
+        """Shape, strides, offset, dtype."""
+
+    def dtype(self, tensor: Tensor) -> str:
+        """The dtype's name as in ir.spec.DTYPES."""
+
+    def storage(self, tensor: Tensor) -> tuple[int, int]:
+        """(address, bytes) of the memory it is a view of."""
+
+    def switch(self, switches: dict[str, Any]) -> None:
+        """Thread count, matmul precision, determinism: Hello.switches."""
+
+    def poisoned(self, error: BaseException) -> bool:
+        """Whether no later op of this process can succeed."""
+
+
+def open_engine(backend: str, device: str) -> Engine:
+    """The engine of a backend's name, imported here and not before."""
+    if backend == "torch":
+        from gt.worker.engine.torch import TorchEngine
+
+        return TorchEngine(device)
+    raise ValueError(f"no engine is named {backend!r}; there is: torch")

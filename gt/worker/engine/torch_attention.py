@@ -1,0 +1,136 @@
+"""Attention: the kernel that plain torch would take for the same inputs, forward and backward; GT's own dropout mask.
+
+On the CPU the results have the bits of F.scaled_dot_product_attention. Dropout's mask must not depend on where a head
+lies, which the fused kernels' does, so with dropout the composite maths is used on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from gt.worker.engine.torch_random import Words, hits
+
+aten = torch.ops.aten
+MATH, FLASH, EFFICIENT = 0, 1, 2  # torch.nn.attention.SDPBackend
+Tensor: TypeAlias = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """q [..., heads, L, E], k [..., heads, S, E], v [..., heads, S, Ev]; mask broadcasts to the scores [..., L, S]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    gqa: bool
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+    def kernel(self) -> int:
+        """The kernel that torch picks, MATH where this file has no use for it."""
+        if self.dropout:
+            return MATH
+        pick = torch._fused_sdp_choice(*self.inputs, self.mask, 0.0, self.causal, scale=self.scale, enable_gqa=self.gqa)
+        odd = self.q.shape[-1] % 8 or self.v.shape[-1] != self.q.shape[-1]
+        if self.q.is_cuda and (self.gqa or odd or (self.mask is not None and pick == FLASH)):
+            return MATH
+        return pick if pick in (FLASH, EFFICIENT) else MATH
+
+    def bias(self) -> Tensor | None:
+        """The mask as torch's composite converts it: a bool one is 0 where True, -inf where False."""
+        mask = self.mask
+        if mask is None or mask.dtype != torch.bool:
+            return mask
+        return torch.zeros_like(mask, dtype=self.q.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+    def kept(self, words: Words) -> Tensor | None:
+        """The scores [..., heads, L, S] that dropout keeps."""
+        if not self.dropout:
+            return None
+        shape = (*self.q.shape[:-1], self.k.shape[-2])
+        return torch.from_numpy(hits(words.of(shape), 1.0 - self.dropout)).to(self.q.device)
+
+
+def _maths(call: Call, kept: Tensor | None) -> Tensor:
+    return aten._scaled_dot_product_attention_math(
+        *call.inputs, call.bias(), call.dropout, call.causal, kept, scale=call.scale, enable_gqa=call.gqa
+    )[0]
+
+
+def _fused(call: Call, kernel: int) -> tuple[Tensor, Tensor]:
+    """(out, logsumexp [..., heads, L])"""
+    rest = {"scale": call.scale}
+    if not call.q.is_cuda:
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(*call.inputs, 0.0, call.causal, attn_mask=call.bias(), **rest)
+    if kernel == FLASH:
+        return aten._scaled_dot_product_flash_attention(*call.inputs, 0.0, call.causal, False, **rest)[:2]
+    efficient = aten._scaled_dot_product_efficient_attention
+    return efficient(*call.inputs, _aligned(call), True, 0.0, call.causal, **rest)[:2]
+
+
+def _aligned(call: Call) -> Tensor | None:
+    """The mask as the efficient kernel wants it: one for every score, rows aligned to 16 elements."""
+    bias = call.bias()
+    if bias is None:
+        return None
+    keys = call.k.shape[-2]
+    room = torch.empty((*call.q.shape[:-1], -(-keys // 16) * 16), dtype=bias.dtype, device=bias.device)
+    room[..., :keys] = bias
+    return room[..., :keys]
+
+
+def _forward(words: Words, *args: Any) -> tuple[Tensor, Tensor]:
+    call = Call(*args)
+    kernel = call.kernel()
+    if kernel == MATH:
+        out = _maths(call, call.kept(words))
+        return out, torch.zeros(call.q.shape[:-1], dtype=torch.float32, device=call.q.device)
+    out, lse = _fused(call, kernel)
+    return out, lse[..., : call.q.shape[-2]].to(torch.float32)
+
+
+def _backward(words: Words, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    q, k, v, mask, out, lse, *rest = args
+    call = Call(q, k, v, mask, *rest)
+    kernel = call.kernel()
+    if kernel == MATH or q.is_cuda:
+        # On a GPU the fused kernels' random state and padded sizes, which their backward wants, do not travel.
+        kept = call.kept(words)
+        return _again(call, grad, lambda live: _maths(live, kept) if kernel == MATH else _fused(live, kernel)[0])
+    if q.dtype == torch.float64:  # logsumexp travels as float32: not enough here
+        out, lse = _fused(call, kernel)
+    flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return flash(grad, q, k, v, out, lse, 0.0, call.causal, attn_mask=call.bias(), scale=call.scale)
+
+
+def _again(call: Call, grad: Tensor, forward: Callable[[Call], Tensor]) -> tuple[Tensor, ...]:
+    """torch's own backward of the forward, which is run once more under autograd."""
+    with torch.enable_grad():
+        leaves = tuple(tensor.detach().requires_grad_() for tensor in call.inputs)
+        live = replace(call, q=leaves[0], k=leaves[1], v=leaves[2])
+        return torch.autograd.grad(forward(live), leaves, grad)
+
+
+OPS: dict[str, Callable[..., Any]] = {"gt.sdpa.default": _forward, "gt.sdpa_backward.default": _backward}
+
+
+def bind(name: str, place: list | None) -> Callable:
+    """The op as a callable of its arguments (ir.ops.GT_OPS) and `seed` and `counter`; place is that of the scores."""
+    run = OPS[name]
+
+    def draw(*args: Any, seed: int, counter: int) -> Any:
+        return run(Words(seed, counter, place), *args)
+
+    draw.draws = True  # type: ignore[attr-defined]
+    return draw

@@ -1,0 +1,205 @@
+"""Steps that move data between workers, through the plane: collectives and pairwise transfers.
+
+Transfers carry boxes one after the other, each row-major; collectives carry a rank's local tensor, row-major.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from gt.ir.layout import Box, volume
+from gt.worker.engine.base import Combine, Engine, Tensor
+from gt.worker.pieces import as_boxes, extent, index, leading, local, shared
+from gt.worker.steps import Step, Worker
+
+
+def _combines(engine: Engine) -> Any:
+    return lru_cache(maxsize=None)(engine.combine)
+
+
+def all_reduce(worker: Worker, payload: dict[str, Any]) -> Step:
+    engine, held, plane, team, op = worker.engine, worker.tensors, worker.plane, payload["team"], payload["op"]
+    combines = _combines(engine)
+
+    def step(code: list, at: int) -> None:
+        target = held[code[at]]
+        worker.collectives["all_reduce"] += 1
+        data = engine.packed(target)
+        combine: Combine = combines(op, engine.dtype(target))
+        plane.all_reduce(team, engine.view(data), combine)
+        if data is not target:
+            engine.copy(target, data)
+
+    return step
+
+
+def all_gather(worker: Worker, payload: dict[str, Any]) -> Step:
+    engine, held, plane, team = worker.engine, worker.tensors, worker.plane, payload["team"]
+    shape, dtype = tuple(payload["shape"]), payload["dtype"]
+    ranks = [as_boxes(rows) for rows in payload["boxes"]]
+    direct = [len(boxes) == 1 and leading(boxes[0], shape) for boxes in ranks]
+
+    def step(code: list, at: int) -> None:
+        worker.collectives["all_gather"] += 1
+        src = engine.packed(held[code[at]])
+        dst = engine.staging(shape, dtype)
+        pieces = [
+            dst[index(boxes[0])] if straight else engine.staging(local(boxes)[0], dtype)
+            for boxes, straight in zip(ranks, direct, strict=True)
+        ]
+        plane.all_gather(team, engine.view(src), [engine.view(piece) for piece in pieces])
+        for boxes, piece, straight in zip(ranks, pieces, direct, strict=True):
+            if not straight:
+                for box, place in zip(boxes, local(boxes)[1], strict=True):
+                    engine.copy(dst[index(box)], piece[index(place)])
+        held[code[at + 1]] = engine.adopt(dst)
+
+    return step
+
+
+def reduce_scatter(worker: Worker, payload: dict[str, Any]) -> Step:
+    engine, held, plane, team = worker.engine, worker.tensors, worker.plane, payload["team"]
+    op, dtype = payload["op"], payload["dtype"]
+    ranks = [as_boxes(rows) for rows in payload["boxes"]]
+    own = local(ranks[team["rank"]])[0]
+    combines = _combines(engine)
+
+    def step(code: list, at: int) -> None:
+        worker.collectives["reduce_scatter"] += 1
+        src = held[code[at]]
+        sections = [_assembled(engine, src, boxes, dtype) for boxes in ranks]
+        out = engine.staging(own, dtype)
+        plane.reduce_scatter(team, [engine.view(part) for part in sections], engine.view(out), combines(op, dtype))
+        held[code[at + 1]] = engine.adopt(out)
+
+    return step
+
+
+def all_to_all(worker: Worker, payload: dict[str, Any]) -> Step:
+    engine, held, plane, team = worker.engine, worker.tensors, worker.plane, payload["team"]
+    dtype, rank = payload["dtype"], payload["team"]["rank"]
+    have = [as_boxes(rows) for rows in payload["have"]]
+    want = [as_boxes(rows) for rows in payload["want"]]
+    shape = local(want[rank])[0]
+    outgoing = [[src for src, _ in shared(have[rank], boxes)] for boxes in want]
+    incoming = [[dst for _, dst in shared(boxes, want[rank])] for boxes in have]
+
+    def step(code: list, at: int) -> None:
+        worker.collectives["all_to_all"] += 1
+        src = held[code[at]]
+        dst = engine.staging(shape, dtype)
+        sends = [_packed(engine, src, boxes, dtype) for boxes in outgoing]
+        recvs = [_room(engine, dst, boxes, dtype) for boxes in incoming]
+        plane.all_to_all(team, [engine.view(part) for part in sends], [engine.view(part) for part in recvs])
+        for boxes, part in zip(incoming, recvs, strict=True):
+            _spread(engine, dst, boxes, part)
+        held[code[at + 1]] = engine.adopt(dst)
+
+    return step
+
+
+def send(worker: Worker, payload: dict[str, Any]) -> Step:
+    engine, held, plane, channel = worker.engine, worker.tensors, worker.plane, payload["channel"]
+    boxes = as_boxes(payload["boxes"])
+
+    def step(code: list, at: int) -> None:
+        src = held[code[at]]
+        plane.send(channel, engine.view(_packed(engine, src, boxes, engine.dtype(src))))
+
+    return step
+
+
+def recv(worker: Worker, payload: dict[str, Any]) -> Step:
+    engine, held, receive = worker.engine, worker.tensors, _receiver(worker, payload)
+
+    def step(code: list, at: int) -> None:
+        dst = engine.staging(payload["shape"], payload["dtype"])
+        receive(dst)
+        held[code[at]] = engine.adopt(dst)
+
+    return step
+
+
+def merge(worker: Worker, payload: dict[str, Any]) -> Step:
+    engine, held, receive = worker.engine, worker.tensors, _receiver(worker, payload)
+    pairs = [as_boxes(pair) for pair in payload["local"]]
+
+    def step(code: list, at: int) -> None:
+        src = held[code[at]]
+        dst = engine.staging(payload["shape"], payload["dtype"])
+        for source, target in pairs:
+            engine.copy(dst[index(target)], src[index(source)])
+        receive(dst)
+        held[code[at + 1]] = engine.adopt(dst)
+
+    return step
+
+
+def _receiver(worker: Worker, payload: dict[str, Any]) -> Any:
+    """dst -> None: takes every part, also after one failed, so that the channels of living peers stay in step."""
+    engine, plane, dtype = worker.engine, worker.plane, payload["dtype"]
+    parts = [(channel, as_boxes(rows)) for channel, rows in payload["parts"]]
+
+    def receive(dst: Tensor) -> None:
+        failure: Exception | None = None
+        for channel, boxes in parts:
+            room = _room(engine, dst, boxes, dtype)
+            try:
+                plane.recv(channel, engine.view(room))
+            except Exception as error:
+                failure = failure or error
+            else:
+                _spread(engine, dst, boxes, room)
+        if failure is not None:
+            raise failure
+
+    return receive
+
+
+# ---- boxes of a tensor and runs of bytes
+
+
+def _assembled(engine: Engine, src: Tensor, boxes: list[Box], dtype: str) -> Tensor:
+    """The local tensor of these boxes of src, as `view` can show it."""
+    if len(boxes) == 1:
+        return engine.packed(src[index(boxes[0])])
+    shape, places = local(boxes)
+    part = engine.staging(shape, dtype)
+    for box, place in zip(boxes, places, strict=True):
+        engine.copy(part[index(place)], src[index(box)])
+    return part
+
+
+def _packed(engine: Engine, src: Tensor, boxes: list[Box], dtype: str) -> Tensor:
+    """The boxes of src one after the other."""
+    if len(boxes) == 1:
+        return engine.packed(src[index(boxes[0])])
+    flat = engine.staging((sum(map(volume, boxes)),), dtype)
+    for box, run in _runs(engine, flat, boxes):
+        engine.copy(run, src[index(box)])
+    return flat
+
+
+def _room(engine: Engine, dst: Tensor, boxes: list[Box], dtype: str) -> Tensor:
+    """Where the boxes of dst are received: in their place if they are one run of memory there."""
+    if len(boxes) == 1 and leading(boxes[0], tuple(dst.shape)):
+        return dst[index(boxes[0])]
+    return engine.staging((sum(map(volume, boxes)),), dtype)
+
+
+def _spread(engine: Engine, dst: Tensor, boxes: list[Box], room: Tensor) -> None:
+    """What was received in a _room to where it belongs."""
+    if len(boxes) == 1 and leading(boxes[0], tuple(dst.shape)):
+        return
+    for box, run in _runs(engine, room, boxes):
+        engine.copy(dst[index(box)], run)
+
+
+def _runs(engine: Engine, flat: Tensor, boxes: list[Box]) -> list[tuple[Box, Tensor]]:
+    runs, start = [], 0
+    for box in boxes:
+        stop = start + volume(box)
+        runs.append((box, engine.flat(flat[start:stop], extent(box))))
+        start = stop
+    return runs

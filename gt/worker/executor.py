@@ -1,0 +1,161 @@
+"""Carries out instructions in order: definitions become bound steps, a stream of numbers names them.
+
+A step that fails reports Trouble and leaves placeholders of the right shape, so that what follows still runs and no
+peer waits for a collective that never comes. Knows neither torch nor sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gt.errors import ProtocolError, UnsupportedOp
+from gt.ir.instr import FREE, KINDS, Define
+from gt.ir.spec import Spec, contiguous
+from gt.wire.messages import Trouble
+from gt.worker import exchange, local
+from gt.worker.engine.base import Engine
+from gt.worker.pieces import as_boxes
+from gt.worker.pieces import local as local_shape
+from gt.worker.plane.base import PeerGone, Plane
+from gt.worker.steps import Binder, Blank, Step, Worker
+from gt.worker.store import Cancelled, Uploads
+
+log = logging.getLogger("gt.worker")
+
+Send = Callable[..., None]  # (message, frames=())
+LONGEST = 4000  # characters of an error's text
+
+
+class Poisoned(BaseException):
+    """No later op of this process can succeed: it has to end."""
+
+
+class Executor:
+    """One worker's tensors and definitions; `run` is called by one thread, `stats` by any."""
+
+    def __init__(self, engine: Engine, plane: Plane, send: Send, uploads: Uploads | None = None) -> None:
+        self.tensors: dict[int, Any] = {}
+        self.uploads = uploads or Uploads()
+        self.instructions = 0
+        self.worker = Worker(engine, plane, send, self.tensors, self.uploads)
+        self._engine = engine
+        self._send = send
+        self._steps: dict[int, tuple[Step, int]] = {}  # number -> what to call, numbers it takes in the stream
+        self._made: dict[int, tuple[str, list[Blank]]] = {}  # number -> its kind and outputs, for placeholders
+
+    def define(self, rows: Sequence[list]) -> None:
+        """Bind definitions from their wire form. What cannot be bound fails when it is run."""
+        for row in rows:
+            define = Define.from_wire(row)
+            made = _made(define)
+            try:
+                step = BIND[define.kind](self.worker, define.payload)
+            except Exception as error:
+                step = _failing(error)
+            self._steps[define.number] = (step, 2 + define.operands)
+            self._made[define.number] = (define.kind, made)
+
+    def run(self, code: list[int], base: int, epoch: int = 0) -> None:
+        """Carry out a stream, seqs counting from base. ProtocolError for a number that was never defined."""
+        steps, at, end, done = self._steps, 0, len(code), 0
+        self.worker.epoch = epoch
+        with self._engine.guard():
+            while at < end:
+                number = code[at]
+                if number == FREE:
+                    at = self._free(code, at)
+                    continue
+                try:
+                    step, size = steps[number]
+                except KeyError:
+                    raise ProtocolError(f"instruction {number} was never defined") from None
+                try:
+                    step(code, at + 2)
+                except Exception as error:
+                    self._fail(number, code, at, base, error)
+                at += size
+                done += 1
+        self.instructions += done
+
+    def stats(self) -> dict[str, Any]:
+        """The worker's part of gt.stats(), without its name."""
+        held = list(self.tensors.values())
+        memory = dict(map(self._engine.storage, held))
+        return {
+            "instructions": self.instructions,
+            "collectives": dict(self.worker.collectives),
+            "live_tensors": len(held),
+            "live_bytes": sum(memory.values()),
+            **self.worker.plane.counters(),
+        }
+
+    def _free(self, code: list[int], at: int) -> int:
+        first = at + 3
+        last = first + code[at + 2]
+        pop = self.tensors.pop
+        for tensor in code[first:last]:
+            pop(tensor, None)
+        return last
+
+    def _fail(self, number: int, code: list[int], at: int, base: int, error: Exception) -> None:
+        name, made = self._made[number]
+        seq = base + code[at + 1]
+        log.debug("%s of op %d failed", name, seq, exc_info=error)
+        self._send(Trouble(seq, _kind(error), _text(error)))
+        if self._engine.poisoned(error):
+            raise Poisoned(_text(error)) from error
+        for blank in made:
+            blank.make(self.worker, code, at + 2)
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, UnsupportedOp):
+        return "unsupported"
+    return "peer" if isinstance(error, (PeerGone, Cancelled)) else "op"
+
+
+def _text(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"no tensor has the id {text}"
+    return text[:LONGEST]
+
+
+def _failing(error: Exception) -> Step:
+    def step(code: list[int], at: int) -> None:
+        raise error
+
+    return step
+
+
+BIND: dict[str, Binder] = {
+    **{kind: getattr(local, kind) for kind in KINDS if hasattr(local, kind)},
+    **{kind: getattr(exchange, kind) for kind in KINDS if hasattr(exchange, kind)},
+}
+
+
+def _made(define: Define) -> list[Blank]:
+    """What a definition makes."""
+    payload, operands = define.payload, KINDS[define.kind][0]
+    if define.kind == "op":
+        first = payload["tensors"] + payload["values"]
+        outs = [out for out in payload["outs"] if out[0] in ("new", "view")]
+        return [Blank(first + n, Spec.from_wire(out[1]) if out[1] else None) for n, out in enumerate(outs)]
+    if "dst" not in operands:
+        return []
+    place, shape = operands.index("dst"), _shape(define)
+    if shape is None or "dtype" not in payload:
+        return [Blank(place, like=operands.index("src"), shape=shape)]
+    spec = contiguous(shape, payload["dtype"])
+    return [Blank(place, Spec(shape, tuple(payload.get("stride", spec.stride)), 0, spec.dtype))]
+
+
+def _shape(define: Define) -> tuple[int, ...] | None:
+    """Local shape of dst, None for that of src."""
+    payload = define.payload
+    for kind, key in (("reduce_scatter", "boxes"), ("all_to_all", "want")):
+        if define.kind == kind:
+            return local_shape(as_boxes(payload[key][payload["team"]["rank"]]))[0]
+    return tuple(payload["shape"]) if "shape" in payload else None

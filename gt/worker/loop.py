@@ -1,0 +1,170 @@
+"""A worker's process: one link to the dispatcher, one plane to the others, instructions carried out in order.
+
+The link's I/O thread answers at once what must not wait for an instruction (Data, Abort, Query, World); the thread that
+calls `run` executes, until Exit, SIGTERM or the end of the link.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket as bsd
+import threading
+from typing import Any
+
+from gt import errors
+from gt import log as logs
+from gt.wire.link import hello
+from gt.wire.messages import (
+    Abort,
+    Data,
+    Done,
+    Exit,
+    Goodbye,
+    Message,
+    Query,
+    Reject,
+    Report,
+    Run,
+    Switch,
+    Welcome,
+    World,
+)
+from gt.wire.socket import Dealer
+from gt.worker.engine.base import open_engine
+from gt.worker.executor import Executor, Poisoned
+from gt.worker.plane.base import ALL, Plane
+from gt.worker.plane.shm import ShmPlane
+
+log = logging.getLogger("gt.worker")
+TOGETHER = 8  # Runs that one Done answers, at most
+
+
+class Terminated(BaseException):
+    """SIGTERM: raised where the executing thread is."""
+
+
+class Loop:
+    """What one worker does with its messages. `receive` and `lost` are called by the I/O thread."""
+
+    def __init__(self, engine: Any, plane: Plane) -> None:
+        self.name = ""
+        self.executor = Executor(engine, plane, self.send)
+        self.link: Dealer | None = None
+        self.done = -1
+        self._engine, self._plane = engine, plane
+        self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
+        self._ended = ""
+
+    def send(self, message: Message, frames: tuple = ()) -> None:
+        assert self.link is not None
+        self.link.send(message, frames)
+
+    # ---- I/O thread
+
+    def receive(self, message: Message, frames: tuple) -> None:
+        """One message of the dispatcher; what can wait is queued for the executing thread."""
+        uploads = self.executor.uploads
+        match message:
+            case Data():
+                uploads.receive(message, frames[0] if frames else None)
+            case Run() | Switch():
+                self._inbox.put((message, uploads.epoch))
+            case Query(request):
+                self.send(Report(request, {"done": self.done, "stats": {"name": self.name, **self.executor.stats()}}))
+            case World(generation, workers):
+                log.debug("world %d: %d workers", generation, len(workers))
+                self._plane.world(workers)
+            case Abort(index, reason):
+                log.debug("abort of worker %d: %s", index, reason)
+                self._plane.abort(index, reason)
+                if index == ALL:
+                    uploads.cancel(reason)
+            case Welcome():
+                self.name = message.name
+                log.info("connected as %s", self.name)
+            case Exit(reason):
+                self._end(Exit(reason))
+            case Reject(error):
+                self.lost(str(errors.from_wire(error)))
+            case _:
+                log.warning("a worker has no use for %s", type(message).__name__)
+
+    def lost(self, reason: str) -> None:
+        """The link ended: nothing more will come."""
+        self._ended = reason
+        self._end(Exit(reason))
+
+    def _end(self, message: Exit) -> None:
+        """Fail what is waited for and stop once the executing thread gets there."""
+        self._plane.abort(ALL, message.reason)
+        self.executor.uploads.cancel(message.reason)
+        self._inbox.put((message, 0))
+
+    # ---- executing thread
+
+    def serve(self) -> str:
+        """Carry out until the end; why it ended, "" if it was asked to."""
+        undone = 0
+        while True:
+            message, epoch = self._inbox.get()
+            if isinstance(message, Exit):
+                log.info("exit: %s", message.reason)
+                return self._ended
+            if isinstance(message, Switch):
+                self._engine.switch(message.switches)
+                continue
+            assert isinstance(message, Run)
+            if message.defines:
+                self.executor.define(message.defines)
+            self.executor.run(message.code, message.base, epoch)
+            self.done = message.seq
+            undone += 1
+            if undone >= TOGETHER or self._inbox.empty():
+                self.send(Done(message.seq))
+                undone = 0
+
+
+def run(host: str, port: int, token: str = "", name: str = "", backend: str = "torch", device: str = "") -> str:
+    """Be a worker until the server says Exit, SIGTERM comes or the link ends: why it ended, "" if it was asked to.
+
+    device "" takes a GPU if the engine has one. May be called in a forked child, from its main thread.
+    """
+    logs.setup("worker", f"gt.worker {name}".strip())
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _terminated) if main else None
+    plane: Plane = ShmPlane()
+    loop = None
+    try:
+        info = plane.open()
+        loop = Loop(open_engine(backend, device), plane)
+        # on_message comes from a thread that starts here: the link is in place before anything is answered.
+        loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost)
+        about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "backend": backend, **info}
+        loop.send(hello("worker", token, info=about))
+        return loop.serve()
+    except Terminated:
+        return ""
+    except KeyboardInterrupt:
+        return "interrupted"
+    except errors.GTError as error:
+        return str(error)
+    except Poisoned as error:
+        return f"the device cannot be used any more: {error}"
+    finally:
+        _leave(loop, plane)
+        if main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _leave(loop: Loop | None, plane: Plane) -> None:
+    if loop is not None and loop.link is not None:
+        loop.send(Goodbye())
+        loop.link.close()
+    plane.close()
+
+
+def _terminated(number: int, frame: Any) -> None:
+    raise Terminated

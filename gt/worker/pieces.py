@@ -1,0 +1,67 @@
+"""Where the boxes of a global tensor lie in a worker's local tensor: arithmetic on intervals, no tensors, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+from gt.ir.layout import Box, Interval, overlap
+
+
+def as_boxes(rows: Iterable[Iterable[Sequence[int]]]) -> list[Box]:
+    """Boxes from their wire form, [[start, stop], ...] each."""
+    return [tuple((start, stop) for start, stop in row) for row in rows]
+
+
+def local(boxes: list[Box]) -> tuple[tuple[int, ...], list[Box]]:
+    """Shape of the local tensor that holds these global boxes, and where in it each of them lies.
+
+    The boxes are the product of a list of intervals for each dim, in order, as ir.layout.boxes makes them.
+    """
+    if not boxes:
+        return (0,), []
+    shape, where = [], []
+    for dim in range(len(boxes[0])):
+        at: dict[Interval, Interval] = {}
+        end = 0
+        for box in boxes:
+            start, stop = box[dim]
+            if box[dim] not in at:
+                at[box[dim]] = (end, end + stop - start)
+                end += stop - start
+        shape.append(end)
+        where.append(at)
+    return tuple(shape), [tuple(at[span] for at, span in zip(where, box, strict=True)) for box in boxes]
+
+
+def shared(have: list[Box], want: list[Box]) -> list[tuple[Box, Box]]:
+    """What is in both: (box of the tensor that has `have`, box of the one that wants `want`), in local indices."""
+    _, sources = local(have)
+    _, targets = local(want)
+    pairs = []
+    for (a, src), (b, dst) in product(zip(have, sources, strict=True), zip(want, targets, strict=True)):
+        both = overlap(a, b)
+        if both is not None:
+            pairs.append((_moved(both, a, src), _moved(both, b, dst)))
+    return pairs
+
+
+def _moved(inner: Box, outer: Box, place: Box) -> Box:
+    """`inner`, a part of the global box `outer`, in the indices of the tensor where outer lies at `place`."""
+    return tuple(
+        (start - base + at, stop - base + at) for (start, stop), (base, _), (at, _) in zip(inner, outer, place, strict=True)
+    )
+
+
+def index(box: Box) -> tuple[slice, ...]:
+    """The box as an index of a tensor."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def extent(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def leading(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether the box is one run of memory of a contiguous tensor of this shape (whole in every dim but the first)."""
+    return all(span == (0, n) for span, n in zip(box[1:], shape[1:], strict=True))
