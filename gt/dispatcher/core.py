@@ -19,7 +19,7 @@ from gt.dispatcher.plan.known import Known
 from gt.dispatcher.sessions import Origin, Session
 from gt.errors import GTError, ProtocolError, Refused
 from gt.ir.text import PlanLine
-from gt.wire.link import Gate, examine
+from gt.wire.link import examine
 from gt.wire.messages import (
     Abort,
     Data,
@@ -71,16 +71,15 @@ class Survey:
 
 
 class Core:
-    """`logging`: make Log actions, and plan lines in them (the shell sets it when somebody reads the log)."""
+    """`logging`: make Log actions, with the plan's lines, for somebody who reads them."""
 
-    def __init__(self, token: str = "", heartbeat: float = 10.0) -> None:
+    def __init__(self, token: str = "", heartbeat: float = 10.0, logging: bool = False) -> None:
         self.token, self.heartbeat = token, heartbeat
-        self.logging = False
+        self.logging = logging
         self.cluster = Cluster()
         self.sessions: dict[Peer, Session] = {}
         self.workers: dict[Peer, Worker] = {}
         self.received = self.sent = self.relayed = 0
-        self._gates: dict[Peer, Gate] = {}
         self._waiting: list[Waiting] = []
         self._surveys: dict[int, Survey] = {}
         self._uploads: dict[int, Session] = {}
@@ -132,14 +131,12 @@ class Core:
     def _receive(self, event: Received) -> None:
         self.received += 1
         peer, message = event.peer, event.message
-        gate = self._gates.setdefault(peer, Gate())
         try:
-            gate.admit(message, len(event.frames))
             self._on[type(message)](peer, message, event.frames)
         except ProtocolError as error:
             self._refuse(peer, error)
         except GTError as error:
-            self._refuse(peer, error, close=not gate.role)
+            self._refuse(peer, error, close=peer not in self.sessions)
 
     def _refuse(self, peer: Peer, error: GTError, close: bool = True) -> None:
         """Tell the peer what was wrong; a client whose stream is broken cannot go on."""
@@ -232,7 +229,6 @@ class Core:
         self._actions.append(Close(peer))
 
     def _lost(self, peer: Peer, reason: str) -> None:
-        self._gates.pop(peer, None)
         self._waiting = [w for w in self._waiting if w.peer != peer]
         session = self.sessions.pop(peer, None)
         if session is not None:
@@ -260,25 +256,31 @@ class Core:
 
     # ---- clients
 
+    def _session(self, peer: Peer) -> Session:
+        session = self.sessions.get(peer)
+        if session is None:
+            raise ProtocolError("the session has not been welcomed yet")
+        return session
+
     def _ops(self, peer: Peer, message: Ops, frames: tuple) -> None:
-        session = self.sessions[peer]
+        session = self._session(peer)
         self._log("RECV", self._name(peer), f"Ops {message.seq}", bytes=sum(len(f) for f in frames))
         session.run(message, frames)
 
     def _fetch(self, peer: Peer, message: Fetch, frames: tuple) -> None:
         self._log("RECV", self._name(peer), f"Fetch %{message.tensor}")
-        self.sessions[peer].requests.fetch(message.request, message.tensor)
+        self._session(peer).requests.fetch(message.request, message.tensor)
 
     def _describe(self, peer: Peer, message: Describe, frames: tuple) -> None:
-        self.sessions[peer].requests.describe(message.request, message.tensors)
+        self._session(peer).requests.describe(message.request, message.tensors)
 
     def _inspect(self, peer: Peer, message: Inspect, frames: tuple) -> None:
-        self.sessions[peer].requests.inspect(message.request, message.tensor)
+        self._session(peer).requests.inspect(message.request, message.tensor)
 
     def _stats(self, peer: Peer, message: Stats, frames: tuple) -> None:
         key = self.cluster.key()
         alive = {w.index for w in self.cluster.workers if not w.lost}
-        survey = self._surveys[key] = Survey(self.sessions[peer], message.request, alive, {})
+        survey = self._surveys[key] = Survey(self._session(peer), message.request, alive, {})
         for index in alive:
             self.send(self.cluster.workers[index].peer, Query(key))
         if not alive:
@@ -286,7 +288,7 @@ class Core:
 
     def _host(self, peer: Peer, message: Host, frames: tuple) -> None:
         """Bytes of a host copy: on to the workers that wait for them."""
-        requests = self.sessions[peer].requests
+        requests = self._session(peer).requests
         targets = requests.uploads.get(message.key)
         if targets is None:
             raise ProtocolError(f"Host.key {message.key} was not asked for")
@@ -382,8 +384,7 @@ class Core:
 
         def planned(line: PlanLine) -> None:
             workers = ",".join(self.cluster.workers[i].name for i in line.workers)
-            split = " shard" if "S(" in line.layout else ""
-            self._log("WORKER_SEND", workers, str(line) + split, group=session.origin.group, layout=line.layout)
+            self._log("WORKER_SEND", workers, str(line), group=session.origin.group, layout=line.layout)
 
         session.on_op = received
         session.emitter.plan = planned

@@ -43,7 +43,7 @@ class Server:
         if core is None:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
-            core = Core(token=token, heartbeat=heartbeat)
+            core = Core(token=token, heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")))
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
         self._router = Router(host, port, heartbeat)

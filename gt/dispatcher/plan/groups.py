@@ -65,7 +65,7 @@ class Groups:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._meanings = {name: self._read(group) for name, group in config.groups.items() if group.workers}
-        self._names = {}
+        self._names: dict[tuple[int, ...], str] = {}
         for name, meaning in self._meanings.items():
             self._names.setdefault(meaning.mesh.workers, stem(name).removeprefix("pp_"))
 

@@ -56,7 +56,7 @@ class Column:
     items: tuple
 
     def indices(self, kind: type) -> list[int]:
-        return [item.index for item in self.items if isinstance(item, kind)]
+        return [item.index for item in self.items if isinstance(item, kind)]  # type: ignore[attr-defined]
 
 
 def _columns(template: Template) -> tuple[Column, ...]:
