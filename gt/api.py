@@ -1,0 +1,182 @@
+"""What `import gt` shows: connecting, starting workers, remote factories, and looking at what happened."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gt import env
+from gt.client import device as device_
+from gt.client import random, runtime
+from gt.client.tensor import RemoteTensor, Shown
+from gt.errors import ConfigError
+
+log = logging.getLogger("gt")
+cat, stack = torch.cat, torch.stack
+
+
+class _Started:
+    """Processes that this program started, if any."""
+
+    local: Any = None
+
+
+def __getattr__(name: str) -> Any:
+    if name == "device":  # `remote`, or `lazy` where the name is not registered
+        return Shown.device
+    raise AttributeError(f"module 'gt.api' has no attribute {name!r}")
+
+
+# ---- sessions
+
+
+def connect(
+    address: str, config: str | None = None, *, token: str | None = None, name: bool = True, wait: float = 10.0
+) -> None:
+    """Use the dispatcher at "host:port" from now on. config: path of the YAML, GT_CONFIG if None, "" for none.
+
+    name=False leaves the string "remote" unregistered, so that local CUDA training works beside it; the device is then
+    `gt.device`. wait: seconds to try for.
+    """
+    from gt.client.session import Session
+
+    disconnect()
+    if name:
+        device_.register()
+    path = env.get("GT_CONFIG") if config is None else config
+    text = _read(path)
+    session = Session(
+        address, text, path, switches=_switches(), token=env.get("GT_TOKEN") if token is None else token, wait=wait
+    )
+    runtime.connect(session, text, path)
+
+
+def _read(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); GT_CONFIG or config= names the YAML") from None
+
+
+def _switches() -> dict[str, Any]:
+    """What of torch's settings here changes the numbers there."""
+    return {
+        "threads": torch.get_num_threads(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def gpu_workers(n: int, config: str | None = None, *, name: bool = True) -> None:
+    """Start a dispatcher and n workers, one GPU each; CPU workers, said once, where this machine has fewer GPUs."""
+    have = torch.cuda.device_count()
+    if have < n:
+        log.warning("%d workers asked for and %s here: using CPU workers", n, f"{have} GPUs" if have else "no GPU")
+    _start_local(n, have >= n, config, name)
+
+
+def cpu_workers(n: int, config: str | None = None, *, name: bool = True) -> None:
+    """Start a dispatcher and n workers on this machine's CPUs; they end with this program."""
+    _start_local(n, False, config, name)
+
+
+def _start_local(n: int, gpu: bool, config: str | None, name: bool) -> None:
+    from gt.launch import local
+
+    if n < 1:
+        raise ValueError(f"want at least one worker, got {n}")
+    shutdown()
+    started = local.start(n, gpu=gpu, backend=env.get("GT_BACKEND"))
+    try:
+        connect(started.address, config, token=started.token, name=name)
+    except BaseException:
+        started.stop()
+        raise
+    _Started.local = started
+
+
+def start() -> None:
+    """What the first remote tensor does: connects to GT_SERVER, or starts what this machine has."""
+    if address := env.get("GT_SERVER"):
+        connect(address)
+        return
+    path = env.get("GT_CONFIG")
+    from gt.config.load import load
+
+    named = [w + 1 for group in load(_read(path), path).groups.values() for w in group.flat]
+    gpus = torch.cuda.device_count()
+    wanted = max([*named, gpus, 1])
+    _start_local(wanted, 0 < wanted <= gpus, None, True)
+
+
+def disconnect() -> None:
+    session = runtime.disconnect()
+    if session is not None:
+        session.close()
+
+
+def shutdown() -> None:
+    """End the session, and the processes that this program started."""
+    disconnect()
+    local, _Started.local = _Started.local, None
+    if local is not None:
+        local.stop()
+
+
+# ---- looking
+
+
+def stats() -> dict[str, Any]:
+    """Counters: `client`, `dispatcher`, and `workers`, a list in order of index. Waits."""
+    recorder = runtime.current()
+    recorder.flush()
+    found = recorder.session.stats()
+    client = {"ops": recorder.ops, **found.get("client", {}), "fetches": recorder.fetches}
+    return {**found, "client": client}
+
+
+def inspect(tensor: torch.Tensor) -> dict[str, Any]:
+    """Layout, mesh, and each piece's worker, shape and bytes. Waits for the plan, not for the values."""
+    if not isinstance(tensor, RemoteTensor):
+        raise TypeError(f"gt.inspect takes a remote tensor, got one on {tensor.device}")
+    recorder = runtime.current()
+    recorder.flush()
+    return recorder.session.inspect(tensor._ref.id)
+
+
+# ---- tensors
+
+
+def manual_seed(seed: int) -> None:
+    """Seed remote and local random numbers."""
+    torch.manual_seed(seed)
+    random.manual_seed(seed)
+
+
+def from_numpy(array: Any) -> torch.Tensor:
+    """A remote copy of a NumPy array."""
+    return torch.from_numpy(array).to(Shown.device)
+
+
+def _remote(name: str) -> Any:
+    """torch's factory of that name, on the remote device unless told otherwise."""
+    factory = getattr(torch, name)
+
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.setdefault("device", Shown.device)
+        return factory(*args, **kwargs)
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = f"torch.{name} on the remote device."
+    return make
+
+
+tensor, zeros, ones, full, empty = map(_remote, ("tensor", "zeros", "ones", "full", "empty"))
+arange, eye, rand, randn, randint = map(_remote, ("arange", "eye", "rand", "randn", "randint"))
+zeros_like, ones_like, full_like, empty_like = map(_remote, ("zeros_like", "ones_like", "full_like", "empty_like"))
+rand_like, randn_like, randint_like = map(_remote, ("rand_like", "randn_like", "randint_like"))

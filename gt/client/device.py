@@ -1,0 +1,147 @@
+"""The `remote` device: its name, its module `torch.remote`, its kernels, and torch's lists of what devices can do.
+
+Registering the name breaks local CUDA autograd in the process, so where there is CUDA it waits for the first connect, and
+`name=False` leaves it out: then the device is `torch.device("lazy")`, and the rest is the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+from gt.client import random
+from gt.client.attention import attention
+from gt.client.autocast import register as register_autocast
+from gt.client.dispatch import dispatch, fallback
+from gt.client.tensor import LAZY, RemoteTensor, Shown
+
+NAME = "remote"
+_libraries: list[torch.library.Library] = []  # kernels live as long as these
+
+
+class _Here:
+    """Context of the only device there is: `with torch.remote.device(0):`."""
+
+    def __init__(self, index: Any = 0) -> None:
+        self.index = index
+
+    def __enter__(self) -> _Here:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+
+def _module() -> types.ModuleType:
+    """torch.remote, as checkpointing, autocast and manual_seed look for it."""
+    module = types.ModuleType("torch.remote", "The remote device.")
+    entries: dict[str, Any] = {
+        "_initialized": True,
+        "_is_in_bad_fork": lambda: False,
+        "_lazy_init": lambda: None,
+        "current_device": lambda: 0,
+        "current_stream": lambda device=None: None,
+        "device": _Here,
+        "device_count": lambda: 1,
+        "empty_cache": lambda: None,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "get_rng_state": random.get_rng_state,
+        "initial_seed": random.initial_seed,
+        "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "is_initialized": lambda: True,
+        "manual_seed": random.manual_seed,
+        "manual_seed_all": random.manual_seed,
+        "seed": random.seed_all,
+        "set_device": lambda device: None,
+        "set_rng_state": random.set_rng_state,
+        "synchronize": lambda device=None: None,
+    }
+    for name, value in entries.items():
+        setattr(module, name, value)
+    return module
+
+
+def _kernels(key: str) -> None:
+    """Everything that reaches a backend key goes to the recorder."""
+    anything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    anything.fallback(fallback, key, with_keyset=False)
+    copy = torch.ops.aten.copy_.default
+    aten.impl("copy_", lambda to, source, non_blocking=False: dispatch(RemoteTensor, copy, (), (to, source)), key)
+    _libraries.extend((anything, aten))
+
+
+def _pinning() -> None:
+    """Once a device is registered torch pins memory for it: here pinned is plain memory."""
+    aten = torch.library.Library("aten", "IMPL")
+    aten.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
+    aten.impl("is_pinned", lambda tensor, device=None: False, "CPU")
+    _libraries.append(aten)
+
+
+def _lists() -> None:
+    """torch asks lists whether a device or tensor type has foreach, fused and capturable optimizers."""
+    for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+        importlib.import_module(name)._foreach_supported_types.append(RemoteTensor)
+    getters = ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices", "_get_capturable_supported_devices")
+    import torch.nn.utils.clip_grad
+    import torch.optim.swa_utils
+
+    holders = [importlib.import_module(f"torch.optim.{m}") for m in _OPTIMIZERS]
+    holders += [torch.utils._foreach_utils, torch.nn.utils.clip_grad, torch.optim.swa_utils]
+    for getter in getters:
+        wrapped: dict[int, Callable] = {}
+        for holder in holders:
+            given = getattr(holder, getter, None)
+            if given is not None:
+                setattr(holder, getter, wrapped.setdefault(id(given), _extended(given)))
+
+
+_OPTIMIZERS = "optimizer adadelta adagrad adam adamax adamw asgd nadam radam rmsprop rprop sgd".split()
+
+
+def _extended(given: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    def supported(*args: Any, **kwargs: Any) -> list[str]:
+        found = given(*args, **kwargs)
+        return found if Shown.device.type in found else [*found, Shown.device.type]
+
+    return supported
+
+
+def prepare() -> None:
+    """Everything but the name; harmless to local CUDA. Runs once, on import."""
+    if _libraries:
+        return
+    torch.__future__.set_swap_module_params_on_conversion(True)  # or Module.to("remote") unties tied weights
+    _kernels("Lazy")
+    aten = torch.library.Library("aten", "IMPL")
+    aten.impl("scaled_dot_product_attention", attention, "AutogradLazy")
+    _libraries.append(aten)
+    _lists()
+    if not _cuda():
+        register()
+
+
+def register() -> None:
+    """Make the name `remote` parse. Local CUDA autograd no longer works in this process afterwards."""
+    if Shown.device is not LAZY:
+        return
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _module())
+    torch._C._acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
+    _kernels("PrivateUse1")
+    if not _cuda():
+        _pinning()
+    libraries = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    register_autocast(*libraries)
+    _libraries.extend(libraries)
+    Shown.device, Shown.types = torch.device(NAME, 0), frozenset({"lazy", NAME})
+
+
+def _cuda() -> bool:
+    return torch.backends.cuda.is_built() and torch.cuda.is_available()

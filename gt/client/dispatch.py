@@ -1,0 +1,206 @@
+"""The hot path: one ATen call on remote tensors becomes one row of numbers in the recorder's buffer.
+
+A key is built from the arguments (interned metas, constants, types of scalars); a known key gives the template's number
+and the metas of the outputs. Nothing here waits, except for ops whose output shape depends on values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gt.client import meta as metas
+from gt.client.infer import ASK, CONST, FIRST, LIST, ONE, RESIZE, TENSOR, TENSORS, TYPED, VALUE, VALUES, Entry, OpInfo, _infos, info_of, miss
+from gt.client.recorder import BATCH
+from gt.client.runtime import Live, current
+from gt.client.tensor import LAZY, Alias, Ref, RemoteTensor, _AUTOCAST, make, rebind
+from gt.ir.instr import PARAM
+
+_wrap = torch.Tensor._make_wrapper_subclass
+_strided = torch.strided
+_known = _infos.get
+
+
+class HostOperand(Exception):
+    """A CPU tensor among the operands; the call is done again with it uploaded."""
+
+
+def dispatch(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    """RemoteTensor.__torch_dispatch__."""
+    info = _known(id(func)) or info_of(func)
+    if info.handler is not None:
+        return info.handler(info, args, kwargs or {})
+    return call(info, args, kwargs)
+
+
+def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What arrives without a remote tensor among its arguments (factories), or below the Python key."""
+    return dispatch(RemoteTensor, func, (), args, kwargs)
+
+
+def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = ()) -> Any:
+    """Record a call; `extra` scalars go last (seed and counter)."""
+    recorder = Live.recorder or current()
+    key: list = []
+    ids: list = []
+    values: list = []
+    put = key.append
+    try:
+        for kind, a in zip(info.kinds, args):  # noqa: B905 - defaults may be left out
+            if type(a) is RemoteTensor:
+                ref = a._ref
+                put(ref.meta)
+                ids.append(ref.id)
+                if ref.pending and a.requires_grad:
+                    settle(a, ref)
+            elif kind == CONST:
+                put(a)
+            else:
+                collect(kind, a, key, ids, values)
+        if kwargs:
+            named = info.named
+            for name, a in kwargs.items():
+                put(name)
+                kind = named[name]
+                if kind == CONST:
+                    put(a)
+                else:
+                    collect(kind, a, key, ids, values)
+    except HostOperand:
+        from gt.client.hostops import upload_operands
+
+        return call(info, *upload_operands(info, args, kwargs or {}), extra)
+    at = tuple(key)
+    entry = info.cache.get(at)
+    if entry is None:
+        entry = miss(info, args, kwargs or {})
+        info.cache[at] = entry
+    if extra:
+        values.extend(extra)
+    origin = Live.origins.here()
+    recorder.ops += 1
+    mode = entry.mode
+    code = recorder.code
+    if mode == ONE:
+        number = recorder.new_id()
+        meta = entry.metas[0]
+        code.extend((entry.number, origin, *ids, *values, number))
+        made = _wrap(
+            RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, _strided, LAZY, False, False, None,
+            False, False, _AUTOCAST,
+        )  # fmt: skip
+        made._ref = Ref(number, meta, origin, recorder.freed)
+        if len(code) > BATCH:
+            recorder.flush()
+        return made
+    if mode == FIRST:
+        code.extend((entry.number, origin, *ids, *values))
+        args[0]._ref.pending = origin
+        if len(code) > BATCH:
+            recorder.flush()
+        return args[0]
+    return finish(info, entry, args, kwargs or {}, extra, [entry.number, origin, *ids, *values])
+
+
+def collect(kind: int, a: Any, key: list, ids: list, values: list) -> None:
+    """Add an argument that is not a plain constant to the key, operands and scalars."""
+    if type(a) is RemoteTensor:
+        ref = a._ref
+        key.append(ref.meta)
+        ids.append(ref.id)
+        if ref.pending and a.requires_grad:
+            settle(a, ref)
+    elif a is None:
+        key.append(None)
+    elif kind == LIST:
+        key.append(tuple(a) if isinstance(a, (list, tuple)) else a)
+    elif kind in (VALUE, TENSOR) and isinstance(a, (bool, int, float)):
+        key.append(type(a))
+        values.append(a)
+    elif kind in (TENSORS, VALUES):
+        key.append(len(a))
+        element = TENSOR if kind == TENSORS else VALUE
+        for x in a:
+            collect(element, x, key, ids, values)
+    elif isinstance(a, torch.Tensor):
+        raise HostOperand
+    elif kind == TYPED:
+        key.append((type(a), a))
+    else:
+        key.append(a)
+
+
+def settle(tensor: RemoteTensor, ref: Ref | Alias) -> None:
+    """First use of a tensor that requires grad: mark its autograd node, or announce it as a parameter."""
+    node = tensor.grad_fn
+    if node is not None:
+        Live.origins.mark(node, ref.pending)
+        ref.pending = 0
+        return
+    if not ref.home:
+        Live.recorder.code.extend((PARAM, ref.id))  # type: ignore[union-attr]
+        ref.home = -1
+    if torch.is_grad_enabled():
+        ref.home = Live.origins.here()
+        ref.pending = 0
+
+
+def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, row: list) -> Any:
+    """The calls that are not one new tensor or one in-place target."""
+    if entry.mode == RESIZE:
+        return call(info, *_with_new_outs(info, entry, args, kwargs), extra)
+    recorder, origin = current(), row[1]
+    numbers = [recorder.new_id() for _ in entry.metas]
+    recorder.code.extend(row + numbers)
+    if entry.mode == ASK:
+        recorder.flush()
+        found = [metas.of_spec(spec) for spec in recorder.session.describe(numbers)]
+    else:
+        found = entry.metas
+    made = [make(m, Ref(n, m, origin, recorder.freed)) for n, m in zip(numbers, found, strict=True)]
+    if len(recorder.code) > BATCH:
+        recorder.flush()
+    operands = _tensors((args, kwargs)) if entry.written else ()
+    for i in entry.written:
+        operands[i]._ref.pending = origin
+    return _build(entry.result, made, operands)
+
+
+def _build(tree: Any, made: list, operands: Any) -> Any:
+    if tree == ():
+        return None
+    if type(tree) is list:
+        return [_build(t, made, operands) for t in tree]
+    if type(tree[0]) is not str:
+        return tuple(_build(t, made, operands) for t in tree)
+    what, value = tree
+    return made[value] if what == "new" else operands[value] if what == "arg" else value
+
+
+def _tensors(tree: Any) -> list[RemoteTensor]:
+    """Remote tensors of arguments, in the order of operands."""
+    if type(tree) is RemoteTensor:
+        return [tree]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        return [t for x in tree for t in _tensors(x)]
+    return []
+
+
+def _with_new_outs(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """out= tensors of another shape become new ones; the same objects then name these."""
+    named = [kwargs[n] if n in kwargs else args[info.names.index(n)] for n in info.writes]
+    for target, meta in zip(_tensors(named), entry.metas, strict=True):
+        rebind(target, empty(meta))
+    return args, kwargs
+
+
+def empty(meta: metas.Meta) -> RemoteTensor:
+    """New memory of a given look, uninitialised."""
+    func = torch.ops.aten.empty_strided.default
+    return call(info_of(func), (list(meta.shape), list(meta.stride)), {"dtype": meta.dtype, "device": LAZY})
+
+
+RemoteTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]

@@ -1,0 +1,86 @@
+"""GT's own ops on remote tensors: attention and moves. They have no torch overload, so their outputs are stated here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gt.client import meta as metas
+from gt.client import runtime
+from gt.client.dispatch import settle
+from gt.client.infer import constant
+from gt.client.meta import Meta
+from gt.client.random import draw
+from gt.client.recorder import BATCH
+from gt.client.runtime import Live
+from gt.client.tensor import Ref, RemoteTensor, make
+from gt.ir.ops import RANDOM
+from gt.ir.template import Out, T, Template, V
+
+_entries: dict[tuple, tuple[int, tuple[Meta, ...]]] = {}
+runtime.on_clear.append(_entries.clear)
+
+
+def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: tuple[int, int] | None = None) -> tuple:
+    """Record a GT op: tensors and floats are holes, the rest constants; `outs` states its outputs on a miss."""
+    recorder = runtime.current()
+    key, ids, values = [name], [], []
+    for a in args:
+        if isinstance(a, RemoteTensor):
+            key.append(a._ref.meta)
+            ids.append(a._ref.id)
+            if a._ref.pending and a.requires_grad:
+                settle(a, a._ref)
+        elif isinstance(a, float):
+            key.append(float)
+            values.append(a)
+        else:
+            key.append(a)
+    found = _entries.get(tuple(key))
+    if found is None:
+        made = outs()
+        number = recorder.define(_template(name, args, made))
+        found = _entries[tuple(key)] = (number, made)
+    number, made = found
+    origin = Live.origins.here()
+    new = [recorder.new_id() for _ in made]
+    if name in RANDOM:
+        values += seeds or draw()
+    recorder.code.extend([number, origin, *ids, *values, *new])
+    recorder.ops += 1
+    if len(recorder.code) > BATCH:
+        recorder.flush()
+    return tuple(make(m, Ref(n, m, origin, recorder.freed)) for m, n in zip(made, new, strict=True))
+
+
+def _template(name: str, args: tuple, outs: tuple[Meta, ...]) -> Template:
+    form: list[Any] = []
+    ins = []
+    values = 0
+    for a in args:
+        if isinstance(a, RemoteTensor):
+            form.append(T(len(ins)))
+            ins.append(a._ref.meta.spec)
+        elif isinstance(a, float):
+            form.append(V(values))
+            values += 1
+        else:
+            form.append(constant(a))
+    values += 2 * (name in RANDOM)
+    return Template(name, tuple(form), (), tuple(ins), values, tuple(Out("new", m.spec) for m in outs))
+
+
+class Move(torch.autograd.Function):
+    """gt.signal.move: the same value on another mesh."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, RemoteTensor):
+            raise TypeError(f"gt.signal.move takes a remote tensor, got one on {x.device}")
+        return record("gt.move.default", (x,), lambda: (metas.contiguous(x._ref.meta.shape, x.dtype),))[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return Move.apply(grad)

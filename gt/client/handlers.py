@@ -1,0 +1,146 @@
+"""Which ops are not simply recorded, and what is done instead: one row each, by name or by property of the op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gt.client import hostops
+from gt.client.dispatch import call, info_of
+from gt.client.infer import OpInfo, is_remote
+from gt.client.random import draw
+from gt.client.runtime import Live
+from gt.client.tensor import LAZY, Alias, RemoteTensor, make, rebind
+from gt.errors import UnsupportedOp
+
+aten = torch.ops.aten
+
+
+def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
+    """detach: another object of the same view; nothing is sent."""
+    ref = args[0]._ref
+    Live.fresh = None
+    return make(ref.meta, Alias(ref))
+
+
+def itself(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
+    return args[0]
+
+
+def decompose(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """A composite op that arrived whole (inference mode)."""
+    if info.name == "aten.scaled_dot_product_attention.default":
+        from gt.client.attention import attention
+
+        return attention(*args, **kwargs)
+    found = info.func.decompose(*args, **kwargs)
+    return call(info, args, kwargs) if found is NotImplemented else found
+
+
+def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """A random op gets seed and counter, and no generator."""
+    generator = None
+    if any(isinstance(a, torch.Generator) for a in args):
+        generator = next(a for a in args if isinstance(a, torch.Generator))
+        args = tuple(None if a is generator else a for a in args)
+    generator = kwargs.pop("generator", generator)
+    kwargs.pop("pin_memory", None)
+    if not is_remote(kwargs.get("device")):
+        return hostops.elsewhere(info, args, kwargs)
+    return call(info, args, kwargs, draw(generator))
+
+
+def view_in_place(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
+    """t_, squeeze_ and so on: the view op, and the same object names its result."""
+    func = getattr(getattr(aten, info.name.split(".")[1].rstrip("_")), info.func._overloadname)
+    rebind(args[0], call(info_of(func), args, kwargs))
+    return args[0]
+
+
+def random_like(fill: Callable[..., Any]) -> Callable:
+    """rand_like and its kind: new memory like the first argument's, then filled in place."""
+
+    def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+        look = {k: v for k, v in kwargs.items() if k in ("dtype", "layout", "device", "memory_format")}
+        rest = {k: v for k, v in kwargs.items() if k == "generator"}
+        return fill(aten.empty_like.default(args[0], **look), *args[1:], **rest)
+
+    return handler
+
+
+def factory(overload: Any) -> Callable:
+    """A factory that torch calls as out= on an empty tensor: recorded as the factory itself, under the same object."""
+
+    def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+        out, made_by = kwargs["out"], info_of(overload)
+        seeds = draw(kwargs.get("generator")) if made_by.random else ()
+        rebind(out, call(made_by, args, {"dtype": out.dtype, "device": LAZY}, seeds))
+        return out
+
+    return handler
+
+
+def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    raise UnsupportedOp(f"{info.name} has no remote form: compute it on the CPU and move the result with .to('remote')")
+
+
+def is_pinned(info: OpInfo, args: tuple, kwargs: dict) -> bool:
+    return False
+
+
+def ignore(info: OpInfo, args: tuple, kwargs: dict) -> None:
+    return None
+
+
+_ROWS: dict[str, Callable] = {
+    "aten.detach.default": alias,
+    "aten.alias.default": alias,
+    "aten.lift.default": itself,
+    "aten.lift_fresh.default": itself,
+    "aten.copy_.default": hostops.copy,
+    "aten._to_copy.default": hostops.to_copy,
+    "aten._local_scalar_dense.default": hostops.local_scalar,
+    "aten.equal.default": hostops.equal,
+    "aten.empty.memory_format": hostops.new_empty,
+    "aten.empty_strided.default": hostops.new_empty,
+    "aten.resize_.default": hostops.resize,
+    "aten.resize_as_.default": hostops.resize,
+    "aten.is_pinned.default": is_pinned,
+    "aten.record_stream.default": ignore,
+    "aten.rand_like.default": random_like(lambda x, **k: x.uniform_(**k)),
+    "aten.rand_like.generator": random_like(lambda x, **k: x.uniform_(**k)),
+    "aten.randn_like.default": random_like(lambda x, **k: x.normal_(**k)),
+    "aten.randn_like.generator": random_like(lambda x, **k: x.normal_(**k)),
+    "aten.randint_like.default": random_like(lambda x, high, **k: x.random_(0, high, **k)),
+    "aten.randint_like.low_dtype": random_like(lambda x, low, high, **k: x.random_(low, high, **k)),
+    "aten.bernoulli.p": random_like(lambda x, p, **k: x.bernoulli_(p, **k)),
+    "aten.arange.start_out": factory(aten.arange.start_step),
+    "aten.linspace.out": factory(aten.linspace.default),
+    "aten.logspace.out": factory(aten.logspace.default),
+    "aten.eye.out": factory(aten.eye.default),
+    "aten.eye.m_out": factory(aten.eye.m),
+    "aten.randperm.out": factory(aten.randperm.default),
+    "aten.randperm.generator_out": factory(aten.randperm.default),
+}
+
+
+def handler_of(info: OpInfo) -> Callable | None:
+    """What is done with an op, None if it is simply recorded."""
+    row = _ROWS.get(info.name)
+    if row is not None:
+        return row
+    if info.composite:
+        return decompose
+    if info.name.startswith("aten.set_."):
+        return hostops.set_
+    if torch.Tag.inplace_view in info.func.tags:
+        return view_in_place
+    if info.random:
+        return random
+    if torch.Tag.nondeterministic_seeded in info.func.tags:
+        return refuse
+    return hostops.placed if "device" in info.named else None
+
+

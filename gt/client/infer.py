@@ -1,0 +1,285 @@
+"""What an op gives, found once for each kind of call: torch's meta kernels run, and the answer is kept as an Entry.
+
+Everything here is off the hot path. Shape and dtype errors are torch's own, raised on the user's line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gt.client import meta as metas
+from gt.client import runtime
+from gt.client.meta import Meta, dtype_name
+from gt.client.tensor import RemoteTensor, Shown
+from gt.errors import UnsupportedOp
+from gt.ir.ops import RANDOM
+from gt.ir.template import DEVICE, Arg, Const, Out, T, Template, V
+
+# kinds of argument
+TENSOR, CONST, VALUE, LIST, TENSORS, VALUES, TYPED = range(7)
+_KINDS = {
+    "Tensor": TENSOR, "Optional[Tensor]": TENSOR, "number": VALUE, "Optional[number]": VALUE, "float": VALUE,
+    "Optional[float]": VALUE, "List[Tensor]": TENSORS, "List[Optional[Tensor]]": TENSORS, "List[number]": VALUES,
+}  # fmt: skip
+# Modes of an entry
+ONE, FIRST, MANY, RESIZE, ASK = range(5)
+# Ops whose output shape depends on a Scalar
+_SHAPED_BY_VALUE = ("aten.arange", "aten.range")
+# Ops in place over lists that have no meta kernel: their outputs are their inputs
+_NO_META = ("aten._fused_", "aten._amp_", "aten._foreach_copy_")
+
+
+class OpInfo:
+    """One ATen overload: kinds of its arguments, and its entries."""
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.func, self.name = func, str(func)
+        typed = self.name.startswith(_SHAPED_BY_VALUE)
+        self.named = {a.name: _kind(a, typed) for a in schema.arguments}
+        self.kinds = tuple(_kind(a, typed) for a in schema.arguments)
+        self.writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.names = [a.name for a in schema.arguments]
+        self.random = self.name in RANDOM
+        self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        self.resizes = torch.Tag.out in func.tags if hasattr(torch.Tag, "out") else "out" in func._overloadname
+        self.dynamic = torch.Tag.dynamic_output_shape in func.tags
+        self.pointwise = torch.Tag.pointwise in func.tags
+        self.handler: Callable | None = None
+        self.cache: dict[tuple, Entry] = {}
+
+
+class Entry:
+    """The answer for one kind of call: a template and how to build what torch expects back."""
+
+    __slots__ = ("metas", "mode", "number", "of_list", "outs", "result", "written")
+
+    def __init__(self) -> None:
+        self.number, self.mode = 0, MANY
+        self.metas: list[Meta] = []  # of outputs that get a name, in order
+        self.result: Any = None  # tree of ("new", i) | ("arg", k) | ("const", value)
+        self.written: tuple[int, ...] = ()
+
+
+def _kind(argument: Any, typed: bool) -> int:
+    text = str(argument.real_type)
+    kind = _KINDS.get(text)
+    if kind is None:
+        return LIST if text.startswith(("List[", "Optional[List[")) else CONST
+    return TYPED if typed and kind == VALUE else kind
+
+
+_infos: dict[int, OpInfo] = {}
+
+
+def info_of(func: Any) -> OpInfo:
+    """OpInfo of an overload; overloads live for ever, so their id names them."""
+    info = _infos.get(id(func))
+    if info is None:
+        info = OpInfo(func)
+        from gt.client.handlers import handler_of
+
+        info.handler = handler_of(info)
+        _infos[id(func)] = info
+    return info
+
+
+def _clear() -> None:
+    for info in _infos.values():
+        info.cache.clear()
+    metas.clear()
+
+
+runtime.on_clear.append(_clear)
+
+
+class _Encoder:
+    """Walks a call's arguments in order, making the template's args and stand-ins for the meta kernel."""
+
+    def __init__(self) -> None:
+        self.tensors: list[RemoteTensor] = []
+        self.values = 0
+
+    def encode(self, kind: int, a: Any) -> tuple[Arg, Any]:
+        if isinstance(a, RemoteTensor):
+            self.tensors.append(a)
+            return T(len(self.tensors) - 1), a._ref.meta.stand_in()
+        if isinstance(a, (list, tuple)):
+            element = {TENSORS: TENSOR, VALUES: VALUE}.get(kind, CONST)
+            pairs = [self.encode(element, x) for x in a]
+            return [p[0] for p in pairs], [p[1] for p in pairs]
+        if kind in (TENSOR, VALUE) and isinstance(a, (bool, int, float)):
+            self.values += 1
+            return V(self.values - 1), a
+        return constant(a), torch.device("meta") if isinstance(a, torch.device) else a
+
+
+def constant(a: Any) -> Arg:
+    """A constant argument in the template's form."""
+    if a is None or isinstance(a, (bool, int, float, str)):
+        return a
+    if isinstance(a, torch.dtype):
+        return Const("dtype", dtype_name(a))
+    if isinstance(a, torch.device):
+        return DEVICE
+    if isinstance(a, torch.layout):
+        return Const("layout", str(a)[6:])
+    if isinstance(a, torch.memory_format):
+        return Const("memory_format", str(a)[6:])
+    if isinstance(a, complex):
+        return Const("complex", (a.real, a.imag))
+    raise UnsupportedOp(f"argument {a!r} of type {type(a).__name__} cannot be sent to a worker")
+
+
+def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
+    """Infer a call, define its template and return the entry (the caller keeps it)."""
+    encoder = _Encoder()
+    pairs = [encoder.encode(kind, a) for kind, a in zip(info.kinds, args, strict=False)]
+    named = {k: encoder.encode(info.named[k], a) for k, a in kwargs.items()}
+    stand_ins, stand_named = [p[1] for p in pairs], {k: p[1] for k, p in named.items()}
+    entry = Entry()
+    found, known = _run_meta(info, stand_ins, stand_named)
+    if known and info.resizes and (changed := _changed_outs(info, args, kwargs, stand_ins, stand_named)):
+        entry.mode, entry.metas = RESIZE, changed
+        return entry
+    positions = _operands(info, args, kwargs)
+    outs = _outs(info, entry, found, known, positions)
+    entry.written = tuple(i for name in info.writes for i in positions.get(name, ()))
+    template = Template(
+        info.name,
+        tuple(p[0] for p in pairs),
+        tuple((k, p[0]) for k, p in named.items()),
+        tuple(t._ref.meta.spec for t in encoder.tensors),
+        encoder.values + 2 * info.random,
+        tuple(outs),
+        entry.written,
+        not known,
+        info.pointwise,
+    )
+    entry.number = runtime.current().define(template)
+    return entry
+
+
+def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
+    """What the op gives on stand-ins, and whether that can be known without its values."""
+    if info.name.startswith(_NO_META):
+        return None, True
+    if info.dynamic or _has_mask(info, args):
+        return None, False
+    try:
+        with torch.no_grad():
+            return info.func(*args, **kwargs), True
+    except NotImplementedError:
+        return None, False
+    except RuntimeError as error:
+        if "meta tensor" in str(error):
+            return None, False
+        raise
+
+
+def _has_mask(info: OpInfo, args: list) -> bool:
+    """Indexing by a mask gives as many elements as the mask has ones."""
+    return info.name == "aten.index.Tensor" and any(
+        i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+    )
+
+
+def _flat(found: Any) -> list:
+    if isinstance(found, (list, tuple)):
+        return [x for f in found for x in _flat(f)]
+    return [found]
+
+
+def _changed_outs(info: OpInfo, args: tuple, kwargs: dict, stand_ins: list, stand_named: dict) -> list[Meta]:
+    """New metas of out= tensors, if the op gave any of them another shape; else nothing."""
+    changed, after = False, []
+    for name in info.writes:
+        place = info.names.index(name)
+        real = kwargs[name] if name in kwargs else args[place]
+        stand = stand_named[name] if name in kwargs else stand_ins[place]
+        for tensor, result in zip(_flat(real), _flat(stand), strict=True):
+            after.append(metas.of(result))
+            changed |= tensor._ref.meta.shape != tuple(result.shape)
+    return after if changed else []
+
+
+def _operands(info: OpInfo, args: tuple, kwargs: dict) -> dict[str, list[int]]:
+    """Argument name -> numbers of its tensor operands."""
+    count = 0
+    found: dict[str, list[int]] = {}
+    for name, a in [*zip(info.names, args, strict=False), *kwargs.items()]:
+        tensors = [x for x in _flat(a) if isinstance(x, RemoteTensor)]
+        found[name] = list(range(count, count + len(tensors)))
+        count += len(tensors)
+    return found
+
+
+def _outs(info: OpInfo, entry: Entry, found: Any, known: bool, positions: dict[str, list[int]]) -> Iterator[Out] | list[Out]:
+    """The template's outputs; fills the entry's metas, mode and result tree."""
+    schema = info.func._schema
+    outs: list[Out] = []
+    results = []
+    one = len(schema.returns) == 1
+    values = [found] if one else (list(found) if found is not None else [None] * len(schema.returns))
+    for declared, value in zip(schema.returns, values, strict=True):
+        alias = declared.alias_info
+        if not known and str(declared.type) != "Tensor":
+            raise UnsupportedOp(f"{info.name}: neither its result's shape nor how many there are can be known here")
+        if alias is not None and alias.is_write:
+            names = [n for n in info.writes if _alias_set(info, n) == alias.before_set] or info.writes
+            results.append(_same(outs, positions[names[0]][0]))
+            continue
+        of = _base_operand(info, alias, positions) if alias is not None else -1
+        results.append(_made(entry, outs, value, known, of))
+    entry.result = results[0] if one else tuple(results)
+    if not known:
+        entry.mode = ASK
+    elif one and entry.result == ("new", 0):
+        entry.mode = ONE
+    elif one and entry.result == ("arg", 0) and positions[info.names[0]] == [0]:
+        entry.mode = FIRST
+    return outs
+
+
+def _alias_set(info: OpInfo, name: str) -> set:
+    return info.func._schema.arguments[info.names.index(name)].alias_info.before_set
+
+
+def _same(outs: list[Out], operand: int) -> tuple:
+    outs.append(Out("same", None, operand))
+    return ("arg", operand)
+
+
+def _base_operand(info: OpInfo, alias: Any, positions: dict[str, list[int]]) -> int:
+    """The tensor operand that a view output shares memory with."""
+    for argument in info.func._schema.arguments:
+        given = argument.alias_info
+        if given is not None and not given.is_write and (not alias.before_set or given.before_set & alias.before_set):
+            return positions[argument.name][0]
+    return positions[info.names[0]][0]
+
+
+def _made(entry: Entry, outs: list[Out], value: Any, known: bool, of: int) -> Any:
+    """One declared return: a tensor, nothing, a list of tensors, or a number."""
+    kind = "view" if of >= 0 else "new"
+    if not known:
+        outs.append(Out(kind, None, of))
+        entry.metas.append(None)  # type: ignore[arg-type]
+        return ("new", len(entry.metas) - 1)
+    if isinstance(value, torch.Tensor):
+        meta = metas.of(value)
+        outs.append(Out(kind, meta.spec, of))
+        entry.metas.append(meta)
+        return ("new", len(entry.metas) - 1)
+    if isinstance(value, (list, tuple)):
+        return [_made(entry, outs, v, known, of) for v in value]
+    if value is None:
+        outs.append(Out("none"))
+    return ("const", value)
+
+
+def is_remote(device: Any) -> bool:
+    return device is None or torch.device(device).type in Shown.types

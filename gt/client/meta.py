@@ -1,0 +1,70 @@
+"""What the client knows of a remote tensor without its data, interned so that a cache key is compared by identity."""
+
+from __future__ import annotations
+
+import torch
+
+from gt.ir.spec import Spec
+
+_table: dict[tuple, Meta] = {}
+
+
+class Meta:
+    """Shape, strides, storage offset and dtype; equal ones are the same object."""
+
+    __slots__ = ("dtype", "offset", "shape", "stride")
+
+    def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> None:
+        self.shape, self.stride, self.offset, self.dtype = shape, stride, offset, dtype
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.shape, self.stride, self.offset, dtype_name(self.dtype))
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count
+
+    def stand_in(self) -> torch.Tensor:
+        """A tensor on torch's meta device that looks the same; asking for its shape runs no kernel."""
+        if not self.offset:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) if self.numel else 0
+        base = torch.empty(self.offset + last + 1, dtype=self.dtype, device="meta")
+        return base.as_strided(self.shape, self.stride, self.offset)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype)[6:]
+
+
+def intern(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> Meta:
+    key = (shape, stride, offset, dtype)
+    meta = _table.get(key)
+    if meta is None:
+        meta = _table.setdefault(key, Meta(*key))
+    return meta
+
+
+def of(tensor: torch.Tensor) -> Meta:
+    return intern(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+
+def of_spec(spec: Spec) -> Meta:
+    return intern(spec.shape, spec.stride, spec.offset, getattr(torch, spec.dtype))
+
+
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
+    stride, step = [], 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(n, 1)
+    return intern(tuple(shape), tuple(reversed(stride)), 0, dtype)
+
+
+def clear() -> None:
+    """Forget metas that nothing uses: called with the template table, never while keys are being built."""
+    _table.clear()

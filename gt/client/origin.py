@@ -1,0 +1,99 @@
+"""Where an op comes from: the user's file and line, its signal group, and for backward ops those of the op differentiated.
+
+A forward op's origin is written into its autograd node when its output is next an input; in backward the current node is
+asked. Frames of torch and of this package are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gt.client.signal import stack
+
+if TYPE_CHECKING:
+    from gt.client.recorder import Recorder
+
+_OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
+_LIMIT = 1 << 16
+_node = torch._C._current_autograd_node
+MARK = "gt.origin"  # key in a node's metadata
+
+
+class Origins:
+    """Interned origins of one session."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._skipped: dict[int, bool] = {}
+        self._codes: list[CodeType] = []  # keeps ids unique
+        self._numbers: dict[tuple[int, int, str], int] = {}
+        self._rows: dict[tuple[str, int, str, bool], int] = {}
+        self._backward: dict[int, int] = {}
+        self._group_of: dict[int, tuple[str, int, str]] = {}
+
+    def here(self) -> int:
+        """Origin of the op that is being recorded now."""
+        node = _node()
+        if node is not None and not stack.in_backward[-1]:
+            number = self._of_node(node)
+            if number:
+                return number
+        frame: Any = sys._getframe(2)
+        skipped = self._skipped
+        code = frame.f_code
+        while skipped.get(id(code), True):
+            if id(code) not in skipped and not self._classify(code):
+                break
+            frame = frame.f_back
+            if frame is None:
+                return self._intern("<unknown>", 0, stack.names[-1], False)
+            code = frame.f_code
+        group = stack.names[-1]
+        number = self._numbers.get((id(code), frame.f_lasti, group))
+        if number is None:
+            number = self._intern(code.co_filename, frame.f_lineno, group, False)
+            if len(self._numbers) > _LIMIT:
+                self._numbers.clear()
+            self._numbers[(id(code), frame.f_lasti, group)] = number
+        return number
+
+    def mark(self, node: Any, number: int) -> None:
+        """Remember in an autograd node where its forward op came from."""
+        node.metadata[MARK] = number if number > 0 else self.here()
+
+    def _of_node(self, node: Any) -> int:
+        """Origin of a backward op, 0 if its node is not marked."""
+        number = node.metadata.get(MARK, 0)
+        if not number:
+            variable = getattr(node, "variable", None)  # AccumulateGrad
+            ref = getattr(variable, "_ref", None)
+            number = ref.home if ref is not None else 0
+        if number <= 0:
+            return 0
+        back = self._backward.get(number)
+        if back is None:
+            where = self._group_of.get(number)
+            if where is None:  # already one of a backward pass
+                return number
+            back = self._backward[number] = self._intern(*where, True)
+        return back
+
+    def _classify(self, code: CodeType) -> bool:
+        skip = code.co_filename.startswith(_OURS) or code.co_filename.startswith("<frozen")
+        self._skipped[id(code)] = skip
+        self._codes.append(code)
+        return skip
+
+    def _intern(self, file: str, line: int, group: str, backward: bool) -> int:
+        key = (file, line, group, backward)
+        number = self._rows.get(key)
+        if number is None:
+            number = self._rows[key] = self._recorder.origin(file, line, group, backward)
+            if not backward:
+                self._group_of[number] = (file, line, group)
+        return number

@@ -1,0 +1,118 @@
+"""The op stream: a flat list of numbers that ops are appended to, and its hand-over to the session in batches.
+
+An append is one `list.extend`, atomic under the GIL, so recording takes no lock and may be interrupted anywhere. Only the
+hand-over takes the lock; in the main thread it also holds back Ctrl-C, or a batch could be lost half way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gt.ir.instr import FIRST, FREE
+from gt.ir.template import Template
+
+BATCH = 1400  # numbers in the buffer, about 256 ops
+TEMPLATES = 16384  # beyond so many, the table starts again
+
+_ids = itertools.count(1)  # never starts again, so that ids of an ended session name nothing in the next
+
+
+class Recorder:
+    """Buffers of one session. `on_clear` is called when template numbers become invalid."""
+
+    def __init__(self, session: Any, on_clear: Callable[[], None]) -> None:
+        self.session, self.on_clear = session, on_clear
+        self.code: list = []
+        self.freed: list[int] = []  # finalisers append here, and do nothing else
+        self.ops = 0
+        self.fetches = 0
+        self._templates: list[list] = []
+        self._origins: list[list] = []
+        self._frames: list[bytes] = []
+        self._next_template, self._next_origin = FIRST, 1
+        self._lock = threading.Lock()
+        session.on_idle = self.idle
+
+    def new_id(self) -> int:
+        return next(_ids)
+
+    def define(self, template: Template) -> int:
+        """Number of a new template, valid until the table is cleared."""
+        if self._next_template - FIRST >= TEMPLATES:
+            self.flush()
+            self.on_clear()
+            self._next_template = FIRST
+        number = self._next_template
+        self._templates.append([number, template.wire()])
+        self._next_template = number + 1
+        return number
+
+    def origin(self, file: str, line: int, group: str, backward: bool) -> int:
+        number = self._next_origin
+        self._origins.append([number, file, line, group, backward])
+        self._next_origin = number + 1
+        return number
+
+    def emit_with_frame(self, row: list, data: bytes, at: int) -> None:
+        """Append a row whose `at`-th number is the index of a frame of the same batch."""
+        with self._lock:
+            row[at] = len(self._frames)
+            self._frames.append(data)
+            self.code.extend(row)
+
+    def flush(self) -> None:
+        """Hand everything recorded so far to the session; raises if its link is dead."""
+        wait = getattr(self.session, "wait_credit", None)
+        if wait is not None:
+            wait()  # may take long, and Ctrl-C has to work meanwhile: nothing is taken from the buffers yet
+        with _uninterrupted(), self._lock:
+            self._hand_over()
+
+    def idle(self) -> None:
+        """From the session's I/O thread: hand over what has been lying here; never waits."""
+        if not (self.code or self.freed) or not self._lock.acquire(blocking=False):
+            return
+        try:
+            ready = getattr(self.session, "has_credit", None)
+            if self.session.failure is None and (ready is None or ready()):
+                self._hand_over()
+        finally:
+            self._lock.release()
+
+    def _hand_over(self) -> None:
+        freed = self.freed[:]  # before the code: whatever used these is already in it
+        code = self.code[:]
+        templates, origins, frames = self._templates[:], self._origins[:], self._frames[:]
+        if freed:
+            code += [FREE, len(freed), *freed]
+        if not code:
+            return
+        batch = len(code) - (len(freed) + 2 if freed else 0)
+        del self.code[:batch], self.freed[: len(freed)]
+        del self._templates[: len(templates)], self._origins[: len(origins)], self._frames[: len(frames)]
+        self.session.submit(templates, origins, code, frames)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold SIGINT back in the main thread; it is delivered on leaving."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list = []
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: seen.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if seen:
+            before(*seen[0])

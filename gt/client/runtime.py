@@ -1,0 +1,60 @@
+"""The session that this process records into, and how one comes to be when there is none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from gt.client.origin import Origins
+from gt.client.recorder import Recorder
+from gt.errors import DispatcherLost
+
+
+class Live:
+    """What the hot path needs, in one object; `recorder` is None without a session."""
+
+    recorder: Recorder | None = None
+    origins: Origins
+    config: tuple[str, str] = ("", "")  # text and path of the session's YAML
+    fresh: tuple[int, int] | None = None  # id of the newest uninitialised tensor, and how many ops there were then
+
+
+_starting = threading.RLock()
+auto_start: Callable[[], None] | None = None  # set by gt.api
+on_clear: list[Callable[[], None]] = []  # caches that hold template numbers
+
+
+def clear_caches() -> None:
+    for clear in on_clear:
+        clear()
+
+
+def current() -> Recorder:
+    """The recorder; starts or connects if there is none yet."""
+    if Live.recorder is not None:
+        return Live.recorder
+    with _starting:
+        if Live.recorder is None:
+            if auto_start is None:
+                raise DispatcherLost("no session: call gt.connect(address) or gt.cpu_workers(n) first")
+            auto_start()
+    assert Live.recorder is not None
+    return Live.recorder
+
+
+def connect(session: Any, config_text: str = "", config_path: str = "") -> Recorder:
+    """Record into this session from now on."""
+    clear_caches()
+    recorder = Recorder(session, clear_caches)
+    Live.config = (config_text, config_path)
+    Live.origins = Origins(recorder)
+    Live.recorder = recorder
+    return recorder
+
+
+def disconnect() -> Any:
+    """Stop recording; returns the session, or None if there was none."""
+    recorder, Live.recorder = Live.recorder, None
+    clear_caches()
+    return recorder.session if recorder else None

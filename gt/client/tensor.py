@@ -1,0 +1,154 @@
+"""RemoteTensor: an id and metadata that look like a torch tensor; the data is elsewhere.
+
+Its C++ device is `lazy` (autograd stays in the caller's thread and calls no Python guard); Python is shown `remote`.
+Everything that torch does in Python on a tensor's bytes is defined here, by fetching.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from gt.client.meta import Meta
+
+LAZY = torch.device("lazy", 0)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # so that autocast("remote") is seen
+_base = torch._C.TensorBase
+
+
+class Shown:
+    """The device that Python is shown: `remote` once the name is registered, else `lazy`."""
+
+    device = LAZY
+    types = frozenset({"lazy"})
+
+
+class Ref:
+    """Names one tensor view on the workers; its end frees the name there.
+
+    pending: origin of the op that made it, until that is written into the autograd node (0). home: origin of a
+    parameter's first use, for the op that accumulates its gradient.
+    """
+
+    __slots__ = ("free", "home", "id", "meta", "pending")
+
+    def __init__(self, number: int, meta: Meta, pending: int, free: list[int]) -> None:
+        self.id, self.meta, self.pending, self.home, self.free = number, meta, pending, 0, free
+
+    def __del__(self) -> None:
+        self.free.append(self.id)  # never sends, locks or blocks: this may run anywhere
+
+
+class Alias:
+    """Another tensor object of the same view (detach): nothing is sent for it."""
+
+    __slots__ = ("home", "id", "meta", "pending", "target")
+
+    def __init__(self, target: Ref | Alias) -> None:
+        self.id, self.meta, self.pending, self.home = target.id, target.meta, -1, 0
+        self.target = target.target if type(target) is Alias else target
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor on the `remote` device."""
+
+    _ref: Ref | Alias
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return Shown.device
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return _base.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, RemoteTensor):
+            raise RuntimeError(f"cannot set data of a remote tensor to one on {value.device}; use .to({str(Shown.device.type)!r})")
+        rebind(self, value)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        duplicate = kwargs.pop("copy", False)
+        args = tuple(a.device if isinstance(a, RemoteTensor) else a for a in args) + _dtype_of_other(args)
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and device.type not in Shown.types:
+            return _base.to(self, device, dtype or self.dtype, non_blocking, True, memory_format=memory_format)
+        if dtype in (None, self.dtype) and memory_format is None:
+            return self.clone() if duplicate else self
+        return _base.to(self, dtype or self.dtype, non_blocking, duplicate, memory_format=memory_format or torch.preserve_format)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return (self.detach() if force else self).cpu().numpy()
+
+    def tolist(self) -> Any:
+        return self.detach().cpu().tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.cpu().numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        text = repr(self.detach().cpu()).rstrip(")")
+        extra = f", device='{self.device}'"
+        if self.grad_fn is not None:
+            extra += f", grad_fn=<{type(self.grad_fn).__name__}>"
+        elif self.requires_grad:
+            extra += ", requires_grad=True"
+        shown = f"{text}{extra})"
+        return f"Parameter containing:\n{shown}" if getattr(self, "_is_param", False) else shown
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(str(self), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        host = self.detach().cpu().requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            host = torch.nn.Parameter(host, requires_grad=self.requires_grad)
+        return host.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> RemoteTensor:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
+            )
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            made = self.detach().clone()
+        made.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_ref"})
+        memo[id(self)] = made
+        return made
+
+    def pin_memory(self, device: Any = None) -> torch.Tensor:
+        raise RuntimeError(f"cannot pin 'torch.remote.{self.dtype}' only dense CPU tensors can be pinned")
+
+
+def _dtype_of_other(args: tuple) -> tuple:
+    """`x.to(other)` means other's device and dtype."""
+    return (args[0].dtype,) if args and isinstance(args[0], RemoteTensor) else ()
+
+
+def make(meta: Meta, ref: Ref | Alias) -> RemoteTensor:
+    """A tensor object of a reference."""
+    made = RemoteTensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, torch.strided, LAZY, False, False, None,
+        False, False, _AUTOCAST,
+    )  # fmt: skip
+    made._ref = ref
+    return made
+
+
+def rebind(target: RemoteTensor, value: RemoteTensor) -> None:
+    """Make an existing tensor object name what another names: `p.data = y`, in-place view ops, out= that resizes."""
+    shell = make(value._ref.meta, value._ref)
+    _base.data.__set__(target, shell)
+    target._ref = Alias(value._ref)

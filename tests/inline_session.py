@@ -1,0 +1,179 @@
+"""A session in this process: carries out the op stream with torch on the CPU at once. For tests of the client alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gt.ir.instr import FREE, PARAM
+from gt.ir.spec import Spec
+from gt.ir.template import Const, T, Template, V
+
+
+class InlineSession:
+    """What gt.client.session.Session offers, without processes. `log` keeps op names if asked."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.templates: dict[int, Template] = {}
+        self.origins: dict[int, list] = {}
+        self.params: list[int] = []
+        self.kept: dict[int, Any] = {}
+        self.log: list[tuple[str, int]] = []
+        self.workers, self.groups, self.failure, self.on_idle = ["worker0"], [], None, None
+        self.batches = 0
+
+    def submit(self, templates: list, origins: list, code: list, frames: list) -> None:
+        self.batches += 1
+        for number, wire in templates:
+            self.templates[number] = Template.from_wire(wire)
+        for row in origins:
+            self.origins[row[0]] = row
+        with torch.no_grad():
+            self._run(iter(code), frames)
+
+    def _run(self, code: Any, frames: list) -> None:
+        for number in code:
+            if number == FREE:
+                for _ in range(next(code)):
+                    del self.tensors[next(code)]
+                continue
+            if number == PARAM:
+                self.params.append(next(code))
+                continue
+            template, origin = self.templates[number], next(code)
+            assert origin in self.origins
+            ids = [next(code) for _ in template.ins]
+            values = [next(code) for _ in range(template.values)]
+            new = [next(code) for _ in range(template.results)]
+            self.log.append((template.op, origin))
+            self._op(template, ids, values, new, frames)
+
+    def _op(self, template: Template, ids: list[int], values: list, new: list[int], frames: list) -> None:
+        ins = [self.tensors[i] for i in ids]
+        for tensor, spec in zip(ins, template.ins, strict=True):
+            assert tuple(tensor.shape) == spec.shape, (template.op, tensor.shape, spec)
+            assert str(tensor.dtype)[6:] == spec.dtype, (template.op, tensor.dtype, spec)
+        if template.op == "gt.upload.default":
+            found: Any = self._upload(template.outs[0].spec, values[0], new[0], frames)
+        elif template.op.startswith("gt."):
+            found = GT[template.op](template, ins, values)
+        else:
+            found = self._aten(template, ins, values)
+        flat = _flat(found)
+        names = iter(new)
+        for k, out in enumerate(template.outs):
+            if out.kind not in ("new", "view"):
+                continue
+            tensor = flat[k]
+            if out.spec is not None:
+                assert tuple(tensor.shape) == out.spec.shape, (template, tensor.shape)
+                assert str(tensor.dtype)[6:] == out.spec.dtype, (template, tensor.dtype)
+                dense = tensor.numel() > 1 and out.kind == "new"
+                if dense and tensor.stride() != out.spec.stride:
+                    tensor = torch.empty_strided(out.spec.shape, out.spec.stride, dtype=tensor.dtype).copy_(tensor)
+            self.tensors[next(names)] = tensor
+
+    def _upload(self, spec: Spec, frame: int, number: int, frames: list) -> torch.Tensor:
+        data = bytearray(frames[frame] if frame >= 0 else bytes(self.kept.pop(number)))
+        dtype = getattr(torch, spec.dtype)
+        return torch.frombuffer(data, dtype=dtype).reshape(spec.shape) if data else torch.empty(spec.shape, dtype=dtype)
+
+    def _aten(self, template: Template, ins: list, values: list) -> Any:
+        space, packet, overload = template.op.split(".")
+        func = getattr(getattr(getattr(torch.ops, space), packet), overload)
+
+        def fill(a: Any) -> Any:
+            if isinstance(a, T):
+                return ins[a.index]
+            if isinstance(a, V):
+                return values[a.index]
+            if isinstance(a, Const):
+                return CONSTANTS[a.kind](a.value)
+            return [fill(x) for x in a] if isinstance(a, (list, tuple)) else a
+
+        args, kwargs = fill(template.args), {k: fill(v) for k, v in template.kwargs}
+        if any(a.name == "generator" for a in func._schema.arguments) and "generator" not in kwargs:
+            seed = hash(tuple(values[-2:])) & 0xFFFFFFFF
+            kwargs["generator"] = torch.Generator().manual_seed(seed)
+        elif template.op == "aten.native_dropout.default":
+            torch.manual_seed(hash(tuple(values[-2:])) & 0xFFFFFFFF)
+        return func(*args, **kwargs)
+
+    def fetch(self, tensor: int) -> tuple[tuple, str, bytearray]:
+        found = self.tensors[tensor].resolve_conj().resolve_neg()
+        data = found.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if found.numel() else b""
+        return tuple(found.shape), str(found.dtype)[6:], bytearray(data)
+
+    def describe(self, ids: list[int]) -> list[Spec]:
+        found = [self.tensors[i] for i in ids]
+        return [Spec(tuple(t.shape), t.stride(), t.storage_offset(), str(t.dtype)[6:]) for t in found]
+
+    def keep(self, tensor: int, array: Any) -> None:
+        self.kept[tensor] = array
+
+    def inspect(self, tensor: int) -> dict:
+        return {"shape": list(self.tensors[tensor].shape)}
+
+    def stats(self) -> dict:
+        return {"client": {}, "dispatcher": {}, "workers": []}
+
+    def close(self) -> None:
+        self.tensors.clear()
+
+
+CONSTANTS = {
+    "dtype": lambda v: getattr(torch, v),
+    "memory_format": lambda v: getattr(torch, v),
+    "layout": lambda v: getattr(torch, v),
+    "device": lambda v: torch.device("cpu"),
+    "complex": lambda v: complex(*v),
+}
+
+
+def _flat(found: Any) -> list:
+    return [x for f in found for x in _flat(f)] if isinstance(found, (list, tuple)) else [found]
+
+
+def _fill(template: Template, ins: list, values: list) -> list:
+    return [ins[a.index] if isinstance(a, T) else values[a.index] if isinstance(a, V) else a for a in template.args]
+
+
+def _flash(q: Any, mask: Any, p: float, causal: bool, gqa: bool) -> bool:
+    return q.dim() == 4 and p == 0 and not gqa and (mask is None or not causal)
+
+
+def _mask(mask: Any, dtype: torch.dtype) -> Any:
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf")) if mask is not None and mask.dtype is torch.bool else mask
+
+
+def _sdpa(template: Template, ins: list, values: list) -> tuple:
+    q, k, v, mask, p, causal, scale, gqa = _fill(template, ins, values)
+    if _flash(q, mask, p, causal, gqa):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, p, causal, attn_mask=_mask(mask, q.dtype), scale=scale)[:2]
+    torch.manual_seed(hash(tuple(values[-2:])) & 0xFFFFFFFF)
+    math = torch.ops.aten._scaled_dot_product_attention_math
+    out = math(q, k, v, mask, p, causal, scale=scale, enable_gqa=gqa)[0]
+    return out, torch.zeros(out.shape[:-1])
+
+
+def _sdpa_backward(template: Template, ins: list, values: list) -> tuple:
+    grad, q, k, v, mask, out, logsumexp, p, causal, scale, gqa = _fill(template, ins, values)
+    if _flash(q, mask, p, causal, gqa):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return flash(grad, q, k, v, out, logsumexp, p, causal, attn_mask=_mask(mask, q.dtype), scale=scale)
+    torch.manual_seed(hash(tuple(values[-2:])) & 0xFFFFFFFF)
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        math = torch.ops.aten._scaled_dot_product_attention_math
+        result = math(*leaves, mask, p, causal, scale=scale, enable_gqa=gqa)[0]
+        return torch.autograd.grad(result, leaves, grad)
+
+
+GT = {
+    "gt.sdpa.default": _sdpa,
+    "gt.sdpa_backward.default": _sdpa_backward,
+    "gt.move.default": lambda template, ins, values: ins[0].clone(),
+}
