@@ -72,9 +72,10 @@ def local_boxes(part: Sequence[Sequence[Interval]], held: Spans) -> list[list[li
 def on_mesh(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, want: Layout) -> Iterator[Step]:
     """Steps between two layouts of one mesh: gathers first, from the last axis; then splits, from the first."""
     now = have
+    tangled = _tangled(have, want)
     for axis in reversed(range(len(have.mesh.axes))):
         held, wanted = now.placements[axis], want.placements[axis]
-        if held == wanted or isinstance(held, Replicate):
+        if isinstance(held, Replicate) or (held == wanted and not (isinstance(held, Shard) and held.dim in tangled)):
             continue
         if isinstance(held, Partial):
             raise AssertionError("terms are added up in place before a tensor is moved")
@@ -89,6 +90,19 @@ def on_mesh(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, wa
             step = _slice(shape, dtype, now, axis, want.placements[axis])
             now = step.layout
             yield step
+
+
+def _tangled(have: Layout, want: Layout) -> set[int]:
+    """Dims that several axes split, before or after, and not alike: their splits nest, so all are undone first."""
+    found = set()
+    for layout in (have, want):
+        dims = [p.dim for p in layout.placements if isinstance(p, Shard)]
+        found |= {d for d in dims if dims.count(d) > 1}
+    return {d for d in found if _splits(have, d) != _splits(want, d)}
+
+
+def _splits(layout: Layout, dim: int) -> list[Placement | None]:
+    return [p if isinstance(p, Shard) and p.dim == dim else None for p in layout.placements]
 
 
 def _alone(layout: Layout, axis: int) -> bool:
