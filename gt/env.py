@@ -40,3 +40,19 @@ def flag(name: str) -> bool:
 def child(**changes: str) -> dict[str, str]:
     """The environment for a process we start: this one's, with changes."""
     return {**os.environ, **changes}
+
+
+def export(**changes: str) -> None:
+    """Set variables of this process, for libraries that read them when they start (CUDA)."""
+    os.environ.update(changes)
+
+
+def visible_gpus() -> list[str] | None:
+    """CUDA_VISIBLE_DEVICES as a list; None where it is not set."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None else [part.strip() for part in value.split(",") if part.strip() not in ("", "-1")]
+
+
+def python_path(root: str) -> str:
+    """PYTHONPATH for a child that is to find what lies in `root`."""
+    return os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))

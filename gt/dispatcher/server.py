@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from gt import env
@@ -15,7 +15,7 @@ from gt.dispatcher.journal import Journal
 from gt.errors import ProtocolError, Refused
 from gt.wire import codec
 from gt.wire.link import Gate
-from gt.wire.messages import Exit, Goodbye
+from gt.wire.messages import Exit, Goodbye, Welcome
 from gt.wire.socket import Arrived, Gone, Router, resolve
 
 log = logging.getLogger("gt.dispatcher")
@@ -49,6 +49,8 @@ class Server:
         self._router = Router(host, port, heartbeat)
         self.host, self.port = host, self._router.port
         self._gates: dict[bytes, Gate] = {}
+        self._workers: set[bytes] = set()
+        self.on_workers: Callable[[int], None] | None = None  # told how many workers there are, when that changes
         self._start = time.monotonic()
         self._reason = ""
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -91,10 +93,21 @@ class Server:
     def _now(self) -> float:
         return time.monotonic() - self._start
 
+    def _count(self, workers: set[bytes]) -> None:
+        if workers != self._workers:
+            self._workers = workers
+            if self.on_workers is not None:
+                self.on_workers(len(workers))
+
+    def _leave(self, peer: bytes) -> bool:
+        """Forget a connection; whether there was one."""
+        self._count(self._workers - {peer})
+        return self._gates.pop(peer, None) is not None
+
     def _take(self, item: Arrived | Gone) -> None:
         """One thing from the wire becomes one event."""
         if isinstance(item, Gone):
-            if self._gates.pop(item.peer, None) is not None:
+            if self._leave(item.peer):
                 self._handle(PeerLost(item.peer, item.reason, self._now()))
             return
         gate = self._gates.setdefault(item.peer, Gate())
@@ -106,7 +119,7 @@ class Server:
             self._handle(Malformed(item.peer, str(error), self._now()))
             return
         if isinstance(message, Goodbye):
-            self._gates.pop(item.peer, None)
+            self._leave(item.peer)
             self._handle(Received(item.peer, message, (), self._now()))
             self._router.forget(item.peer)
             return
@@ -123,15 +136,17 @@ class Server:
     def _drop(self, peer: bytes, reason: str) -> None:
         self._router.send(peer, Exit(reason))
         self._router.forget(peer)
-        self._gates.pop(peer, None)
+        self._leave(peer)
         self._handle(PeerLost(peer, reason, self._now()))
 
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if type(action) is Send:
                 self._router.send(action.peer, action.message, action.frames)
+                if type(action.message) is Welcome and (gate := self._gates.get(action.peer)) and gate.role == "worker":
+                    self._count(self._workers | {action.peer})
             elif type(action) is Close:
-                self._gates.pop(action.peer, None)
+                self._leave(action.peer)
                 self._router.forget(action.peer)
             elif type(action) is Log:
                 if self._journal is not None:

@@ -1,0 +1,7 @@
+"""`python -m gt.launch`: the nursery; started by gt.launch.local, not by hand."""
+
+import sys
+
+from gt.launch.nursery import main
+
+sys.exit(main())

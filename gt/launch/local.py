@@ -1,0 +1,112 @@
+"""A dispatcher and workers on this machine, for as long as this program runs: one nursery process starts them all."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import secrets
+import select
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gt import env
+from gt.errors import SystemFailure
+
+log = logging.getLogger("gt.launch")
+
+START = 120.0  # seconds until everything has to be up: a cold disk takes long to import torch
+STOP = 6.0
+
+
+@dataclass
+class Local:
+    """What runs for us. `stop` ends it; so does the end of this process, whichever way it comes."""
+
+    address: str
+    token: str
+    workers: int
+    gpus: int
+    _process: subprocess.Popen = field(repr=False)
+    _pid: int = field(default_factory=os.getpid, repr=False)
+
+    def stop(self) -> None:
+        """End dispatcher and workers, and wait until they are gone. Safe to call twice, and in a forked child."""
+        if self._pid == os.getpid():
+            atexit.unregister(self.stop)
+            _end(self._process)
+
+
+def start(workers: int, gpu: bool = False, backend: str = "torch", heartbeat: float = 10.0) -> Local:
+    """Start a dispatcher and `workers` workers; returns when all are up. gpu: one GPU each, as far as there are any."""
+    token = secrets.token_hex(16)
+    order = {"token": token, "workers": workers, "gpu": gpu, "backend": backend, "heartbeat": heartbeat}
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gt.launch"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=env.child(PYTHONPATH=env.python_path(root)),
+        start_new_session=True,  # a Ctrl-C in the user's terminal is the user's program's alone
+    )
+    try:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.flush()
+        port, gpus = _wait(process, workers)
+    except BaseException:
+        _end(process)
+        raise
+    if gpu and gpus < workers:
+        log.warning("asked for %d GPU workers, this machine has %d GPUs: the rest run on the CPU", workers, gpus)
+    local = Local(f"127.0.0.1:{port}", token, workers, min(gpus, workers) if gpu else 0, process)
+    atexit.register(local.stop)
+    stdin = process.stdin
+    # A forked DataLoader worker that outlives us must not hold the pipe open whose end tells the nursery to stop.
+    os.register_at_fork(after_in_child=lambda: _close_inherited(stdin))
+    return local
+
+
+def _wait(process: subprocess.Popen, workers: int) -> tuple[int, int]:
+    """(port, GPUs found) once the nursery has reported that all workers are there."""
+    assert process.stdout is not None
+    known: dict[str, Any] = {}
+    deadline, rest = time.monotonic() + START, b""
+    while "port" not in known or (workers and "ready" not in known):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise SystemFailure(f"{workers} workers did not start within {START:g} s: run with GT_VERBOSE=1 to see why")
+        if not select.select([process.stdout], [], [], left)[0]:
+            continue
+        data = os.read(process.stdout.fileno(), 1 << 16)
+        if not data:
+            raise SystemFailure(f"the process that starts dispatcher and workers died (exit code {process.wait()})")
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            known.update(json.loads(line))
+        if "failed" in known:
+            raise SystemFailure(known["failed"])
+    return known["port"], known["gpus"]
+
+
+def _end(process: subprocess.Popen) -> None:
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(OSError, ValueError):
+        process.stdin.close()
+    try:
+        process.wait(STOP)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its children die with it
+        process.wait()
+    process.stdout.close()
+
+
+def _close_inherited(stdin: Any) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        stdin.close()

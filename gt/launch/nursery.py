@@ -1,0 +1,247 @@
+"""The process that a program starts to get a dispatcher and workers on its own machine.
+
+It forks the dispatcher, imports torch once, and forks the workers from there. It lives as long as the program does: until
+its stdin ends, its parent changes, or SIGTERM. On stdout it writes one JSON line for each thing it has to report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gt import env
+from gt.launch.process import fork
+
+POLL = 0.2  # seconds between looks at parent and children
+ASK, GRACE = 1.0, 2.0  # seconds that children get to end when the dispatcher says so, and after SIGTERM
+WORDS = 12  # lines of stderr kept from each worker, for when it dies at start
+
+
+class Nursery:
+    """order: {"token", "workers", "gpu", "backend", "heartbeat"}, see launch.local."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._order = order
+        self._parent = os.getppid()
+        self._select = selectors.DefaultSelector()
+        self._dispatcher = 0
+        self._workers: dict[int, int] = {}  # pid -> number
+        self._words: dict[int, deque[str]] = {}
+        self._ready = self._stopping = False
+        self._status = b""  # of the dispatcher, the start of a line
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stopping", True))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def run(self) -> None:
+        status, port = os.pipe(), 0
+        self._dispatcher = fork("gt.server", lambda: _dispatch(self._order, status[1]))
+        os.close(status[1])
+        gpus = _preload(self._order["backend"]) if self._order["workers"] else []
+        with os.fdopen(os.dup(status[0]), "rb", buffering=0) as first:
+            line = first.readline()
+        try:
+            port = json.loads(line or b"{}").get("port", 0)
+            if not port:
+                raise RuntimeError(json.loads(line or b"{}").get("failed", "the dispatcher died at start"))
+            self._fork_workers(port, gpus if self._order["gpu"] else [])
+            self._report(port=port, gpus=len(gpus))
+            self._select.register(0, selectors.EVENT_READ, self._on_stdin)
+            self._select.register(status[0], selectors.EVENT_READ, self._on_status)
+            while not self._stopping:
+                self._turn(POLL)
+        except RuntimeError as error:
+            self._report(failed=str(error))
+        finally:
+            self._end()
+
+    # ---- children
+
+    def _fork_workers(self, port: int, gpus: list[str]) -> None:
+        gc.freeze()  # what is shared with the children stays shared
+        for number in range(self._order["workers"]):
+            end, start = os.pipe()
+            gpu = gpus[number] if number < len(gpus) else ""
+            pid = fork(f"gt.worker {number}", lambda gpu=gpu: _work(self._order, port, gpu), stderr=start)
+            os.close(start)
+            self._workers[pid] = number
+            self._words[number] = deque(maxlen=WORDS)
+            self._select.register(end, selectors.EVENT_READ, lambda fd, number=number: self._on_stderr(fd, number))
+
+    def _turn(self, timeout: float) -> None:
+        for key, _ in self._select.select(timeout):
+            key.data(key.fd)
+        if os.getppid() != self._parent:
+            self._stopping = True
+        for pid, code in _ended():
+            if pid == self._dispatcher:
+                self._dispatcher, self._stopping = 0, True
+            elif pid in self._workers:
+                number = self._workers.pop(pid)
+                if not self._ready and not self._stopping:
+                    self._drain()
+                    raise RuntimeError(_last_words(number, code, self._words[number]))
+
+    def _drain(self) -> None:
+        """What dead workers still had to say."""
+        for key, _ in self._select.select(0):
+            key.data(key.fd)
+
+    def _end(self) -> None:
+        """Have the dispatcher tell the workers to end, then ask whoever has not, then insist."""
+        if 0 in self._select.get_map():
+            self._select.unregister(0)
+        left = {self._dispatcher, *self._workers} - {0}
+        _signal(self._dispatcher, signal.SIGTERM)
+        left = self._wait(left, ASK)
+        for pid in left:
+            _signal(pid, signal.SIGTERM)
+        for pid in self._wait(left, GRACE):
+            _signal(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+    def _wait(self, pids: set[int], seconds: float) -> set[int]:
+        """Those that are still there after so long; their stderr is passed on meanwhile."""
+        deadline = time.monotonic() + seconds
+        while pids and time.monotonic() < deadline:
+            for key, _ in self._select.select(0.01):
+                key.data(key.fd)
+            pids = pids - {pid for pid, _ in _ended()}
+        return pids
+
+    # ---- what comes in
+
+    def _on_stdin(self, fd: int) -> None:
+        if not os.read(fd, 4096):
+            self._select.unregister(fd)
+            self._stopping = True
+
+    def _on_status(self, fd: int) -> None:
+        data = os.read(fd, 4096)
+        if not data:
+            self._select.unregister(fd)
+            return
+        *lines, self._status = (self._status + data).split(b"\n")
+        for line in lines:
+            if json.loads(line).get("workers") == self._order["workers"] and not self._ready:
+                self._ready = True
+                self._report(ready=self._order["workers"])
+
+    def _on_stderr(self, fd: int, number: int) -> None:
+        data = os.read(fd, 1 << 16)
+        if not data:
+            self._select.unregister(fd)
+            os.close(fd)
+            return
+        self._words[number].extend(data.decode(errors="replace").splitlines())
+        with contextlib.suppress(OSError):
+            os.write(2, data)
+
+    def _report(self, **what: Any) -> None:
+        with contextlib.suppress(OSError):  # nobody listens any more: stdin says so too
+            os.write(1, json.dumps(what).encode() + b"\n")
+
+
+def main() -> int:
+    """Read the order, one JSON line on stdin (it has the token, which must not show in `ps`), and carry it out."""
+    line = b""
+    while not line.endswith(b"\n"):
+        data = os.read(0, 1)
+        if not data:
+            return 1
+        line += data
+    Nursery(json.loads(line)).run()
+    return 0
+
+
+# ---- in the children
+
+
+def _dispatch(order: dict[str, Any], status: int) -> None:
+    """The dispatcher: tells its port, then how many workers it has."""
+    from gt import errors, log
+    from gt.dispatcher.server import Server
+
+    def tell(**what: Any) -> None:
+        with contextlib.suppress(OSError):
+            os.write(status, json.dumps(what).encode() + b"\n")
+
+    log.setup("dispatcher", "gt.server")
+    try:
+        server = Server("127.0.0.1", 0, order["token"], order["heartbeat"])
+    except errors.GTError as error:
+        tell(failed=str(error))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: server.stop("the program that started it has ended"))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server.on_workers = lambda count: tell(workers=count)
+    tell(port=server.port)
+    server.run()
+
+
+def _work(order: dict[str, Any], port: int, gpu: str) -> None:
+    from gt.worker.loop import run
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if gpu:
+        env.export(CUDA_VISIBLE_DEVICES=gpu)
+    why = run("127.0.0.1", port, order["token"], "", order["backend"], "cuda:0" if gpu else "cpu")
+    if why:
+        sys.stderr.write(f"gt.worker: {why}\n")
+
+
+# ---- small things
+
+
+def _preload(backend: str) -> list[str]:
+    """Import once what all workers need; the GPUs they can have, found without touching CUDA, or none could be forked."""
+    import gt.worker.loop
+
+    if backend != "torch":
+        return []
+    import torch
+
+    import gt.worker.engine.torch  # noqa: F401
+
+    return gpus() if torch.backends.cuda.is_built() else []
+
+
+def gpus() -> list[str]:
+    """Values for CUDA_VISIBLE_DEVICES, one for each GPU that this process may use."""
+    there = sorted(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else []
+    visible = env.visible_gpus()
+    if visible is None:
+        return [str(i) for i in range(len(there))]
+    return visible[: len(there)]
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """(pid, exit code) of each child that has ended since; negative codes are signals."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            yield pid, os.waitstatus_to_exitcode(status)
+
+
+def _signal(pid: int, number: int) -> None:
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _last_words(number: int, code: int, words: deque[str]) -> str:
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    said = ": " + " | ".join(words) if words else ", and said nothing"
+    return f"worker {number} died while starting ({how}){said}"

@@ -1,0 +1,67 @@
+"""Small facts of Linux processes: forking a child that dies with its parent, and what `ps` calls it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+
+def fork(title: str, body: Callable[[], object], stderr: int = -1) -> int:
+    """Pid of a child that runs `body` under this title and is killed when we die. It never returns to our code.
+
+    stderr: descriptor to write its stderr to; it reads nothing and has no stdout.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with_parent(parent)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+        if stderr >= 0:
+            os.dup2(stderr, 2)
+        rename(title)
+        body()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent (its forking thread) ends."""
+    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before we could ask
+        os._exit(1)
+
+
+def rename(title: str) -> None:
+    """What `ps` and `top` show: written over this process's own argument area, as far as it reaches."""
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(stat[45]), int(stat[46])  # fields 48 and 49 of proc(5), counted from 1
+    room = end - start
+    text = title.encode()[: room - 1]
+    if start and room > 1:
+        ctypes.memset(start, 0, room)
+        ctypes.memmove(start, text, len(text))
+    _libc().prctl(_PR_SET_NAME, title.encode()[:15] + b"\0", 0, 0, 0)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

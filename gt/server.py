@@ -1,0 +1,43 @@
+"""`python -m gt.server -p 12345`: a dispatcher in the foreground, until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from gt import env, log
+from gt.dispatcher.server import Server
+from gt.errors import GTError
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="gt.server", description="A dispatcher: programs and workers connect to it.")
+    made.add_argument("-p", "--port", type=int, default=12345, help="port to listen on; 0 picks a free one")
+    made.add_argument("--host", default="127.0.0.1", help="address to listen on; off loopback a token is needed")
+    made.add_argument("--token-file", type=Path, help="file with the token that clients and workers need; default: GT_TOKEN")
+    made.add_argument("--heartbeat", type=float, default=10.0, help="seconds until a silent peer counts as lost")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 once told to stop, 2 if it cannot start."""
+    args = parser().parse_args(argv)
+    log.setup("dispatcher")
+    try:
+        token = args.token_file.read_text().strip() if args.token_file else env.get("GT_TOKEN")
+        server = Server(args.host, args.port, token, args.heartbeat)
+    except (GTError, OSError) as error:
+        sys.stderr.write(f"gt.server: {error}\n")
+        return 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda got, _: server.stop(f"it got {signal.Signals(got).name}"))
+    sys.stdout.write(f"gt.server: listening on {server.address}\n")
+    sys.stdout.flush()
+    server.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
