@@ -142,7 +142,7 @@ class MiniGPT(nn.Module):
             x = block(x)
         with within(here.stage):
             logits = self.norm(x) @ self.head_weight
-            return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+            return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
 
 
 def count(model: nn.Module) -> int:
