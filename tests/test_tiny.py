@@ -36,6 +36,6 @@ def test_training_is_torchs_to_the_bit() -> None:
 @pytest.mark.usefixtures("one")
 def test_a_shape_error_is_torchs_own_and_at_once() -> None:
     a = torch.zeros(2, 3, device="remote")
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|same reduction dim"):
         a @ a
     assert (a + 1).sum().item() == 6.0
