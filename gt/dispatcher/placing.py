@@ -88,11 +88,11 @@ class Placer:
     # ---- carrying them out
 
     def root_layout(self, tensor: Tensor, want: Layout) -> Layout:
-        """Layout of a storage's root that gives one of its views the layout `want`, as far as a transpose can show it."""
+        """Layout of a storage's root that gives one of its views the layout `want`, as far as a transpose can show it; terms are made later."""
         root = next(t for t in tensor.storage.tensors.values() if t.base is None)
-        if tensor is root:
-            return want
-        placements = [self._through(root, tensor, p) if isinstance(p, Shard) else R for p in want.placements]
+        through = [p if tensor is root else self._through(root, tensor, p) for p in want.placements if isinstance(p, Shard)]
+        split = iter(through)
+        placements = [next(split) if isinstance(p, Shard) else R for p in want.placements]
         return Layout(want.mesh, tuple(placements))
 
     @staticmethod

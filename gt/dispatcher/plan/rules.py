@@ -316,6 +316,9 @@ def cat(known: Known, places: list[Place], size: int) -> Decision | None:
         at = dim % (rank + 1)
         return Decision((first,) * known.tensors, (Shard(first.dim + (first.dim >= at), first.parts),))
     if first.dim == dim % rank:
+        pieces = {s.shape[first.dim] for s in known.template.ins}
+        if kinds == {first} and first.parts == 1 and len(pieces) == 1 and pieces.pop() % size == 0:
+            return Decision((first,) * known.tensors, (Shard(first.dim, known.tensors),))
         return Decision((R,) * known.tensors, (R,) * len(outs))
     return Decision((first,) * known.tensors, (first,))
 

@@ -1,0 +1,90 @@
+"""A program planned with no process: the real client records, the real core plans, workers are counted only.
+
+`with planned(yaml, workers=8) as plan:` runs the block's remote ops through the planner; `plan.lines` is the plan's text.
+Workers answer Done at once and hold nothing, so values cannot be fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gt.client import runtime
+from gt.dispatcher.core import Core
+from gt.dispatcher.events import Log, Received, Send
+from gt.ir.text import PlanLine, parse
+from gt.wire.link import hello
+from gt.wire.messages import Done, Failed, Need, Ops, Run
+
+
+class PlanSession:
+    """The client's Session, its dispatcher in the same thread."""
+
+    failure = None
+
+    def __init__(self, config: str, workers: int) -> None:
+        self.core = Core(logging=True)
+        self.lines: list[PlanLine] = []
+        self.errors: list[dict] = []
+        self.needs: list[Need] = []
+        self.runs: list[tuple[bytes, Run]] = []
+        self.batch = 0
+        for index in range(workers):
+            info = {"name": "", "pid": 1, "heap_bytes": 1 << 40, "backend": "torch"}
+            self.handle(Received(b"w%d" % index, hello("worker", info=info)))
+        self.handle(Received(b"client", hello("client", config=config, config_path="test.yaml", switches={"workers": workers})))
+        assert b"client" in self.core.sessions, self.errors
+        self.groups = list(self.core.sessions[b"client"].config.groups)
+
+    def handle(self, event) -> None:
+        pending = [event]
+        while pending:
+            for action in self.core.handle(pending.pop(0)):
+                if isinstance(action, Log) and action.kind == "WORKER_SEND":
+                    self.lines.append(parse(action.text))
+                elif isinstance(action, Send) and isinstance(action.message, Run):
+                    self.runs.append((action.peer, action.message))
+                    pending.append(Received(action.peer, Done(action.message.seq)))
+                elif isinstance(action, Send) and isinstance(action.message, Need):
+                    self.needs.append(action.message)
+                elif isinstance(action, Send) and (isinstance(action.message, Failed) or hasattr(action.message, "error")):
+                    self.errors.append(action.message.error)
+        self.core.check()
+
+    def submit(self, templates, origins, code, frames) -> None:
+        self.handle(Received(b"client", Ops(self.batch, templates, origins, code), tuple(frames)))
+        self.batch += 1
+        assert not self.errors, self.errors
+
+    def keep(self, tensor, array) -> None:
+        pass
+
+    def tensor(self, remote):
+        """The dispatcher's row of a remote tensor."""
+        runtime.current().flush()
+        return self.core.sessions[b"client"].table.rows[remote._ref.id]
+
+    def layout(self, remote) -> str:
+        row = self.tensor(remote)
+        return "unplaced" if row.layout is None else f"{row.layout} on {','.join(map(str, row.layout.mesh.workers))}"
+
+    def count(self, word: str) -> int:
+        runtime.current().flush()
+        return sum(word in line.op for line in self.lines)
+
+    def text(self) -> str:
+        runtime.current().flush()
+        return "\n".join(map(str, self.lines))
+
+
+@contextmanager
+def planned(config: str = "", workers: int = 8) -> Iterator[PlanSession]:
+    before = runtime.Live.recorder, getattr(runtime.Live, "origins", None)
+    session = PlanSession(config, workers)
+    runtime.connect(session)
+    try:
+        yield session
+    finally:
+        runtime.disconnect()
+        runtime.Live.recorder, runtime.Live.origins = before
+        runtime.clear_caches()
