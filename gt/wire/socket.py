@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from gt.errors import DispatcherLost, Refused
 from gt.wire import codec
-from gt.wire.messages import MAX_BODY, Message
+from gt.wire.messages import MAX_BODY, Exit, Message
 
 log = logging.getLogger("gt.wire")
 
@@ -98,7 +98,7 @@ class Dealer:
         self._endpoint = endpoint(address)
         self._queue: deque[list[Any]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing = self._over = False
+        self._closing = self._over = self._deaf = False
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held to ring the bell and to close it
         self._thread = threading.Thread(target=self._main, name="gt-link", daemon=True)
@@ -157,7 +157,7 @@ class Dealer:
             if monitor is not None:
                 sock.disable_monitor()
                 monitor.close(0)
-            sock.close(int(LINGER * 1000) if self._closing else 0)
+            sock.close(int(LINGER * 1000) if self._closing and not self._deaf else 0)
             context.term()
             self._forget()
         if reason and not self._closing:
@@ -230,7 +230,9 @@ class Dealer:
             except zmq.Again:
                 return
             frames = _frames(sock)
-            self._on_message(codec.unpack(body), frames)
+            message = codec.unpack(body)
+            self._deaf |= type(message) is Exit  # it reads no more: nothing to wait for in close()
+            self._on_message(message, frames)
 
     def _transmit(self, sock: zmq.Socket) -> None:
         queue = self._queue
@@ -243,7 +245,7 @@ class Dealer:
 
     def _flush(self, sock: zmq.Socket) -> str:
         deadline = time.monotonic() + LINGER
-        while self._queue and (left := deadline - time.monotonic()) > 0:
+        while self._queue and not self._deaf and (left := deadline - time.monotonic()) > 0:
             sock.poll(int(left * 1000), zmq.POLLOUT)
             self._transmit(sock)
         return ""
