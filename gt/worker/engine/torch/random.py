@@ -52,7 +52,7 @@ class Words:
 
     def _box(self, whole: tuple[int, ...], box: Box) -> np.ndarray:
         size = extent(box)
-        if not whole or not prod(size):
+        if size == whole or not prod(size):
             return self._run(0, prod(size)).reshape(size)
         at = _run_dim(whole, box)
         steps = [prod(whole[dim + 1 :]) for dim in range(len(whole))]

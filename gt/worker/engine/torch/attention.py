@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gt.worker.engine.torch_random import Words, hits
+from gt.worker.engine.torch.random import Words, hits
 
 aten = torch.ops.aten
 MATH, FLASH, EFFICIENT = 0, 1, 2  # torch.nn.attention.SDPBackend
