@@ -1,0 +1,55 @@
+"""`gt server|worker|doctor|env`: the commands. Each imports what it needs when it is run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from gt import env
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; its exit code."""
+    args = sys.argv[1:] if argv is None else argv
+    if args and args[0] in COMMANDS:
+        return COMMANDS[args[0]][0](args[1:])
+    print("usage: gt COMMAND [options]\n")
+    for name, (_, text) in COMMANDS.items():
+        print(f"  {name:8} {text}")
+    return 0 if args in (["-h"], ["--help"], []) else 2
+
+
+def server(args: list[str]) -> int:
+    from gt.server import main
+
+    return main(args)
+
+
+def worker(args: list[str]) -> int:
+    from gt.worker.__main__ import main
+
+    return main(args)
+
+
+def doctor(args: list[str]) -> int:
+    from gt.cli.doctor import main
+
+    return main(args)
+
+
+def show_env(args: list[str]) -> int:
+    """Every variable GT reads, its value, and what it is for."""
+    width = max(len(v.name) for v in env.VARIABLES)
+    for variable in env.VARIABLES:
+        value = env.get(variable.name)
+        shown = "(set, not shown)" if variable.name == "GT_TOKEN" and value else value or "-"
+        print(f"{variable.name:{width}}  {shown:20}  {variable.help}")
+    return 0
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "server": (server, "a dispatcher in the foreground (as python -m gt.server)"),
+    "worker": (worker, "one worker in the foreground (as python -m gt.worker)"),
+    "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),
+    "env": (show_env, "environment variables and their values"),
+}

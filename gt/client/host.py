@@ -23,8 +23,7 @@ def checked(rows: Any, shape: tuple[int, ...]) -> boxes.Boxes:
     """Boxes as they came; ProtocolError unless they are boxes of a tensor of this shape."""
     try:
         fits = bool(rows) and all(
-            len(box) == len(shape) and all(0 <= start <= stop <= n for (start, stop), n in zip(box, shape))
-            for box in rows
+            len(box) == len(shape) and all(0 <= start <= stop <= n for (start, stop), n in zip(box, shape)) for box in rows
         )
     except (TypeError, ValueError):
         fits = False
@@ -75,7 +74,8 @@ class _Piece:
 
     def __init__(self, whole: np.ndarray, rows: boxes.Boxes) -> None:
         self._whole, self._rows = whole, rows
-        run = whole[(*(slice(start, stop) for start, stop in rows[0]), ...)]  # the ellipsis keeps a number an array
+        first = (*(slice(start, stop) for start, stop in rows[0]), ...)  # the ellipsis keeps a number an array
+        run = whole[first]
         self._direct = len(rows) == 1 and run.flags.c_contiguous
         self._local = run if self._direct else np.empty(boxes.shape(rows), whole.dtype)
         self._bytes = self._local.reshape(-1).view(np.uint8)

@@ -73,7 +73,7 @@ class Session:
         self._window = link.Window(0)
         self._unraised: GTError | None = None
         self._fetches = 0
-        self._handlers = {
+        self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
             messages.Need: self._need,
             messages.Release: self._release,
@@ -87,9 +87,7 @@ class Session:
             messages.Exit: lambda m, _: self._end(DispatcherLost(f"the server at {address} has stopped: {m.reason}")),
         }
         self._greeting = _Pending()
-        self._link = Dealer(
-            address, self._on_message, self._on_lost, on_turn=self._turn, wait=wait, heartbeat=heartbeat
-        )
+        self._link = Dealer(address, self._on_message, self._on_lost, on_turn=self._turn, wait=wait, heartbeat=heartbeat)
         try:
             self._link.send(link.hello("client", token, config_text, config_path, switches=switches or {}))
             if not self._greeting.done.wait(wait + 5.0):
@@ -165,9 +163,7 @@ class Session:
 
     def _check(self) -> None:
         if self._pid != os.getpid():
-            raise SystemFailure(
-                "remote tensors cannot be used in a forked process (a DataLoader worker?): fetch them first"
-            )
+            raise SystemFailure("remote tensors cannot be used in a forked process (a DataLoader worker?): fetch them first")
         if self.failure is not None:
             raise errors.from_wire(errors.to_wire(self.failure))
 

@@ -16,10 +16,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from gt import env
+from gt.launch import machine
 from gt.launch.process import fork
 
 POLL = 0.2  # seconds between looks at parent and children
@@ -71,11 +72,11 @@ class Nursery:
         for number in range(self._order["workers"]):
             end, start = os.pipe()
             gpu = gpus[number] if number < len(gpus) else ""
-            pid = fork(f"gt.worker {number}", lambda gpu=gpu: _work(self._order, port, gpu), stderr=start)
+            pid = fork(f"gt.worker {number}", partial(_work, self._order, port, gpu), stderr=start)
             os.close(start)
             self._workers[pid] = number
             self._words[number] = deque(maxlen=WORDS)
-            self._select.register(end, selectors.EVENT_READ, lambda fd, number=number: self._on_stderr(fd, number))
+            self._select.register(end, selectors.EVENT_READ, partial(self._on_stderr, number=number))
 
     def _turn(self, timeout: float) -> None:
         for key, _ in self._select.select(timeout):
@@ -204,7 +205,7 @@ def _work(order: dict[str, Any], port: int, gpu: str) -> None:
 
 
 def _preload(backend: str) -> list[str]:
-    """Import once what all workers need; the GPUs they can have, found without touching CUDA, or none could be forked."""
+    """Import once what all workers need; the GPUs they can have."""
     import gt.worker.loop
 
     if backend != "torch":
@@ -213,16 +214,7 @@ def _preload(backend: str) -> list[str]:
 
     import gt.worker.engine.torch  # noqa: F401
 
-    return gpus() if torch.backends.cuda.is_built() else []
-
-
-def gpus() -> list[str]:
-    """Values for CUDA_VISIBLE_DEVICES, one for each GPU that this process may use."""
-    there = sorted(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else []
-    visible = env.visible_gpus()
-    if visible is None:
-        return [str(i) for i in range(len(there))]
-    return visible[: len(there)]
+    return machine.gpus() if torch.backends.cuda.is_built() else []
 
 
 def _ended() -> Iterator[tuple[int, int]]:

@@ -219,9 +219,7 @@ class Dealer:
         if stranger:
             return f"what listens at {self.address} is not a gt server: check the port"
         port = self.address.rpartition(":")[2]
-        return (
-            f"no server at {self.address} (tried for {self._wait:g} s): start one with `python -m gt.server -p {port}`"
-        )
+        return f"no server at {self.address} (tried for {self._wait:g} s): start one with `python -m gt.server -p {port}`"
 
     def _receive(self, sock: zmq.Socket, burst: int = _BURST) -> None:
         for _ in range(burst):
@@ -251,7 +249,7 @@ class Dealer:
         return ""
 
 
-def _events(monitor: zmq.Socket) -> list[dict]:
+def _events(monitor: zmq.Socket) -> list[Any]:
     found = []
     with contextlib.suppress(zmq.Again):
         while True:
@@ -350,7 +348,7 @@ class Router:
                 hint = "is in use: stop what listens there, or choose another with -p (0 picks a free one)"
                 raise Refused(f"port {port} on {host} {hint}") from None
             raise Refused(f"cannot listen on {host}:{port}: {error}") from None
-        return int(self._sock.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0").rpartition(":")[2])
+        return int(self._sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
 
     def _receive(self, found: list[Arrived | Gone], burst: int) -> None:
         sock = self._sock
