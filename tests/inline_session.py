@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
+import gt  # noqa: F401 - registers the device
+from gt.client import runtime
 from gt.ir.instr import FREE, PARAM
 from gt.ir.spec import Spec
 from gt.ir.template import Const, T, Template, V
@@ -177,3 +181,12 @@ GT = {
     "gt.sdpa_backward.default": _sdpa_backward,
     "gt.move.default": lambda template, ins, values: ins[0].clone(),
 }
+
+
+@pytest.fixture
+def inline() -> Iterator[InlineSession]:
+    """This process records into a session that carries out at once; every tensor is freed by the end."""
+    session = InlineSession()
+    runtime.connect(session)
+    yield session
+    runtime.disconnect()

@@ -54,9 +54,21 @@ def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 
 def view_in_place(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     """t_, squeeze_ and so on: the view op, and the same object names its result."""
-    func = getattr(getattr(aten, info.name.split(".")[1].rstrip("_")), info.func._overloadname)
+    wanted = [str(a.real_type) for a in info.func._schema.arguments]
+    packet = getattr(aten, info.name.split(".")[1].rstrip("_"))
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    func = next(f for f in overloads if [str(a.real_type) for a in f._schema.arguments] == wanted)
     rebind(args[0], call(info_of(func), args, kwargs))
     return args[0]
+
+
+def instead(func: Any) -> Callable:
+    """Another op of the same arguments: no tensor here has a conjugate or negative bit, so those views are copies."""
+
+    def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+        return call(info_of(func), args, kwargs)
+
+    return handler
 
 
 def random_like(fill: Callable[..., Any]) -> Callable:
@@ -103,6 +115,9 @@ _ROWS: dict[str, Callable] = {
     "aten._to_copy.default": hostops.to_copy,
     "aten._local_scalar_dense.default": hostops.local_scalar,
     "aten.equal.default": hostops.equal,
+    "aten.allclose.default": hostops.allclose,
+    "aten._conj.default": instead(aten._conj_physical.default),
+    "aten._neg_view.default": instead(aten.neg.default),
     "aten.empty.memory_format": hostops.new_empty,
     "aten.empty_strided.default": hostops.new_empty,
     "aten.resize_.default": hostops.resize,

@@ -12,7 +12,7 @@ from gt.client.dispatch import call, empty, info_of
 from gt.client.infer import TENSORS, OpInfo, is_remote
 from gt.client.meta import Meta
 from gt.client.runtime import Live
-from gt.client.tensor import Ref, RemoteTensor, Shown, make
+from gt.client.tensor import Ref, RemoteTensor, Shown, make, rebind
 from gt.ir.template import Out, Template
 
 INLINE = 256 << 10  # bytes that travel with the ops; larger data is kept here until a worker asks
@@ -169,10 +169,12 @@ def equal(info: OpInfo, args: tuple, kwargs: dict) -> bool:
     return bool(fetch(call(info_of(aten.all.default), (same,))).item())
 
 
+def allclose(info: OpInfo, args: tuple, kwargs: dict) -> bool:
+    return bool(torch.isclose(*args, **kwargs).all().item())
+
+
 def set_(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """x.set_(y): x names y's memory."""
-    from gt.client.tensor import rebind
-
     if len(args) == 2 and isinstance(args[1], RemoteTensor):
         rebind(args[0], args[1])
         return args[0]
@@ -181,8 +183,6 @@ def set_(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 
 def resize(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """resize_: a view of the same memory where it is large enough, else new memory with the old elements first."""
-    from gt.client.tensor import rebind
-
     target = args[0]
     size = tuple(args[1].shape if isinstance(args[1], torch.Tensor) else args[1])
     wanted = metas.contiguous(size, target.dtype)
