@@ -56,7 +56,8 @@ class Loop:
         self.done = -1
         self._engine, self._plane = engine, plane
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
-        self._ended = ""
+        self._exit: Exit | None = None
+        self._why = ""
 
     def send(self, message: Message, frames: tuple = ()) -> None:
         assert self.link is not None
@@ -94,11 +95,12 @@ class Loop:
 
     def lost(self, reason: str) -> None:
         """The link ended: nothing more will come."""
-        self._ended = reason
+        self._why = reason
         self._end(Exit(reason))
 
     def _end(self, message: Exit) -> None:
         """Fail what is waited for and stop once the executing thread gets there."""
+        self._exit = message
         self._plane.abort(ALL, message.reason)
         self.executor.uploads.cancel(message.reason)
         self._inbox.put((message, 0))
@@ -110,9 +112,9 @@ class Loop:
         undone = 0
         while True:
             message, epoch = self._inbox.get()
-            if isinstance(message, Exit):
-                log.info("exit: %s", message.reason)
-                return self._ended
+            if self._exit is not None:  # what is still queued has nobody to answer to
+                log.info("exit: %s", self._exit.reason)
+                return self._why
             if isinstance(message, Switch):
                 self._engine.switch(message.switches)
                 continue
@@ -154,6 +156,8 @@ def run(host: str, port: int, token: str = "", name: str = "", backend: str = "t
     except Poisoned as error:
         return f"the device cannot be used any more: {error}"
     finally:
+        if main:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _leave(loop, plane)
         if main:
             signal.signal(signal.SIGTERM, before)

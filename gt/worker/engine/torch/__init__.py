@@ -31,12 +31,13 @@ META = {
 
 
 class TorchEngine:
-    """Engine of base.Engine; device is "cpu" or "cuda:0"."""
+    """An engine.base.Engine."""
 
     name = "torch"
 
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = torch.device(device)
+    def __init__(self, device: str = "") -> None:
+        """device: "cpu" or "cuda:0"; "" is the GPU if there is one."""
+        self.device = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         self.host = self.device.type == "cpu"
 
     def guard(self) -> AbstractContextManager:

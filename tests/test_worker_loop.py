@@ -1,0 +1,200 @@
+"""A worker's loop over a real link, the dispatcher being the test: the handshake, runs, what cannot wait, every way to end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from worker_parts import new, op
+
+from gt.errors import Refused, to_wire
+from gt.ir.instr import Define
+from gt.ir.template import T
+from gt.wire import codec
+from gt.wire.messages import (
+    Abort,
+    Data,
+    Done,
+    Exit,
+    Goodbye,
+    Hello,
+    Piece,
+    Query,
+    Reject,
+    Report,
+    Run,
+    Switch,
+    Trouble,
+    Welcome,
+    World,
+)
+from gt.wire.socket import Arrived, Gone, Router
+from gt.worker import loop
+
+
+class Dispatcher:
+    """The other end of one worker's link."""
+
+    def __init__(self) -> None:
+        self.router = Router("127.0.0.1", 0)
+        self.peer = b""
+        self.backlog: list = []
+
+    def next(self, kind: type) -> tuple:
+        """The next message of this kind, and its frames; others are kept in `backlog`."""
+        for _ in range(100):
+            for event in self.router.poll(0.2):
+                if isinstance(event, Gone):
+                    self.backlog.append((event, ()))
+                elif isinstance(event, Arrived):
+                    self.peer = event.peer
+                    self.backlog.append((codec.unpack(event.body), event.frames))
+            for n, (message, _) in enumerate(self.backlog):
+                if isinstance(message, kind):
+                    return self.backlog.pop(n)
+        raise AssertionError(f"no {kind.__name__} came, only {self.backlog}")
+
+    def send(self, message, frames: tuple = ()) -> None:
+        self.router.send(self.peer, message, frames)
+
+    def greet(self) -> Hello:
+        hello, _ = self.next(Hello)
+        info = hello.info
+        self.send(Welcome(0, "w0", [], [], 1))
+        self.send(World(1, [[0, "w0", info["pid"], info["host"], info["heap_fd"], info["heap_bytes"], info["doorbell"]]]))
+        return hello
+
+
+@pytest.fixture
+def dispatcher() -> Iterator[Dispatcher]:
+    made = Dispatcher()
+    yield made
+    made.router.close()
+
+
+@pytest.fixture
+def worker(dispatcher) -> Iterator[list[str]]:
+    """A worker in a thread; the list gets why it ended."""
+    why: list[str] = []
+
+    def main() -> None:
+        why.append(loop.run("127.0.0.1", dispatcher.router.port, "secret", "mine", "torch", "cpu"))
+
+    thread = threading.Thread(target=main, name="gt-test-worker")
+    thread.start()
+    dispatcher.thread = thread
+    yield why
+    if thread.is_alive():
+        dispatcher.send(Exit("the test is over"))
+        thread.join(10)
+    assert not thread.is_alive()
+
+
+FETCH = Define(16, "fetch", {}).wire()
+UPLOAD = Define(17, "upload", {"shape": [2], "stride": [1], "dtype": "float32"}).wire()
+ADD = Define(18, "op", op("aten.add.Tensor", [T(0), T(1)], 2, [new(torch.empty(2))])).wire()
+
+
+def test_a_worker_says_hello_and_carries_out(dispatcher, worker):
+    hello = dispatcher.greet()
+    assert (hello.role, hello.token, hello.info["name"], hello.info["backend"]) == ("worker", "secret", "mine", "torch")
+    threads = torch.get_num_threads()
+    dispatcher.send(Switch({"threads": threads, "matmul_precision": "highest", "deterministic": False}))
+    dispatcher.send(Run(0, 10, [FETCH, UPLOAD, ADD], [17, 0, 1, 5, 18, 1, 1, 1, 2, 16, 2, 2, 6]))
+    data = torch.tensor([1.5, -2.0])
+    dispatcher.send(Data(5, 4, 8), (data.numpy().tobytes()[4:],))
+    dispatcher.send(Data(5, 0, 8), (data.numpy().tobytes()[:4],))
+    piece, frames = dispatcher.next(Piece)
+    assert (piece.key, piece.total) == (6, 8) and bytes(frames[0]) == (2 * data).numpy().tobytes()
+    assert dispatcher.next(Done)[0].seq == 0
+    dispatcher.send(Query(3))
+    report = dispatcher.next(Report)[0]
+    assert report.request == 3 and report.body["done"] == 0
+    stats = report.body["stats"]
+    assert (stats["name"], stats["instructions"], stats["live_tensors"], stats["live_bytes"]) == ("w0", 3, 2, 16)
+    assert stats["collectives"] == stats["bytes_sent"] == stats["bytes_received"] == {}
+
+
+def test_a_query_and_an_abort_do_not_wait_for_the_instruction_under_way(dispatcher, worker):
+    dispatcher.greet()
+    dispatcher.send(Run(0, 0, [FETCH, UPLOAD], [17, 4, 1, 5]))
+    dispatcher.send(Query(1))
+    assert dispatcher.next(Report)[0].body["done"] == -1
+    dispatcher.send(Abort(-1, "the client is gone"))
+    trouble = dispatcher.next(Trouble)[0]
+    assert (trouble.seq, trouble.kind, trouble.message) == (4, "peer", "the client is gone")
+    assert dispatcher.next(Done)[0].seq == 0
+
+
+def test_several_queued_runs_are_done_with_one_message_or_few(dispatcher, worker):
+    dispatcher.greet()
+    dispatcher.send(Run(0, 0, [FETCH, UPLOAD], [17, 0, 1, 5]))
+    for seq in range(1, 20):
+        dispatcher.send(Run(seq, seq, [], []))
+    dispatcher.send(Query(1))
+    dispatcher.next(Report)  # all are queued behind the upload
+    dispatcher.send(Data(5, 0, 8), (bytes(8),))
+    seqs = [dispatcher.next(Done)[0].seq]
+    while seqs[-1] < 19:
+        seqs.append(dispatcher.next(Done)[0].seq)
+    assert seqs == [7, 15, 19]
+
+
+def test_exit_ends_a_worker_that_waits(dispatcher, worker):
+    dispatcher.greet()
+    dispatcher.send(Run(0, 0, [UPLOAD], [17, 0, 1, 5]))
+    dispatcher.send(Exit("the server is stopping"))
+    dispatcher.thread.join(10)
+    assert worker == [""]
+
+
+def test_a_refused_worker_says_why(dispatcher, worker):
+    dispatcher.next(Hello)
+    dispatcher.send(Reject(to_wire(Refused("the name mine is taken"))))
+    dispatcher.thread.join(10)
+    assert worker == ["the name mine is taken"]
+
+
+def test_a_number_never_defined_ends_the_worker(dispatcher, worker):
+    dispatcher.greet()
+    dispatcher.send(Run(0, 0, [], [99, 0]))
+    dispatcher.thread.join(10)
+    assert worker == ["instruction 99 was never defined"]
+    assert dispatcher.next(Goodbye)
+
+
+def test_a_lost_link_ends_the_worker(dispatcher, worker):
+    dispatcher.greet()
+    dispatcher.router.close()
+    dispatcher.thread.join(10)
+    assert len(worker) == 1 and "lost" in worker[0]
+    dispatcher.router = Router("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize("number, code, said", [(signal.SIGTERM, 0, ""), (signal.SIGINT, 130, "gt.worker: interrupted\n")])
+def test_a_worker_in_the_foreground_ends_on_a_signal(dispatcher, number, code, said):
+    command = [sys.executable, "-m", "gt.worker", "-p", str(dispatcher.router.port), "--host", "127.0.0.1", "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        dispatcher.greet()
+        dispatcher.send(Run(0, 0, [], []))
+        dispatcher.next(Done)
+        process.send_signal(number)
+        dispatcher.next(Goodbye)
+        assert process.communicate(timeout=20) == (None, said)
+        assert process.returncode == code
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_worker_does_not_import_torch_before_its_engine():
+    command = [sys.executable, "-X", "importtime", "-m", "gt.worker", "--help"]
+    times = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stderr
+    names = {line.rpartition("|")[2].strip() for line in times.splitlines()}
+    assert "gt.worker.executor" in names and "torch" not in names
