@@ -29,11 +29,14 @@ class context(ContextDecorator):  # noqa: N801 - reads as torch.no_grad does
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(f"a signal group is a non-empty string, got {name!r}")
+        if "/" in name:
+            raise ValueError(f"a signal group's name has no '/', got {name!r}")
         self.name = name
 
     def __enter__(self) -> context:
         stack.in_backward.append(torch._C._current_autograd_node() is not None)
-        stack.names.append(self.name)
+        outer = stack.names[-1]
+        stack.names.append(f"{outer}/{self.name}" if outer else self.name)
         return self
 
     def __exit__(self, *error: Any) -> None:

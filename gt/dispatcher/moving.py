@@ -28,6 +28,7 @@ class Mover:
         """Id that names `tensor` in layout `want`: the tensor itself, a kept copy, or a new one."""
         if tensor.layout is None:
             self.s.placer.place(tensor.storage, self.s.placer.root_layout(tensor, want))
+            tensor.storage.default = self.s.origin.meaning is None
         assert tensor.layout is not None
         if tensor.layout == want:
             return tensor.id

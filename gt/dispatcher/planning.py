@@ -67,7 +67,7 @@ class Planner:
     def _planned(
         self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int], plan: Plan | None
     ) -> None:
-        if plan is None or (origin.meaning is not None and any(t.storage.default for t in ins)):
+        if plan is None or (origin.meaning is not None and any(t.storage.default and t.storage.param for t in ins)):
             mesh = self._mesh(known, origin, ins)
             if lost_in(self.s.cluster, mesh):
                 self.abandon(known, mesh, ins, outs)
@@ -121,6 +121,9 @@ class Planner:
         for storage in writes:
             storage.version += 1
         makes = tuple([rows[i].storage for i in outs])
+        if origin.meaning is None:
+            for storage in makes:
+                storage.default = True
         self.s.journal.rows.append(Planned(self.s.emitter.seq, known, origin, reads, writes, makes))
         if self.s.troubled:
             self.s.spread(known, reads, writes, makes)
