@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -34,9 +35,11 @@ class InlineSession:
             self.templates[number] = Template.from_wire(wire)
         for row in origins:
             self.origins[row[0]] = row
-        with torch.no_grad():
-            self._run(iter(code), frames)
+        # in a thread of its own: torch's dispatch state here is that of the op that filled the buffer
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self._run, iter(code), frames).result()
 
+    @torch.no_grad()
     def _run(self, code: Any, frames: list) -> None:
         for number in code:
             if number == FREE:
@@ -159,7 +162,7 @@ def _sdpa(template: Template, ins: list, values: list) -> tuple:
         return flash(q, k, v, p, causal, attn_mask=_mask(mask, q.dtype), scale=scale)[:2]
     torch.manual_seed(hash(tuple(values[-2:])) & 0xFFFFFFFF)
     math = torch.ops.aten._scaled_dot_product_attention_math
-    out = math(q, k, v, mask, p, causal, scale=scale, enable_gqa=gqa)[0]
+    out = math(q, k, v, _mask(mask, q.dtype), p, causal, scale=scale, enable_gqa=gqa)[0]
     return out, torch.zeros(out.shape[:-1])
 
 
@@ -172,7 +175,7 @@ def _sdpa_backward(template: Template, ins: list, values: list) -> tuple:
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         math = torch.ops.aten._scaled_dot_product_attention_math
-        result = math(*leaves, mask, p, causal, scale=scale, enable_gqa=gqa)[0]
+        result = math(*leaves, _mask(mask, q.dtype), p, causal, scale=scale, enable_gqa=gqa)[0]
         return torch.autograd.grad(result, leaves, grad)
 
 

@@ -35,6 +35,8 @@ def attention(
 
 def _composite(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool) -> torch.Tensor:
     """As maths: where the mask itself needs a gradient."""
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
     return aten._scaled_dot_product_attention_math.default(
         q, k, v, mask, p, causal, None, scale=scale, enable_gqa=gqa
     )[0]

@@ -138,6 +138,8 @@ def settle(tensor: RemoteTensor, ref: Ref | Alias) -> None:
         Live.origins.mark(node, ref.pending)
         ref.pending = 0
         return
+    if tensor._is_view():  # of a parameter, made under no_grad: it says that it requires grad, and is no leaf of anything
+        return
     if not ref.home:
         Live.recorder.code.extend((PARAM, ref.id))  # type: ignore[union-attr]
         ref.home = -1
