@@ -15,7 +15,8 @@ from gt.ir.instr import KINDS, Define
 from gt.ir.layout import Layout, Mesh, Shard, boxes
 from gt.ir.template import Const, T, V
 from gt.wire.messages import CHUNK, Data, Described, Piece, Trouble
-from gt.worker.executor import BIND
+from gt.worker.engine.torch import TorchEngine
+from gt.worker.executor import BIND, Poisoned
 from gt.worker.store import Uploads
 
 
@@ -127,6 +128,15 @@ def test_an_argument_name_cannot_be_code():
     payload["kwargs"] = {"a)+print(1": None}
     bench.do("op", payload, 1, 2)
     assert "no argument name" in bench.sent[0][0].message
+
+
+def test_a_poisoned_device_ends_the_process_after_it_was_reported(monkeypatch):
+    bench = Bench()
+    monkeypatch.setattr(TorchEngine, "poisoned", lambda self, error: "mat1" in str(error))
+    bench.put(_1=torch.ones(2, 3))
+    with pytest.raises(Poisoned, match="mat1"):
+        bench.do("op", op("aten.mm.default", [T(0), T(0)], 1, [new(torch.ones(2, 2))]), 1, 2)
+    assert isinstance(bench.sent[0][0], Trouble)
 
 
 def test_free_ignores_what_is_not_there_and_an_unknown_number_is_refused():
