@@ -150,8 +150,9 @@ class TorchEngine:
             torch.set_num_threads(int(switches["threads"]))
         if switches.get("matmul_precision"):
             torch.set_float32_matmul_precision(switches["matmul_precision"])
-        if "deterministic" in switches:
-            torch.use_deterministic_algorithms(bool(switches["deterministic"]), warn_only=False)
+        wanted = bool(switches.get("deterministic", False))
+        if "deterministic" in switches and wanted != torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(wanted)  # imports Inductor: 2 s and 100 MB a worker, so only if it must
 
     def poisoned(self, error: BaseException) -> bool:
         if self.host or isinstance(error, torch.OutOfMemoryError):
