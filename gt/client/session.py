@@ -29,6 +29,7 @@ from gt.wire.socket import Dealer
 log = logging.getLogger("gt.client")
 
 BACKLOG = 8  # batches that wait for the server's credit before wait_credit blocks
+WELCOME = 45.0  # seconds a server that is there may take to answer: it waits for the workers that the config names
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -90,8 +91,8 @@ class Session:
         self._link = Dealer(address, self._on_message, self._on_lost, on_turn=self._turn, wait=wait, heartbeat=heartbeat)
         try:
             self._link.send(link.hello("client", token, config_text, config_path, switches=switches or {}))
-            if not self._greeting.done.wait(wait + 5.0):
-                raise DispatcherLost(f"the server at {address} does not answer (tried for {wait + 5.0:g} s)")
+            if not self._greeting.done.wait(wait + WELCOME):
+                raise DispatcherLost(f"the server at {address} does not answer (tried for {wait + WELCOME:g} s)")
             if self.failure:
                 raise self.failure
             welcome = link.answer(self._greeting.value)
