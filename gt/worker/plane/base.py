@@ -1,0 +1,111 @@
+"""The data plane: how workers move tensor bytes among themselves, never through the dispatcher.
+
+One interface for shm, NVSHMEM and NCCL. The dispatcher assigns channels and teams (regions of the symmetric heap, see
+gt.ir.heap); a plane knows bytes and workers, not tensors: what adding means is the engine's (`combine`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+from gt.errors import SystemFailure
+
+ALL = -1  # abort: every peer
+
+# combine(dst, src): dst = dst + src (or the team's other reduction), both of the same whole number of elements, dst
+# writable. Called in rank order, so that every member gets the same bits at any timing.
+Combine = Callable[[memoryview, memoryview], None]
+Buffer = Any  # C-contiguous bytes-like: memoryview, numpy array, bytearray
+
+
+class Channel(TypedDict):
+    """One direction of a pair. `bytes` of one slot, a multiple of 64; the region has gt.ir.heap.channel_bytes.
+
+    The offset is this pair's for as long as both workers live. Channels of one gt.ir.heap.channel_class may share one.
+    """
+
+    peer: int
+    offset: int
+    bytes: int
+    slots: int
+
+
+class TeamForm(TypedDict):
+    """Workers in rank order, this worker's rank. `bytes` of the buffer, a multiple of 64 and at least 64 a member; the
+    region has gt.ir.heap.team_bytes(bytes, members). Teams without a worker in common may share an offset.
+    """
+
+    id: int
+    workers: Sequence[int]
+    rank: int
+    offset: int
+    bytes: int
+
+
+class PeerGone(SystemFailure):
+    """Worker `index` is gone: raised by what waits on it, and by every later use, until World names a new process."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(f"worker {index} is gone: {reason}")
+        self.index, self.reason = index, reason
+
+
+class Unreachable(PeerGone):
+    """Worker `index` cannot be reached by this plane, although it may be alive."""
+
+
+class Plane(ABC):
+    """Transfers and collectives are called by one thread, in the dispatcher's order; the rest by any thread.
+
+    Byte counters count payload that moves between two workers, on both sides: a transfer its bytes; all_gather each piece
+    to every other member; reduce_scatter and all_to_all each section to its rank; all_reduce of n bytes over m members
+    n to each other member if direct, twice its share (about n / m) to each if in two phases. Two members: n either way.
+    """
+
+    @abstractmethod
+    def open(self, index: int = -1) -> dict[str, Any]:
+        """Makes the heap; {"heap_fd", "heap_bytes", "doorbell"} for Hello.info. The index need not be known yet."""
+
+    @abstractmethod
+    def world(self, rows: Sequence[Sequence[Any]]) -> None:
+        """World.workers: [index, name, pid, host, heap_fd, heap_bytes, doorbell]. A new doorbell is a new worker: what
+        waits on its predecessor raises PeerGone, channels and teams with it start afresh.
+        """
+
+    @abstractmethod
+    def send(self, channel: Channel, data: Buffer) -> None:
+        """Returns when data may be changed again; waits only while all slots are full. Zero bytes are a message too."""
+
+    @abstractmethod
+    def recv(self, channel: Channel, into: Buffer) -> None:
+        """The next message of the pair, which has exactly len(into) bytes."""
+
+    @abstractmethod
+    def all_reduce(self, team: TeamForm, data: Buffer, combine: Combine) -> None:
+        """In place, in rank order; elements of at most 64 bytes, of a size that divides 64."""
+
+    @abstractmethod
+    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
+        """outs[r] gets the r-th member's data, of any sizes known to all; outs[rank] may be data itself."""
+
+    @abstractmethod
+    def reduce_scatter(self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
+        """out gets the sum of every member's sections[rank]; may not overlap the sections. Sizes are the same on all."""
+
+    @abstractmethod
+    def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer]) -> None:
+        """recvs[r] gets the r-th member's sends[rank]; each pair agrees on its size, nobody else knows it."""
+
+    @abstractmethod
+    def abort(self, index: int, reason: str) -> None:
+        """Fails waits on this worker (ALL: on any) at once, and later uses. Never blocks."""
+
+    @abstractmethod
+    def counters(self) -> dict[str, dict[str, int]]:
+        """{"bytes_sent", "bytes_received"}, each by peer name, since open."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives everything back; peers that still use this heap keep their mapping. May be called twice."""

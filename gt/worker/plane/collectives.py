@@ -1,0 +1,128 @@
+"""Collectives in terms of a team's buffers and exchanges. Knows nothing of heaps, flags or doorbells.
+
+What adds, adds in rank order, so all members get the same bits at any timing. Cuts lie at multiples of LINE bytes, so no
+element is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gt.ir.heap import LINE, aligned
+from gt.worker.plane.base import Combine
+from gt.worker.plane.team import Team
+
+DIRECT = 32 << 10  # bytes up to which everyone adds everything: one exchange, not two
+
+
+def all_reduce(team: Team, data: memoryview, combine: Combine) -> None:
+    if team.size == 1 or not data:
+        return
+    for start, stop in parts(len(data), team.region.bytes):
+        _all_reduce(team, data[start:stop], combine)
+
+
+def _all_reduce(team: Team, data: memoryview, combine: Combine) -> None:
+    size, total = team.size, len(data)
+    team.mine[:total] = data
+    team.exchange()
+    if total <= DIRECT:
+        add(team, data, 0, combine)
+        for rank in range(size):
+            team.count(rank, total, total)
+        return
+    share = aligned(-(-total // size))
+    bounds = [(min(r * share, total), min(r * share + share, total)) for r in range(size)]
+    start, stop = bounds[team.rank]
+    add(team, data[start:stop], start, combine)
+    team.mine[start:stop] = data[start:stop]
+    team.exchange()
+    for rank, (begin, end) in enumerate(bounds):
+        if rank != team.rank:
+            data[begin:end] = team.theirs(rank)[begin:end]
+        team.count(rank, (end - begin) + (stop - start), (stop - start) + (end - begin))
+
+
+def all_gather(team: Team, data: memoryview, outs: Sequence[memoryview]) -> None:
+    for start, stop in parts(max(map(len, outs)), team.region.bytes if team.size > 1 else 0):
+        piece = data[start:stop]
+        team.mine[: len(piece)] = piece
+        team.exchange()
+        for rank, out in enumerate(outs):
+            if rank != team.rank:
+                part = out[start:stop]
+                part[:] = team.theirs(rank)[: len(part)]
+                team.count(rank, len(piece), len(part))
+    if len(data):
+        outs[team.rank][:] = data
+
+
+def reduce_scatter(team: Team, sections: Sequence[memoryview], out: memoryview, combine: Combine) -> None:
+    if team.size == 1:
+        if len(out):
+            out[:] = sections[0]
+        return
+    share = room(team)
+    for start, stop in parts(max(map(len, sections)), share):
+        put(team, sections, start, stop, share)
+        team.exchange()
+        mine = out[start:stop]
+        add(team, mine, team.rank * share, combine)
+        for rank, section in enumerate(sections):
+            team.count(rank, len(section[start:stop]), len(mine))
+
+
+def all_to_all(team: Team, sends: Sequence[memoryview], recvs: Sequence[memoryview]) -> None:
+    own = team.rank
+    if team.size > 1:
+        share, at, rounds = room(team), 0, 1
+        need = max(1, -(-max(map(len, sends)) // share))
+        while at < rounds:
+            start, stop = at * share, at * share + share
+            put(team, sends, start, stop, share, skip=own)
+            team.announce(need)
+            team.exchange()
+            rounds = max(team.announced(rank) for rank in range(team.size)) if at == 0 else rounds
+            for rank, out in enumerate(recvs):
+                if rank != own:
+                    part = out[start:stop]
+                    if len(part):
+                        part[:] = team.theirs(rank)[own * share : own * share + len(part)]
+                    team.count(rank, len(sends[rank][start:stop]), len(part))
+            at += 1
+    if len(sends[own]):
+        recvs[own][:] = sends[own]
+
+
+def add(team: Team, out: memoryview, at: int, combine: Combine) -> None:
+    """out = every member's bytes from `at`, added in rank order."""
+    count = len(out)
+    if not count:
+        return
+    out[:] = team.theirs(0)[at : at + count]
+    for rank in range(1, team.size):
+        combine(out, team.theirs(rank)[at : at + count])
+
+
+def put(team: Team, pieces: Sequence[memoryview], start: int, stop: int, share: int, skip: int = -1) -> None:
+    """This part of the piece for each rank goes to that rank's share of the buffer."""
+    mine = team.mine
+    for rank, piece in enumerate(pieces):
+        part = piece[start:stop]
+        if len(part) and rank != skip:
+            mine[rank * share : rank * share + len(part)] = part
+
+
+def room(team: Team) -> int:
+    """Bytes of a buffer for each rank."""
+    share = team.region.bytes // team.size // LINE * LINE
+    if not share:
+        raise ValueError(f"team buffer of {team.region.bytes} bytes, want at least {LINE} for each of {team.size}")
+    return share
+
+
+def parts(total: int, step: int) -> Iterator[tuple[int, int]]:
+    """[0, total) in parts of `step`; none where either is 0."""
+    if step:
+        for start in range(0, total, step):
+            yield start, min(start + step, total)

@@ -1,0 +1,124 @@
+"""One symmetric heap a worker in anonymous shared memory, and the doorbell that wakes its owner.
+
+Both are reached through /proc/<pid>/fd/<fd>: nothing has a name, so nothing is left when a process dies. A last page,
+which the dispatcher does not allocate, says whose heap it is and whether its owner sleeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+PAGE = 4096
+
+
+def full_fence() -> Callable[[], None]:
+    """A full memory barrier, for one thread: no load or store moves across a call of it.
+
+    Python has none, so a lock that is always held is released and taken again. On x86 taking it is a locked
+    instruction. On ARM releasing it is a store-release and taking it a load-acquire, and these two in this order are
+    never reordered with each other, so neither is anything before the first with anything after the second.
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    release, acquire = lock.release, lock.acquire
+
+    def fence() -> None:
+        release()
+        acquire()
+
+    return fence
+
+
+class Heap:
+    """A mapping of one heap: `bytes`, and `words`, the same as int64; a flag at offset n is words[n // 8].
+
+    An aligned int64 is read and written whole, by memoryview as by C.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.size = size
+        self._map = mmap.mmap(fd, size + PAGE)
+        self.bytes = memoryview(self._map)
+        self.words = self.bytes.cast("q")
+        self.owner = size // 8  # words: the owner's mark, whether it sleeps
+        self.asleep = self.owner + 1
+
+    def close(self) -> None:
+        self.words.release()
+        self.bytes.release()
+        with contextlib.suppress(BufferError):  # a slice is still in use: the mapping goes with it
+            self._map.close()
+
+
+class OwnHeap(Heap):
+    """This worker's heap and doorbell. `doorbell` is "<fd of the pipe's end>-<mark>", for World rows."""
+
+    def __init__(self, size: int) -> None:
+        if size <= 0 or size % PAGE:
+            raise ValueError(f"heap of {size} bytes, want a multiple of {PAGE}")
+        self.fd = os.memfd_create("gt-heap")
+        os.ftruncate(self.fd, size + PAGE)
+        super().__init__(self.fd, size)
+        # 61 bits and never 0: tells this worker's flags from those of one that had its place before
+        self.mark = int.from_bytes(os.urandom(8), "little") >> 3 | 1
+        self.words[self.owner] = self.mark
+        self._bell, self._rope = os.pipe()
+        os.set_blocking(self._rope, False)
+        self.doorbell = f"{self._rope}-{self.mark:016x}"
+
+    def listen(self) -> None:
+        """Sleeps until the bell rings; rings that came before count, and any number of them as one."""
+        os.read(self._bell, PAGE)
+
+    def ring(self) -> None:
+        """Wakes the owner, from another thread. A full pipe holds rings enough already."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._rope, b"\0")
+
+    def close(self) -> None:
+        super().close()
+        for fd in (self.fd, self._bell, self._rope):
+            os.close(fd)
+
+
+class PeerHeap(Heap):
+    """Another worker's heap and bell, or this one's seen from outside. OSError where that cannot be reached."""
+
+    def __init__(self, pid: int, fd: int, size: int, doorbell: str) -> None:
+        rope, mark = parse(doorbell)
+        with os.fdopen(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), "rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != size + PAGE:
+                raise OSError(f"/proc/{pid}/fd/{fd} is not a heap of {size} bytes")
+            super().__init__(file.fileno(), size)
+        self.mark = mark
+        if self.words[self.owner] != mark:
+            self.close()
+            raise OSError(f"/proc/{pid}/fd/{fd} is another worker's heap")
+        self._rope = open(f"/proc/{pid}/fd/{rope}", "wb", buffering=0, opener=_nonblocking)  # noqa: SIM115
+
+    def ring(self) -> None:
+        """Wakes the owner. One that has gone needs no waking, and what waits on it is told by the dispatcher."""
+        with contextlib.suppress(BrokenPipeError):
+            self._rope.write(b"\0")  # None where the pipe is full: rings enough
+
+    def close(self) -> None:
+        super().close()
+        if hasattr(self, "_rope"):
+            self._rope.close()
+
+
+def parse(doorbell: str) -> tuple[int, int]:
+    """(fd, mark) of a doorbell."""
+    fd, _, mark = doorbell.partition("-")
+    try:
+        return int(fd), int(mark, 16)
+    except ValueError:
+        raise OSError(f"{doorbell!r} is not a doorbell of this plane") from None
+
+
+def _nonblocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)

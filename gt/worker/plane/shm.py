@@ -1,0 +1,297 @@
+"""Plane `shm`: workers of one host, processes or threads, over heaps in shared memory. Needs neither torch nor a GPU.
+
+A side that waits looks at a flag a few times, then says in its heap that it sleeps, looks once more and sleeps; a side
+that sets a flag rings if the other says so. Between writing and looking both have a full fence, so one of them sees the
+other, no ring is lost and no wait needs a timeout. Payload is fenced from its flag at both ends. A flag's value is
+its setter's mark, constant while that worker lives, so what a killed worker left is never taken for its successor's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gt.ir.heap import HEAP_BYTES, ChannelRegion, TeamRegion
+from gt.worker.plane import collectives
+from gt.worker.plane.base import ALL, Buffer, Channel, Combine, PeerGone, Plane, TeamForm, Unreachable
+from gt.worker.plane.heap import OwnHeap, PeerHeap, full_fence
+from gt.worker.plane.team import Team
+
+LOOKS = 20  # before sleeping; each lets others run first
+
+Row = tuple[int, str, int, str, int, int, str]  # index, name, pid, host, heap_fd, heap_bytes, doorbell
+
+
+class Peer:
+    """One worker of the world as this one sees it; its successor under the same index is another Peer."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.index, self.name = row[0], row[1]
+        self.gone: str | None = None  # why; never taken back
+        self._heap: PeerHeap | None = None
+
+    @property
+    def heap(self) -> PeerHeap:
+        """Mapped on first use."""
+        return self._heap or self._open()
+
+    def _open(self) -> PeerHeap:
+        _, name, pid, host, fd, size, doorbell = self.row
+        here = socket.gethostname()
+        if host != here:
+            raise Unreachable(self.index, f"worker {name!r} is on host {host!r}, plane shm on {here!r} reaches only this host")
+        try:
+            self._heap = PeerHeap(pid, fd, size, doorbell)
+        except OSError as error:
+            raise Unreachable(
+                self.index,
+                f"the heap of worker {name!r} (pid {pid}) cannot be opened: {error}; it has exited, or plane shm "
+                "cannot see it (another user, container or pid namespace)",
+            ) from error
+        return self._heap
+
+    def check(self) -> None:
+        if self.gone is not None:
+            raise PeerGone(self.index, self.gone)
+
+    def close(self) -> None:
+        if self._heap:
+            self._heap.close()
+
+
+class Side:
+    """This worker's end of a channel: the region and the next slot. Both ends count for themselves."""
+
+    __slots__ = ("peer", "region", "turn")
+
+    def __init__(self, peer: Peer, region: ChannelRegion) -> None:
+        self.peer, self.region, self.turn = peer, region, 0
+
+    def advance(self) -> int:
+        slot = self.turn
+        self.turn = slot + 1 if slot + 1 < self.region.slots else 0
+        return slot
+
+
+class ShmPlane(Plane):
+    def __init__(self, heap_bytes: int = HEAP_BYTES) -> None:
+        self._heap_bytes = heap_bytes
+        self._fence = full_fence()
+        self._lock = threading.Lock()  # peers and closing; never held while waiting
+        self._peers: dict[int, Peer] = {}
+        self._version = 0  # of _peers
+        self._left: list[Peer] = []  # out of the world, their heaps still mapped
+        self._own: OwnHeap | None = None
+        self._out: dict[tuple[int, int], Side] = {}
+        self._in: dict[tuple[int, int], Side] = {}
+        self._teams: dict[tuple[int, int], Team] = {}
+        self._sent: dict[str, int] = {}
+        self._received: dict[str, int] = {}
+
+    # ---- any thread
+
+    def open(self, index: int = -1) -> dict[str, Any]:
+        self._own = OwnHeap(self._heap_bytes)
+        return {"heap_fd": self._own.fd, "heap_bytes": self._own.size, "doorbell": self._own.doorbell}
+
+    def world(self, rows: Sequence[Sequence[Any]]) -> None:
+        named = {row[0]: row for row in rows}
+        with self._lock:
+            if self._own is None:
+                return
+            for index, peer in list(self._peers.items()):
+                if index not in named or named[index][6] != peer.row[6]:
+                    peer.gone = peer.gone or "it left the world"
+                    self._left.append(self._peers.pop(index))
+            for index, row in named.items():
+                if index not in self._peers:
+                    self._peers[index] = Peer(tuple(row))  # type: ignore[arg-type]
+            self._version += 1
+            self._own.ring()
+
+    def abort(self, index: int, reason: str) -> None:
+        with self._lock:
+            for peer in self._peers.values():
+                if index in (peer.index, ALL):
+                    peer.gone = peer.gone or reason
+            if self._own:
+                self._own.ring()
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        return {"bytes_sent": self._sent.copy(), "bytes_received": self._received.copy()}
+
+    def close(self) -> None:
+        self.abort(ALL, "the plane is closed")
+        with self._lock:
+            for team in self._teams.values():
+                team.close()
+            for table in (self._out, self._in, self._teams):
+                table.clear()
+            for peer in (*self._peers.values(), *self._left):
+                peer.close()
+            self._left.clear()
+            own, self._own = self._own, None
+        if own:
+            own.close()
+
+    # ---- transfers
+
+    def send(self, channel: Channel, data: Buffer) -> None:
+        view, side = flat(data), self._side(self._out, channel, sending=True)
+        peer, region, own, theirs = side.peer, side.region, self._heap(), side.peer.heap
+        at, total, mark = 0, len(view), theirs.mark
+        while True:
+            slot = side.advance()
+            empty, full, start = region.empty(slot) // 8, region.full(slot) // 8, region.slot(slot)
+            if own.words[empty] != mark:
+                self.wait(lambda word=empty: own.words[word] == mark, (peer,))  # type: ignore[misc]
+            count = min(region.bytes, total - at)
+            theirs.bytes[start : start + count] = view[at : at + count]
+            theirs.words[full + 1] = total
+            own.words[empty] = 0
+            self._fence()
+            theirs.words[full] = own.mark
+            self.wake((peer,))
+            at += count
+            if at >= total:
+                break
+        self.count(peer, total, 0)
+
+    def recv(self, channel: Channel, into: Buffer) -> None:
+        view, side = flat(into), self._side(self._in, channel, sending=False)
+        peer, region, own, theirs = side.peer, side.region, self._heap(), side.peer.heap
+        at, total, mark = 0, len(view), theirs.mark
+        while True:
+            slot = side.advance()
+            empty, full, start = region.empty(slot) // 8, region.full(slot) // 8, region.slot(slot)
+            if own.words[full] != mark:
+                self.wait(lambda word=full: own.words[word] == mark, (peer,))  # type: ignore[misc]
+            self._fence()
+            if own.words[full + 1] != total:
+                raise AssertionError(f"message of {own.words[full + 1]} bytes from {peer.name}, want {total}")
+            count = min(region.bytes, total - at)
+            view[at : at + count] = own.bytes[start : start + count]
+            own.words[full] = 0
+            self._fence()
+            theirs.words[empty] = own.mark
+            self.wake((peer,))
+            at += count
+            if at >= total:
+                break
+        self.count(peer, 0, total)
+
+    # ---- collectives
+
+    def all_reduce(self, team: TeamForm, data: Buffer, combine: Combine) -> None:
+        collectives.all_reduce(self._team(team), flat(data), combine)
+
+    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
+        collectives.all_gather(self._team(team), flat(data), [flat(out) for out in outs])
+
+    def reduce_scatter(self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
+        collectives.reduce_scatter(self._team(team), [flat(section) for section in sections], flat(out), combine)
+
+    def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer]) -> None:
+        collectives.all_to_all(self._team(team), [flat(data) for data in sends], [flat(out) for out in recvs])
+
+    # ---- for channels and teams
+
+    def wait(self, ready: Callable[[], bool], peers: Sequence[Peer]) -> None:
+        """Until ready; PeerGone as soon as one of the peers is gone. What ready has seen may be read afterwards."""
+        own = self._heap()
+        for _ in range(LOOKS):
+            if ready():
+                return self._fence()
+            os.sched_yield()
+        try:
+            while True:
+                own.words[own.asleep] = 1
+                self._fence()
+                if ready():
+                    return self._fence()
+                for peer in peers:
+                    peer.check()
+                own.listen()
+        finally:
+            own.words[own.asleep] = 0
+
+    def wake(self, peers: Sequence[Peer]) -> None:
+        """After flags were set: rings those that sleep."""
+        self._fence()
+        for peer in peers:
+            heap = peer.heap
+            if heap.words[heap.asleep]:
+                heap.ring()
+
+    def count(self, peer: Peer, sent: int, received: int) -> None:
+        """Payload bytes that went to and came from a peer."""
+        if sent:
+            self._sent[peer.name] = self._sent.get(peer.name, 0) + sent
+        if received:
+            self._received[peer.name] = self._received.get(peer.name, 0) + received
+
+    def _heap(self) -> OwnHeap:
+        if self._own is None:
+            raise PeerGone(ALL, "the plane is not open")
+        return self._own
+
+    def _forget(self) -> None:
+        """Unmaps the heaps of workers that left; by the thread that transfers, which alone knows that it uses none."""
+        with self._lock:
+            left, self._left = self._left, []
+        for table in (self._out, self._in):
+            for key in [key for key, side in table.items() if side.peer in left]:
+                del table[key]
+        for name in [name for name, team in self._teams.items() if any(peer in left for peer in team.peers)]:
+            self._teams.pop(name).close()
+        for peer in left:
+            peer.close()
+
+    def _peer(self, index: int) -> Peer:
+        if self._left:
+            self._forget()
+        peer = self._peers.get(index)
+        if peer is None:
+            raise PeerGone(index, "it is not in the world")
+        peer.check()
+        return peer
+
+    def _side(self, table: dict[tuple[int, int], Side], channel: Channel, sending: bool) -> Side:
+        peer = self._peer(channel["peer"])
+        key = peer.index, channel["offset"]
+        side = table.get(key)
+        if side is None or side.peer is not peer:
+            region = ChannelRegion(channel["offset"], channel["bytes"], channel["slots"])
+            side = table[key] = Side(peer, region)
+            if sending:  # its own flags, which no peer sets before it has had a message: every slot is free
+                for slot in range(region.slots):
+                    self._heap().words[region.empty(slot) // 8] = peer.heap.mark
+        return side
+
+    def _team(self, form: TeamForm) -> Team:
+        key = form["id"], form["offset"]
+        team = self._teams.get(key)
+        if team is not None and team.version == self._version:
+            for peer in team.peers:
+                peer.check()
+            return team
+        version = self._version
+        rank, workers = form["rank"], form["workers"]
+        peers = [self._peer(index) for at, index in enumerate(workers) if at != rank]
+        if team is None or team.peers != peers:
+            region = TeamRegion(form["offset"], form["bytes"], len(workers))
+            team = self._teams[key] = Team(self, region, rank, peers, self._heap(), self._fence)
+        team.version = version
+        return team
+
+
+def flat(data: Buffer) -> memoryview:
+    """The bytes of a C-contiguous buffer, not copied."""
+    view = data if isinstance(data, memoryview) else memoryview(data)
+    if not view.nbytes:
+        return memoryview(bytearray())
+    return view if view.ndim == 1 and view.format == "B" else view.cast("B")
