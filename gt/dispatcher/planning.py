@@ -166,12 +166,9 @@ class Planner:
         return max(weight, key=lambda m: weight[m])
 
     def _destination(self, origin: Origin, ins: list[Tensor]) -> Mesh:
-        for name in reversed(origin.group.split("/")):
-            target = self.s.groups.destination(name)
-            if target is not None:
-                return target.mesh
-        if origin.meaning is not None:
-            return origin.meaning.mesh
+        group = origin.target or origin.meaning
+        if group is not None:
+            return group.mesh
         return ins[0].layout.mesh if ins[0].layout else self.s.default_mesh()
 
     # ---- which layouts
@@ -343,5 +340,5 @@ class Planner:
 
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:
-    """What a plan depends on besides the op: the group, and how each input lies (layouts are interned)."""
-    return (origin.meaning, *[id(t.layout) if t.layout is not None else t.storage.param for t in ins])
+    """What a plan depends on besides the op: the groups, and how each input lies (layouts are interned)."""
+    return (origin.meaning, origin.target, *[id(t.layout) if t.layout is not None else t.storage.param for t in ins])

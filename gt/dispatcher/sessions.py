@@ -39,13 +39,14 @@ log = logging.getLogger("gt.dispatcher")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Where the user issued an op. group: nested contexts, `outer/inner`."""
+    """Where the user issued an op. group: nested contexts, `outer/inner`; target: where a transfer among them leads."""
 
     file: str
     line: int
     group: str
     backward: bool
     meaning: Meaning | None = None
+    target: Meaning | None = None
 
 
 @dataclass(slots=True)
@@ -122,7 +123,9 @@ class Session:
             if name not in self._known_names and self.groups:
                 self._known_names.add(name)
                 log.warning("%s:%s: the config has no group %r: ops run as outside it", file, line, name)
-        self.origins[number] = Origin(file, line, group, backward, meaning)
+        leads = (self.groups.destination(name, backward) for name in reversed(group.split("/")))
+        target = next((found for found in leads if found is not None), None)
+        self.origins[number] = Origin(file, line, group, backward, meaning, target)
 
     def _stream(self, code: list) -> None:
         templates, origins, rows = self.templates, self.origins, self.table.rows

@@ -98,10 +98,13 @@ class Groups:
             return meaning, missing
         return None, missing
 
-    def destination(self, name: str) -> Meaning | None:
-        """Meaning of B for a transfer named A_to_B, where A and B are groups (`pp_` may be left out)."""
-        source, arrow, target = name.partition("_to_")
-        return self._lookup(target) if arrow and self._lookup(source) else None
+    def destination(self, name: str, backward: bool = False) -> Meaning | None:
+        """Meaning of B for a transfer named A_to_B, of A for its gradient; `pp_` may be left out of group names."""
+        first, arrow, second = name.partition("_to_")
+        source, target = self._lookup(first), self._lookup(second)
+        if not arrow or source is None or target is None:
+            return None
+        return source if backward else target
 
     def _lookup(self, name: str) -> Meaning | None:
         return self._meanings.get(name) or self._meanings.get(f"pp_{name}")
