@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf, sqrt
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from gt.worker.engine.torch.random import Words, hits
 
 aten = torch.ops.aten
-MATH, FLASH, EFFICIENT = 0, 1, 2  # torch.nn.attention.SDPBackend
+MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # torch.nn.attention.SDPBackend
 Tensor: TypeAlias = torch.Tensor
 
 
@@ -44,6 +45,8 @@ class Call:
         odd = self.q.shape[-1] % 8 or self.v.shape[-1] != self.q.shape[-1]
         if self.q.is_cuda and (self.gqa or odd or (self.mask is not None and pick == FLASH)):
             return MATH
+        if pick == CUDNN:  # torch's first choice on newer GPUs; its state is another
+            return FLASH if self.mask is None else EFFICIENT
         return pick if pick in (FLASH, EFFICIENT) else MATH
 
     def bias(self) -> Tensor | None:
@@ -62,9 +65,27 @@ class Call:
 
 
 def _maths(call: Call, kept: Tensor | None) -> Tensor:
+    if kept is not None:
+        return _dropped(call, kept)
     return aten._scaled_dot_product_attention_math(
-        *call.inputs, call.bias(), call.dropout, call.causal, kept, scale=call.scale, enable_gqa=call.gqa
+        *call.inputs, call.bias(), 0.0, call.causal, None, scale=call.scale, enable_gqa=call.gqa
     )[0]
+
+
+def _dropped(call: Call, kept: Tensor) -> Tensor:
+    """The composite with dropout after the softmax, as torch's, which takes a mask too but warns that it is for tests."""
+    q, k, v = call.inputs
+    if call.gqa:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    scores = (q * (1 / sqrt(q.shape[-1]) if call.scale is None else call.scale)) @ k.transpose(-2, -1)
+    bias = call.bias()
+    if call.causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(), -inf)
+    elif bias is not None:
+        scores = scores + bias
+    return aten._safe_softmax(scores, -1).masked_fill(~kept, 0.0) @ (
+        v * (1.0 / (1.0 - call.dropout) if call.dropout < 1 else 0.0)
+    )
 
 
 def _fused(call: Call, kernel: int) -> tuple[Tensor, Tensor]:
