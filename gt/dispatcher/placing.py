@@ -88,7 +88,7 @@ class Placer:
     # ---- carrying them out
 
     def root_layout(self, tensor: Tensor, want: Layout) -> Layout:
-        """Layout of a storage's root that gives one of its views the layout `want`, as far as a transpose can show it; terms are made later."""
+        """Layout of a storage's root that gives a view of it the layout `want`, as far as strides show it; terms come later."""
         root = next(t for t in tensor.storage.tensors.values() if t.base is None)
         through = [p if tensor is root else self._through(root, tensor, p) for p in want.placements if isinstance(p, Shard)]
         split = iter(through)

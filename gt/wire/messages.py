@@ -236,7 +236,7 @@ class Abort(Message):
 
 @dataclass(frozen=True, slots=True)
 class Query(Message):
-    """Dispatcher -> worker, answered by Report from its I/O thread: {"done": seq of the last Run carried out, "stats": {...}}."""
+    """Dispatcher -> worker, answered by Report from its I/O thread: {"done": last Run carried out, "stats": {...}}."""
 
     request: int
 
@@ -260,7 +260,7 @@ class Done(Message):
 
 @dataclass(frozen=True, slots=True)
 class Trouble(Message):
-    """Worker -> dispatcher: the instruction of op `seq` failed; kind: "op" | "unsupported" | "peer"; its outputs are placeholders."""
+    """Worker -> dispatcher: op `seq` failed; kind: "op" | "unsupported" | "peer". Its outputs are placeholders."""
 
     seq: int
     kind: str
