@@ -9,6 +9,11 @@ from gt import env
 PARTS = {"client": "GT_DEBUG_CLIENT", "dispatcher": "GT_DEBUG_DISPATCHER", "worker": "GT_DEBUG_WORKER"}
 
 
+def asked(part: str) -> bool:
+    """Whether somebody wants to read what this part of GT does."""
+    return env.flag("GT_VERBOSE") or env.flag(PARTS[part])
+
+
 def setup(part: str, name: str = "") -> None:
     """Set up the logger "gt" of this process: part is client, dispatcher or worker; name is shown before each line."""
     logger = logging.getLogger("gt")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from gt import errors
+from gt import log as logs
 from gt.client import host
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.spec import DTYPES, Spec
@@ -60,6 +61,8 @@ class Session:
         wait: float = 10.0,
         heartbeat: float = 10.0,
     ) -> None:
+        if logs.asked("client"):
+            logs.setup("client")
         self.address = address
         self.failure: GTError | None = None
         # Called by the I/O thread about every 10 ms, to submit what is stale. It must not wait for anything.
@@ -226,6 +229,8 @@ class Session:
         handler(message, frames)
 
     def _on_lost(self, reason: str) -> None:
+        if self._greeting.done.is_set():
+            reason += ", and with it all remote tensors: connect to a running server, or call gt.shutdown() and start again"
         self._end(DispatcherLost(reason))
 
     def _end(self, failure: GTError) -> None:

@@ -24,7 +24,7 @@ from gt.launch import machine
 from gt.launch.process import fork
 
 POLL = 0.2  # seconds between looks at parent and children
-ASK, GRACE = 1.0, 2.0  # seconds that children get to end when the dispatcher says so, and after SIGTERM
+ASK, GRACE = 0.5, 1.0  # seconds that children get to end when the dispatcher says so, and after SIGTERM
 WORDS = 12  # lines of stderr kept from each worker, for when it dies at start
 
 

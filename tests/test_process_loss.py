@@ -1,0 +1,82 @@
+"""The whole path, with real workers, when one of its processes is killed or the user presses Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def own():
+    """Two CPU workers of this test's own, to be harmed: name in ps -> pid."""
+    import gt
+    from gt import api
+
+    gt.cpu_workers(2, config="")
+    nursery = api._Started.local._process.pid
+    pids = Path(f"/proc/{nursery}/task/{nursery}/children").read_text().split()
+    yield {Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode(): int(pid) for pid in pids}
+    gt.shutdown()
+
+
+def test_a_killed_worker_is_worker_lost_with_its_name(own):
+    import gt
+
+    x = gt.ones(4, 4)
+    assert x.sum().item() == 16
+    names = gt.stats()["workers"]
+    for title in ("gt.worker 0", "gt.worker 1"):
+        os.kill(own[title], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(gt.WorkerLost, match=rf"worker {names[0]['name']} is lost"):
+        x.sum().item()
+    with pytest.raises(gt.WorkerLost):
+        x.sum().item()
+    assert time.monotonic() - start < 2
+
+
+def test_a_killed_dispatcher_is_dispatcher_lost(own):
+    import gt
+
+    x = gt.ones(4, 4)
+    assert x.sum().item() == 16
+    os.kill(own["gt.server"], signal.SIGKILL)
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(gt.DispatcherLost, match="was lost"):
+            x.sum().item()
+    assert time.monotonic() - start < 2
+
+
+def test_a_new_start_after_a_loss(own):
+    import gt
+
+    os.kill(own["gt.server"], signal.SIGKILL)
+    gt.shutdown()
+    gt.cpu_workers(1, config="")
+    assert gt.ones(3).sum().item() == 3
+
+
+def test_ctrl_c_while_a_worker_is_stuck(own):
+    import gt
+
+    x = gt.ones(4, 4)
+    assert x.sum().item() == 16
+    for title in ("gt.worker 0", "gt.worker 1"):
+        os.kill(own[title], signal.SIGSTOP)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    start = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            x.sum().item()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert time.monotonic() - start < 1
+    for title in ("gt.worker 0", "gt.worker 1"):
+        os.kill(own[title], signal.SIGCONT)
+    assert x.sum().item() == 16
