@@ -41,10 +41,13 @@ def main() -> int:
         command = [sys.executable, str(HERE / "train.py"), "--connect", f"localhost:{port}", *args.rest]
         return subprocess.run(command, check=False).returncode
     finally:
-        for process in reversed(processes):
-            process.terminate()
+        processes[0].terminate()  # the server, which tells its workers to leave
         for process in processes:
-            process.wait()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 if __name__ == "__main__":
