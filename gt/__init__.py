@@ -6,6 +6,7 @@ Importing it makes the device known to torch; it starts no process, thread or so
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from typing import Any
 
@@ -29,7 +30,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
         "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused", "UnsupportedOp", "WorkerLost",
     )},
 }  # fmt: skip
-__all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604
+__all__ = [*_PUBLIC, "__version__"]
 _PROCESSES = ("gt.server", "gt.worker", "gt.launch")  # run with -m: ours, which need no device and load torch themselves
 
 
@@ -52,7 +53,7 @@ def _start() -> None:
 
 def _in_users_program() -> bool:
     given = sys.orig_argv
-    return not any(a == "-m" and b.startswith(_PROCESSES) for a, b in zip(given, given[1:], strict=False))
+    return not any(a == "-m" and b.startswith(_PROCESSES) for a, b in itertools.pairwise(given))
 
 
 if _in_users_program():

@@ -152,7 +152,11 @@ def _flash(q: Any, mask: Any, p: float, causal: bool, gqa: bool) -> bool:
 
 
 def _mask(mask: Any, dtype: torch.dtype) -> Any:
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf")) if mask is not None and mask.dtype is torch.bool else mask
+    return (
+        torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+        if mask is not None and mask.dtype is torch.bool
+        else mask
+    )
 
 
 def _sdpa(template: Template, ins: list, values: list) -> tuple:

@@ -37,19 +37,17 @@ def _composite(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale:
     """As maths: where the mask itself needs a gradient."""
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-    return aten._scaled_dot_product_attention_math.default(
-        q, k, v, mask, p, causal, None, scale=scale, enable_gqa=gqa
-    )[0]
+    return aten._scaled_dot_product_attention_math.default(q, k, v, mask, p, causal, None, scale=scale, enable_gqa=gqa)[0]
 
 
 def _outs(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool) -> tuple[Meta, ...]:
     """out [..., heads, L, Ev], for four dims in memory as [batch, L, heads, Ev] as flash kernels leave it, and logsumexp."""
-    stand = [x._ref.meta.stand_in() if isinstance(x, RemoteTensor) else None for x in (q, k, v, mask)]
+    stand: list[Any] = [x._ref.meta.stand_in() if isinstance(x, RemoteTensor) else None for x in (q, k, v, mask)]
     with torch.no_grad():
-        shape = tuple(_composite(*stand, p, causal, scale, gqa).shape)
+        shape = tuple(_composite(stand[0], stand[1], stand[2], stand[3], p, causal, scale, gqa).shape)
     out = metas.contiguous(shape, q.dtype)
     if len(shape) == 4:
-        b, h, t, e = shape
+        _, h, t, e = shape
         out = metas.intern(shape, (h * t * e, e, h * e, 1), 0, q.dtype) if min(shape) else out
     return out, metas.contiguous(shape[:-1], torch.float32)
 
@@ -59,9 +57,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, gqa: bool) -> Any:  # type: ignore[override]
         seeds = draw() if p > 0 else (0, 0)
         rest = (p, causal, scale, gqa)
-        out, logsumexp = record(
-            "gt.sdpa.default", (q, k, v, mask, *rest), lambda: _outs(q, k, v, mask, *rest), seeds
-        )
+        out, logsumexp = record("gt.sdpa.default", (q, k, v, mask, *rest), lambda: _outs(q, k, v, mask, *rest), seeds)
         ctx.save_for_backward(q, k, v, mask, out, logsumexp)
         ctx.rest, ctx.seeds = rest, seeds
         return out
@@ -77,5 +73,3 @@ class _Attention(torch.autograd.Function):
             ctx.seeds,
         )
         return (*grads, None, None, None, None, None)
-
-

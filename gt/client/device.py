@@ -88,7 +88,11 @@ def _lists() -> None:
     """torch asks lists whether a device or tensor type has foreach, fused and capturable optimizers."""
     for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
         importlib.import_module(name)._foreach_supported_types.append(RemoteTensor)
-    getters = ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices", "_get_capturable_supported_devices")
+    getters = (
+        "_get_foreach_kernels_supported_devices",
+        "_get_fused_kernels_supported_devices",
+        "_get_capturable_supported_devices",
+    )
     import torch.nn.utils.clip_grad
     import torch.optim.swa_utils
 
@@ -102,7 +106,20 @@ def _lists() -> None:
                 setattr(holder, getter, wrapped.setdefault(id(given), _extended(given)))
 
 
-_OPTIMIZERS = "optimizer adadelta adagrad adam adamax adamw asgd nadam radam rmsprop rprop sgd".split()
+_OPTIMIZERS = [
+    "optimizer",
+    "adadelta",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "asgd",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "sgd",
+]
 
 
 def _extended(given: Callable[..., list[str]]) -> Callable[..., list[str]]:

@@ -11,10 +11,27 @@ from typing import Any
 import torch
 
 from gt.client import meta as metas
-from gt.client.infer import ASK, CONST, FIRST, LIST, ONE, RESIZE, TENSOR, TENSORS, TYPED, VALUE, VALUES, Entry, OpInfo, _infos, info_of, miss
+from gt.client.infer import (
+    ASK,
+    CONST,
+    FIRST,
+    LIST,
+    ONE,
+    RESIZE,
+    TENSOR,
+    TENSORS,
+    TYPED,
+    VALUE,
+    VALUES,
+    Entry,
+    OpInfo,
+    _infos,
+    info_of,
+    miss,
+)
 from gt.client.recorder import BATCH
 from gt.client.runtime import Live, current
-from gt.client.tensor import LAZY, Alias, Ref, RemoteTensor, _AUTOCAST, make, rebind
+from gt.client.tensor import _AUTOCAST, LAZY, Alias, Ref, RemoteTensor, make, rebind
 from gt.ir.instr import PARAM
 
 _wrap = torch.Tensor._make_wrapper_subclass
@@ -47,7 +64,7 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
     values: list = []
     put = key.append
     try:
-        for kind, a in zip(info.kinds, args):  # noqa: B905 - defaults may be left out
+        for kind, a in zip(info.kinds, args):
             if type(a) is RemoteTensor:
                 ref = a._ref
                 put(ref.meta)
@@ -90,7 +107,7 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
             RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, _strided, LAZY, False, False, None,
             False, False, _AUTOCAST,
         )  # fmt: skip
-        made._ref = Ref(number, meta, origin, recorder.freed)
+        made._ref = Ref(number, meta, origin, recorder.lives)
         if len(code) > BATCH:
             recorder.flush()
         return made
@@ -160,7 +177,7 @@ def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, 
         found = [metas.of_spec(spec) for spec in recorder.session.describe(numbers)]
     else:
         found = entry.metas
-    made = [make(m, Ref(n, m, origin, recorder.freed)) for n, m in zip(numbers, found, strict=True)]
+    made = [make(m, Ref(n, m, origin, recorder.lives)) for n, m in zip(numbers, found, strict=True)]
     if len(recorder.code) > BATCH:
         recorder.flush()
     operands = _tensors((args, kwargs)) if entry.written else ()

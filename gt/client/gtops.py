@@ -17,6 +17,7 @@ from gt.client.recorder import BATCH
 from gt.client.runtime import Live
 from gt.client.tensor import Ref, RemoteTensor, make
 from gt.ir.ops import RANDOM
+from gt.ir.spec import Spec
 from gt.ir.template import Out, T, Template, V
 
 _entries: dict[tuple, tuple[int, tuple[Meta, ...]]] = {}
@@ -26,7 +27,9 @@ runtime.on_clear.append(_entries.clear)
 def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: tuple[int, int] | None = None) -> tuple:
     """Record a GT op: tensors and floats are holes, the rest constants; `outs` states its outputs on a miss."""
     recorder = runtime.current()
-    key, ids, values = [name], [], []
+    key: list = [name]
+    ids: list[int] = []
+    values: list[float] = []
     for a in args:
         if isinstance(a, RemoteTensor):
             key.append(a._ref.meta)
@@ -52,12 +55,12 @@ def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: 
     recorder.ops += 1
     if len(recorder.code) > BATCH:
         recorder.flush()
-    return tuple(make(m, Ref(n, m, origin, recorder.freed)) for m, n in zip(made, new, strict=True))
+    return tuple(make(m, Ref(n, m, origin, recorder.lives)) for m, n in zip(made, new, strict=True))
 
 
 def _template(name: str, args: tuple, outs: tuple[Meta, ...]) -> Template:
     form: list[Any] = []
-    ins = []
+    ins: list[Spec] = []
     values = 0
     for a in args:
         if isinstance(a, RemoteTensor):

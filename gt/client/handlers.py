@@ -157,5 +157,3 @@ def handler_of(info: OpInfo) -> Callable | None:
     if torch.Tag.nondeterministic_seeded in info.func.tags:
         return refuse
     return hostops.placed if "device" in info.named else None
-
-

@@ -38,10 +38,10 @@ def upload(host: torch.Tensor) -> RemoteTensor:
     if data.numel() <= INLINE:
         recorder.emit_with_frame(row, data.numpy().tobytes(), 2)
     else:
-        recorder.session.keep(number, data.numpy().copy())
+        recorder.session.keep(number, data.numpy().copy().view(f"V{host.element_size()}").reshape(tuple(host.shape)))
         recorder.code.extend(row)
     recorder.ops += 1
-    return make(meta, Ref(number, meta, origin, recorder.freed))
+    return make(meta, Ref(number, meta, origin, recorder.lives))
 
 
 def fetch(tensor: RemoteTensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def to_copy(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
     """_to_copy: to another dtype remotely, or to another device through a fetch."""
     source, device = args[0], kwargs.get("device")
     kwargs = {k: v for k, v in kwargs.items() if k not in ("pin_memory", "non_blocking")}
-    if is_remote(device):
+    if device is None or is_remote(device):
         return call(info, args, {k: v for k, v in kwargs.items() if k != "device"})
     if device.type == "meta":
         return info.func(source._ref.meta.stand_in(), **kwargs)
@@ -141,9 +141,7 @@ def upload_operands(info: OpInfo, args: tuple, kwargs: dict) -> tuple[tuple, dic
             return a.item()
         return upload(a)
 
-    made = [
-        convert(kind, a, name == "indices") for kind, name, a in zip(info.kinds, info.names, args, strict=False)
-    ]
+    made = [convert(kind, a, name == "indices") for kind, name, a in zip(info.kinds, info.names, args, strict=False)]
     named = {k: convert(info.named[k], a, k == "indices") for k, a in kwargs.items()}
     if any(isinstance(a, torch.Tensor) and not isinstance(a, RemoteTensor) for a in [*made, *named.values()]):
         raise mixed(info, made[0])

@@ -32,6 +32,25 @@ _SHAPED_BY_VALUE = ("aten.arange", "aten.range")
 _NO_META = ("aten._fused_", "aten._amp_", "aten._foreach_copy_")
 
 
+# Ops whose meta kernels do not check what the real ones do: names of arguments that must have one dtype
+_ONE_DTYPE: dict[str, tuple[str, ...]] = {
+    "aten.mm.default": ("self", "mat2"),
+    "aten.bmm.default": ("self", "mat2"),
+    "aten.mv.default": ("self", "vec"),
+    "aten.dot.default": ("self", "tensor"),
+    "aten.addmm.default": ("self", "mat1", "mat2"),
+    "aten.addmv.default": ("self", "mat", "vec"),
+    "aten.baddbmm.default": ("self", "batch1", "batch2"),
+    "aten.convolution.default": ("input", "weight", "bias"),
+}
+_INDICES: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
+    "aten.embedding.default": ("indices", (torch.int64, torch.int32)),
+    "aten.nll_loss_forward.default": ("target", (torch.int64, torch.uint8)),
+    "aten.nll_loss2d_forward.default": ("target", (torch.int64,)),
+    "aten.gather.default": ("index", (torch.int64, torch.int32)),
+}
+
+
 class OpInfo:
     """One ATen overload: kinds of its arguments, and its entries."""
 
@@ -140,6 +159,7 @@ def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     pairs = [encoder.encode(kind, a) for kind, a in zip(info.kinds, args, strict=False)]
     named = {k: encoder.encode(info.named[k], a) for k, a in kwargs.items()}
     stand_ins, stand_named = [p[1] for p in pairs], {k: p[1] for k, p in named.items()}
+    _check_dtypes(info, args, kwargs)
     entry = Entry()
     found, known = _run_meta(info, stand_ins, stand_named)
     if known and info.resizes and (changed := _changed_outs(info, args, kwargs, stand_ins, stand_named)):
@@ -163,6 +183,20 @@ def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     return entry
 
 
+def _check_dtypes(info: OpInfo, args: tuple, kwargs: dict) -> None:
+    """Raises what torch's kernels would for dtypes that its meta kernels let pass."""
+    given = {**dict(zip(info.names, args, strict=False)), **kwargs}
+    found = [(n, given[n].dtype) for n in _ONE_DTYPE.get(info.name, ()) if isinstance(given.get(n), torch.Tensor)]
+    for name, dtype in found[1:]:
+        if dtype != found[0][1]:
+            first, other = dtype_name(found[0][1]), dtype_name(dtype)
+            raise RuntimeError(f"expected {found[0][0]} and {name} to have the same dtype, but got: {first} != {other}")
+    name, kinds = _INDICES.get(info.name, ("", ()))
+    if name and given[name].dtype not in kinds:
+        want = " or ".join(dtype_name(k) for k in kinds)
+        raise RuntimeError(f"{info.name}: expected {name} to be {want}, got {dtype_name(given[name].dtype)}")
+
+
 def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
     """What the op gives on stand-ins, and whether that can be known without its values."""
     if info.name.startswith(_NO_META):
@@ -182,9 +216,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
 
 def _has_mask(info: OpInfo, args: list) -> bool:
     """Indexing by a mask gives as many elements as the mask has ones."""
-    return info.name == "aten.index.Tensor" and any(
-        i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-    )
+    return info.name == "aten.index.Tensor" and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
 def _flat(found: Any) -> list:

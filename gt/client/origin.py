@@ -24,6 +24,15 @@ _node = torch._C._current_autograd_node
 MARK = "gt.origin"  # key in a node's metadata
 
 
+def _marked(node: Any) -> int:
+    """Origin in a node, or for AccumulateGrad the home of its parameter; 0 for none."""
+    number = node.metadata.get(MARK, 0)
+    if number:
+        return number
+    ref = getattr(getattr(node, "variable", None), "_ref", None)
+    return max(ref.home, 0) if ref is not None else 0
+
+
 class Origins:
     """Interned origins of one session."""
 
@@ -54,12 +63,13 @@ class Origins:
                 return self._intern("<unknown>", 0, stack.names[-1], False)
             code = frame.f_code
         group = stack.names[-1]
-        number = self._numbers.get((id(code), frame.f_lasti, group))
-        if number is None:
-            number = self._intern(code.co_filename, frame.f_lineno, group, False)
-            if len(self._numbers) > _LIMIT:
-                self._numbers.clear()
-            self._numbers[(id(code), frame.f_lasti, group)] = number
+        known = self._numbers.get((id(code), frame.f_lasti, group))
+        if known is not None:
+            return known
+        number = self._intern(code.co_filename, frame.f_lineno, group, False)
+        if len(self._numbers) > _LIMIT:
+            self._numbers.clear()
+        self._numbers[(id(code), frame.f_lasti, group)] = number
         return number
 
     def mark(self, node: Any, number: int) -> None:
@@ -68,13 +78,12 @@ class Origins:
 
     def _of_node(self, node: Any) -> int:
         """Origin of a backward op, 0 if its node is not marked."""
-        number = node.metadata.get(MARK, 0)
-        if not number:
-            variable = getattr(node, "variable", None)  # AccumulateGrad
-            ref = getattr(variable, "_ref", None)
-            number = ref.home if ref is not None else 0
-        if number <= 0:
-            return 0
+        number = _marked(node)
+        if not number:  # nothing used its output: a root of this backward pass, which belongs with what came before it
+            number = next((n for n in map(_marked, (f for f, _ in node.next_functions if f is not None)) if n), 0)
+            if not number:
+                return 0
+            node.metadata[MARK] = number
         back = self._backward.get(number)
         if back is None:
             where = self._group_of.get(number)

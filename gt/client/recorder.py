@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gt.client.tensor import Lives
 from gt.ir.instr import FIRST, FREE
 from gt.ir.template import Template
 
@@ -28,7 +29,7 @@ class Recorder:
     def __init__(self, session: Any, on_clear: Callable[[], None]) -> None:
         self.session, self.on_clear = session, on_clear
         self.code: list = []
-        self.freed: list[int] = []  # finalisers append here, and do nothing else
+        self.lives = Lives()
         self.ops = 0
         self.fetches = 0
         self._templates: list[list] = []
@@ -75,7 +76,7 @@ class Recorder:
 
     def idle(self) -> None:
         """From the session's I/O thread: hand over what has been lying here; never waits."""
-        if not (self.code or self.freed) or not self._lock.acquire(blocking=False):
+        if not (self.code or self.lives.ended) or not self._lock.acquire(blocking=False):
             return
         try:
             ready = getattr(self.session, "has_credit", None)
@@ -85,15 +86,14 @@ class Recorder:
             self._lock.release()
 
     def _hand_over(self) -> None:
-        freed = self.freed[:]  # before the code: whatever used these is already in it
+        freed = self.lives.take()  # before the code: whatever used these is already in it
         code = self.code[:]
+        del self.code[: len(code)]
         templates, origins, frames = self._templates[:], self._origins[:], self._frames[:]
         if freed:
             code += [FREE, len(freed), *freed]
         if not code:
             return
-        batch = len(code) - (len(freed) + 2 if freed else 0)
-        del self.code[:batch], self.freed[: len(freed)]
         del self._templates[: len(templates)], self._origins[: len(origins)], self._frames[: len(frames)]
         self.session.submit(templates, origins, code, frames)
 

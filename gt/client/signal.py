@@ -23,7 +23,7 @@ class _Stack(threading.local):
 stack = _Stack()
 
 
-class context(ContextDecorator):  # noqa: N801 - reads as torch.no_grad does
+class context(ContextDecorator):
     """`with gt.signal.context("pp_stage0"):`, or `@gt.signal.context("pp_stage0")` on a function."""
 
     def __init__(self, name: str) -> None:

@@ -7,6 +7,7 @@ Everything that torch does in Python on a tensor's bytes is defined here, by fet
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import torch
@@ -32,13 +33,37 @@ class Ref:
     parameter's first use, for the op that accumulates its gradient.
     """
 
-    __slots__ = ("free", "home", "id", "meta", "pending")
+    __slots__ = ("__weakref__", "home", "id", "meta", "pending")
 
-    def __init__(self, number: int, meta: Meta, pending: int, free: list[int]) -> None:
-        self.id, self.meta, self.pending, self.home, self.free = number, meta, pending, 0, free
+    def __init__(self, number: int, meta: Meta, pending: int, lives: Lives) -> None:
+        self.id, self.meta, self.pending, self.home = number, meta, pending, 0
+        life = Life(self, lives.end)
+        life.id = number
+        lives.all[number] = life
 
-    def __del__(self) -> None:
-        self.free.append(self.id)  # never sends, locks or blocks: this may run anywhere
+
+class Life(weakref.ref):
+    """Its callback is a list's append, so that the end of a Ref runs no bytecode: a __del__ would swallow a Ctrl-C."""
+
+    __slots__ = ("id",)
+    id: int
+
+
+class Lives:
+    """The names of one session that are in use, and those that have ended."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, Life] = {}
+        self.ended: list[Life] = []
+        self.end = self.ended.append
+
+    def take(self) -> list[int]:
+        """Ids that have ended since the last call."""
+        found = [life.id for life in self.ended[:]]
+        del self.ended[: len(found)]
+        for number in found:
+            del self.all[number]
+        return found
 
 
 class Alias:
@@ -47,8 +72,8 @@ class Alias:
     __slots__ = ("home", "id", "meta", "pending", "target")
 
     def __init__(self, target: Ref | Alias) -> None:
-        self.id, self.meta, self.pending, self.home = target.id, target.meta, -1, 0
-        self.target = target.target if type(target) is Alias else target
+        self.target: Ref = target.target if isinstance(target, Alias) else target
+        self.id, self.meta, self.pending, self.home = self.target.id, self.target.meta, -1, 0
 
 
 class RemoteTensor(torch.Tensor):
@@ -68,7 +93,9 @@ class RemoteTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, RemoteTensor):
-            raise RuntimeError(f"cannot set data of a remote tensor to one on {value.device}; use .to({str(Shown.device.type)!r})")
+            raise RuntimeError(
+                f"cannot set data of a remote tensor to one on {value.device}; use .to({str(Shown.device.type)!r})"
+            )
         rebind(self, value)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -79,7 +106,9 @@ class RemoteTensor(torch.Tensor):
             return _base.to(self, device, dtype or self.dtype, non_blocking, True, memory_format=memory_format)
         if dtype in (None, self.dtype) and memory_format is None:
             return self.clone() if duplicate else self
-        return _base.to(self, dtype or self.dtype, non_blocking, duplicate, memory_format=memory_format or torch.preserve_format)
+        return _base.to(
+            self, dtype or self.dtype, non_blocking, duplicate, memory_format=memory_format or torch.preserve_format
+        )
 
     def numpy(self, *, force: bool = False) -> Any:
         return (self.detach() if force else self).cpu().numpy()

@@ -1,0 +1,41 @@
+"""The client's tables again, through a dispatcher and a worker process."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from test_client_training import OPTIMIZERS, train
+from test_client_training import same as same_training
+from test_client_traps import APPROXIMATE, ROWS, plain, same
+
+import gt
+
+pytestmark = pytest.mark.usefixtures("plain_threads", "one")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_remote_is_as_local(name: str) -> None:
+    want, got = plain(ROWS[name]("cpu")), plain(ROWS[name]("remote"))
+    same(got, want, name not in APPROXIMATE)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw_foreach", "adamw_fused"])
+def test_gpt_is_torchs_to_the_bit(name: str) -> None:
+    want = train("cpu", OPTIMIZERS["adamw" if name == "adamw_foreach" else name])
+    same_training(train("remote", OPTIMIZERS[name]), want)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "plain"])
+def test_checkpoint_recomputes_the_same_dropout_mask(how: str) -> None:
+    want = train("remote", OPTIMIZERS["sgd"], steps=3, dropout=0.2)
+    same_training(train("remote", OPTIMIZERS["sgd"], steps=3, dropout=0.2, how=how), want)
+
+
+def test_workers_forget_what_the_program_forgets() -> None:
+    train("remote", OPTIMIZERS["adamw"], steps=2)
+    gc.collect()
+    torch.zeros(1, device="remote").item()
+    gt.stats()  # frees travel with the next batch
+    assert sum(w["live_tensors"] for w in gt.stats()["workers"]) <= 1
