@@ -1,7 +1,7 @@
 """Collectives in terms of a team's buffers and exchanges. Knows nothing of heaps, flags or doorbells.
 
 What adds, adds in rank order, so all members get the same bits at any timing. Cuts lie at multiples of LINE bytes, so no
-element is split.
+element is split. If combine raises, the member goes on with the exchanges and raises at the end: the others never hang.
 """
 
 from __future__ import annotations
@@ -15,26 +15,52 @@ from gt.worker.plane.team import Team
 DIRECT = 32 << 10  # bytes up to which everyone adds everything: one exchange, not two
 
 
+class Adder:
+    """A combine that keeps its first exception."""
+
+    def __init__(self, combine: Combine) -> None:
+        self._combine = combine
+        self._failure: Exception | None = None
+
+    def __call__(self, team: Team, out: memoryview, at: int) -> None:
+        """out = every member's bytes from `at`, added in rank order."""
+        count = len(out)
+        if not count or self._failure:
+            return
+        out[:] = team.theirs(0)[at : at + count]
+        try:
+            for rank in range(1, team.size):
+                self._combine(out, team.theirs(rank)[at : at + count])
+        except Exception as error:
+            self._failure = error
+
+    def finish(self) -> None:
+        if self._failure:
+            raise self._failure
+
+
 def all_reduce(team: Team, data: memoryview, combine: Combine) -> None:
     if team.size == 1 or not data:
         return
+    add = Adder(combine)
     for start, stop in parts(len(data), team.region.bytes):
-        _all_reduce(team, data[start:stop], combine)
+        _all_reduce(team, data[start:stop], add)
+    add.finish()
 
 
-def _all_reduce(team: Team, data: memoryview, combine: Combine) -> None:
+def _all_reduce(team: Team, data: memoryview, add: Adder) -> None:
     size, total = team.size, len(data)
     team.mine[:total] = data
     team.exchange()
     if total <= DIRECT:
-        add(team, data, 0, combine)
+        add(team, data, 0)
         for rank in range(size):
             team.count(rank, total, total)
         return
     share = aligned(-(-total // size))
     bounds = [(min(r * share, total), min(r * share + share, total)) for r in range(size)]
     start, stop = bounds[team.rank]
-    add(team, data[start:stop], start, combine)
+    add(team, data[start:stop], start)
     team.mine[start:stop] = data[start:stop]
     team.exchange()
     for rank, (begin, end) in enumerate(bounds):
@@ -62,14 +88,15 @@ def reduce_scatter(team: Team, sections: Sequence[memoryview], out: memoryview, 
         if len(out):
             out[:] = sections[0]
         return
-    share = room(team)
+    share, add = room(team), Adder(combine)
     for start, stop in parts(max(map(len, sections)), share):
         put(team, sections, start, stop, share)
         team.exchange()
         mine = out[start:stop]
-        add(team, mine, team.rank * share, combine)
+        add(team, mine, team.rank * share)
         for rank, section in enumerate(sections):
             team.count(rank, len(section[start:stop]), len(mine))
+    add.finish()
 
 
 def all_to_all(team: Team, sends: Sequence[memoryview], recvs: Sequence[memoryview]) -> None:
@@ -92,16 +119,6 @@ def all_to_all(team: Team, sends: Sequence[memoryview], recvs: Sequence[memoryvi
             at += 1
     if len(sends[own]):
         recvs[own][:] = sends[own]
-
-
-def add(team: Team, out: memoryview, at: int, combine: Combine) -> None:
-    """out = every member's bytes from `at`, added in rank order."""
-    count = len(out)
-    if not count:
-        return
-    out[:] = team.theirs(0)[at : at + count]
-    for rank in range(1, team.size):
-        combine(out, team.theirs(rank)[at : at + count])
 
 
 def put(team: Team, pieces: Sequence[memoryview], start: int, stop: int, share: int, skip: int = -1) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from gt.ir.heap import TeamRegion
 from gt.worker.plane.heap import Heap, OwnHeap
@@ -29,7 +29,7 @@ class Waiter(Protocol):
 
     def wait(self, ready: Callable[[], bool], peers: Sequence) -> None: ...
     def wake(self, peers: Sequence) -> None: ...
-    def count(self, peer, sent: int, received: int) -> None: ...
+    def count(self, peer: Any, sent: int, received: int) -> None: ...
 
 
 class Team:
