@@ -157,10 +157,13 @@ class Session:
         if self._pid != os.getpid():
             return
         _open.discard(self)
+        self.on_idle = None
+        self._outbox.clear()  # or what is left would be sent after the goodbye
+        self.on_idle = None
         if self.failure is None:
-            self._link.send(Goodbye())
+            self._end(SystemFailure("the session is closed"))
+            self._link.send(Goodbye())  # the last: what waited for credit is no longer wanted
         self._link.close()
-        self._end(SystemFailure("the session is closed"))
         self._kept.clear()
 
     # ---- waiting

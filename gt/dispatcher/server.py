@@ -110,6 +110,8 @@ class Server:
             if self._leave(item.peer):
                 self._handle(PeerLost(item.peer, item.reason, self._now()))
             return
+        if self._router.forgotten(item.peer):
+            return
         gate = self._gates.setdefault(item.peer, Gate())
         try:
             message = codec.unpack(item.body)

@@ -85,6 +85,7 @@ class Session:
         self._at = 0
         self._frames: tuple = ()
         self._losses: dict[int, Cause] = {}
+        self._failed_ops: set[int] = set()
 
     # ---- the op stream
 
@@ -239,6 +240,9 @@ class Session:
 
     def trouble(self, seq: int, error: GTError) -> None:
         """A worker reported that op `seq` failed."""
+        if seq in self._failed_ops:
+            return  # another worker of the mesh reported the same op
+        self._failed_ops.add(seq)
         cause = Cause(error)
         self.troubled = True
         self.journal.taint(seq, cause)
@@ -303,4 +307,7 @@ class Session:
         for mesh, ids in owned.items():
             self.emitter.free(mesh.workers, ids)
         self.table.rows.clear()
+        for key, workers in self.requests.uploads.items():  # nobody will send these any more
+            for index in workers:
+                self._out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
         self.flush(self.cluster.seq)

@@ -26,8 +26,10 @@ def all_reduce(worker: Worker, payload: dict[str, Any]) -> Step:
         target = held[code[at]]
         worker.collectives["all_reduce"] += 1
         data = engine.packed(target)
-        combine: Combine = combines(op, engine.dtype(target))
+        combine: Combine = combines("sum" if op == "avg" else op, engine.dtype(target))
         plane.all_reduce(team, engine.view(data), combine)
+        if op == "avg":
+            engine.divide(data, len(team["workers"]))
         if data is not target:
             engine.copy(target, data)
 

@@ -65,6 +65,9 @@ class Engine(Protocol):
     def combine(self, op: str, dtype: str) -> Combine:
         """What a reduction does to two buffers of elements."""
 
+    def divide(self, tensor: Tensor, by: int) -> None:
+        """tensor /= by, in place."""
+
     def spec(self, tensor: Tensor) -> Spec:
         """Shape, strides, offset, dtype."""
 

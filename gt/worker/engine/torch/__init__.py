@@ -154,6 +154,9 @@ class TorchEngine:
         if "deterministic" in switches and wanted != torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(wanted)  # imports Inductor: 2 s and 100 MB a worker, so only if it must
 
+    def divide(self, tensor: torch.Tensor, by: int) -> None:
+        tensor.div_(by)
+
     def poisoned(self, error: BaseException) -> bool:
         if self.host or isinstance(error, torch.OutOfMemoryError):
             return False
