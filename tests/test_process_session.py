@@ -125,6 +125,14 @@ def test_a_stopped_server_says_so(toy, session):
         session.submit([], [], [1])
 
 
+def test_nothing_is_sent_after_goodbye(toy):
+    session = Session(toy.address)
+    session.on_idle = lambda: session.submit([], [], [1])
+    session.close()
+    Session(toy.address).close()  # by now the first one's last words have been read
+    assert [event for event in toy.core.events if type(event).__name__ == "Malformed"] == []
+
+
 def test_a_closed_session_says_so(toy):
     session = Session(toy.address)
     session.close()

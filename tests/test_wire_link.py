@@ -26,9 +26,7 @@ def test_another_version_names_both():
         link.examine(old, "")
 
 
-@pytest.mark.parametrize(
-    ("token", "says"), [("", "no token"), ("other", "another token"), ("é\ud800", "another token")]
-)
+@pytest.mark.parametrize(("token", "says"), [("", "no token"), ("other", "another token"), ("é\ud800", "another token")])
 def test_a_wrong_token_is_refused(token, says):
     with pytest.raises(Refused, match=says):
         link.examine(link.hello("client", token=token), "secret")

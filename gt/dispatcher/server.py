@@ -50,6 +50,7 @@ class Server:
         self.host, self.port = host, self._router.port
         self._gates: dict[bytes, Gate] = {}
         self._workers: set[bytes] = set()
+        self._parted: set[bytes] = set()  # peers that are done with, until their connection ends
         self.on_workers: Callable[[int], None] | None = None  # told how many workers there are, when that changes
         self._start = time.monotonic()
         self._reason = ""
@@ -104,13 +105,20 @@ class Server:
         self._count(self._workers - {peer})
         return self._gates.pop(peer, None) is not None
 
+    def _part(self, peer: bytes) -> None:
+        """Take nothing more from a peer, not even what has come already."""
+        if self._leave(peer):
+            self._parted.add(peer)
+        self._router.forget(peer)
+
     def _take(self, item: Arrived | Gone) -> None:
         """One thing from the wire becomes one event."""
         if isinstance(item, Gone):
+            self._parted.discard(item.peer)
             if self._leave(item.peer):
                 self._handle(PeerLost(item.peer, item.reason, self._now()))
             return
-        if self._router.forgotten(item.peer):
+        if item.peer in self._parted:
             return
         gate = self._gates.setdefault(item.peer, Gate())
         try:
@@ -121,9 +129,8 @@ class Server:
             self._handle(Malformed(item.peer, str(error), self._now()))
             return
         if isinstance(message, Goodbye):
-            self._leave(item.peer)
+            self._part(item.peer)
             self._handle(Received(item.peer, message, (), self._now()))
-            self._router.forget(item.peer)
             return
         self._handle(Received(item.peer, message, item.frames, self._now()))
 
@@ -137,8 +144,7 @@ class Server:
 
     def _drop(self, peer: bytes, reason: str) -> None:
         self._router.send(peer, Exit(reason))
-        self._router.forget(peer)
-        self._leave(peer)
+        self._part(peer)
         self._handle(PeerLost(peer, reason, self._now()))
 
     def _perform(self, actions: Iterable[Action]) -> None:
@@ -148,8 +154,7 @@ class Server:
                 if type(action.message) is Welcome and (gate := self._gates.get(action.peer)) and gate.role == "worker":
                     self._count(self._workers | {action.peer})
             elif type(action) is Close:
-                self._leave(action.peer)
-                self._router.forget(action.peer)
+                self._part(action.peer)
             elif type(action) is Log:
                 if self._journal is not None:
                     self._journal.write(action)

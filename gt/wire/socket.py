@@ -322,11 +322,10 @@ class Router:
                 raise
 
     def forget(self, peer: bytes) -> None:
-        """Drop what this peer sends from now on."""
-        fd = self._fd.pop(peer, None)
-        if fd is not None and self._owner.get(fd) == peer:
-            del self._owner[fd]
-        self._bury(peer)
+        """Drop what this peer sends from now on; its end is reported all the same."""
+        self._dead[peer] = None
+        if len(self._dead) > 1000:
+            del self._dead[next(iter(self._dead))]
 
     def close(self) -> None:
         """Send what is queued, for at most LINGER seconds, and free the port."""
@@ -384,10 +383,8 @@ class Router:
             found.append(self._lose(self._owner[fd]))
 
     def _lose(self, peer: bytes) -> Gone:
+        fd = self._fd.pop(peer)
+        if self._owner.get(fd) == peer:
+            del self._owner[fd]
         self.forget(peer)
         return Gone(peer, "its connection ended: the process exited, was killed, or stopped answering")
-
-    def _bury(self, peer: bytes) -> None:
-        self._dead[peer] = None
-        if len(self._dead) > 1000:
-            del self._dead[next(iter(self._dead))]
