@@ -162,8 +162,11 @@ def fetch(device: str) -> dict[str, float]:
 
 
 def one(device: str) -> dict[str, float]:
+    import torch
+
     import gt
 
+    torch.set_num_threads(1)  # a worker's idle second thread would spin on the core that the client needs
     if device == "remote":
         gt.cpu_workers(1)
     found = {**issue(device), **chain(device, "chain of 10,000, one worker"), **fetch(device)}
