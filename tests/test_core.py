@@ -1,0 +1,229 @@
+"""The dispatcher's core, event by event: failures spread as far as values flow, sessions leave nothing, peers are checked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gt
+from gt.client import runtime
+from gt.dispatcher.core import Core
+from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Tick
+from gt.wire.link import hello
+from gt.wire.messages import Abort, Done, Failed, Fetch, Ops, Piece, Reject, Run, Stats, Trouble, Value, Welcome
+from tests.planned import planned
+
+TWO = """
+a: {shard: {axis: 0, workers: [0]}}
+b: {shard: {axis: 0, workers: [1]}}
+"""
+
+
+def worker(name: str = "") -> object:
+    return hello("worker", info={"name": name, "pid": 1, "heap_bytes": 1 << 40, "backend": "torch"})
+
+
+class Asking:
+    """Fetches from a planned session's core, with workers that answer by hand."""
+
+    def __init__(self, plan) -> None:
+        self.plan, self.number = plan, 0
+
+    def fetch(self, remote) -> list:
+        """What the client is sent for a fetch, once every worker is done and has sent its piece."""
+        runtime.current().flush()
+        core, self.number = self.plan.core, self.number + 1
+        answers: list = []
+        pending = [Received(w.peer, Done(w.runs)) for w in core.cluster.workers if not w.lost]
+        pending.append(Received(b"client", Fetch(self.number, remote._ref.id)))
+        while pending:
+            for action in core.handle(pending.pop(0)):
+                if not isinstance(action, Send):
+                    continue
+                if isinstance(action.message, Run):
+                    run = action.message
+                    fetches = [d[0] for d in run.defines if d[1] == "fetch"]
+                    number = fetches[0] if fetches else self._fetch_number(core)
+                    for at, word in enumerate(run.code[:-1]):
+                        if word == number and run.code[at + 1] == 0:
+                            key = run.code[at + 3]
+                            size = remote.numel() * remote.element_size()
+                            pending.append(Received(action.peer, Piece(key, 0, size), (b"\0" * size,)))
+                            break
+                    pending.append(Received(action.peer, Done(run.seq)))
+                elif action.peer == b"client" and isinstance(action.message, (Value, Failed, Piece)):
+                    answers.append(action.message)
+        return answers
+
+    @staticmethod
+    def _fetch_number(core) -> int:
+        return core.sessions[b"client"].emitter.common("fetch").number
+
+    def failed(self, remote) -> str:
+        """The error that a fetch is answered with, "" for a value."""
+        answers = self.fetch(remote)
+        return answers[0].error["message"] if isinstance(answers[0], Failed) else ""
+
+
+def seq_of(plan, remote) -> int:
+    """Number of the op that made a tensor."""
+    runtime.current().flush()
+    session = plan.core.sessions[b"client"]
+    storage = session.table.rows[remote._ref.id].storage
+    return next(row.seq for row in session.journal.rows if storage in row.makes)
+
+
+@pytest.fixture
+def plan():
+    with planned(TWO, 2) as made:
+        made.slow = True
+        yield made
+
+
+def on(group: str, function, *args):
+    with gt.signal.context(group):
+        return function(*args)
+
+
+def test_a_failure_spreads_over_workers_and_no_further(plan):
+    x = torch.ones(3, device="remote")
+    bad, good = on("a", torch.neg, x), on("a", torch.abs, x)
+    far, view = on("b", torch.exp, bad), bad[1:]
+    plan.text()
+    plan.handle(Received(b"w0", Trouble(seq_of(plan, bad), "op", "no memory left")))
+    later = on("b", torch.sin, far)
+    ask = Asking(plan)
+    for remote in (bad, far, view, later):
+        message = ask.failed(remote)
+        assert "aten.neg.default f32[3] failed on worker w0, group a: no memory left" in message
+        assert "test_core.py:" in message.partition(" ")[0]
+    assert ask.failed(good) == ""
+    assert ask.failed(x) == ""
+
+
+def test_the_next_wait_is_told_once_of_a_failure_that_nothing_depends_on(plan):
+    x = torch.ones(3, device="remote")
+    bad, good = on("a", torch.neg, x), on("a", torch.abs, x)
+    plan.text()
+    plan.handle(Received(b"w0", Trouble(seq_of(plan, bad), "op", "broken")))
+    ask = Asking(plan)
+    assert "broken" in ask.failed(good)
+    assert ask.failed(good) == ""
+
+
+def test_what_a_failed_op_should_have_written_fails_until_it_is_written_anew(plan):
+    x, y = torch.ones(3, device="remote"), torch.ones(3, device="remote")
+    a = on("a", torch.mul, x, 2)
+    base = on("a", torch.mul, x, 3)
+    view = base[:2]
+    on("a", a.add_, on("a", torch.neg, y))
+    plan.text()
+    session = plan.core.sessions[b"client"]
+    row = next(r for r in session.journal.rows if r.known.name == "add_")
+    plan.handle(Received(b"w0", Trouble(row.seq, "op", "broken")))
+    ask = Asking(plan)
+    assert "broken" in ask.failed(a)
+    on("a", a.fill_, 0.0)
+    assert ask.failed(a) == ""
+    assert ask.failed(view) == ""
+
+
+def test_both_workers_of_a_mesh_may_report_one_failure():
+    with planned("a: {shard: {axis: 0, workers: [0, 1]}}\n", 2) as plan:
+        plan.slow = True
+        x = torch.ones(4, device="remote")
+        bad, good = on("a", torch.neg, x), on("a", torch.abs, x)
+        plan.text()
+        seq = seq_of(plan, bad)
+        plan.handle(Received(b"w0", Trouble(seq, "op", "first")))
+        plan.handle(Received(b"w1", Trouble(seq, "op", "second")))
+        ask = Asking(plan)
+        assert "first" in ask.failed(bad)
+        assert ask.failed(good) == ""
+
+
+def test_a_lost_worker_takes_what_it_held_and_waits_end(plan):
+    x = torch.ones(3, device="remote")
+    a, b = on("a", torch.neg, x), on("b", torch.exp, x)
+    plan.text()
+    actions = plan.core.handle(PeerLost(b"w1", "its process ended"))
+    assert [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Abort)] == [
+        Abort(1, "its process ended")
+    ]
+    ask = Asking(plan)
+    assert "worker w1 is lost: its process ended" in ask.failed(b)
+    assert "worker w1 is lost" in ask.failed(on("b", torch.neg, a))
+    assert "worker w1 is lost" in ask.failed(on("a", torch.add, a, b))
+    assert ask.failed(a) == ""
+    assert ask.failed(on("a", torch.add, a, a)) == ""
+
+
+def test_a_client_that_leaves_leaves_nothing(plan):
+    x = torch.ones(3, device="remote")
+    kept = [on("a", torch.neg, x), on("b", torch.exp, x)]
+    plan.text()
+    actions = plan.core.handle(PeerLost(b"client", "gone"))
+    freed = [a.peer for a in actions if isinstance(a, Send) and isinstance(a.message, Run) and a.message.code[0] == 0]
+    assert set(freed) == {b"w0", b"w1"}
+    assert not plan.core.sessions
+    del kept
+
+
+def test_a_message_out_of_place_ends_that_session_only(plan):
+    x = torch.ones(3, device="remote")
+    a = on("a", torch.neg, x)
+    plan.text()
+    core = plan.core
+    core.handle(Received(b"other", hello("client", switches={"workers": 2})))
+    assert b"other" in core.sessions
+    actions = core.handle(Received(b"other", Fetch(1, a._ref.id)))  # a tensor of another session
+    assert any(
+        isinstance(s, Send) and s.peer == b"other" and "not of this session" in s.message.error["message"] for s in actions
+    )
+    for bad in (Ops(0, [[17, ["os.system.default", [], {}, [], 0, [], [], False, False]]], [], []), Ops(0, [], [], [999, 0])):
+        core.handle(Received(b"evil", hello("client", switches={"workers": 2})))
+        answers = core.handle(Received(b"evil", bad))
+        assert any(isinstance(s, Send) and isinstance(s.message, Failed) for s in answers)
+        assert b"evil" not in core.sessions
+    core.handle(Malformed(b"nobody", "not msgpack"))
+    assert Asking(plan).failed(a) == ""
+
+
+def test_a_worker_cannot_take_a_name_in_use_and_tokens_are_compared():
+    core = Core(token="secret")
+    refused = core.handle(Received(b"x", worker("a")))
+    assert any(isinstance(a, Send) and isinstance(a.message, Reject) and "token" in a.message.error["message"] for a in refused)
+    core = Core()
+    assert any(isinstance(a.message, Welcome) for a in core.handle(Received(b"x", worker("a"))) if isinstance(a, Send))
+    again = core.handle(Received(b"y", worker("a")))
+    assert any(
+        isinstance(a, Send) and isinstance(a.message, Reject) and "'a' is here already" in a.message.error["message"]
+        for a in again
+    )
+
+
+def test_a_client_waits_for_its_workers_and_is_told_when_they_do_not_come():
+    core = Core()
+    text = "a: {shard: {axis: 0, workers: [0, 1]}}"
+    assert not [
+        a for a in core.handle(Received(b"c", hello("client", config=text, config_path="s.yaml"))) if isinstance(a, Send)
+    ]
+    core.handle(Received(b"w0", worker()))
+    assert b"c" not in core.sessions
+    core.handle(Received(b"w1", worker()))
+    assert b"c" in core.sessions
+    late = Core()
+    late.handle(Received(b"w0", worker()))
+    late.handle(Received(b"c", hello("client", config=text, config_path="s.yaml")))
+    actions = late.handle(Tick(at=100.0))
+    (reject,) = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Reject)]
+    assert "s.yaml:1" in reject.error["message"] and "worker 1" in reject.error["message"]
+
+
+def test_stats_wait_for_living_workers_only(plan):
+    core = plan.core
+    actions = core.handle(Received(b"client", Stats(7)))
+    assert sum(isinstance(a, Send) for a in actions) == 2
+    core.handle(PeerLost(b"w0", "gone"))
+    actions = core.handle(PeerLost(b"w1", "gone"))
+    assert any(isinstance(a, Send) and getattr(a.message, "request", None) == 7 for a in actions)
