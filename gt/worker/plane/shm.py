@@ -20,7 +20,7 @@ from gt.worker.plane.base import ALL, Buffer, Channel, Combine, PeerGone, Plane,
 from gt.worker.plane.heap import OwnHeap, PeerHeap, full_fence
 from gt.worker.plane.team import Team
 
-LOOKS = 20  # before sleeping; each lets others run first
+LOOKS = 10  # before sleeping; each lets others run first
 
 Row = tuple[int, str, int, str, int, int, str]  # index, name, pid, host, heap_fd, heap_bytes, doorbell
 
