@@ -17,15 +17,18 @@ from gt.ir.layout import Layout, Mesh, P, Partial, R, Shard, boxes
 from gt.worker.engine.base import open_engine
 from tests.planned import planned
 
-SIZE = 2
-MESH = Mesh((("tp", SIZE),), tuple(range(SIZE)))
+SIZES = (2, 3, 5)  # 3 and 5 leave short and empty pieces
+
+
+def mesh(size):
+    return Mesh((("tp", size),), tuple(range(size)))
 
 
 def f(*shape):
     return torch.randn(*shape)
 
 
-# what is called, and its inputs; sizes are multiples of SIZE so that every dim can be split evenly
+# what is called, and its inputs; dims are split evenly by 2, and by 3 and 5 not
 CASES = {
     "add": (lambda a, b: a + b, f(4, 6), f(4, 6)),
     "add broadcast": (lambda a, b: a + b, f(4, 6), f(6)),
@@ -122,19 +125,19 @@ class Recorded:
 
 
 def places(shape):
-    return [R, *[Shard(d) for d, n in enumerate(shape) if n % SIZE == 0], P]
+    return [R, *[Shard(d) for d in range(len(shape))], P]
 
 
-def pieces(value, place):
-    layout = Layout(MESH, (place,))
+def pieces(value, place, size):
+    layout = Layout(mesh(size), (place,))
     if isinstance(place, Partial):
         noise = torch.randn_like(value) if value.is_floating_point() else torch.zeros_like(value)
-        return [noise.clone(), value - noise]
+        return [noise.clone(), value - noise, *[torch.zeros_like(value)] * (size - 2)]
     whole = value.numpy()
-    return [torch.from_numpy(take(whole, boxes(layout, whole.shape, rank)).copy()) for rank in range(SIZE)]
+    return [torch.from_numpy(take(whole, boxes(layout, whole.shape, rank)).copy()) for rank in range(size)]
 
 
-def joined(parts, place, shape):
+def joined(parts, place, shape, size):
     if isinstance(place, Partial):
         stack = torch.stack(parts)
         return {"sum": stack.sum(0), "avg": stack.mean(0), "max": stack.amax(0), "min": stack.amin(0)}[place.op]
@@ -144,24 +147,24 @@ def joined(parts, place, shape):
         return parts[0]
     whole = np.zeros(shape, parts[0].numpy().dtype)
     for rank, part in enumerate(parts):
-        put(whole, boxes(Layout(MESH, (place,)), shape, rank), part.numpy())
+        put(whole, boxes(Layout(mesh(size), (place,)), shape, rank), part.numpy())
     return torch.from_numpy(whole)
 
 
-def run(known, decision, values, scalars):
+def run(known, decision, values, scalars, size):
     """The op on each worker's pieces; its outputs joined again."""
     engine = open_engine("torch", "cpu")
-    held = [pieces(v.clone(), want) for v, want in zip(values, decision.wants, strict=True)]
-    ins = [Layout(MESH, (w,)) for w in decision.wants]
-    outs = [Layout(MESH, (o,)) for o in decision.outs]
+    held = [pieces(v.clone(), want, size) for v, want in zip(values, decision.wants, strict=True)]
+    ins = [Layout(mesh(size), (w,)) for w in decision.wants]
+    outs = [Layout(mesh(size), (o,)) for o in decision.outs]
     results = []
-    for rank in range(SIZE):
+    for rank in range(size):
         made = engine_call(engine, payload(known, ins, outs, rank), [h[rank] for h in held], scalars)
         results.append(made)
     joined_outs = []
     for index, (out, place) in enumerate(zip(known.template.outs, decision.outs, strict=True)):
         shape = out.spec.shape if out.spec else values[out.of].shape
-        joined_outs.append(joined([r[index] for r in results], place, shape))
+        joined_outs.append(joined([r[index] for r in results], place, shape, size))
     return joined_outs
 
 
@@ -173,8 +176,9 @@ def engine_call(engine, definition, tensors, scalars=()):
     return [tensors[of] if kind == "same" else next(made) for kind, _, of in definition["outs"]]
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
-def test_pieces_give_what_the_whole_gives(name):
+def test_pieces_give_what_the_whole_gives(name, size):
     torch.manual_seed(0)
     case = Recorded(name)
     known: Known = case.known
@@ -186,11 +190,11 @@ def test_pieces_give_what_the_whole_gives(name):
     rng, seen, split = random.Random(0), set(), 0
     for _ in range(60):
         held = tuple(rng.choice(c) for c in choices)
-        decision = decide(known, list(held), SIZE)
+        decision = decide(known, list(held), size)
         if decision is None or (decision.wants, decision.outs) in seen:
             continue
         seen.add((decision.wants, decision.outs))
         split += any(isinstance(w, Shard) for w in decision.wants)
-        for got, want in zip(run(known, decision, case.values, case.scalars), whole, strict=True):
+        for got, want in zip(run(known, decision, case.values, case.scalars, size), whole, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda m, d=decision: f"{name} {d}: {m}")
-    assert split, f"{name}: nothing was ever split"
+    assert split or size > 2, f"{name}: nothing was ever split"
