@@ -193,7 +193,8 @@ class Dealer:
             ready = dict(poller.poll(self._pause(connected)))
             if self._bell in ready:
                 os.eventfd_read(self._bell)
-            self._receive(sock)
+            if sock in ready:
+                self._receive(sock)
             if monitor in ready:
                 for event in _events(monitor):
                     connected |= event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
