@@ -77,6 +77,12 @@ CASES = {
         f(2, 4, 6, 8),
         f(1, 4, 6, 6),
     ),
+    "attention, grouped heads": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        f(2, 4, 6, 8),
+        f(2, 2, 6, 8),
+        f(2, 2, 6, 8),
+    ),
     "view split": (lambda a: a.view(4, 2, 3), f(4, 6)),
     "view merge": (lambda a: a.view(24, 8), f(4, 6, 8)),
     "view heads": (lambda a: a.view(2, 6, 4, 2), f(2, 6, 8)),

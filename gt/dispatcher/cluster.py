@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gt.ir.heap import channel_bytes, team_bytes
+from gt.ir.heap import BUFFER_BYTES, SLOT_BYTES, SLOTS, channel_bytes, channel_class, team_bytes
 from gt.ir.instr import FIRST, Define
 from gt.wire.messages import Run
-
-SLOT_BYTES, SLOTS = 512 << 10, 2  # of a channel: double-buffered, 512 KiB a slot
-TEAM_BYTES = 1 << 20  # buffer of a collective
 
 
 @dataclass(slots=True)
@@ -58,7 +55,7 @@ class Cluster:
         self.generation = 0
         self.seq = 0  # of the next op, over all sessions
         self.next_key = 0
-        self._channels: dict[tuple[int, int], int] = {}
+        self._channels: dict[int, int] = {}
         self._teams: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def add(self, peer: bytes, info: dict) -> Worker:
@@ -95,21 +92,21 @@ class Cluster:
         return offset
 
     def channel(self, source: int, target: int) -> int:
-        """Heap offset of the slots for messages source -> target."""
-        pair = (source, target)
-        if pair not in self._channels:
-            self._channels[pair] = self._take(channel_bytes(SLOT_BYTES, SLOTS))
-        return self._channels[pair]
+        """Heap offset of the slots for messages source -> target; pairs that never meet in a heap share one."""
+        shared = channel_class(source, target)
+        if shared not in self._channels:
+            self._channels[shared] = self._take(channel_bytes(SLOT_BYTES, SLOTS))
+        return self._channels[shared]
 
     def team(self, workers: tuple[int, ...]) -> tuple[int, int]:
         """(id, heap offset) of a team, made on first use."""
         if workers not in self._teams:
-            self._teams[workers] = (len(self._teams), self._take(team_bytes(TEAM_BYTES, len(workers))))
+            self._teams[workers] = (len(self._teams), self._take(team_bytes(BUFFER_BYTES, len(workers))))
         return self._teams[workers]
 
     def team_payload(self, workers: tuple[int, ...], rank: int) -> dict:
         number, offset = self.team(workers)
-        return {"id": number, "workers": list(workers), "rank": rank, "offset": offset, "bytes": TEAM_BYTES}
+        return {"id": number, "workers": list(workers), "rank": rank, "offset": offset, "bytes": BUFFER_BYTES}
 
     def channel_payload(self, source: int, target: int, peer: int) -> dict:
         return {"peer": peer, "offset": self.channel(source, target), "bytes": SLOT_BYTES, "slots": SLOTS}

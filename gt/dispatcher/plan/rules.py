@@ -134,7 +134,7 @@ def reduction(known: Known, places: list[Place], size: int) -> Decision | None:
     dims, keep = _reduced(known)
     if place.dim in dims:
         op = REDUCTIONS[known.name]
-        usable = outs == 1 and even(spec.shape[place.dim], place, size)
+        usable = outs == 1 and (op == "sum" or even(spec.shape[place.dim], place, size))
         return Decision((place,), (Partial(op),)) if usable and op else None
     dim = place.dim if keep else place.dim - sum(d < place.dim for d in dims)
     return Decision((place,), (Shard(dim, place.parts),) * outs)
@@ -277,27 +277,21 @@ def attention(known: Known, places: list[Place], size: int) -> Decision | None:
     ins, outs = known.template.ins, known.template.outs
     backward = known.name == "gt.sdpa_backward"
     rank = len(shape(known, 1 if backward else 0))
-    place = next((p for p in places if isinstance(p, Shard) and p.dim < rank - 2), None)
-    if (
-        place is None
-        or place.parts > 1
-        or any(s.shape[place.dim] % size for s in ins if len(s.shape) == rank and s.shape[place.dim] > 1)
-    ):
+    place = next((p for p in places if isinstance(p, Shard) and p.dim < rank - 2 and p.parts == 1), None)
+    if place is None or not _alike({s.shape[place.dim] for s in ins if len(s.shape) == rank}, size):
         return Decision((R,) * known.tensors, (R,) * len(outs))
-    back = place.dim - rank
-    lse = out_shape(known, 1) if not backward else ()
     wants: list[Placement] = []
-    for spec in ins:
-        dim = place.dim if len(spec.shape) == rank - 1 and spec.shape == _lse_shape(known) else len(spec.shape) + back
+    for index, spec in enumerate(ins):
+        sums = backward and index == known.tensors - 1  # the log-sum-exp, which has q's dims but the last
+        dim = place.dim if sums else place.dim + len(spec.shape) - rank
         wants.append(Shard(dim) if dim >= 0 and spec.shape[dim] > 1 else R)
-    made = tuple(Shard(place.dim) for _ in outs) if backward or lse else (place,) * len(outs)
-    return Decision(tuple(wants), made)
+    return Decision(tuple(wants), (place,) * len(outs))
 
 
-def _lse_shape(known: Known) -> tuple[int, ...]:
-    """[batch..., heads, L] of the operand that holds the log-sum-exp (q less its last dim)."""
-    q = shape(known, 1 if known.name == "gt.sdpa_backward" else 0)
-    return q[:-1]
+def _alike(extents: set[int], size: int) -> bool:
+    """Whether chunks of dims of these extents belong together (grouped-query heads: if all split evenly)."""
+    extents.discard(1)
+    return len(extents) == 1 or (bool(extents) and all(n % size == 0 for n in extents))
 
 
 def cat(known: Known, places: list[Place], size: int) -> Decision | None:
