@@ -74,7 +74,7 @@ class OpInfo:
 class Entry:
     """The answer for one kind of call: a template and how to build what torch expects back."""
 
-    __slots__ = ("metas", "mode", "number", "of_list", "outs", "result", "written")
+    __slots__ = ("metas", "mode", "number", "result", "written")
 
     def __init__(self) -> None:
         self.number, self.mode = 0, MANY

@@ -19,8 +19,7 @@ def draw(generator: torch.Generator | None = None) -> tuple[int, int]:
     """Seed and counter of one random op. A (CPU) generator of the user's gives the seed."""
     if generator is not None:
         return int(torch.randint(_MASK, (), generator=generator)), 0
-    if _State.seed is None:
-        _State.seed = torch.initial_seed() & _MASK
+    _State.seed = initial_seed()
     _State.counter += 1
     return _State.seed, _State.counter
 
@@ -34,16 +33,12 @@ def seed_all() -> None:
 
 
 def initial_seed() -> int:
-    return draw_seed()
-
-
-def draw_seed() -> int:
     return _State.seed if _State.seed is not None else torch.initial_seed() & _MASK
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
     """16 bytes: seed and counter."""
-    return torch.frombuffer(bytearray(struct.pack("<QQ", draw_seed(), _State.counter)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(struct.pack("<QQ", initial_seed(), _State.counter)), dtype=torch.uint8)
 
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
