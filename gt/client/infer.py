@@ -13,6 +13,7 @@ import torch
 from gt.client import meta as metas
 from gt.client import runtime
 from gt.client.meta import Meta, dtype_name
+from gt.client.recorder import uninterrupted
 from gt.client.tensor import RemoteTensor, Shown
 from gt.errors import UnsupportedOp
 from gt.ir.ops import RANDOM
@@ -204,7 +205,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
     if info.dynamic or _has_mask(info, args):
         return None, False
     try:
-        with torch.no_grad():
+        with torch.no_grad(), uninterrupted():  # the first of them imports half of torch, which a Ctrl-C would break
             return info.func(*args, **kwargs), True
     except NotImplementedError:
         return None, False

@@ -71,7 +71,7 @@ class Recorder:
         wait = getattr(self.session, "wait_credit", None)
         if wait is not None:
             wait()  # may take long, and Ctrl-C has to work meanwhile: nothing is taken from the buffers yet
-        with _uninterrupted(), self._lock:
+        with uninterrupted(), self._lock:
             self._hand_over()
 
     def idle(self) -> None:
@@ -99,7 +99,7 @@ class Recorder:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Hold SIGINT back in the main thread; it is delivered on leaving."""
     if threading.current_thread() is not threading.main_thread():
         yield
