@@ -72,7 +72,7 @@ def alone() -> Trained:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["tp2pp4", "tp4pp2", "tp8", "pp8"])
+@pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_eight_workers_are_torch_within_rounding(config: str, session: Callable[..., None], alone: Trained) -> None:
     import gt
 

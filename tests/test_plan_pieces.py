@@ -47,6 +47,17 @@ CASES = {
         f(8),
         f(8),
     ),
+    "slice backward": (lambda g: torch.ops.aten.slice_backward(g, [4, 6, 8], 1, 2, 6, 1), f(4, 4, 8)),
+    "select backward": (lambda g: torch.ops.aten.select_backward(g, [4, 6, 8], 1, 2), f(4, 8)),
+    "nll loss, sum": (lambda a, t: F.nll_loss(a, t, reduction="sum"), f(4, 6), torch.randint(0, 6, (4,))),
+    "nll loss, rows": (lambda a, t: F.nll_loss(a, t, reduction="none"), f(4, 6), torch.randint(0, 6, (4,))),
+    "nll loss backward": (
+        lambda g, a, t, w: torch.ops.aten.nll_loss_backward(g, a, t, None, 1, -100, w),
+        torch.tensor(2.0),
+        f(4, 6),
+        torch.randint(0, 6, (4,)),
+        torch.tensor(4.0),
+    ),
     "embedding backward": (
         lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 10, -1, False),
         f(4, 6, 8),

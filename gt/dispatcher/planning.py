@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from gt.dispatcher.failures import Planned
 from gt.dispatcher.plan.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.plan.known import Known
+from gt.dispatcher.plan.lower import mean_of_rows, quotient, sums
 from gt.dispatcher.plan.rules import Decision, decide, whole
 from gt.dispatcher.plan.views import VIEWS, wanted_parts
 from gt.dispatcher.stream import Bound, lost_in
@@ -67,6 +68,9 @@ class Planner:
     def _planned(
         self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int], plan: Plan | None
     ) -> None:
+        if mean_of_rows(known, [t.layout for t in ins]):
+            self._mean_of_rows(known, origin, ins, values, outs)
+            return
         if plan is None or (origin.meaning is not None and any(t.storage.default and t.storage.param for t in ins)):
             mesh = self._mesh(known, origin, ins)
             if lost_in(self.s.cluster, mesh):
@@ -86,6 +90,18 @@ class Planner:
         self.emit(known, plan, ins, brought, values, outs)
         if known.name in WEIGHTS and origin.meaning is not None and origin.meaning.kind == COLUMN:
             self._note_maker(known, ins, outs)
+
+    def _mean_of_rows(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
+        """Sum and weight of each worker's rows, added up over the mesh, and their quotient."""
+        emitter, table = self.s.emitter, self.s.table
+        total = emitter.temporary()
+        self._planned(sums(known), origin, ins, values, [total, outs[1]], None)
+        pair = [table.rows[total], table.rows[outs[1]]]
+        for t in pair:
+            if t.layout is not None and t.layout.partial:
+                self.s.mover.settle(t.storage)
+        self._planned(quotient(known), origin, pair, (), [outs[0]], None)
+        self.s.mover.release([total])
 
     def emit(self, known: Known, plan: Plan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]) -> None:
         """Write the instruction and enter the outputs."""

@@ -294,6 +294,37 @@ def _alike(extents: set[int], size: int) -> bool:
     return len(extents) == 1 or (bool(extents) and all(n % size == 0 for n in extents))
 
 
+def padded(known: Known, places: list[Place], size: int) -> Decision | None:
+    """slice_backward, select_backward: zeros around a gradient; linear, and local along the other dims."""
+    place = places[0]
+    dim = known.arg(2, 0) % len(out_shape(known))
+    if isinstance(place, Shard) and known.name == "select_backward":
+        return Decision((place,), (Shard(place.dim + (place.dim >= dim), place.parts),))
+    if isinstance(place, Shard) and place.dim == dim:
+        return None
+    kept = settled(place) if isinstance(place, Partial) and place.op != "sum" else place or R
+    return Decision((kept,), (kept,))
+
+
+def nll_loss(known: Known, places: list[Place], size: int) -> Decision | None:
+    """Rows may be split if the loss is a sum or kept per row (the planner makes a mean of two sums)."""
+    row = next((p for p in places[:2] if isinstance(p, Shard) and p.dim == 0 and p.parts == 1), None)
+    reduction = known.arg(3)
+    weights = (R,) * (known.tensors - 2)
+    if row is None or reduction == 1:
+        return Decision((R,) * known.tensors, (R, R))
+    return Decision((row, row, *weights), (P, P) if reduction == 2 else (row, R))
+
+
+def nll_loss_backward(known: Known, places: list[Place], size: int) -> Decision | None:
+    """Operands: grad, rows, targets, weight or none, total weight; the gradient lies as the rows."""
+    row = next((p for p in places[1:3] if isinstance(p, Shard) and p.dim == 0 and p.parts == 1), None)
+    if row is None:
+        return Decision((R,) * known.tensors, (R,))
+    grad = row if len(shape(known, 0)) > 0 else R
+    return Decision((grad, row, row, *(R,) * (known.tensors - 3)), (row,))
+
+
 def cat(known: Known, places: list[Place], size: int) -> Decision | None:
     """cat and stack: a split along another dim is kept where all operands have it."""
     outs = known.template.outs
@@ -327,6 +358,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("gt.sdpa", "gt.sdpa_backward"), attention),
     "embedding": embedding,
     "embedding_dense_backward": embedding_backward,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), nll_loss_backward),
+    **dict.fromkeys(("slice_backward", "select_backward"), padded),
     "cat": cat,
     "stack": cat,
 }
