@@ -81,7 +81,7 @@ class Placement:
         ]
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        context = self.context(self.rule.group)
+        context = self.context(self.rule.group, self.rule.parts)
         context.__enter__()
         self.entered.append(context)
 

@@ -24,14 +24,17 @@ stack = _Stack()
 
 
 class context(ContextDecorator):
-    """`with gt.signal.context("pp_stage0"):`, or `@gt.signal.context("pp_stage0")` on a function."""
+    """`with gt.signal.context("pp_stage0"):`, or `@gt.signal.context("pp_stage0")` on a function.
 
-    def __init__(self, name: str) -> None:
+    parts: how many weights are fused in one there (3 for q, k and v); without it the planner looks for their split.
+    """
+
+    def __init__(self, name: str, parts: int = 1) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(f"a signal group is a non-empty string, got {name!r}")
-        if "/" in name:
-            raise ValueError(f"a signal group's name has no '/', got {name!r}")
-        self.name = name
+        if "/" in name or "#" in name:
+            raise ValueError(f"a signal group's name has no '/' or '#', got {name!r}")
+        self.name = f"{name}#{parts}" if parts > 1 else name  # as the dispatcher reads it
 
     def __enter__(self) -> context:
         stack.in_backward.append(torch._C._current_autograd_node() is not None)

@@ -48,6 +48,7 @@ from gt.wire.messages import (
 
 log = logging.getLogger("gt.dispatcher")
 CREDIT = 64  # batches a client may have under way
+GOODBYE = "it said goodbye"
 PATIENCE = 30.0  # seconds a client's Hello waits for the workers that its config names
 
 
@@ -233,7 +234,7 @@ class Core:
         return {**switches, "threads": max(threads // beside, 1)} if threads and beside > 1 else switches
 
     def _goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
-        self._lost(peer, "it said goodbye")
+        self._lost(peer, GOODBYE)
         self._actions.append(Close(peer))
 
     def _lost(self, peer: Peer, reason: str) -> None:
@@ -248,7 +249,7 @@ class Core:
 
     def _lose_worker(self, worker: Worker, reason: str) -> None:
         worker.lost = reason or "its process ended"
-        log.warning("worker %s is lost: %s", worker.name, worker.lost)
+        log.log(logging.INFO if reason == GOODBYE else logging.WARNING, "worker %s is lost: %s", worker.name, worker.lost)
         self._log("DISCONNECT", worker.name, worker.lost)
         self._log("ERROR", worker.name, str(worker_lost(worker.name, worker.lost)))
         for peer in self.workers:

@@ -117,6 +117,7 @@ class Placer:
             made = self._layouts(recipe, storage, root, replicated(want.mesh))
             assert made is not None
         self._run(recipe, made, names)
+        self.s.note_planned(recipe[-1].known, (), (storage,))
         self.forget(storage)
         for tensor in storage.tensors.values():
             tensor.layout = self.s.intern(made[storage.slots[tensor.id]])
@@ -127,16 +128,17 @@ class Placer:
         if layout != want:
             self.s.mover.relayout(storage, want)
 
-    def read(self, tensor: Tensor) -> tuple[int, Layout]:
-        """A temporary with an unplaced tensor's value on the default mesh; the recipe stays."""
+    def read(self, tensor: Tensor) -> Tensor:
+        """A temporary, not in the table, with an unplaced tensor's value on the default mesh; the recipe stays."""
         storage = tensor.storage
         layout = replicated(self.s.default_mesh())
         root = next(t for t in storage.tensors.values() if t.base is None)
         made = self._layouts(storage.recipe or [], storage, root, layout)
         assert made is not None
-        name = self.s.emitter.temporary()
-        self._run(storage.recipe or [], made, {storage.slots[tensor.id]: name})
-        return name, layout
+        copy = Tensor(self.s.emitter.temporary(), tensor.spec, Storage(), layout)
+        self._run(storage.recipe or [], made, {storage.slots[tensor.id]: copy.id})
+        self.s.note_planned((storage.recipe or [])[-1].known, (), (copy.storage,))
+        return copy
 
     def _layouts(self, recipe: list[Step], storage: Storage, root: Tensor, want: Layout) -> dict[int, Layout] | None:
         """Layout of every value of the recipe if all can be made in parts; None if something has to run whole."""

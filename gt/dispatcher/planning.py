@@ -281,7 +281,9 @@ class Planner:
                 dim = rank - 2 if meaning.kind == COLUMN else rank - 1
             if right < 0 and meaning.kind == ROW:
                 dim = -1  # looking up a table whose rows are split needs the whole table
-            parts = self._parts(outs) if meaning.kind == COLUMN and right >= 0 and not t.placed else 1
+            parts = 1
+            if meaning.kind == COLUMN and right >= 0 and not t.placed:
+                parts = meaning.parts or self._parts(outs)
             self._settle_home(t, self._split(meaning, rank, dim, parts, t))
             if known.name == "addmm" and meaning.kind == COLUMN and ins[0].storage.param:
                 bias = ins[0]

@@ -56,18 +56,15 @@ class Requests:
         if self._refused(number, [tensor]):
             return
         s.emitter.base = s.emitter.seq = s.cluster.seq
-        temporary = None
-        if tensor.layout is None:
-            temporary, layout = s.placer.read(tensor)
-        else:
-            if tensor.layout.partial:
-                s.mover.settle(tensor.storage)
-            layout = tensor.layout
-        request = Request(number, "fetch", {}, [tensor], shape=tensor.spec.shape, dtype=tensor.spec.dtype)
-        source = tensor.id if temporary is None else temporary
-        self._ask_parts(request, source, layout, tensor.spec)
-        if temporary is not None:
-            s.emitter.free(layout.mesh.workers, [temporary])
+        held = tensor if tensor.layout is not None else s.placer.read(tensor)
+        if held.layout is not None and held.layout.partial:
+            s.mover.settle(held.storage)
+        assert held.layout is not None
+        request = Request(number, "fetch", {}, [tensor, held], shape=tensor.spec.shape, dtype=tensor.spec.dtype)
+        self._ask_parts(request, held.id, held.layout, tensor.spec)
+        s.cluster.seq += 1  # nothing else has the number of a fetch
+        if held is not tensor:
+            s.emitter.free(held.layout.mesh.workers, [held.id])
         self._begin(request)
 
     def _ask_parts(self, request: Request, source: int, layout: Layout, spec: Spec) -> None:
@@ -106,7 +103,7 @@ class Requests:
         self._begin(request)
 
     def _begin(self, request: Request) -> None:
-        request.runs = self.s.flush(self.s.cluster.seq)
+        request.runs = self.s.flush(self.s.emitter.base)
         self.open[request.number] = request
         for key in request.keys:
             self.by_key[key] = request

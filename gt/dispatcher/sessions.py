@@ -15,7 +15,7 @@ import numpy as np
 
 from gt.config.schema import Config
 from gt.dispatcher.cluster import Cluster, Worker
-from gt.dispatcher.failures import Cause, Journal, worker_lost
+from gt.dispatcher.failures import Cause, Journal, Planned, worker_lost
 from gt.dispatcher.lists import Lists
 from gt.dispatcher.moving import Mover
 from gt.dispatcher.placing import Placer
@@ -212,8 +212,8 @@ class Session:
             self.send(Need(data, key, [[list(span) for span in box] for box in parts]))
             return key
         flat = np.frombuffer(data, dtype=np.uint8).view(f"V{spec.itemsize}") if spec.nbytes else np.empty(0, "V1")
-        piece = take(flat.reshape(spec.shape), parts).view(np.uint8) if spec.nbytes else flat
-        raw = memoryview(piece.reshape(-1)).cast("B") if spec.nbytes else memoryview(b"")
+        piece = take(flat.reshape(spec.shape), parts).reshape(-1) if spec.nbytes else flat
+        raw = memoryview(piece.view(np.uint8)).cast("B") if spec.nbytes else memoryview(b"")
         for worker in workers:
             for offset in range(0, max(len(raw), 1), CHUNK):
                 chunk = raw[offset : offset + CHUNK]
@@ -224,6 +224,12 @@ class Session:
         self.send(Release([tensor]))
 
     # ---- failures
+
+    def note_planned(self, known: Known, reads: tuple[Storage, ...], makes: tuple[Storage, ...]) -> None:
+        """Journal what is done beside ops, under a number of its own; the op that is being planned gets the next."""
+        self.journal.rows.append(Planned(self.emitter.seq, known, self.origin, reads, (), makes))
+        self.cluster.seq += 1
+        self.emitter.seq = self.cluster.seq
 
     def spread(self, known: Known, reads: tuple[Storage, ...], writes: tuple[Storage, ...], makes: tuple[Storage, ...]) -> None:
         """What reads a failed storage fails; a whole overwrite from good ones heals."""

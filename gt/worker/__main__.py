@@ -19,8 +19,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="", help="cpu or cuda:0; by default the GPU if there is one")
     args = parser.parse_args(argv)
     token = args.token_file.read_text().strip() if args.token_file else env.get("GT_TOKEN")
+    sys.stderr.write(f"gt.worker: for the server at {args.host}:{args.port}, whenever it is there; Ctrl-C ends it\n")
     try:
-        why = run(args.host, args.port, token, args.name, env.get("GT_BACKEND"), args.device)
+        why = run(args.host, args.port, token, args.name, env.get("GT_BACKEND"), args.device, wait=None)
     except KeyboardInterrupt:
         why = "interrupted"
     if why:

@@ -129,10 +129,19 @@ class Loop:
                 undone = 0
 
 
-def run(host: str, port: int, token: str = "", name: str = "", backend: str = "torch", device: str = "") -> str:
+def run(
+    host: str,
+    port: int,
+    token: str = "",
+    name: str = "",
+    backend: str = "torch",
+    device: str = "",
+    wait: float | None = 10.0,
+) -> str:
     """Be a worker until the server says Exit, SIGTERM comes or the link ends: why it ended, "" if it was asked to.
 
-    device "" takes a GPU if the engine has one. May be called in a forked child, from its main thread.
+    device "" takes a GPU if the engine has one. wait: seconds to look for the server, None for ever. May be called in a
+    forked child, from its main thread.
     """
     logs.setup("worker", f"gt.worker {name}".strip())
     main = threading.current_thread() is threading.main_thread()
@@ -143,7 +152,7 @@ def run(host: str, port: int, token: str = "", name: str = "", backend: str = "t
         info = plane.open()
         loop = Loop(open_engine(backend, device), plane)
         # on_message comes from a thread that starts here: the link is in place before anything is answered.
-        loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost)
+        loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait)
         about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "backend": backend, **info}
         loop.send(hello("worker", token, info=about))
         return loop.serve()

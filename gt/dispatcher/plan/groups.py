@@ -7,13 +7,14 @@ named after it with _colpar or _rowpar exist, and otherwise splits what enters a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gt.config.schema import Config, Group
 from gt.ir.layout import Layout, Mesh, Placement, R, Shard
 
 COLUMN, ROW, STAGE, DATA = "column", "row", "stage", "data"
 SUFFIXES = {"_colpar": COLUMN, "_rowpar": ROW}
+PARTS = "#"  # `name#3` in a nest of contexts: the weights used there are three in one
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Meaning:
     mesh: Mesh
     axis: int
     backward: str | None = None
+    parts: int = 0  # how many weights are fused in one, where the user has said so
 
     def entering(self, dims: int) -> Layout:
         """Layout of an activation of that many dims where it first comes to the mesh."""
@@ -66,6 +68,7 @@ class Groups:
         self.config = config
         self._meanings = {name: self._read(group) for name, group in config.groups.items() if group.workers}
         self._names: dict[tuple[int, ...], str] = {}
+        self._with_parts: dict[tuple[str, int], Meaning] = {}
         for name, meaning in self._meanings.items():
             self._names.setdefault(meaning.mesh.workers, stem(name).removeprefix("pp_"))
 
@@ -87,8 +90,9 @@ class Groups:
     def find(self, path: str, backward: bool = False) -> tuple[Meaning | None, list[str]]:
         """Meaning of a nest of contexts `outer/inner`: the innermost that is known, and the names that are not."""
         missing = []
-        for name in reversed(path.split("/") if path else []):
-            meaning = self._meanings.get(name)
+        for step in reversed(path.split("/") if path else []):
+            name, _, parts = step.partition(PARTS)
+            meaning = self._fused(name, int(parts)) if parts.isdigit() else self._meanings.get(name)
             if meaning is None:
                 if self.destination(name) is None and name not in self.config.groups:
                     missing.append(name)
@@ -97,6 +101,13 @@ class Groups:
                 meaning = self._meanings[meaning.backward]
             return meaning, missing
         return None, missing
+
+    def _fused(self, name: str, parts: int) -> Meaning | None:
+        """The group, for weights that are `parts` in one; the same object each time, since plans are keyed by it."""
+        meaning = self._meanings.get(name)
+        if meaning is None:
+            return None
+        return self._with_parts.setdefault((name, parts), replace(meaning, parts=parts))
 
     def destination(self, name: str, backward: bool = False) -> Meaning | None:
         """Meaning of B for a transfer named A_to_B, of A for its gradient; `pp_` may be left out of group names."""
