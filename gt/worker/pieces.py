@@ -53,9 +53,9 @@ def _moved(inner: Box, outer: Box, place: Box) -> Box:
     )
 
 
-def index(box: Box) -> tuple[slice, ...]:
-    """The box as an index of a tensor."""
-    return tuple(slice(start, stop) for start, stop in box)
+def index(box: Box) -> tuple:
+    """The box as an index of a tensor; the ellipsis has NumPy give a view even where there are no dims."""
+    return (*(slice(start, stop) for start, stop in box), ...)
 
 
 def extent(box: Box) -> tuple[int, ...]:

@@ -84,10 +84,24 @@ class Engine(Protocol):
         """Whether no later op of this process can succeed."""
 
 
-def open_engine(backend: str, device: str) -> Engine:
-    """The engine of a backend's name, imported here and not before."""
-    if backend == "torch":
-        from gt.worker.engine.torch import TorchEngine
+def _torch(device: str) -> Engine:
+    from gt.worker.engine.torch import TorchEngine
 
-        return TorchEngine(device)
-    raise ValueError(f"no engine is named {backend!r}; there is: torch")
+    return TorchEngine(device)
+
+
+def _numpy(device: str) -> Engine:
+    from gt.worker.engine.numpy import NumpyEngine
+
+    return NumpyEngine(device)
+
+
+# GT_BACKEND -> its engine on a device, imported when it is opened and not before
+ENGINES: dict[str, Callable[[str], Engine]] = {"torch": _torch, "numpy": _numpy}
+
+
+def open_engine(backend: str, device: str) -> Engine:
+    """The engine of a backend's name."""
+    if backend not in ENGINES:
+        raise ValueError(f"no engine is named {backend!r}; there are: {', '.join(ENGINES)}")
+    return ENGINES[backend](device)

@@ -15,10 +15,11 @@ import torch
 from gt.errors import UnsupportedOp
 from gt.ir.ops import RANDOM, known
 from gt.ir.spec import Spec
-from gt.ir.template import Const, from_wire
+from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine
+from gt.worker.engine.calls import function
 from gt.worker.engine.torch import attention, random
-from gt.worker.engine.torch.calls import DTYPE, NAME, conform, finish, function
+from gt.worker.engine.torch.calls import DTYPE, NAME, UNLESS, checked, conform
 
 # They change the metadata of their operand, which may go by other ids too: they get a tensor object of their own.
 META = {
@@ -50,11 +51,7 @@ class TorchEngine:
         op = self._resolve(name, payload)
         if name in META and any(out[0] != "same" for out in outs):
             op = _on_alias(op)
-        args = from_wire(list(payload["args"]))
-        kwargs = {key: from_wire(value) for key, value in payload["kwargs"].items()}
-        values = payload["values"]
-        checks = [(at, finish(out)) for at, out in enumerate(outs) if out[0] in ("new", "view")]
-        return function(op, args, kwargs, payload["tensors"], values, checks, len(outs), self._constant)
+        return function(op, payload, self._constant, checked, UNLESS)
 
     def _resolve(self, name: str, payload: dict[str, Any]) -> Callable:
         if not known(name):

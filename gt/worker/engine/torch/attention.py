@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gt.worker.engine.torch.random import Words, hits
+from gt.worker.engine.philox import Words, hits
 
 aten = torch.ops.aten
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # torch.nn.attention.SDPBackend
