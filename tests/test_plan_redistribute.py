@@ -51,7 +51,7 @@ def moves(draw, same: bool):
 
 
 @given(moves(same=True))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_on_one_mesh_the_pieces_are_those_of_the_whole(move):
     shape, have, want = move
     whole = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
@@ -63,7 +63,7 @@ def test_on_one_mesh_the_pieces_are_those_of_the_whole(move):
 
 
 @given(moves(same=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_between_meshes_each_receiver_gets_what_it_lacks_and_no_more(move):
     shape, have, want = move
     whole = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)

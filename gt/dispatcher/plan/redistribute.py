@@ -79,7 +79,7 @@ def on_mesh(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, wa
             continue
         if isinstance(held, Partial):
             raise AssertionError("terms are added up in place before a tensor is moved")
-        if isinstance(wanted, Shard) and _alone(now, axis) and _alone(want, axis):
+        if isinstance(wanted, Shard) and all(_alone(at, axis) for at in (now, want, _with(now, axis, wanted))):
             step = _exchange(cluster, shape, dtype, now, axis, wanted)
         else:
             step = _gather(cluster, shape, dtype, now, axis)
