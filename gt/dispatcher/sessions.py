@@ -100,8 +100,6 @@ class Session:
         first = self.emitter.base = self.cluster.seq
         try:
             self._stream(message.code)
-        except (IndexError, KeyError, TypeError) as error:
-            raise ProtocolError(f"Ops.code is not a stream of this session at {self._at}: {error!r}") from error
         finally:
             self.emitter.seq = self.cluster.seq
             self._code, self._frames = [], ()
@@ -138,13 +136,18 @@ class Session:
             if number < FIRST:
                 at = self._special(number, code, at)
                 continue
-            known = templates[number]
-            first = at + 2
-            second = first + known.tensors
-            third = second + known.values
-            self.origin = origin = origins[code[at + 1]]
-            ins = [rows[i] for i in code[first:second]]
-            at = self._at = third + known.results
+            try:
+                known = templates[number]
+                first = at + 2
+                second = first + known.tensors
+                third = second + known.values
+                self.origin = origin = origins[code[at + 1]]
+                ins = [rows[i] for i in code[first:second]]
+                at = self._at = third + known.results
+            except (IndexError, KeyError, TypeError) as error:
+                raise ProtocolError(f"Ops.code names nothing of this session at {self._at}: {error!r}") from error
+            if at > end:
+                raise ProtocolError(f"Ops.code ends within an op, at {end}")
             emitter.seq = cluster.seq
             if self.on_op is not None:
                 self.on_op(known, origin, code[first:second])

@@ -88,8 +88,6 @@ def pointwise(known: Known, places: list[Place], size: int) -> Decision | None:
     for spec in ins:
         dim = len(spec.shape) + back
         wants.append(Shard(dim, leader.parts) if dim >= 0 and spec.shape[dim] == result[leader.dim] else R)
-        if dim >= 0 and spec.shape[dim] == 1 and result[leader.dim] == 1:
-            wants[-1] = R
     if writes and wants[writes[0]] != settled(places[writes[0]]):
         return None
     made = tuple(Shard(len(out_shape(known, i)) + back, leader.parts) for i in range(len(outs)))

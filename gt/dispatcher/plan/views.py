@@ -17,9 +17,7 @@ Split = Callable[[Known, Shard, int], Shard | None]
 def view(known: Known, place: Placement, size: int) -> tuple[Placement, ...] | None:
     """Placements of the outputs; Replicate and Partial pass through every view."""
     outs = known.template.outs
-    if isinstance(place, Partial) and known.name in ("view_as_real", "view_as_complex", "select_backward"):
-        return (place,) * len(outs)
-    if isinstance(place, (Replicate, Partial)):
+    if isinstance(place, (Replicate, Partial)) or not outs:  # unbind of an empty dim makes none
         return (place,) * len(outs)
     made = VIEWS[known.name](known, place, size)
     return None if made is None else (made,) * len(outs)
