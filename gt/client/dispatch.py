@@ -150,7 +150,10 @@ def collect(kind: int, a: Any, key: list, ids: list, values: list) -> None:
 
 def settle(tensor: RemoteTensor, ref: Ref | Alias) -> None:
     """First use of a tensor that requires grad: mark its autograd node, or announce it as a parameter."""
-    node = tensor.grad_fn
+    try:
+        node = tensor.grad_fn
+    except RuntimeError:  # a view made under no_grad, its base changed since: torch will not say, and nothing needs it
+        return
     if node is not None:
         Live.origins.mark(node, ref.pending)
         ref.pending = 0

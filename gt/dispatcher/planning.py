@@ -68,6 +68,9 @@ class Planner:
     def _planned(
         self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int], plan: Plan | None
     ) -> None:
+        if any(ins[i].layout is None for i in known.template.writes):
+            self._place_targets(known, origin, ins)
+            plan = known.plans.get(_key(origin, ins))
         if mean_of_rows(known, [t.layout for t in ins]):
             self._mean_of_rows(known, origin, ins, values, outs)
             return
@@ -186,6 +189,17 @@ class Planner:
         if group is not None:
             return group.mesh
         return ins[0].layout.mesh if ins[0].layout else self.s.default_mesh()
+
+    def _place_targets(self, known: Known, origin: Origin, ins: list[Tensor]) -> None:
+        """What is written in place has to lie somewhere before it is planned how: a copy would take the write."""
+        mesh = self._mesh(known, origin, ins)
+        meaning = origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None
+        for index in known.template.writes:
+            target = ins[index]
+            if target.layout is None and not lost_in(self.s.cluster, mesh):
+                start = tuple(p or R for p in self._start(target, mesh, meaning))
+                self.s.placer.place(target.storage, self.s.placer.root_layout(target, Layout(mesh, start)))
+                target.storage.default = origin.meaning is None
 
     # ---- which layouts
 

@@ -106,8 +106,13 @@ class Executor:
         self._send(Trouble(seq, _kind(error), _text(error)))
         if self._engine.poisoned(error):
             raise Poisoned(_text(error)) from error
+        if name in SHARED and _kind(error) == "op":
+            raise Poisoned(f"{name} failed half way, and others wait for it: {_text(error)}") from error
         for blank in made:
             blank.make(self.worker, code, at + 2)
+
+
+SHARED = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv", "merge"})
 
 
 def _kind(error: Exception) -> str:

@@ -110,7 +110,10 @@ class TorchEngine:
         return tensor if self.host else tensor.to(self.device)
 
     def view(self, tensor: torch.Tensor) -> memoryview:
-        return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
+        if not tensor.numel():
+            return memoryview(bytearray())
+        flat = tensor.as_strided((tensor.numel(),), (1,))  # view(-1) keeps an odd stride where there is one element
+        return flat.view(torch.uint8).numpy().data
 
     def upload(self, buffer: Any, spec: Spec) -> torch.Tensor:
         if len(buffer) != spec.nbytes:
