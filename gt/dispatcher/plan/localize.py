@@ -54,8 +54,11 @@ def payload(known: Known, ins: Sequence[Layout], outs: Sequence[Layout], rank: i
     args = list(template.args)
     if any(isinstance(p, Shard) for layout in (*ins, *outs) for p in layout.placements):
         _resize(known, args, ins, specs, rank)
+    op = WORKER_OPS.get(template.op, template.op)
+    if known.name == "squeeze":  # what is 1 long here need not be so as a whole
+        op, args = "aten.squeeze.dims", [args[0], _squeezed(known)]
     return {
-        "op": WORKER_OPS.get(template.op, template.op),
+        "op": op,
         "args": to_wire(args),
         "kwargs": {k: to_wire(v) for k, v in template.kwargs},
         "tensors": known.tensors,
@@ -63,6 +66,17 @@ def payload(known: Known, ins: Sequence[Layout], outs: Sequence[Layout], rank: i
         "outs": [_out(out, spec) for out, spec in zip(template.outs, specs, strict=True)],
         "random": _drawn(known, ins, outs, rank) if known.random else None,
     }
+
+
+def _squeezed(known: Known) -> list[int]:
+    """The dims that a squeeze takes away."""
+    shape, dims = known.template.ins[0].shape, known.arg(1)
+    named = range(len(shape)) if dims is None else [d % len(shape) for d in _list(dims)] if shape else []
+    return [d for d in named if shape[d] == 1]
+
+
+def _list(dims: Any) -> list[int]:
+    return dims if isinstance(dims, list) else [dims]
 
 
 def _out(out: Out, spec: Spec | None) -> list:
