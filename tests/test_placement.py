@@ -25,7 +25,7 @@ class Spy:
         self.open: list[str] = []
 
     @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str, parts: int = 1) -> Iterator[None]:
         self.entered.append(name)
         self.open.append(name)
         try:

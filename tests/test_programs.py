@@ -227,6 +227,7 @@ class Program:
             self.pairs.pop(self.rng.randrange(len(self.pairs)))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, about programs nobody would write
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_random_programs_end_as_in_torch(first, session):
     session(CONFIG)

@@ -186,7 +186,9 @@ def test_a_worker_in_the_foreground_ends_on_a_signal(dispatcher, number, code, s
         dispatcher.next(Done)
         process.send_signal(number)
         dispatcher.next(Goodbye)
-        assert process.communicate(timeout=20) == (None, said)
+        heard = process.communicate(timeout=20)[1]
+        assert heard.partition("\n")[0].startswith("gt.worker: for the server at 127.0.0.1:")
+        assert heard.partition("\n")[2] == said
         assert process.returncode == code
     finally:
         process.kill()

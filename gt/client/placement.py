@@ -18,7 +18,7 @@ from gt.config.match import match, unmatched
 from gt.config.schema import Rule
 from gt.errors import ConfigError
 
-Context = Callable[[str], Any]  # gt.signal.context, or what stands for it in tests
+Context = Callable[[str, int], Any]  # gt.signal.context, or what stands for it in tests
 _PLACED = "_gt_placement"  # where a module keeps what apply put on it
 
 
