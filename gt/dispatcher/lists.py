@@ -36,10 +36,22 @@ class Lists:
         self.s = session
 
     def op(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
-        """Cut, bring and emit."""
-        for layout, indices in self._buckets(known, origin, ins).items():
-            part = self._part(known, tuple(indices))
-            self._emit(part, layout, [ins[i] for i in part.ins], [values[i] for i in part.values], [outs[i] for i in part.outs])
+        """Cut, bring and emit; or, where all lies as it did when nothing had to be brought, only emit."""
+        key = ("list", *[id(t.layout) for t in ins])
+        cuts = None if self.s.troubled else known.plans.get(key)
+        if cuts is None:
+            cuts = [self._cut(*bucket, known, ins, values, outs) for bucket in self._buckets(known, origin, ins).items()]
+            if key == ("list", *[id(t.layout) for t in ins]) and all(cut and cut[1].direct for cut in cuts):
+                known.plans[key] = cuts
+            return
+        self.s.planner.hits += 1
+        for part, plan in cuts:
+            ids = [ins[i].id for i in part.ins]
+            self._emit(part, plan, ins, ids, values, outs)
+
+    def _emit(self, part: Part, plan: Plan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]) -> None:
+        mine = [ins[i] for i in part.ins], brought, tuple([values[i] for i in part.values]), [outs[i] for i in part.outs]
+        self.s.planner.emit(part.known, plan, *mine)
 
     def _buckets(self, known: Known, origin: Origin, ins: list[Tensor]) -> dict[Layout, list[int]]:
         """Indices of the lists by the layout of the tensor that leads there."""
@@ -65,11 +77,15 @@ class Lists:
         mesh = origin.meaning.mesh if origin.meaning else self.s.default_mesh()
         return replicated(mesh)
 
-    def _emit(self, part: Part, layout: Layout, ins: list[Tensor], values: list, outs: list[int]) -> None:
-        known = part.known
+    def _cut(
+        self, layout: Layout, indices: list[int], whole_op: Known, all_ins: list[Tensor], values: tuple, outs: list[int]
+    ) -> tuple[Part, Plan] | None:
+        """Carry out a list op over some of its indices; how, unless a worker it needs is lost."""
+        part = self._part(whole_op, tuple(indices))
+        known, ins = part.known, [all_ins[i] for i in part.ins]
         if lost_in(self.s.cluster, layout.mesh):
-            self.s.planner.abandon(known, layout.mesh, ins, outs)
-            return
+            self.s.planner.abandon(known, layout.mesh, ins, [outs[i] for i in part.outs])
+            return None
         lead = {ins[i].spec.shape for i in known.columns[0].indices(T)}
         whole = self.s.intern(replicated(layout.mesh))
         wants = [layout if self._follows(known, i, t, lead) else whole for i, t in enumerate(ins)]
@@ -83,14 +99,14 @@ class Lists:
         bound = known.plans.get(key)
         if bound is None:
             bound = known.plans[key] = self.s.mover.bind_op(known, wants or list(makes), makes)
-        plan = Plan(tuple(wants), makes, bound, False)
-        self.s.planner.emit(known, plan, ins, brought, tuple(values), outs)
+        plan = Plan(tuple(wants), makes, bound, all(t.layout is w for t, w in zip(ins, wants, strict=True)))
+        self._emit(part, plan, all_ins, brought, values, outs)
+        return part, plan
 
     @staticmethod
     def _follows(known: Known, index: int, t: Tensor, lead: set) -> bool:
         """Whether an operand lies as the leader does (a list's tensor of its shape) or is whole (step counts, factors)."""
-        listed = any(index in column.indices(T) for column in known.columns)
-        return listed and (t.spec.shape in lead) and len(t.spec.shape) > 0
+        return index in known.listed and (t.spec.shape in lead) and len(t.spec.shape) > 0
 
     def _made(self, known: Known, layout: Layout, index: int) -> Layout:
         """Layout of a result: as the leader's, or the terms of a norm."""
@@ -111,11 +127,11 @@ class Lists:
                 everything = [list(range(n)) for n in (len(template.ins), template.values, known.results)]
                 known.plans[key] = Part(known, *everything)
             else:
-                known.plans[key] = _cut(known, indices, count)
+                known.plans[key] = _over(known, indices, count)
         return known.plans[key]
 
 
-def _cut(known: Known, indices: tuple[int, ...], count: int) -> Part:
+def _over(known: Known, indices: tuple[int, ...], count: int) -> Part:
     template = known.template
     ins: list[int] = []
     values: list[int] = []

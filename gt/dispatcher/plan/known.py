@@ -35,6 +35,7 @@ class Known:
         self.values = self.template.values
         self.results = self.template.results
         self.length = self.tensors + self.values + self.results
+        self.listed = frozenset(index for column in self.columns for index in column.indices(T))  # tensors in lists
         self.news = [i for i, out in enumerate(self.template.outs) if out.kind in ("new", "view")]
 
     def arg(self, index: int, default: Any = None) -> Any:
