@@ -17,7 +17,7 @@ VARIABLES = (
     Variable("GT_CONFIG", "", "path of the signal-group YAML"),
     Variable("GT_SERVER", "", "host:port of a running dispatcher; empty starts one for this program"),
     Variable("GT_TOKEN", "", "secret that server, workers and clients share; needed off loopback"),
-    Variable("GT_BACKEND", "torch", "engine of auto-started workers: torch"),
+    Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (CPU, no torch in their processes)"),
     Variable("GT_TRANSPORT", "", "data plane: shm; empty picks one"),
     Variable("GT_INSTRUCTION_LOG", "", "path: the dispatcher writes one line an event"),
     Variable("GT_VERBOSE", "", "1: every process logs what it does"),

@@ -207,8 +207,11 @@ def _work(order: dict[str, Any], port: int, gpu: str) -> None:
 def _preload(backend: str) -> list[str]:
     """Import once what all workers need; the GPUs they can have."""
     import gt.worker.loop
+    from gt.worker.engine.base import ENGINES, open_engine
 
     if backend != "torch":
+        if backend in ENGINES:
+            open_engine(backend, "cpu")  # for its modules, which the workers then share
         return []
     import torch
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from gt import env
+from gt.worker.engine.base import ENGINES
 from gt.worker.loop import run
 
 
@@ -17,11 +18,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--name", default="", help="name in messages and logs; by default the next free one")
     parser.add_argument("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
     parser.add_argument("--device", default="", help="cpu or cuda:0; by default the GPU if there is one")
+    parser.add_argument("--backend", choices=list(ENGINES), help="its engine; default: GT_BACKEND")
     args = parser.parse_args(argv)
     token = args.token_file.read_text().strip() if args.token_file else env.get("GT_TOKEN")
     sys.stderr.write(f"gt.worker: for the server at {args.host}:{args.port}, whenever it is there; Ctrl-C ends it\n")
     try:
-        why = run(args.host, args.port, token, args.name, env.get("GT_BACKEND"), args.device, wait=None)
+        why = run(args.host, args.port, token, args.name, args.backend or env.get("GT_BACKEND"), args.device, wait=None)
     except KeyboardInterrupt:
         why = "interrupted"
     if why:

@@ -1,0 +1,146 @@
+"""The numpy engine: the ops of the demos, plainly, in a process without torch. It is also what torch's are compared with.
+
+A tensor is an np.ndarray, a view one that shares its memory. What an op's function is stands in the tables beside this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from gt.ir.spec import Spec
+from gt.ir.template import Const
+from gt.worker.engine.base import IDENTITY, Call, Combine
+from gt.worker.engine.calls import function
+from gt.worker.engine.numpy import blas
+from gt.worker.engine.numpy.arrays import (
+    DTYPE,
+    Array,
+    checked,
+    conform,
+    dtype_of,
+    laid_out,
+    name_of,
+    offset,
+    owner,
+    storable,
+)
+from gt.worker.engine.numpy.table import resolve
+
+
+class NumpyEngine:
+    """An engine.base.Engine. NumPy's floating point errors are not errors, as they are not torch's."""
+
+    name = "numpy"
+
+    def __init__(self, device: str = "") -> None:
+        if device not in ("", "cpu"):
+            raise ValueError(f"the numpy engine runs on the cpu, not on {device!r}")
+
+    def guard(self) -> AbstractContextManager:
+        return np.errstate(all="ignore")
+
+    def bind(self, payload: dict[str, Any]) -> Call:
+        return function(resolve(payload["op"], payload["random"]), payload, _constant, checked)
+
+    # ---- memory
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Array:
+        return np.empty(tuple(shape), storable(dtype))
+
+    def zeros(self, spec: Spec) -> Array:
+        return laid_out(spec, zero=True)
+
+    def filled(self, like: Array, op: str) -> Array:
+        value: Any = IDENTITY[op]
+        if value in (float("inf"), float("-inf")) and like.dtype.kind not in "fc":
+            kind = like.dtype
+            value = value > 0 if kind.kind == "b" else getattr(np.iinfo(kind), "max" if value > 0 else "min")
+        return np.full(like.shape, value, like.dtype)
+
+    def clone(self, tensor: Array) -> Array:
+        return np.array(tensor, order="C")
+
+    def copy(self, dst: Array, src: Array) -> None:
+        dst[...] = src
+
+    def flat(self, tensor: Array, shape: Sequence[int]) -> Array:
+        return tensor.reshape(tuple(shape))
+
+    def packed(self, tensor: Array) -> Array:
+        return tensor if tensor.flags.c_contiguous else np.array(tensor, order="C")
+
+    def staging(self, shape: Sequence[int], dtype: str) -> Array:
+        return self.empty(shape, dtype)
+
+    def adopt(self, tensor: Array) -> Array:
+        return tensor
+
+    def view(self, tensor: Array) -> memoryview:
+        return tensor.reshape(-1).view(np.uint8).data if tensor.size else memoryview(bytearray())
+
+    def upload(self, buffer: Any, spec: Spec) -> Array:
+        if len(buffer) != spec.nbytes:
+            raise ValueError(f"{len(buffer)} bytes were sent for {spec.text()}, want {spec.nbytes}")
+        data = np.asarray(buffer, np.uint8).view(dtype_of(spec.dtype)).reshape(spec.shape)
+        return conform(data, spec) if spec.numel else self.zeros(spec)
+
+    def combine(self, op: str, dtype: str) -> Combine:
+        kind, reduce = DTYPE.get(dtype), COMBINE[op]
+        if kind is None:
+            return _nothing
+
+        def run(dst: memoryview, src: memoryview) -> None:
+            if len(dst):
+                target = np.frombuffer(dst, kind)
+                reduce(target, np.frombuffer(src, kind), out=target)
+
+        return run
+
+    def divide(self, tensor: Array, by: int) -> None:
+        np.true_divide(tensor, by, out=tensor, casting="unsafe")
+
+    # ---- what there is
+
+    def spec(self, tensor: Array) -> Spec:
+        steps = tuple(step // tensor.itemsize for step in tensor.strides)
+        return Spec(tensor.shape, steps, offset(tensor), name_of(tensor.dtype))
+
+    def dtype(self, tensor: Array) -> str:
+        return name_of(tensor.dtype)
+
+    def storage(self, tensor: Array) -> tuple[int, int]:
+        memory = owner(tensor)
+        return memory.ctypes.data, memory.nbytes
+
+    def switch(self, switches: dict[str, Any]) -> None:
+        if switches.get("threads"):
+            blas.set_threads(int(switches["threads"]))
+
+    def poisoned(self, error: BaseException) -> bool:
+        return False
+
+
+COMBINE: dict[str, Callable[..., Any]] = {
+    "sum": np.add,
+    "product": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "norm2": np.hypot,
+}
+
+
+def _nothing(dst: memoryview, src: memoryview) -> None:
+    """Placeholders of dtypes that NumPy lacks hold nothing to be combined; their collectives take place."""
+
+
+def _constant(const: Const) -> Any:
+    """dtype: NumPy's; complex: Python's; others are names, and the device None."""
+    if const.kind == "device":
+        return None
+    if const.kind == "complex":
+        return complex(*const.value)
+    return dtype_of(const.value) if const.kind == "dtype" else const.value

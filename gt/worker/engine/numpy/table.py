@@ -1,0 +1,118 @@
+"""Which function carries out an op: the rows of all tables, and what follows from a row.
+
+From `add` follow `add_`, `add.out` and `_foreach_add`, from `index_add_` follows `index_add`: a row is written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gt.errors import UnsupportedOp
+from gt.ir.ops import known
+from gt.worker.engine.numpy import (
+    activations,
+    attention,
+    factories,
+    indexing,
+    layers,
+    lists,
+    pointwise,
+    products,
+    random,
+    reductions,
+    views,
+)
+from gt.worker.engine.numpy.arrays import Array, write
+
+Function = Callable[..., Any]
+_OUT = {**pointwise.TABLE, **activations.TABLE, **products.TABLE}  # of these there is an out= form
+TABLE: dict[str, Function] = {
+    **{
+        f"aten.{name}": run
+        for table in (_OUT, reductions.TABLE, views.TABLE, layers.TABLE, indexing.TABLE, factories.TABLE, lists.TABLE)
+        for name, run in table.items()
+    },
+    "gt.move.default": lambda x: x.copy(),
+}
+_BY_BASE = {name.split(".")[1]: run for name, run in reversed(TABLE.items())}  # the first overload of each
+_VIEWS = {f"aten.{name}" for name in views.VIEWS}  # in place they change metadata, not values
+
+
+def resolve(name: str, place: list | None) -> Function:
+    """The function of an op's own arguments; UnsupportedOp where there is none."""
+    if not known(name):
+        raise UnsupportedOp(f"{name} is not an op that gt knows")
+    for kind in (attention.OPS, random.DRAW):
+        if name in kind:
+            return (attention if kind is attention.OPS else random).bind(name, place)
+    for find in (TABLE.get, _in_place, _out_of_place, _with_out, _foreach):
+        found = find(name)
+        if found is not None:
+            return found
+    raise UnsupportedOp(f"the numpy engine lacks {name}: run with GT_BACKEND=torch")
+
+
+def supported(names: Iterable[str]) -> list[str]:
+    """Those of the ops that can be resolved."""
+    found = []
+    for name in names:
+        try:
+            resolve(name, None)
+        except UnsupportedOp:
+            continue
+        found.append(name)
+    return found
+
+
+# ---- what follows from a row
+
+
+def _in_place(name: str) -> Function | None:
+    base, _, overload = name.rpartition(".")
+    plain = f"{base.removesuffix('_')}.{overload}"
+    run = TABLE.get(plain) if base.endswith("_") and plain not in _VIEWS else None
+    return None if run is None else _writing(run)
+
+
+def _writing(run: Function) -> Function:
+    """run, with its result written to its first argument."""
+
+    def into(self: Array, *args: Any, **kwargs: Any) -> Array:
+        return write(self, run(self, *args, **kwargs))
+
+    return getattr(run, "into", into)
+
+
+def _out_of_place(name: str) -> Function | None:
+    base, _, overload = name.rpartition(".")
+    run = TABLE.get(f"{base}_.{overload}")
+    return None if run is None else _on_copy(run)
+
+
+def _on_copy(run: Function) -> Function:
+    return lambda self, *args, **kwargs: run(self.copy("K"), *args, **kwargs)
+
+
+def _with_out(name: str) -> Function | None:
+    base, _, overload = name.rpartition(".")
+    if not overload.endswith("out"):
+        return None
+    given = overload.removesuffix("out").removesuffix("_")
+    runs = (_OUT.get(f"{base.removeprefix('aten.')}.{o}") for o in ([given] if given else ["default", "Tensor", "self"]))
+    run = next(filter(None, runs), None)
+    if run is None:
+        return None
+    return lambda *args, out, **kwargs: write(out, run(*args, **kwargs))
+
+
+def _foreach(name: str) -> Function | None:
+    rest = name.removeprefix(lists.FOREACH)
+    if rest == name or rest.endswith("out") or rest in lists.OTHERS:
+        return None
+    base = rest.partition(".")[0]
+    run = _BY_BASE.get(base)
+    if run is None and base.endswith("_"):
+        run = _BY_BASE.get(base[:-1])
+        run = None if run is None else _writing(run)
+    return None if run is None else lists.each(run)
