@@ -386,14 +386,19 @@ class Core:
         """Log every op that comes and every step that is planned."""
         name = f"client{session.number}"
 
+        def where(origin: Origin) -> dict:
+            line = f"{origin.file}:{origin.line}" if origin.file else ""
+            return {"seq": session.emitter.seq, "group": origin.group, "origin": line}
+
         def received(known: Known, origin: Origin, ins: Sequence[int]) -> None:
             operands = " ".join(f"%{i}" for i in ins)
-            text = f"{known.template.op} {operands}".strip()
-            self._log("RECV", name, text, group=origin.group, origin=f"{origin.file}:{origin.line}" if origin.file else "")
+            self._log("RECV", name, operands, op=known.template.op, **where(origin))
 
         def planned(line: PlanLine) -> None:
             workers = ",".join(self.cluster.workers[i].name for i in line.workers)
-            self._log("WORKER_SEND", workers, str(line), group=session.origin.group, layout=line.layout)
+            moved = line.note.partition(" B")[0]
+            fields = {"layout": line.layout, "bytes": int(moved) if moved.isdigit() else "", **where(session.origin)}
+            self._log("WORKER_SEND", workers, str(line), op=line.op.partition(" ")[0], **fields)
 
         session.on_op = received
         session.emitter.plan = planned

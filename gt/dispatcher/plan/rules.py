@@ -40,6 +40,9 @@ ELEMENTWISE = frozenset(
      "gt.move"}
 )  # fmt: skip
 
+# Elementwise, and only the shape of the operand is read: terms need not be added up
+VALUELESS = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"})
+
 # op -> position of the dim it works along; split along another dim it is local
 DIMWISE = {
     "_softmax": 1, "_log_softmax": 1, "cumsum": 1, "cumprod": 1, "logcumsumexp": 1, "_softmax_backward_data": 2,
@@ -76,6 +79,8 @@ def settled(place: Place) -> Placement:
 def pointwise(known: Known, places: list[Place], size: int) -> Decision | None:
     """Elementwise with broadcasting: the first operand that is split decides, dims are aligned from the right."""
     outs, ins = known.template.outs, known.template.ins
+    if known.name in VALUELESS and isinstance(places[0], Partial):
+        return Decision((places[0],), (R,) * len(outs))
     if _linear(known, places):
         return Decision(tuple(P for _ in places), tuple(P for _ in outs))
     writes = known.template.writes
