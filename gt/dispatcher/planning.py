@@ -6,7 +6,7 @@ The common case, an op met before whose inputs lie as they did, is one dictionar
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gt.dispatcher.failures import Planned
@@ -79,10 +79,14 @@ class Planner:
             if lost_in(self.s.cluster, mesh):
                 self.abandon(known, mesh, ins, outs)
                 return
-            key = _key(origin, ins)
+            before = _key(origin, ins)
             plan = self._plan(known, origin, ins, outs, mesh)
-            plan.direct = key == _key(origin, ins) and all(t.layout is w for t, w in zip(ins, plan.wants, strict=True))
+            key = _key(origin, ins)
+            plan.direct = all(t.layout is w for t, w in zip(ins, plan.wants, strict=True))
             known.plans[key] = plan
+            if before != key and not (known.name in VIEWS or known.template.writes):
+                # where bases or targets had to move first, the next one has to as well: bringing would make a copy
+                known.plans[before] = replace(plan, direct=False)
         elif plan.wants + plan.outs and lost_in(self.s.cluster, (plan.wants + plan.outs)[0].mesh):
             self.abandon(known, (plan.wants + plan.outs)[0].mesh, ins, outs)
             return

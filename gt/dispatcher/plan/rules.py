@@ -26,8 +26,8 @@ class Decision(NamedTuple):
 
 Rule = Callable[[Known, list[Place], int], Decision | None]
 
-# Linear in all tensor operands together: Partial in, Partial out
-LINEAR = frozenset({"add", "add_", "sub", "sub_", "neg", "neg_", "clone", "_foreach_add_"})
+# Linear in all operands together, which have to be so many tensors: Partial in, Partial out
+LINEAR = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "neg": 1, "neg_": 1, "clone": 1}
 # Linear in the first operand when the other is a number
 SCALED = frozenset({"mul", "mul_", "div", "div_"})
 
@@ -116,11 +116,10 @@ def _leader(known: Known, places: list[Place], result: tuple[int, ...], writes: 
 def _linear(known: Known, places: list[Place]) -> bool:
     if not places or not all(isinstance(p, Partial) and p.op == "sum" for p in places):
         return False
-    shapes = {spec.shape for spec in known.template.ins}
-    number = known.template.op.endswith(".Scalar")
     if known.name in SCALED:
         return len(places) == 1
-    return known.name in LINEAR and len(shapes) == 1 and not (number and known.name != "neg")
+    same = len({spec.shape for spec in known.template.ins}) == 1
+    return known.name in LINEAR and same and len(places) == LINEAR[known.name]  # a number would be added once a worker
 
 
 def reduction(known: Known, places: list[Place], size: int) -> Decision | None:
