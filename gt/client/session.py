@@ -287,7 +287,10 @@ class Session:
         shape = tuple(message.shape)
         pending.assembly = host.Assembly(shape, DTYPES[message.dtype][0], message.pieces)
         pending.value = (shape, message.dtype, pending.assembly.data)
-        self._pieces.update(dict.fromkeys(pending.assembly.keys, pending))
+        if frames:
+            pending.assembly.add(message.pieces[0][0], 0, len(frames[0]), frames[0])
+        else:
+            self._pieces.update(dict.fromkeys(pending.assembly.keys, pending))
         self._settle(pending)
 
     def _piece(self, message: messages.Piece, frames: tuple[Any, ...]) -> None:

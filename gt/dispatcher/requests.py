@@ -172,14 +172,20 @@ class Requests:
                 self._drop(request)
                 self._fail(request.number, cause)
             elif request.kind == "fetch":
-                request.verified = True
-                self.s.send(Value(request.number, list(request.shape), request.dtype, request.parts))
-                for message, frames in request.held:
-                    self.s.send(message, frames)
-                request.held = []
-                self._finish(request)
+                self._answer_value(request)
             elif len(request.specs) == len(request.keys):
                 self._answer_specs(request)
+
+    def _answer_value(self, request: Request) -> None:
+        """Announce a value that is good, with what is here of it; one that is here whole and small is one message."""
+        request.verified = True
+        held, request.held = request.held, []
+        value = Value(request.number, list(request.shape), request.dtype, request.parts)
+        alone = len(held) == 1 and not any(request.left.values())
+        self.s.send(value, held.pop()[1] if alone else ())
+        for message, frames in held:
+            self.s.send(message, frames)
+        self._finish(request)
 
     def _answer_specs(self, request: Request) -> None:
         specs = [request.specs[key] for key in request.keys]

@@ -148,7 +148,10 @@ class Release(Message):
 
 @dataclass(frozen=True, slots=True)
 class Value(Message):
-    """Dispatcher -> client, answers Fetch: `pieces` [[key, boxes], ...] of a tensor of this shape and dtype follow as Piece."""
+    """Dispatcher -> client, answers Fetch: `pieces` [[key, boxes], ...] of a tensor of this shape and dtype follow as Piece.
+
+    A frame of the Value is the whole of its one piece, which then does not follow.
+    """
 
     request: int
     shape: list

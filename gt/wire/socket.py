@@ -105,15 +105,19 @@ class Dealer:
         _open_dealers.add(id(self))
         self._thread.start()
 
-    def send(self, message: Message, frames: Frames = ()) -> None:
-        """Queue a message, from any thread; frames are read later, unchanged. Dropped once the link ended."""
+    def send(self, message: Message, frames: Frames = (), wake: bool = True) -> None:
+        """Queue a message, from any thread; frames are read later, unchanged. Dropped once the link ended.
+
+        wake=False leaves it for the next turn, which another message is about to cause.
+        """
         body = codec.pack(message)
         if self._over:
             return
         self.messages_sent += 1
         self.bytes_sent += len(body) + sum(memoryview(frame).nbytes for frame in frames)
         self._queue.append([body, *frames])
-        self.wake()
+        if wake:
+            self.wake()
 
     def close(self) -> None:
         """Send what is queued (for at most LINGER seconds), then leave no thread and no socket behind."""

@@ -18,12 +18,14 @@ from gt import errors
 from gt import log as logs
 from gt.wire.link import hello
 from gt.wire.messages import (
+    CHUNK,
     Abort,
     Data,
     Done,
     Exit,
     Goodbye,
     Message,
+    Piece,
     Query,
     Reject,
     Report,
@@ -60,8 +62,9 @@ class Loop:
         self._why = ""
 
     def send(self, message: Message, frames: tuple = ()) -> None:
+        """From either thread. A whole small piece waits for the Done of its Run, before which no value is answered."""
         assert self.link is not None
-        self.link.send(message, frames)
+        self.link.send(message, frames, wake=not (type(message) is Piece and message.total <= CHUNK))
 
     # ---- I/O thread
 
