@@ -75,6 +75,11 @@ def _template(name: str, args: tuple, outs: tuple[Meta, ...]) -> Template:
     return Template(name, tuple(form), (), tuple(ins), values, tuple(Out("new", m.spec) for m in outs))
 
 
+def _cloned(meta: Meta) -> Meta:
+    """As clone leaves it: strides are kept where memory is dense."""
+    return metas.of(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta").clone())
+
+
 class Move(torch.autograd.Function):
     """gt.signal.move: the same value on another mesh."""
 
@@ -82,7 +87,7 @@ class Move(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, RemoteTensor):
             raise TypeError(f"gt.signal.move takes a remote tensor, got one on {x.device}")
-        return record("gt.move.default", (x,), lambda: (metas.contiguous(x._ref.meta.shape, x.dtype),))[0]
+        return record("gt.move.default", (x,), lambda: (_cloned(x._ref.meta),))[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

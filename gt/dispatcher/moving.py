@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gt.dispatcher.plan import redistribute
-from gt.dispatcher.plan.localize import payload
+from gt.dispatcher.plan.localize import copied, dense, payload, row_major, strided
 from gt.dispatcher.plan.redistribute import Order, Step
 from gt.dispatcher.plan.rules import decide
 from gt.dispatcher.stream import Bound
 from gt.dispatcher.tensors import Storage, Tensor
-from gt.ir.layout import Layout, Mesh, Partial, R, Shard
+from gt.ir.layout import Layout, Mesh, Partial, R, Shard, local_shape
 
 if TYPE_CHECKING:
     from gt.dispatcher.plan.known import Known
@@ -35,7 +35,7 @@ class Mover:
         kept = (tensor.copies or {}).get(want)
         if kept and kept[0] == tensor.storage.version:
             return kept[1]
-        if tensor.layout.partial and not self._same_terms(tensor.layout, want):
+        if tensor.layout.partial and not same_terms(tensor.layout, want):
             self.settle(tensor.storage)
             if tensor.layout == want:
                 return tensor.id
@@ -47,18 +47,14 @@ class Mover:
         tensor.copies[want] = (tensor.storage.version, made)
         return made
 
-    @staticmethod
-    def _same_terms(have: Layout, want: Layout) -> bool:
-        return have.mesh == want.mesh and all(
-            h == w for h, w in zip(have.placements, want.placements, strict=True) if isinstance(h, Partial)
-        )
-
     def _view_of_copy(self, tensor: Tensor, want: Layout) -> int | None:
         """A view is copied to another mesh by copying its whole base once and viewing that."""
         base, via = tensor.base, tensor.via
         if base is None or via is None or base.layout is None or base.layout.mesh == want.mesh:
             return None
         if base.spec.numel != tensor.spec.numel or not want.replicated or len(via[0].news) != 1:
+            return None
+        if not row_major(base.spec):  # as its copy would be
             return None
         known, values, _ = via
         source = self.bring(base, Layout(want.mesh, (R,) * len(want.mesh.axes)))
@@ -135,7 +131,10 @@ class Mover:
         for view in storage.tensors.values():
             self.drop_copies(view)
         emitter.free(set(old.mesh.workers) - set(want.mesh.workers), list(storage.tensors))
-        self._alias(made, root.id, want)
+        if row_major(root.spec):
+            self._alias(made, root.id, want)
+        else:
+            self._restride(made, root, want)
         root.layout = self.s.intern(want)
         for view in sorted(storage.tensors.values(), key=lambda t: t.id):
             if view.base is not None:
@@ -148,6 +147,20 @@ class Mover:
             worker = emitter.cluster.workers[index]
             if not worker.lost:
                 emitter.write(worker, define, emitter.ids([source, target]))
+        emitter.free(layout.mesh.workers, [source])
+
+    def _restride(self, source: int, root: Tensor, layout: Layout) -> None:
+        """What came row-major gets the strides that its views were made for."""
+        emitter = self.s.emitter
+        fresh, copy = [], []
+        for rank, worker in enumerate(layout.mesh.workers):
+            spec = dense(local_shape(layout, root.spec.shape, rank), root.spec)
+            fresh.append(Order(worker, "op", strided(spec)))
+            copy.append(Order(worker, "op", copied(spec)))
+        for bound, ids in ((emitter.bind(fresh), [root.id]), (emitter.bind(copy), [root.id, source])):
+            for worker, define in bound:
+                if not worker.lost:
+                    emitter.write(worker, define, emitter.ids(ids))
         emitter.free(layout.mesh.workers, [source])
 
     def _remake(self, view: Tensor) -> None:
@@ -228,6 +241,13 @@ class Mover:
         if tensor.base is not None:
             tensor.base.children -= 1
         return tensor.base
+
+
+def same_terms(have: Layout, want: Layout) -> bool:
+    """Whether what is in terms is wanted so."""
+    return have.mesh == want.mesh and all(
+        h == w for h, w in zip(have.placements, want.placements, strict=True) if isinstance(h, Partial)
+    )
 
 
 def replaced(layout: Layout, axis: int) -> Layout:

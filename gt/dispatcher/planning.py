@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gt.dispatcher.failures import Planned
+from gt.dispatcher.moving import same_terms
 from gt.dispatcher.plan.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.plan.lower import mean_of_rows, quotient, sums
@@ -93,6 +94,9 @@ class Planner:
         if any(t.storage.failed and t.storage.failed.lost >= 0 for t in ins):
             self.abandon(known, (plan.wants + plan.outs)[0].mesh, ins, outs)
             return
+        for t, want in zip(ins, plan.wants, strict=True):
+            if t.layout is not None and t.layout.partial and not same_terms(t.layout, want):
+                self.s.mover.settle(t.storage)  # before any is brought: another operand may view the same terms
         brought = [self.s.mover.bring(t, want) for t, want in zip(ins, plan.wants, strict=True)]
         self.emit(known, plan, ins, brought, values, outs)
         if known.name in WEIGHTS and origin.meaning is not None and origin.meaning.kind == COLUMN:

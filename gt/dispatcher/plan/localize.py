@@ -8,7 +8,7 @@ from typing import Any
 from gt.dispatcher.plan.known import Known
 from gt.ir.layout import Layout, Shard, boxes, local_shape
 from gt.ir.spec import Spec
-from gt.ir.template import Out, to_wire
+from gt.ir.template import DEVICE, Const, Out, T, to_wire
 
 # op -> argument that is the shape of its first output
 SIZES = {
@@ -31,6 +31,31 @@ def dense(shape: Sequence[int], like: Spec) -> Spec:
         stride[dim] = step
         step *= max(shape[dim], 1)
     return Spec(tuple(shape), tuple(stride), 0, like.dtype)
+
+
+def row_major(spec: Spec) -> bool:
+    """Whether a dense spec has its dims in memory in their order; dims of size 1 say nothing."""
+    step = 1
+    for n, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if n > 1 and stride != step:
+            return False
+        step *= n
+    return True
+
+
+def strided(spec: Spec) -> dict[str, Any]:
+    """The `op` definition that makes a tensor of these strides."""
+    kwargs = {"dtype": to_wire(Const("dtype", spec.dtype)), "device": to_wire(DEVICE)}
+    args = [list(spec.shape), list(spec.stride)]
+    outs = [["new", spec.wire(), -1]]
+    return {"op": "aten.empty_strided.default", "args": args, "kwargs": kwargs, "tensors": 0, "values": 0, "outs": outs,
+            "random": None}  # fmt: skip
+
+
+def copied(spec: Spec) -> dict[str, Any]:
+    """The `op` definition of copy_ into a tensor of this spec."""
+    args, outs = to_wire([T(0), T(1)]), [["same", None, 0]]
+    return {"op": "aten.copy_.default", "args": args, "kwargs": {}, "tensors": 2, "values": 0, "outs": outs, "random": None}
 
 
 def out_specs(known: Known, layouts: Sequence[Layout], rank: int) -> list[Spec | None]:
