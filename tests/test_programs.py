@@ -163,7 +163,7 @@ class Program:
             ("a[0] = 1", lambda x, y: x.__setitem__(0, 1)),
             ("a[:, 1:] = 2", lambda x, y: x.__setitem__((slice(None), slice(1, None)), 2)),
             ("a.t()[0] += 1", lambda x, y: x.t()[0].add_(1)),
-            ("a[...] = b", lambda x, y: x.__setitem__(..., y)),
+            ("a[...] = b", lambda x, y: x.__setitem__(..., y.clone())),
             ("a[a > 0] = 0", lambda x, y: x.__setitem__(x > 0, 0)),
             ("a.view(-1)[1] = 3", lambda x, y: x.view(-1).__setitem__(1, 3)),
         ]
