@@ -40,15 +40,15 @@ def op(name: str, args: Sequence[Any], tensors: int, outs: list, values: int = 0
 class Bench:
     """An executor, what it sent, and definitions numbered as they come."""
 
-    def __init__(self, plane: Any = None) -> None:
+    def __init__(self, plane: Any = None, engine: Any = None) -> None:
         self.sent: list[tuple[Any, tuple]] = []
-        self.executor = Executor(TorchEngine("cpu"), plane or DeadPlane(), self._send)
+        self.executor = Executor(engine or TorchEngine("cpu"), plane or DeadPlane(), self._send)
         self.number = 15
 
     def _send(self, message: Any, frames: tuple = ()) -> None:
         self.sent.append((message, frames))
 
-    def put(self, **tensors: torch.Tensor) -> None:
+    def put(self, **tensors: Any) -> None:
         """put(_1=x): x goes by id 1."""
         self.executor.tensors.update({int(key[1:]): value for key, value in tensors.items()})
 
@@ -57,7 +57,7 @@ class Bench:
         self.executor.define([Define(self.number, kind, payload).wire()])
         self.executor.run([self.number, seq, *operands], 100)
 
-    def __getitem__(self, tensor: int) -> torch.Tensor:
+    def __getitem__(self, tensor: int) -> Any:
         return self.executor.tensors[tensor]
 
 
@@ -74,7 +74,7 @@ class DeadPlane:
         return {"bytes_sent": {}, "bytes_received": {}}
 
 
-def world(size: int, part: Callable[[Bench, int], Any]) -> list[Any]:
+def world(size: int, part: Callable[[Bench, int], Any], engine: Any = None) -> list[Any]:
     """part(bench, rank) in `size` threads, each an executor with a real plane; their results."""
     planes = [ShmPlane(1 << 20) for _ in range(size)]
     infos = [plane.open() for plane in planes]
@@ -89,7 +89,7 @@ def world(size: int, part: Callable[[Bench, int], Any]) -> list[Any]:
 
     def main(rank: int) -> None:
         try:
-            results[rank] = part(Bench(planes[rank]), rank)
+            results[rank] = part(Bench(planes[rank], engine), rank)
         except BaseException as error:
             results[rank] = error
             for plane in planes:

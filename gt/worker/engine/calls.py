@@ -23,9 +23,7 @@ def finish(outs: Sequence[Sequence[Any]]) -> list[tuple[int, Spec | None]]:
     return [(at, Spec.from_wire(out[1]) if out[0] == "new" and out[1] is not None else None) for at, out in kept]
 
 
-def function(
-    op: Callable, payload: dict[str, Any], constant: Callable[[Const], Any], check: Check, unless: str = ""
-) -> Call:
+def function(op: Callable, payload: dict[str, Any], constant: Callable[[Const], Any], check: Check, unless: str = "") -> Call:
     """(*tensors, *values) -> None, one output, or a tuple of those that get an id. Made as source: a call is one frame.
 
     unless: condition to make the check under, of `{out}` and its `{stride}`; none checks always.
@@ -56,9 +54,7 @@ def function(
     return bound["call"]
 
 
-def _arguments(
-    payload: dict[str, Any], holes: list[str], bound: dict[str, Any], constant: Callable[[Const], Any]
-) -> list[str]:
+def _arguments(payload: dict[str, Any], holes: list[str], bound: dict[str, Any], constant: Callable[[Const], Any]) -> list[str]:
     """The source of the op's arguments; constants are put into `bound`."""
 
     def text(arg: Any) -> str:

@@ -44,21 +44,9 @@ def _silu(self: Array) -> Array:
     return x * sigmoid(x)
 
 
-def _silu_backward(grad_output: Array, self: Array) -> Array:
-    g, x = fractions(grad_output, self)
-    s = sigmoid(x)
-    return g * s * (1 + x * (1 - s))
-
-
 def _mish(self: Array) -> Array:
     (x,) = fractions(self)
     return x * np.tanh(softplus(x))
-
-
-def _mish_backward(grad_output: Array, self: Array) -> Array:
-    g, x = fractions(grad_output, self)
-    t = np.tanh(softplus(x))
-    return g * (t + x * sigmoid(x) * (1 - t * t))
 
 
 def _softplus(self: Array, beta: float = 1, threshold: float = 20) -> Array:
@@ -125,7 +113,8 @@ def _hardswish_backward(grad_output: Array, self: Array) -> Array:
 
 def _log_sigmoid(self: Array) -> tuple[Array, Array]:
     (x,) = fractions(self)
-    return np.minimum(x, 0) - np.log1p(np.exp(-np.abs(x))), np.empty(0, x.dtype)
+    buffer = np.exp(-np.abs(x))
+    return np.minimum(x, 0) - np.log1p(buffer), buffer
 
 
 def _log_sigmoid_backward(grad_output: Array, self: Array, buffer: Array) -> Array:
@@ -163,6 +152,11 @@ def _prelu(self: Array, weight: Array) -> Array:
     return np.where(x > 0, x, x * w)
 
 
+def _prelu_backward(grad_output: Array, self: Array, weight: Array) -> tuple[Array, Array]:
+    g, x, w = together(grad_output, self, weight)
+    return np.where(x > 0, g, g * w), np.where(x > 0, 0, g * x)
+
+
 def _glu(self: Array, dim: int = -1) -> Array:
     a, b = np.split(sample(together(self)[0]), 2, dim)
     return a * sigmoid(b)
@@ -178,15 +172,12 @@ def _glu_backward(grad_output: Array, self: Array, dim: int) -> Array:
 TABLE = rows(
     {
         "relu": lambda self: np.maximum(*together(self, 0)),
-        "relu6": lambda self: clamp(self, 0, 6),
         "silu": _silu,
         "mish": _mish,
         "hardsigmoid": lambda self: _hardsigmoid(*fractions(self)),
         "hardswish": _hardswish,
         "gelu": _gelu,
         "gelu_backward": _gelu_backward,
-        "silu_backward": _silu_backward,
-        "mish_backward": _mish_backward,
         "softplus": _softplus,
         "softplus_backward": _softplus_backward,
         "leaky_relu": _leaky_relu,
@@ -205,6 +196,7 @@ TABLE = rows(
         "tanh_backward": _tanh_backward,
         "native_dropout_backward": _dropout_backward,
         "_prelu_kernel": _prelu,
+        "_prelu_kernel_backward": _prelu_backward,
         "glu": _glu,
         "glu_backward": _glu_backward,
     }

@@ -67,6 +67,8 @@ def strided(storage: Array, shape: Sequence[int], stride: Sequence[int], start: 
     size = dtype.itemsize
     if start < 0:
         raise ValueError(f"storage offset {start} is below 0")
+    if 0 in shape:
+        return np.empty(tuple(shape), dtype)  # NumPy checks even strides that lead nowhere
     return np.ndarray(tuple(shape), dtype, _flat(storage), start * size, tuple(step * size for step in stride))
 
 
@@ -74,7 +76,7 @@ def laid_out(spec: Spec, zero: bool = False) -> Array:
     """New memory with the spec's shape and strides, and any dtype."""
     span = 1 + sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
     memory = (np.zeros if zero else np.empty)(span, storable(spec.dtype))
-    return strided(memory, spec.shape, spec.stride if spec.numel else (0,) * len(spec.shape), 0)
+    return strided(memory, spec.shape, spec.stride, 0)
 
 
 def conform(out: Any, spec: Spec) -> Array:
@@ -159,9 +161,14 @@ def wide(dtype: np.dtype) -> np.dtype:
     return FLOAT if dtype == HALF else dtype
 
 
+def number(dtype: np.dtype, value: Any) -> Any:
+    """A Python number in a dtype; integers that do not fit wrap around."""
+    return dtype.type(value) if dtype.kind in "fcb" else np.asarray(value).astype(dtype)[()]
+
+
 def cast(dtype: np.dtype, *args: Any) -> list:
     """Arrays and numbers in a dtype; no copy where they are in it."""
-    return [a.astype(dtype, copy=False) if isinstance(a, np.ndarray) else dtype.type(a) for a in args]
+    return [a.astype(dtype, copy=False) if isinstance(a, np.ndarray) else number(dtype, a) for a in args]
 
 
 def together(*args: Any) -> list:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gt.worker.engine.numpy.arrays import FLOAT, INT, Array, rows
+from gt.worker.engine.numpy.arrays import FLOAT, INT, Array, number, rows
 
 Size = Sequence[int]
 
@@ -42,15 +42,15 @@ def _new(value: Any) -> Callable[..., Array]:
 
 
 def _full(size: Size, fill_value: Any, *, dtype: np.dtype | None = None, **_: Any) -> Array:
-    return np.full(size, fill_value, dtype)
+    return np.full(size, fill_value if dtype is None else number(dtype, fill_value), dtype)
 
 
 def _full_like(self: Array, fill_value: Any, *, dtype: np.dtype | None = None, **_: Any) -> Array:
-    return np.full_like(self, fill_value, dtype or self.dtype)
+    return np.full_like(self, number(dtype or self.dtype, fill_value), dtype or self.dtype)
 
 
 def _new_full(self: Array, size: Size, fill_value: Any, *, dtype: np.dtype | None = None, **_: Any) -> Array:
-    return np.full(size, fill_value, dtype or self.dtype)
+    return np.full(size, number(dtype or self.dtype, fill_value), dtype or self.dtype)
 
 
 def _new_empty_strided(self: Array, size: Size, stride: Size, *, dtype: np.dtype | None = None, **_: Any) -> Array:
@@ -58,13 +58,17 @@ def _new_empty_strided(self: Array, size: Size, stride: Size, *, dtype: np.dtype
 
 
 def _scalar(s: Any, *, dtype: np.dtype | None = None, **_: Any) -> Array:
-    return np.full((), s, dtype or FLOAT)
+    return np.full((), number(dtype or FLOAT, s))
 
 
 def _arange(start: Any, end: Any, step: Any = 1, *, dtype: np.dtype | None = None, **_: Any) -> Array:
     if dtype is None and float not in map(type, (start, end, step)):
         dtype = INT
+    whole = [int(n) for n in (start, end, step)] if dtype is not None and dtype.kind in "iu" else [start, end, step]
+    if dtype == INT:
+        start, end, step = whole
     count = max(int(np.ceil((end - start) / step)), 0)
+    start, _end, step = whole
     return (start + step * np.arange(count)).astype(dtype or FLOAT)
 
 
@@ -74,10 +78,6 @@ def _arange_to(end: Any, **kwargs: Any) -> Array:
 
 def _linspace(start: Any, end: Any, steps: int, *, dtype: np.dtype | None = None, **_: Any) -> Array:
     return np.linspace(start, end, steps).astype(dtype or FLOAT)
-
-
-def _logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: np.dtype | None = None, **_: Any) -> Array:
-    return np.logspace(start, end, steps, base=base).astype(dtype or FLOAT)
 
 
 def _eye(n: int, m: int | None = None, *, dtype: np.dtype | None = None, **_: Any) -> Array:
@@ -110,7 +110,6 @@ TABLE = rows({
     "arange": _arange_to,
     "arange.start|start_step": _arange,
     "linspace": _linspace,
-    "logspace": _logspace,
     "eye.default|m": _eye,
     "tril_indices": _triangle(np.tril_indices),
     "triu_indices": _triangle(np.triu_indices),

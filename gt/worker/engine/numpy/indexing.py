@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gt.errors import UnsupportedOp
-from gt.worker.engine.numpy.arrays import BOOL, Array, axis_of, rows, sample, write
+from gt.worker.engine.numpy.arrays import BOOL, Array, axis_of, number, rows, sample, write
 from gt.worker.engine.numpy.layers import sums_by_row, within
 
 # ---- by index tensors
@@ -44,6 +44,8 @@ def _along(self: Array, dim: int, index: Array, what: str) -> tuple[Array, Array
 
 
 def _gather(self: Array, dim: int, index: Array, *, sparse_grad: bool = False) -> Array:
+    if not index.size:
+        return np.empty(index.shape, self.dtype)
     x, i, axis = _along(self, dim, index, "gather")
     return np.take_along_axis(x, i, axis).reshape(index.shape)
 
@@ -65,6 +67,8 @@ REDUCE: dict[str, np.ufunc] = {
 
 
 def _scatter_(self: Array, dim: int, index: Array, src: Any, *, reduce: str | None = None) -> Array:
+    if not index.size:
+        return self
     x, i, axis = _along(self, dim, index, "scatter")
     values = _source(src, i)
     if reduce is None:
@@ -97,7 +101,7 @@ def _index_select(self: Array, dim: int, index: Array) -> Array:
 def _index_add_(self: Array, dim: int, index: Array, source: Array, *, alpha: Any = 1) -> Array:
     x, axis = sample(self), axis_of(dim, self)
     i = within(sample(index), x.shape[axis], "index_add")
-    scaled = (source if alpha == 1 else source * self.dtype.type(alpha)).astype(self.dtype, copy=False)
+    scaled = (source if alpha == 1 else source * number(self.dtype, alpha)).astype(self.dtype, copy=False)
     sums_by_row(np.moveaxis(x, axis, 0), i, np.moveaxis(sample(scaled), axis, 0))
     return self
 
@@ -125,6 +129,10 @@ def _masked_fill_(self: Array, mask: Array, value: Any) -> Array:
     return self
 
 
+def _masked_fill(self: Array, mask: Array, value: Any) -> Array:
+    return np.where(mask != 0, np.asarray(value).astype(self.dtype), self)
+
+
 def _masked_select(self: Array, mask: Array) -> Array:
     x, m = np.broadcast_arrays(self, mask)
     return x[m != 0]
@@ -137,6 +145,10 @@ def _masked_scatter_(self: Array, mask: Array, source: Array) -> Array:
         raise ValueError(f"masked_scatter: the mask has {need} ones, the source {source.size} elements")
     self[m] = source.reshape(-1)[:need]
     return self
+
+
+def _masked_scatter(self: Array, mask: Array, source: Array) -> Array:
+    return _masked_scatter_(np.broadcast_to(self, np.broadcast_shapes(self.shape, mask.shape)).copy(), mask, source)
 
 
 def _nonzero(self: Array) -> Array:
@@ -164,10 +176,6 @@ def _sort_stable(self: Array, *, stable: bool | None, dim: int = -1, descending:
     return _sort(self, dim, descending)
 
 
-def _argsort_stable(self: Array, *, stable: bool, dim: int = -1, descending: bool = False) -> Array:
-    return _sort(self, dim, descending)[1]
-
-
 def _topk(self: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
     values, order = _sort(self, dim, largest)
     if not self.ndim:
@@ -181,7 +189,7 @@ def _unique2(
 ) -> tuple[Array, Array, Array]:
     values, inverse, counts = np.unique(self, return_inverse=True, return_counts=True)
     none = np.empty(0, np.int64)
-    return values, inverse.reshape(self.shape) if return_inverse or return_counts else none, counts if return_counts else none
+    return values, inverse.reshape(self.shape) if return_inverse else none, counts if return_counts else none
 
 
 def _repeat_interleave(repeats: Array, *, output_size: int | None = None) -> Array:
@@ -223,12 +231,13 @@ TABLE: dict[str, Function] = rows({
     "index_fill_.int_Scalar|int_Tensor": _index_fill_,
     "take": _take,
     "masked_fill_.Scalar|Tensor": _masked_fill_,
+    "masked_fill.Scalar|Tensor": _masked_fill,
+    "masked_scatter": _masked_scatter,
     "masked_select": _masked_select,
     "masked_scatter_": _masked_scatter_,
     "nonzero": _nonzero,
     "sort": _sort,
     "sort.stable": _sort_stable,
-    "argsort.stable": _argsort_stable,
     "topk": _topk,
     "_unique2": _unique2,
     "repeat_interleave.Tensor": _repeat_interleave,

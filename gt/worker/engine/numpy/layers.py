@@ -73,10 +73,10 @@ def _layer_norm(
     return out if bias is None else out + bias, mean, rstd
 
 
-def _normal_backward(g: Array, hat: Array, rstd: Array, axes: tuple[int, ...], centred: bool) -> Array:
+def _normal_backward(g: Array, hat: Array, rstd: Array, axes: tuple[int, ...]) -> Array:
     """d/dx of a normalisation to `hat`, g being the gradient with respect to hat."""
     along = np.mean(g * hat, axes, dtype=DOUBLE, keepdims=True).astype(g.dtype)
-    level = np.mean(g, axes, dtype=DOUBLE, keepdims=True).astype(g.dtype) if centred else 0
+    level = np.mean(g, axes, dtype=DOUBLE, keepdims=True).astype(g.dtype)
     return (g - level - hat * along) * rstd
 
 
@@ -89,7 +89,7 @@ def _layer_norm_backward(
     outer = tuple(range(x.ndim - len(normalized_shape)))
     scaled = g if weight is None else g * weight
     return (
-        _normal_backward(scaled, hat, rstd, _last(x, normalized_shape), True) if output_mask[0] else None,
+        _normal_backward(scaled, hat, rstd, _last(x, normalized_shape)) if output_mask[0] else None,
         _summed(g * hat, outer) if output_mask[1] else None,
         _summed(g, outer) if output_mask[2] else None,
     )
@@ -97,26 +97,6 @@ def _layer_norm_backward(
 
 def _summed(x: Array, axes: tuple[int, ...]) -> Array:
     return np.add.reduce(x, axes, dtype=DOUBLE)
-
-
-def _rms_norm(input: Array, normalized_shape: Sequence[int], weight: Array | None, eps: float | None) -> tuple[Array, Array]:
-    (x,) = fractions(input)
-    small = float(np.finfo(input.dtype).eps) if eps is None else eps
-    rstd = (1 / np.sqrt(np.mean(x * x, _last(x, normalized_shape), dtype=DOUBLE, keepdims=True) + small)).astype(x.dtype)
-    return x * rstd if weight is None else x * rstd * weight, rstd
-
-
-def _rms_norm_backward(
-    grad_out: Array, input: Array, normalized_shape: Sequence[int], rstd: Array, weight: Array | None,
-    output_mask: Sequence[bool],
-) -> tuple[Array | None, ...]:  # fmt: skip
-    g, x, rstd = fractions(grad_out, input, rstd)
-    hat = x * rstd
-    scaled = g if weight is None else g * weight
-    return (
-        _normal_backward(scaled, hat, rstd, _last(x, normalized_shape), False) if output_mask[0] else None,
-        _summed(g * hat, tuple(range(x.ndim - len(normalized_shape)))) if output_mask[1] else None,
-    )
 
 
 # ---- embedding
@@ -141,7 +121,7 @@ def sums_by_row(target: Array, index: Array, source: Array) -> None:
         return
     order = np.argsort(index, kind="stable")
     found, starts = np.unique(index[order], return_index=True)
-    target[found] += np.add.reduceat(source[order], starts, axis=0)
+    target[found] += np.add.reduceat(source[order], starts, axis=0, dtype=target.dtype)
 
 
 def _embedding_backward(
@@ -270,8 +250,6 @@ TABLE = rows({
     "_log_softmax_backward_data": _log_softmax_backward,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
-    "_fused_rms_norm": _rms_norm,
-    "_fused_rms_norm_backward": _rms_norm_backward,
     "embedding": _embedding,
     "embedding_dense_backward": _embedding_backward,
     "nll_loss_forward": _nll_loss,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gt.worker.engine.numpy.arrays import (
+    BOOL,
     DOUBLE,
     HALF,
     Array,
@@ -86,8 +87,10 @@ def _scaled(f: np.ufunc) -> Function:
 
 
 def _times(self: Any, other: Any, alpha: Any) -> Any:
+    if not isinstance(other, np.ndarray):
+        return other * alpha
     a, factor = cast(wide(promoted(self, other)), other, alpha)
-    return np.multiply(a, factor)
+    return np.asarray(np.multiply(a, factor))  # a product of 0-dim arrays is a scalar to NumPy
 
 
 # ---- functions
@@ -120,7 +123,10 @@ def _pow(self: Any, exponent: Any) -> Any:
         (x,) = cast(wide(promoted(self, exponent)), self)
         if x.dtype.kind in "fc" or exponent > 0:
             return _POWERS[exponent](x)
-    return np.power(*together(self, exponent))
+    x, power = together(self, exponent)
+    if x.dtype.kind == "i" and np.any(power < 0):
+        return np.trunc(np.power(x.astype(DOUBLE), power))
+    return np.power(x, power)
 
 
 def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
@@ -159,13 +165,17 @@ def _round(self: Array, *, decimals: int = 0) -> Array:
 
 def _sgn(x: Array) -> Array:
     if x.dtype.kind != "c":
-        return np.sign(x)
+        return x.copy() if x.dtype == BOOL else np.sign(x)
     size = np.abs(x)
     return np.where(size == 0, 0, x / np.where(size == 0, 1, size))
 
 
 def _nan_to_num(self: Array, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Array:
     return np.nan_to_num(self, copy=True, nan=nan or 0.0, posinf=posinf, neginf=neginf)
+
+
+def _lgamma(x: float) -> float:
+    return math.inf if x == -math.inf or (x <= 0 and x == math.floor(x)) else math.lgamma(x)
 
 
 def _xlogy(x: Any, y: Any) -> Any:
@@ -190,6 +200,7 @@ _BOTH = {
     "logical_or": np.logical_or, "logical_xor": np.logical_xor, "hypot": np.hypot,
     "bitwise_left_shift.Tensor|Tensor_Scalar|Scalar_Tensor": np.left_shift,
     "bitwise_right_shift.Tensor|Tensor_Scalar|Scalar_Tensor": np.right_shift,
+    "__lshift__.Tensor|Scalar": np.left_shift, "__rshift__.Tensor|Scalar": np.right_shift,
     "clamp_min.default|Tensor": np.maximum, "clamp_max.default|Tensor": np.minimum,
     "logaddexp": np.logaddexp, "logaddexp2": np.logaddexp2,
 }  # fmt: skip
@@ -198,10 +209,10 @@ _RATIOS = {
     "xlogy.Tensor|Scalar_Other|Scalar_Self": _xlogy,
 }  # fmt: skip
 _UNARY = {
-    "neg": np.negative, "abs": np.abs, "ceil": np.ceil, "floor": np.floor, "trunc": np.trunc, "sign": np.sign, "sgn": _sgn,
+    "neg": np.negative, "abs": np.abs, "ceil": np.ceil, "floor": np.floor, "trunc": np.trunc, "sign": _sgn, "sgn": _sgn,
     "isnan": np.isnan, "isinf": np.isinf, "isposinf": np.isposinf, "isneginf": np.isneginf,
     "logical_not": np.logical_not, "bitwise_not": np.invert, "signbit": np.signbit, "_conj_physical": np.conj,
-    "conj_physical": np.conj, "frac": lambda x: x - np.trunc(x), "positive": np.positive,
+    "frac": lambda x: x - np.trunc(x),
 }  # fmt: skip
 _FUNCTIONS = {
     "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2, "log10": np.log10, "log1p": np.log1p,
@@ -231,5 +242,5 @@ TABLE = rows({
     "logit": _logit,
     "erf": erf,
     "erfc": _exact(math.erfc),
-    "lgamma": _exact(math.lgamma),
+    "lgamma": _exact(_lgamma),
 })  # fmt: skip

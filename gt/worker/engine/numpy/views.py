@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gt.worker.engine.numpy.arrays import Array, axis_of, offset, owner, promoted, rows, sample, strided, write
+from gt.worker.engine.numpy.arrays import Array, axis_of, dtype_of, offset, owner, promoted, rows, strided, write
 
 # ---- views
 
@@ -94,7 +94,9 @@ def _diagonal(self: Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Arr
 
 
 def _unfold(self: Array, dimension: int, size: int, step: int) -> Array:
-    x, axis = sample(self), axis_of(dimension, self)
+    if not self.ndim:
+        return _part(self, [size], [self.itemsize], 0)
+    x, axis = self, axis_of(dimension, self)
     shape, steps = [*x.shape, size], [*x.strides, x.strides[axis]]
     shape[axis], steps[axis] = (x.shape[axis] - size) // step + 1, x.strides[axis] * step
     return _part(x, shape, steps, 0)
@@ -110,7 +112,9 @@ def _as_real(self: Array) -> Array:
 
 
 def _as_complex(self: Array) -> Array:
-    return self.view(np.result_type(self.dtype, np.complex64))[..., 0]
+    kind = np.dtype(f"c{2 * self.itemsize}") if self.itemsize > 2 else dtype_of("complex32")
+    steps = [step // kind.itemsize for step in self.strides[:-1]]
+    return strided(owner(self), self.shape[:-1], steps, offset(self) // 2, kind)
 
 
 # ---- copies
