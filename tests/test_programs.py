@@ -39,7 +39,15 @@ GROUPS = [
     "both_rowpar",
     "single",
 ]
-DTYPES = [torch.float32] * 6 + [torch.float64, torch.int64, torch.bool, torch.bfloat16, torch.complex64]
+DTYPES = [torch.float32] * 8 + [
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+]
 MOST = 12  # tensors alive
 
 
@@ -54,7 +62,7 @@ class Program:
 
     def run(self, length: int) -> None:
         steps = [self.create, self.unary, self.binary, self.inplace, self.view, self.view, self.write, self.matmul]
-        steps += [self.reduce, self.index, self.join, self.drop, self.move]
+        steps += [self.reduce, self.index, self.join, self.drop, self.move, self.layer]
         for _ in range(4):
             self.create()
         for _ in range(length):
@@ -66,7 +74,7 @@ class Program:
         for number, (plain, remote) in enumerate(self.pairs):
             got = remote.cpu()
             assert got.shape == plain.shape and got.dtype == plain.dtype, f"{number}: {self.story()}"
-            near = 3e-2 if plain.dtype == torch.bfloat16 else 1e-3  # sums of parts are rounded part by part
+            near = 3e-2 if plain.dtype in (torch.bfloat16, torch.float16) else 1e-3  # sums of parts are rounded part by part
 
             def message(text: str, number: int = number) -> str:
                 return f"tensor {number}: {text}\n{self.story()}"
@@ -96,10 +104,10 @@ class Program:
             self.pairs += [(p, r) for p, r in made if isinstance(p, torch.Tensor)][:3]
 
     def create(self) -> None:
-        shape = tuple(self.rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8]) for _ in range(self.rng.choice([0, 1, 2, 2, 2, 3, 3])))
+        shape = tuple(self.rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8]) for _ in range(self.rng.choice([0, 1, 2, 2, 2, 3, 3, 4])))
         dtype = self.rng.choice(DTYPES)
         made = torch.randint(-3, 4, shape).to(dtype) if not dtype.is_floating_point else torch.randn(shape).to(dtype)
-        if self.rng.random() < 0.2 and made.dim() == 4:
+        if self.rng.random() < 0.5 and made.dim() == 4:
             made = made.to(memory_format=torch.channels_last)
         if self.rng.random() < 0.3 and made.dim() >= 2:
             made = made.transpose(0, 1)  # not contiguous
@@ -221,6 +229,35 @@ class Program:
     def move(self) -> None:
         (pair,) = self.pick()
         self.both("gt.signal.move", lambda a: gt.signal.move(a) if a.device.type == "remote" else a.clone(), pair)
+
+    def layer(self) -> None:
+        """Ops of layers, on whatever fits them; their weights come from the values at hand."""
+        (pair,) = self.pick()
+        shape = pair[0].shape
+        if not pair[0].is_floating_point() or pair[0].dtype != torch.float32 or not shape or 0 in shape:
+            return
+        f = torch.nn.functional
+        width = torch.ones(shape[-1])
+        kernel = torch.ones(3, shape[1] if len(shape) == 4 else 1, 2, 2)
+        calls: list[tuple[str, Callable]] = [
+            ("layer_norm", lambda a: f.layer_norm(a, a.shape[-1:], width.to(a.device))),
+            ("rms_norm", lambda a: f.rms_norm(a, a.shape[-1:])),
+            ("gelu", f.gelu),
+            ("linear", lambda a: f.linear(a, torch.ones(4, a.shape[-1], device=a.device))),
+            ("attention", lambda a: f.scaled_dot_product_attention(a, a, a, is_causal=True)),
+            ("log_softmax", lambda a: f.log_softmax(a, -1)),
+        ]
+        if len(shape) == 4:
+            calls += [
+                ("conv2d", lambda a: f.conv2d(a, kernel.to(a.device), padding=1)),
+                ("max_pool2d", lambda a: f.max_pool2d(a, 2, ceil_mode=True)),
+                ("interpolate", lambda a: f.interpolate(a, scale_factor=2)),
+                ("group_norm", lambda a: f.group_norm(a, 1)),
+                ("channels_last", lambda a: a.contiguous(memory_format=torch.channels_last)),
+                ("batch_norm", lambda a: f.batch_norm(a, None, None, training=True)),
+            ]
+        name, function = self.rng.choice(calls)
+        self.both(name, function, pair)
 
     def drop(self) -> None:
         if len(self.pairs) > 4:
