@@ -27,7 +27,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "optim": ("torch.optim", None),
     "signal": ("gt.client.signal", None),
     **{name: ("gt.errors", name) for name in (
-        "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused", "UnsupportedOp", "WorkerLost",
+        "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused", "UnsupportedOp", "WorkerLost", "WorkerStuck",
     )},
 }  # fmt: skip
 __all__ = [*_PUBLIC, "__version__"]

@@ -42,6 +42,10 @@ class WorkerLost(SystemFailure, ConnectionError):
     """A worker is gone, and with it what it held."""
 
 
+class WorkerStuck(SystemFailure, TimeoutError):
+    """A worker is alive and has been at one op for longer than the heartbeat. It goes on: waiting again may do."""
+
+
 class DispatcherLost(SystemFailure, ConnectionError):
     """The dispatcher is gone or cannot be reached."""
 
@@ -56,8 +60,10 @@ class ProtocolError(SystemFailure):
 
 KINDS: dict[str, type[GTError]] = {
     cls.__name__: cls
-    for cls in (OpFailed, ConfigError, UnsupportedOp, CaptureError, WorkerLost, DispatcherLost, Refused, ProtocolError)
-}
+    for cls in (
+        OpFailed, ConfigError, UnsupportedOp, CaptureError, WorkerLost, WorkerStuck, DispatcherLost, Refused, ProtocolError,
+    )
+}  # fmt: skip
 
 
 def to_wire(error: GTError) -> dict:

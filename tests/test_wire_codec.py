@@ -24,6 +24,7 @@ BY_TYPE = {
     "list": st.lists(PLAIN, max_size=6),
     "dict": st.dictionaries(st.text(max_size=4), PLAIN, max_size=4),
     "bool": st.booleans(),
+    "Numbers": st.lists(st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.booleans(), max_size=6),
 }
 
 
@@ -93,8 +94,10 @@ def test_nesting_is_bounded():
     deep: list = []
     for _ in range(codec.MAX_DEPTH):
         deep = [deep]
-    with pytest.raises(ProtocolError, match=r"Ops\.code is nested"):
-        codec.unpack(codec.pack(Ops(0, [], [], deep)))
+    with pytest.raises(ProtocolError, match=r"Ops\.origins is nested"):
+        codec.unpack(codec.pack(Ops(0, [], deep, [])))
+    with pytest.raises(ProtocolError, match=r"Ops\.code holds a list"):
+        codec.unpack(codec.pack(Ops(0, [], [], [1, []])))
     with pytest.raises(ProtocolError):
         codec.unpack(b"\x91" * 5000)
 

@@ -71,6 +71,7 @@ class Session:
         self._pending: dict[int, _Pending] = {}
         self._pieces: dict[int, _Pending] = {}  # key of a piece under way -> its fetch
         self._kept: dict[int, np.ndarray] = {}
+        self._uploading: dict[int, Any] = {}  # key -> array and boxes, then the frames that are still to be sent
         self._numbers = itertools.count()
         self._outbox: deque[Message | tuple[Any, ...]] = deque()
         self._room = threading.Condition()
@@ -80,6 +81,7 @@ class Session:
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
             messages.Need: self._need,
+            messages.More: lambda m, _: self._more(m.key, m.upto),
             messages.Release: self._release,
             messages.Value: self._value,
             messages.Piece: self._piece,
@@ -123,8 +125,10 @@ class Session:
         if self._link.inside or self.has_credit():
             return
         with self._room:
-            while not self.has_credit() and self.failure is None:
+            while not self.has_credit() and self.failure is None and self._unraised is None:
                 self._room.wait()
+        if not self.has_credit():
+            self._raise_unraised()
 
     def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
         """(shape, dtype, bytes as a row-major uint8 array) of a tensor's value."""
@@ -165,6 +169,7 @@ class Session:
             self._link.send(Goodbye())  # the last: what waited for credit is no longer wanted
         self._link.close()
         self._kept.clear()
+        self._uploading.clear()
 
     # ---- waiting
 
@@ -266,13 +271,29 @@ class Session:
             self._finish(message.request, error=error)
         elif self._unraised is None:
             self._unraised = error
+            with self._room:
+                self._room.notify_all()
 
     def _need(self, message: messages.Need, frames: tuple[Any, ...]) -> None:
         array = self._kept.get(message.tensor)
         if array is None:
             raise ProtocolError(f"Need.tensor is {message.tensor}, of which no host copy is kept")
-        for offset, total, parts in host.frames(host.region(array, message.boxes)):
-            self._link.send(Host(message.key, offset, total), parts)
+        self._uploading[message.key] = (array, message.boxes)
+        if message.upto or not array.nbytes:
+            self._more(message.key, message.upto)
+
+    def _more(self, key: int, upto: int) -> None:
+        """Send what of an upload may be sent by now."""
+        left = self._uploading.get(key)
+        if left is None:
+            raise ProtocolError(f"More.key is {key}, of which nothing is left to send")
+        if isinstance(left, tuple):  # not begun: what has to be copied out of it is copied now
+            left = self._uploading[key] = deque(host.frames(host.region(*left)))
+        while left and left[0][0] + sum(map(len, left[0][2])) <= upto:
+            offset, total, parts = left.popleft()
+            self._link.send(Host(key, offset, total), parts)
+        if not left:
+            del self._uploading[key]
 
     def _release(self, message: messages.Release, frames: tuple[Any, ...]) -> None:
         for tensor in message.tensors:

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gt.errors import SystemFailure
 from gt.ir.heap import BUFFER_BYTES, SLOT_BYTES, SLOTS, channel_bytes, channel_class, team_bytes
 from gt.ir.instr import FIRST, Define
-from gt.wire.messages import Run
+from gt.ir.template import weight
+
+MOST = 1 << 17  # numbers of one Run, about: it has to fit a body whatever a client sends
 
 
 @dataclass(slots=True)
 class Worker:
-    """One worker process and the stream that is being written for it. runs/done count its Run messages."""
+    """One worker process and the stream that is being written for it. runs/done count its Run messages.
+
+    What is written stays here until the event that wrote it has been dealt with: then all of it goes, or none. A process
+    that takes a lost one's place is the same Worker, so that plans that name it hold; `lives` counts these.
+    """
 
     index: int
     name: str
@@ -26,6 +33,17 @@ class Worker:
     code: list = field(default_factory=list)
     runs: int = 0
     done: int = 0
+    lives: int = 1
+    switches: dict | None = None  # as its newest Switch said
+    weight: int = 0  # of `defines`
+    cuts: list = field(default_factory=list)  # (defines, code) before these
+
+    def revive(self, peer: bytes, info: dict) -> None:
+        """A new process, which knows and holds nothing; numbers go on, and what its predecessor left undone is done."""
+        self.peer, self.info, self.lost, self.switches = peer, info, "", None
+        self.known, self.done = set(), self.runs
+        self.discard()
+        self.lives += 1
 
     def define(self, definition: Define) -> int:
         """Number of the definition, sent along if this worker has not seen it."""
@@ -33,16 +51,31 @@ class Worker:
         if number not in self.known:
             self.known.add(number)
             self.defines.append(definition.wire())
+            self.weight += weight(definition.payload)
         return number
 
-    def flush(self, base: int) -> Run | None:
-        """The Run message for what was queued, if anything was."""
-        if not self.code:
-            return None
-        self.runs += 1
-        run = Run(self.runs, base, self.defines, self.code)
-        self.defines, self.code = [], []
-        return run
+    def cut(self) -> None:
+        """What is written from here on is another Run's."""
+        if self.code:
+            self.cuts.append((self.defines, self.code))
+        self.defines, self.code, self.weight = [], [], 0
+
+    def take(self) -> list[tuple[list, list]]:
+        """(defines, code) of the Runs that were written since."""
+        self.cut()
+        cuts, self.cuts = self.cuts, []
+        return cuts
+
+    def discard(self) -> None:
+        """Unwrite them."""
+        self.cut()
+        for defines, _ in self.cuts:
+            self.known.difference_update(row[0] for row in defines)
+        self.cuts = []
+
+
+class HeapFull(SystemFailure):
+    """No place for another channel or team."""
 
 
 class Cluster:
@@ -55,6 +88,7 @@ class Cluster:
         self.generation = 0
         self.seq = 0  # of the next op, over all sessions
         self.next_key = 0
+        self.now = 0.0  # of the event that is being dealt with
         self._channels: dict[int, int] = {}
         self._teams: dict[tuple[int, ...], tuple[int, int]] = {}
 
@@ -63,9 +97,8 @@ class Cluster:
         name = info.get("name") or ""
         for worker in self.workers:
             if worker.lost and (not name or worker.name == name):
-                fresh = Worker(worker.index, worker.name, peer, info)
-                self.workers[worker.index] = fresh
-                return fresh
+                worker.revive(peer, info)
+                return worker
         index = len(self.workers)
         worker = Worker(index, name or f"w{index}", peer, info)
         self.workers.append(worker)
@@ -83,25 +116,28 @@ class Cluster:
         self.next_key += 1
         return self.next_key
 
-    def _take(self, nbytes: int) -> int:
+    def _take(self, nbytes: int, members: tuple[int, ...]) -> int:
         offset = self.heap_used
+        limit = min(self.workers[i].info.get("heap_bytes", 0) for i in members)
+        if offset + nbytes > limit:
+            raise HeapFull(
+                f"the symmetric heap of {limit} bytes has no room for {nbytes} more, {offset} are taken by earlier groups of "
+                f"workers: use fewer different groups, or start the server and its workers again"
+            )
         self.heap_used += nbytes
-        limit = min((w.info.get("heap_bytes", 0) for w in self.workers), default=0)
-        if self.heap_used > limit:
-            raise MemoryError(f"the symmetric heap of {limit} bytes has no room for {nbytes} more")
         return offset
 
     def channel(self, source: int, target: int) -> int:
         """Heap offset of the slots for messages source -> target; pairs that never meet in a heap share one."""
         shared = channel_class(source, target)
         if shared not in self._channels:
-            self._channels[shared] = self._take(channel_bytes(SLOT_BYTES, SLOTS))
+            self._channels[shared] = self._take(channel_bytes(SLOT_BYTES, SLOTS), (source, target))
         return self._channels[shared]
 
     def team(self, workers: tuple[int, ...]) -> tuple[int, int]:
         """(id, heap offset) of a team, made on first use."""
         if workers not in self._teams:
-            self._teams[workers] = (len(self._teams), self._take(team_bytes(BUFFER_BYTES, len(workers))))
+            self._teams[workers] = (len(self._teams), self._take(team_bytes(BUFFER_BYTES, len(workers)), workers))
         return self._teams[workers]
 
     def team_payload(self, workers: tuple[int, ...], rank: int) -> dict:

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from gt import errors
-from gt.config.load import check_workers, load
+from gt.dispatcher.admission import Admission, Waiting, shared_out, worker_info
 from gt.dispatcher.cluster import Cluster, Worker
 from gt.dispatcher.events import Action, Close, Event, Log, Malformed, Peer, PeerLost, Received, Send, Tick
 from gt.dispatcher.failures import op_failed, worker_lost
 from gt.dispatcher.plan.known import Known
-from gt.dispatcher.sessions import Origin, Session
-from gt.errors import GTError, ProtocolError, Refused
+from gt.dispatcher.requests import MOST
+from gt.dispatcher.sessions import CREDIT, Origin, Session
+from gt.dispatcher.watch import Survey, Watch, counters
+from gt.errors import GTError, ProtocolError, Refused, SystemFailure
 from gt.ir.text import PlanLine
+from gt.log import Sparse
 from gt.wire.link import examine
 from gt.wire.messages import (
     Abort,
-    Data,
     Describe,
     Described,
     Done,
+    Exit,
     Failed,
     Fetch,
     Goodbye,
@@ -35,40 +37,21 @@ from gt.wire.messages import (
     Message,
     Ops,
     Piece,
-    Query,
     Reject,
     Report,
     Run,
     Stats,
-    Switch,
+    Took,
     Trouble,
     Welcome,
     World,
 )
 
 log = logging.getLogger("gt.dispatcher")
-CREDIT = 64  # batches a client may have under way
 GOODBYE = "it said goodbye"
-PATIENCE = 30.0  # seconds a client's Hello waits for the workers that its config names
-
-
-@dataclass(slots=True)
-class Waiting:
-    """A client whose config names workers that have not come yet."""
-
-    peer: Peer
-    hello: Hello
-    until: float
-
-
-@dataclass(slots=True)
-class Survey:
-    """A Stats request: the workers' answers so far."""
-
-    session: Session
-    number: int
-    left: set[int]
-    reports: dict[int, dict]
+DEFERRED = (Ops, Fetch, Describe, Inspect, Stats)  # what a stalled session keeps for later, in order
+SPOKEN = 20  # refusals logged in a second
+MOST_DEFERRED = CREDIT + MOST + 1
 
 
 class Core:
@@ -81,22 +64,22 @@ class Core:
         self.sessions: dict[Peer, Session] = {}
         self.workers: dict[Peer, Worker] = {}
         self.received = self.sent = self.relayed = 0
-        self._waiting: list[Waiting] = []
-        self._surveys: dict[int, Survey] = {}
-        self._uploads: dict[int, Session] = {}
+        self.admission = Admission(self.cluster)
+        self.watch = Watch(self.cluster, heartbeat)
+        self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
         self._next_session = 0
         self._now = 0.0
         self._on: dict[type[Message], Callable] = {
             Hello: self._hello, Ops: self._ops, Fetch: self._fetch, Describe: self._describe, Inspect: self._inspect,
             Stats: self._stats, Host: self._host, Goodbye: self._goodbye, Piece: self._piece, Described: self._described,
-            Report: self._report, Done: self._done, Trouble: self._trouble,
+            Report: self._report, Done: self._done, Trouble: self._trouble, Took: self._took,
         }  # fmt: skip
 
     def handle(self, event: Event) -> list[Action]:
         """What follows from one event, in the order in which it has to be done."""
         self._actions = []
-        self._now = event.at
+        self._now = self.cluster.now = event.at
         if isinstance(event, Received):
             self._receive(event)
         elif isinstance(event, PeerLost):
@@ -108,9 +91,15 @@ class Core:
         return self._actions
 
     def check(self) -> None:
-        """What must always be true; tests call it after every event."""
+        """What must always be true between events; tests call it after every one."""
         for session in self.sessions.values():
             session.table.check()
+            assert len(session.inbox) <= MOST_DEFERRED and (session.stalled or not session.inbox)
+            assert bool(session.held) == session.stalled and session.uploads.awaited <= len(session.uploads.open)
+        for worker in self.cluster.workers:
+            assert not worker.code and not worker.cuts and not worker.defines, f"half a batch is left for {worker.name}"
+            assert worker.done <= worker.runs
+        assert all(self.workers[w.peer] is w for w in self.cluster.workers if not w.lost)
 
     # ---- in and out
 
@@ -131,46 +120,87 @@ class Core:
 
     def _receive(self, event: Received) -> None:
         self.received += 1
-        peer, message = event.peer, event.message
-        try:
-            self._on[type(message)](peer, message, event.frames)
-        except ProtocolError as error:
-            self._refuse(peer, error)
-        except GTError as error:
-            self._refuse(peer, error, close=peer not in self.sessions)
+        session = self.sessions.get(event.peer)
+        if session is not None and session.stalled and isinstance(event.message, DEFERRED):
+            if len(session.inbox) >= MOST_DEFERRED:
+                self._refuse(event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already"))
+                return
+            session.inbox.append((event.message, event.frames))
+            return
+        self._take(event.peer, event.message, event.frames)
+        self._resume(event.peer)
 
-    def _refuse(self, peer: Peer, error: GTError, close: bool = True) -> None:
-        """Tell the peer what was wrong; a client whose stream is broken cannot go on."""
-        log.warning("%s: %s", self._name(peer), error)
+    def _take(self, peer: Peer, message: Message, frames: tuple) -> None:
+        """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
+        handler = self._on.get(type(message))
+        try:
+            if handler is None:
+                raise ProtocolError(f"{type(message).__name__} is not for the dispatcher")
+            handler(peer, message, frames)
+        except GTError as error:
+            self._refuse(peer, error)
+        except Exception as error:
+            self._fault(peer, type(message).__name__, error)
+
+    def _resume(self, peer: Peer) -> None:
+        """What came while a session was stalled."""
+        while (session := self.sessions.get(peer)) is not None and session.inbox and not session.stalled:
+            self._take(peer, *session.inbox.popleft())
+
+    def _fault(self, peer: Peer, what: str, error: Exception) -> None:
+        """A fault of ours, or of a message in a way that nobody thought of: it ends the one peer that it came with."""
+        if self._sparse.allows(self._now):
+            log.exception("%s: %s failed", self._name(peer), what)
+        text = f"internal error of the server: {type(error).__name__}: {error!s:.500}"
+        self._refuse(peer, SystemFailure(f"{text} (at {what})"))
+
+    def _guarded(self, session: Session, what: str, call: Callable, *args: object) -> None:
+        """Do something for one of several sessions: its faults are its own."""
+        try:
+            call(*args)
+        except Exception as error:
+            self._fault(session.peer, what, error)
+
+    def _refuse(self, peer: Peer, error: GTError) -> None:
+        """Tell the peer what was wrong, and part from it: what it sends afterwards means nothing any more."""
+        if self._sparse.allows(self._now):
+            log.warning("%s: %s", self._name(peer), error)
         self._log("ERROR", self._name(peer), str(error))
+        for worker in self.cluster.workers:
+            worker.discard()
         if peer in self.sessions:
             self.send(peer, Failed(-1, errors.to_wire(error)))
-        elif peer not in self.workers:
-            self.send(peer, Reject(errors.to_wire(error)))
-        if close and peer not in self.workers:
-            self._lost(peer, str(error))
-            self._actions.append(Close(peer))
+            self.send(peer, Exit(str(error)))
+        else:
+            self.send(peer, Exit(str(error)) if peer in self.workers else Reject(errors.to_wire(error)))
+        self._lost(peer, str(error))
+        self._actions.append(Close(peer))
 
     # ---- coming and going
 
     def _hello(self, peer: Peer, hello: Hello, frames: tuple) -> None:
+        if peer in self.sessions or peer in self.workers or self.admission.knows(peer):
+            raise ProtocolError("Hello came twice on one connection")
         examine(hello, self.token)
         if hello.role == "worker":
             self._worker_joins(peer, hello)
         else:
-            self._waiting.append(Waiting(peer, hello, self._now + PATIENCE))
+            self.admission.expect(peer, hello, self._now)
             self._admit_clients()
 
     def _worker_joins(self, peer: Peer, hello: Hello) -> None:
-        name = hello.info.get("name") or ""
+        info = worker_info(hello.info)
+        name = info["name"]
         holder = self.cluster.named(name) if name else None
         if holder is not None and not holder.lost:
             raise Refused(f"a worker named {name!r} is here already: choose another --name")
-        worker = self.cluster.add(peer, hello.info)
+        worker = self.cluster.add(peer, info)
         self.workers[peer] = worker
         self.cluster.generation += 1
+        for session in self.sessions.values():
+            session.regain(worker)
         log.info("worker %s joined", worker.name)
-        self._log("CONNECT", worker.name, f"worker {worker.index}, {hello.info.get('backend', '')}")
+        self._log("CONNECT", worker.name, f"worker {worker.index}, {info['backend']}")
         self.send(peer, Welcome(0, worker.name, [w.name for w in self.cluster.workers], [], CREDIT))
         self._tell_world()
         self._admit_clients()
@@ -183,85 +213,65 @@ class Core:
 
     def _admit_clients(self) -> None:
         """Welcome every waiting client whose config's workers are all here."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self.admission.waiting = self.admission.waiting, []
         for client in waiting:
             try:
-                if not self._admit(client):
-                    self._waiting.append(client)
+                if self.admission.ready(client, self._now):
+                    self._welcome(client)
+                else:
+                    self.admission.waiting.append(client)
             except GTError as error:
                 self._refuse(client.peer, error)
+            except Exception as error:
+                self._fault(client.peer, "Hello", error)
 
-    def _admit(self, client: Waiting) -> bool:
-        hello = client.hello
-        config = load(hello.config, hello.config_path)
-        names = [w.name for w in self.cluster.workers if not w.lost]
-        wanted = int(hello.switches.get("workers", 0))
-        late = self._now >= client.until
-        if not names or len(names) < wanted:
-            if not late:
-                return False
-            raise Refused(
-                f"{len(names)} workers are connected, the program wants {max(wanted, 1)}: start more with `gt worker`"
-            )
-        try:
-            check_workers(config, names)
-        except errors.ConfigError:
-            if late or wanted:
-                raise
-            return False
-        self._welcome(client, config, names)
-        return True
-
-    def _welcome(self, client: Waiting, config: object, names: list[str]) -> None:
-        session = Session(self._next_session, client.peer, config, self.cluster, self.send)  # type: ignore[arg-type]
+    def _welcome(self, client: Waiting) -> None:
+        config, switches = client.config, client.hello.switches
+        session = Session(self._next_session, client.peer, config, self.cluster, self.send)
+        session.switches = lambda worker: shared_out(switches, config, self.cluster, worker)
         self._next_session += 1
         self.sessions[client.peer] = session
         if self.logging:
             self._watch(session)
-        for worker in self.cluster.workers:
-            if not worker.lost:
-                self.send(worker.peer, Switch(self._switches(client.hello.switches, config, worker)))
-        self._log("CONNECT", self._name(client.peer), f"client with {len(config.groups)} groups")  # type: ignore[attr-defined]
-        groups = list(config.groups)  # type: ignore[attr-defined]
-        self.send(client.peer, Welcome(session.number, self._name(client.peer), names, groups, CREDIT))
-
-    def _switches(self, switches: dict, config: object, worker: Worker) -> dict:
-        """The program's switches, its threads shared out among the workers it uses on one host: eight workers with all
-        the cores' threads each spend their time in one another's way (seen: 30 times slower on two cores)."""
-        used = {index for group in config.groups.values() for index in group.flat}  # type: ignore[attr-defined]
-        beside = sum(self.cluster.workers[index].info.get("host") == worker.info.get("host") for index in used)
-        threads = switches.get("threads", 0)
-        return {**switches, "threads": max(threads // beside, 1)} if threads and beside > 1 else switches
+        self._log("CONNECT", self._name(client.peer), f"client with {len(config.groups)} groups")
+        names = [w.name for w in self.cluster.workers]
+        self.send(client.peer, Welcome(session.number, self._name(client.peer), names, list(config.groups), CREDIT))
 
     def _goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
         self._lost(peer, GOODBYE)
         self._actions.append(Close(peer))
 
     def _lost(self, peer: Peer, reason: str) -> None:
-        self._waiting = [w for w in self._waiting if w.peer != peer]
+        self.admission.forget(peer)
         session = self.sessions.pop(peer, None)
         if session is not None:
             self._log("DISCONNECT", f"client{session.number}", reason)
-            session.close()
+            self.watch.forget(session)
+            self._guarded(session, "its end", session.close)
         worker = self.workers.pop(peer, None)
         if worker is not None:
             self._lose_worker(worker, reason)
 
     def _lose_worker(self, worker: Worker, reason: str) -> None:
         worker.lost = reason or "its process ended"
+        worker.discard()
         log.log(logging.INFO if reason == GOODBYE else logging.WARNING, "worker %s is lost: %s", worker.name, worker.lost)
         self._log("DISCONNECT", worker.name, worker.lost)
         self._log("ERROR", worker.name, str(worker_lost(worker.name, worker.lost)))
         for peer in self.workers:
             self.send(peer, Abort(worker.index, worker.lost))
-        for session in self.sessions.values():
-            session.lose(worker)
-        for survey in list(self._surveys.values()):
-            self._surveyed(survey, worker.index, {})
+        for session in list(self.sessions.values()):
+            self._guarded(session, "the loss of a worker", session.lose, worker)
+            self._resume(session.peer)
+        for survey in self.watch.without(worker.index):
+            self._surveyed(survey)
 
     def _tick(self) -> None:
-        if self._waiting:
+        if self.admission.waiting:
             self._admit_clients()
+        for peer, query in self.watch.look(self._now):
+            self.send(peer, query)
+        self.watch.tell(self.sessions.values(), self._now)
 
     # ---- clients
 
@@ -287,98 +297,88 @@ class Core:
         self._session(peer).requests.inspect(message.request, message.tensor)
 
     def _stats(self, peer: Peer, message: Stats, frames: tuple) -> None:
-        key = self.cluster.key()
-        alive = {w.index for w in self.cluster.workers if not w.lost}
-        survey = self._surveys[key] = Survey(self._session(peer), message.request, alive, {})
-        for index in alive:
-            self.send(self.cluster.workers[index].peer, Query(key))
-        if not alive:
-            self._surveyed(survey, -1, {})
+        session = self._session(peer)
+        if sum(survey.session is session for survey in self.watch.surveys.values()) >= MOST:
+            raise ProtocolError(f"Stats.request {message.request} is one of more than {MOST} under way")
+        survey, asked = self.watch.survey(session, message.request)
+        for worker, query in asked:
+            self.send(worker, query)
+        if not survey.left:
+            for one in self.watch.without(-1):
+                self._surveyed(one)
 
     def _host(self, peer: Peer, message: Host, frames: tuple) -> None:
-        """Bytes of a host copy: on to the workers that wait for them."""
-        requests = self._session(peer).requests
-        targets = requests.uploads.get(message.key)
-        if targets is None:
-            raise ProtocolError(f"Host.key {message.key} was not asked for")
-        for index in targets:
-            worker = self.cluster.workers[index]
-            if not worker.lost:
-                self.send(worker.peer, Data(message.key, message.offset, message.total), frames)
-        if message.offset + sum(len(f) for f in frames) >= message.total:
-            del requests.uploads[message.key]
+        session = self._session(peer)
+        session.uploads.host(message, frames)
+        session.release()
 
     # ---- workers
+
+    def _worker(self, peer: Peer) -> Worker:
+        worker = self.workers.get(peer)
+        if worker is None:
+            raise ProtocolError("only a worker says that")
+        return worker
 
     def _session_of(self, key: int) -> Session | None:
         return next((s for s in self.sessions.values() if key in s.requests.by_key), None)
 
     def _piece(self, peer: Peer, message: Piece, frames: tuple) -> None:
-        session = self._session_of(message.key)
-        self._log("WORKER_RECV", self._name(peer), f"Piece {message.key}", bytes=sum(len(f) for f in frames))
+        worker, session = self._worker(peer), self._session_of(message.key)
+        self._log("WORKER_RECV", worker.name, f"Piece {message.key}", bytes=sum(len(f) for f in frames))
         if session is not None:
-            session.requests.piece(message, frames)
+            session.requests.piece(worker.index, message, frames)
 
     def _described(self, peer: Peer, message: Described, frames: tuple) -> None:
-        session = self._session_of(message.request)
+        worker, session = self._worker(peer), self._session_of(message.request)
         if session is not None:
-            session.requests.described(message.request, message.specs)
+            session.requests.described(worker.index, message.request, message.specs)
+
+    def _took(self, peer: Peer, message: Took, frames: tuple) -> None:
+        worker = self._worker(peer)
+        session = next((s for s in self.sessions.values() if message.key in s.uploads.open), None)
+        if session is not None:
+            session.uploads.took(worker.index, message.key, message.upto)
 
     def _done(self, peer: Peer, message: Done, frames: tuple) -> None:
-        worker = self.workers[peer]
-        worker.done = max(worker.done, message.seq)
+        worker = self._worker(peer)
+        if not worker.done <= message.seq <= worker.runs:
+            raise ProtocolError(f"Done.seq is {message.seq}, of {worker.runs} Runs {worker.done} were done")
+        worker.done = message.seq
         self._log("WORKER_RECV", worker.name, f"Done {message.seq}")
         for session in list(self.sessions.values()):
             if worker.index in session.emitter.used:
-                session.settle_batches()
+                self._guarded(session, "an acknowledgement", session.settle_batches)
 
     def _trouble(self, peer: Peer, message: Trouble, frames: tuple) -> None:
         """An instruction failed: the session that issued the op learns of it, with the op's origin."""
-        worker = self.workers[peer]
+        worker = self._worker(peer)
         for session in self.sessions.values():
             row = session.journal.find(message.seq)
             if row is None:
                 continue
-            if message.kind == "peer" and self._gone_peers():
-                return  # the loss itself has been told
+            lost = next((w for w in self.cluster.workers if w.lost), None) if message.kind == "peer" else None
+            if lost is not None:  # the loss itself has been told
+                self._guarded(session, "a failed op", session.taint, message.seq, session.cause_of_loss(lost))
+                return
             error = op_failed(row, message.kind, message.message, worker.name)
             self._log("ERROR", worker.name, str(error), op=row.known.template.op, group=row.origin.group)
-            session.trouble(message.seq, error)
+            self._guarded(session, "a failed op", session.trouble, message.seq, error)
             return
-        log.warning("worker %s: op %d failed: %s", worker.name, message.seq, message.message)
-
-    def _gone_peers(self) -> bool:
-        return any(w.lost for w in self.cluster.workers)
+        if self._sparse.allows(self._now):
+            log.warning("worker %s: op %d failed: %s", worker.name, message.seq, message.message)
 
     def _report(self, peer: Peer, message: Report, frames: tuple) -> None:
-        survey = self._surveys.get(message.request)
+        survey = self.watch.answered(self._worker(peer), message)
         if survey is not None:
-            self._surveyed(survey, self.workers[peer].index, message.body.get("stats", {}))
+            self._surveyed(survey)
 
-    def _surveyed(self, survey: Survey, index: int, stats: dict) -> None:
-        """One worker's answer to a Stats request; the last one completes it."""
-        if index in survey.left and stats:
-            survey.reports[index] = {"name": self.cluster.workers[index].name, **stats}
-        survey.left.discard(index)
-        if survey.left:
-            return
-        self._surveys = {k: s for k, s in self._surveys.items() if s is not survey}
+    def _surveyed(self, survey: Survey) -> None:
+        """Every worker has answered a Stats request."""
         if survey.session.peer in self.sessions:
             workers = [survey.reports[i] for i in sorted(survey.reports)]
-            body = {"dispatcher": self._counters(survey.session), "workers": workers}
+            body = {"dispatcher": counters(survey.session, self.sent, self.received, self.relayed), "workers": workers}
             self.send(survey.session.peer, Report(survey.number, body))
-
-    def _counters(self, session: Session) -> dict:
-        return {
-            "ops_planned": session.ops,
-            "instructions_sent": session.emitter.sent,
-            "messages_sent": self.sent,
-            "messages_received": self.received,
-            "plan_cache_hits": session.planner.hits,
-            "tensor_bytes_uploaded": session.uploaded,
-            "tensor_bytes_fetched": session.requests.fetched,
-            "tensor_bytes_relayed": self.relayed,
-        }
 
     # ---- the instruction log
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from gt import errors
 from gt.dispatcher.failures import Cause
 from gt.dispatcher.plan.redistribute import spans
+from gt.dispatcher.stream import lost_in
 from gt.dispatcher.tensors import Tensor
+from gt.errors import GTError, OpFailed, ProtocolError
 from gt.ir.layout import Layout, boxes, local_shape
 from gt.ir.spec import Spec
 from gt.wire.messages import Described, Failed, Piece, Report, Value
@@ -21,22 +23,28 @@ if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
 
 
+MOST = 256  # requests of a client under way
+MOST_TENSORS = 4096  # of one Describe
+
+
 @dataclass(slots=True)
 class Request:
-    """One fetch or describe under way. runs: how far workers must come before it may be answered."""
+    """One fetch or describe under way. runs: how far workers must come before it may be answered; since: when it came."""
 
     number: int
     kind: str
     runs: dict[int, int]
     tensors: list[Tensor]
-    keys: list[int] = field(default_factory=list)
+    keys: dict[int, int] = field(default_factory=dict)  # of each part, and the worker that is to send it
     parts: list = field(default_factory=list)  # [key, boxes] of a fetch
     held: list[tuple[Piece, tuple]] = field(default_factory=list)
     specs: dict[int, list] = field(default_factory=dict)
-    left: dict[int, int] = field(default_factory=dict)  # bytes of each piece to come
+    left: dict[int, int] = field(default_factory=dict)  # bytes of each piece to come (1 for an empty one)
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes of each piece
     shape: tuple[int, ...] = ()
     dtype: str = ""
     verified: bool = False
+    since: float = 0.0
 
 
 class Requests:
@@ -44,7 +52,6 @@ class Requests:
         self.s = session
         self.open: dict[int, Request] = {}
         self.by_key: dict[int, Request] = {}
-        self.uploads: dict[int, list[int]] = {}  # key the client was asked for -> workers that wait for it
         self.fetched = 0
 
     # ---- asking
@@ -52,8 +59,13 @@ class Requests:
     def fetch(self, number: int, tensor_id: int) -> None:
         """Ask the workers that hold the parts, each part once."""
         s = self.s
+        self._check(number)
         tensor = s.row(tensor_id)
         if self._refused(number, [tensor]):
+            return
+        mesh = tensor.layout.mesh if tensor.layout is not None else s.default_mesh()
+        if (lost := lost_in(s.cluster, mesh)) is not None:
+            self._fail(number, s.cause_of_loss(lost))
             return
         s.emitter.base = s.emitter.seq = s.cluster.seq
         held = tensor if tensor.layout is not None else s.placer.read(tensor)
@@ -79,34 +91,48 @@ class Requests:
             key = self.s.cluster.key()
             parts = [[list(span) for span in box] for box in boxes(layout, spec.shape, rank)]
             request.parts.append([key, parts])
-            request.keys.append(key)
+            request.keys[key] = index
             n = spec.itemsize
             for extent in local_shape(layout, spec.shape, rank):
                 n *= extent
-            request.left[key] = max(n, 1)  # an empty piece is one message all the same
+            request.sizes[key], request.left[key] = n, max(n, 1)  # an empty piece is one message all the same
             emitter.write(self.s.cluster.workers[index], define, [emitter.offset + source, key])
 
     def describe(self, number: int, tensors: list[int]) -> None:
         """Ask one worker for the specs of outputs whose shape depends on values."""
+        self._check(number)
+        if len(tensors) > MOST_TENSORS:
+            raise ProtocolError(f"Describe.tensors has {len(tensors)} tensors, at most {MOST_TENSORS} are described")
         rows = [self.s.row(t) for t in tensors]
         if self._refused(number, rows):
             return
+        for row in rows:
+            if row.layout is None:
+                raise ProtocolError(f"Describe.tensors: nothing about %{row.id} depends on values")
+            if (lost := lost_in(self.s.cluster, row.layout.mesh)) is not None:
+                self._fail(number, self.s.cause_of_loss(lost))
+                return
         emitter = self.s.emitter
         emitter.base = emitter.seq = self.s.cluster.seq
         request = Request(number, "describe", {}, rows)
         for row in rows:
             key = self.s.cluster.key()
-            request.keys.append(key)
             assert row.layout is not None
             worker = self.s.cluster.workers[row.layout.mesh.workers[0]]
+            request.keys[key] = worker.index
             emitter.write(worker, emitter.common("describe"), [emitter.offset + row.id, key])
         self._begin(request)
 
+    def _check(self, number: int) -> None:
+        if number in self.open or len(self.open) >= MOST:
+            raise ProtocolError(f"request {number} is under way already, or is one of more than {MOST}")
+
     def _begin(self, request: Request) -> None:
+        request.since = self.s.cluster.now
         request.runs = self.s.flush(self.s.emitter.base)
         self.open[request.number] = request
-        for key in request.keys:
-            self.by_key[key] = request
+        self.by_key.update(dict.fromkeys(request.keys, request))
+        self.settle()
 
     def _refused(self, number: int, tensors: list[Tensor]) -> bool:
         """Answer at once what is already known to have failed."""
@@ -137,16 +163,28 @@ class Requests:
 
     # ---- what workers and client answer
 
-    def expect(self, key: int, workers: list[int]) -> None:
-        self.uploads[key] = workers
+    def _asked(self, key: int, index: int) -> Request | None:
+        """The request that a worker's answer is for; None for one that is no longer open."""
+        request = self.by_key.get(key)
+        if request is not None and request.keys[key] != index:
+            raise ProtocolError(f"key {key} is another worker's to answer")
+        return request
 
-    def piece(self, message: Piece, frames: tuple) -> None:
+    def piece(self, index: int, message: Piece, frames: tuple) -> None:
         """A frame of a fetched piece: passed on, or held until the value may be known."""
-        request = self.by_key.get(message.key)
+        request = self._asked(message.key, index)
         if request is None:
             return
-        size = sum(len(f) for f in frames)
-        request.left[message.key] -= size if message.total else 1
+        if request.kind != "fetch":
+            raise ProtocolError(f"Piece.key is {message.key}, of which a description was asked")
+        size, total = sum(len(f) for f in frames), request.sizes[message.key]
+        if message.total != total:
+            self._misfit(request, f"it has {message.total} bytes on worker {self.s.cluster.workers[index].name}, not {total}")
+            return
+        at = total - request.left[message.key] if total else 0
+        if message.offset != at or size > total - at or (total and not size):
+            raise ProtocolError(f"Piece.offset is {message.offset} with {size} bytes of {total}, want {at}")
+        request.left[message.key] -= size if total else 1
         self.fetched += size
         if request.verified:
             self.s.send(message, frames)
@@ -154,11 +192,24 @@ class Requests:
         else:
             request.held.append((message, frames))
 
-    def described(self, key: int, specs: list) -> None:
-        request = self.by_key.get(key)
-        if request is not None and specs:
-            request.specs[key] = specs[0]
-            self.settle()
+    def _misfit(self, request: Request, how: str) -> None:
+        """An op gave another shape than the client said."""
+        self._drop(request)
+        tensor = request.tensors[0]
+        error = OpFailed(f"%{tensor.id} is not the {tensor.spec.text()} that the client said: {how}")
+        self.s.send(Failed(request.number, errors.to_wire(error)))
+
+    def described(self, index: int, key: int, specs: list) -> None:
+        request = self._asked(key, index)
+        if request is None:
+            return
+        try:
+            (spec,) = specs
+            Spec.from_wire(spec)
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"Described.specs: {error}") from None
+        request.specs[key] = spec
+        self.settle()
 
     def settle(self) -> None:
         """Answer the requests that have come far enough."""
@@ -207,6 +258,11 @@ class Requests:
         if cause in self.s.unreported:
             self.s.unreported.remove(cause)
         self.s.send(Failed(number, errors.to_wire(cause.error)))
+
+    def give_up(self, request: Request, error: GTError) -> None:
+        """Nobody knows when this will be answered: the client may ask again."""
+        self._drop(request)
+        self.s.send(Failed(request.number, errors.to_wire(error)))
 
     def fail_all(self, cause: Cause) -> None:
         """A worker is lost: whoever waits is told."""

@@ -123,9 +123,8 @@ class Server:
         gate = self._gates.setdefault(item.peer, Gate())
         try:
             message = codec.unpack(item.body)
-            gate.admit(message, len(item.frames))
+            gate.admit(message, len(item.frames), max(map(len, item.frames), default=0))
         except ProtocolError as error:
-            log.warning("refused what %s sent: %s", item.peer.hex(), error)
             self._handle(Malformed(item.peer, str(error), self._now()))
             return
         if isinstance(message, Goodbye):
@@ -148,9 +147,13 @@ class Server:
         self._handle(PeerLost(peer, reason, self._now()))
 
     def _perform(self, actions: Iterable[Action]) -> None:
+        unfit: list[tuple[bytes, str]] = []
         for action in actions:
             if type(action) is Send:
-                self._router.send(action.peer, action.message, action.frames)
+                try:
+                    self._router.send(action.peer, action.message, action.frames)
+                except ProtocolError as error:  # larger than a body may be: the peer misses something, so it has to go
+                    unfit.append((action.peer, str(error)))
                 if type(action.message) is Welcome and (gate := self._gates.get(action.peer)) and gate.role == "worker":
                     self._count(self._workers | {action.peer})
             elif type(action) is Close:
@@ -159,6 +162,9 @@ class Server:
                 if self._journal is not None:
                     self._journal.write(action)
                 log.debug("%s %s %s", action.kind, action.peer, action.text)
+        for peer, reason in unfit:
+            log.warning("%s is given up: %s", peer.hex(), reason)
+            self._drop(peer, reason)
 
 
 def _loopback(host: str) -> bool:

@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -23,18 +24,26 @@ from gt.dispatcher.plan.groups import Groups, Meaning
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.planning import Planner
 from gt.dispatcher.requests import Requests
-from gt.dispatcher.stream import Emitter
+from gt.dispatcher.stream import TEMPORARY, Emitter
 from gt.dispatcher.tensors import Storage, Table, Tensor
+from gt.dispatcher.uploads import Uploads
 from gt.errors import GTError, ProtocolError
-from gt.ir import ops
-from gt.ir.boxes import take
+from gt.ir import check
+from gt.ir.boxes import shape, take
 from gt.ir.instr import FIRST, FREE, PARAM
 from gt.ir.layout import Box, Layout, Mesh
 from gt.ir.spec import Spec
-from gt.ir.template import Template
-from gt.wire.messages import CHUNK, Ack, Data, Message, Need, Ops, Release
+from gt.wire.messages import CHUNK, Ack, Data, Message, Ops, Release, Run, Switch
 
 log = logging.getLogger("gt.dispatcher")
+
+CREDIT = 64  # batches a client may have under way
+LONGEST = 1 << 20  # numbers of one batch
+MOST_OPS = 1 << 18  # ops under way before another batch
+MOST_TEMPLATES, MOST_ORIGINS = 1 << 16, 1 << 20
+LONGEST_NAME = 4096  # characters of a file's or group's name
+MOST_UNREPORTED = 64  # failures that nobody has been told of
+UNSENT = 1 << 62  # number of a Run that is held back, until it has one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,12 +67,26 @@ class Batch:
     runs: dict[int, int]
 
 
+@dataclass(slots=True)
+class Held:
+    """What is written for workers and waits for the uploads that it takes: (worker, its life, defines, code)."""
+
+    base: int
+    rows: list[tuple[Worker, int, list, list]]
+    runs: dict[int, int]
+
+
 class Session:
-    """State of one client between its messages. `out(peer, message, frames)` sends."""
+    """State of one client between its messages. `out(peer, message, frames)` sends.
+
+    Nothing that takes an upload goes to a worker before all of the upload has: a worker never waits for a client. Until then
+    the session is `stalled`, and whoever feeds it keeps its messages. `switches` are torch's, by worker.
+    """
 
     def __init__(self, number: int, peer: bytes, config: Config, cluster: Cluster, out: Callable) -> None:
         self.number, self.peer, self.config, self.cluster = number, peer, config, cluster
-        self._out = out
+        self.out = out
+        self.switches: Callable[[Worker], dict] = lambda worker: {}
         self.groups = Groups(config)
         self.table = Table()
         self.emitter = Emitter(cluster, number)
@@ -71,6 +94,12 @@ class Session:
         self.mover, self.placer = Mover(self), Placer(self)
         self.planner, self.lists = Planner(self), Lists(self)
         self.requests = Requests(self)
+        self.uploads = Uploads(self)
+        self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
+        self.held: list[Held] = []
+        self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which was sent takes, and for whom
+        self.next_batch = 0
+        self.told_stuck = False  # that a worker is, since batches were last acknowledged
         self.templates: dict[int, Known] = {}
         self.origins: dict[int, Origin] = {0: Origin("", 0, "", False)}
         self.origin = self.origins[0]
@@ -90,11 +119,12 @@ class Session:
     # ---- the op stream
 
     def run(self, message: Ops, frames: tuple) -> None:
-        """Carry out one batch: definitions, then the stream."""
-        for number, row in message.templates:
-            self._define(number, row)
-        for number, file, line, group, backward in message.origins:
-            self._origin(number, file, line, group, backward)
+        """Carry out one batch: definitions, then the stream. After an error the session has to end: half is not sent."""
+        self._admit(message)
+        for row in message.templates:
+            self._define(row)
+        for row in message.origins:
+            self._origin(row)
         self._frames = frames
         self._code = message.code
         first = self.emitter.base = self.cluster.seq
@@ -107,16 +137,32 @@ class Session:
         self.pending.append(Batch(message.seq, self.cluster.seq, runs))
         self.settle_batches()
 
-    def _define(self, number: int, row: list) -> None:
+    def _admit(self, message: Ops) -> None:
+        """Batches come in order, and so many as were granted."""
+        if message.seq != self.next_batch:
+            raise ProtocolError(f"Ops.seq is {message.seq}, want {self.next_batch}")
+        self.next_batch += 1
+        if len(self.pending) >= CREDIT or len(self.journal.rows) > MOST_OPS:
+            raise ProtocolError(f"Ops.seq {message.seq} is beyond the credit of {CREDIT} batches and {MOST_OPS} ops")
+        if len(message.code) > LONGEST:
+            raise ProtocolError(f"Ops.code has {len(message.code)} numbers, at most {LONGEST} are taken")
+
+    def _define(self, row: Any) -> None:
+        number, form = row if type(row) is list and len(row) == 2 else (None, None)
+        if type(number) is not int or not FIRST <= number < FIRST + MOST_TEMPLATES:
+            raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
         try:
-            template = Template.from_wire(row)
+            self.templates[number] = Known(check.template(form))
         except (TypeError, ValueError, KeyError) as error:
             raise ProtocolError(f"Ops.templates: template {number}: {error}") from error
-        if number < FIRST or not ops.known(template.op):
-            raise ProtocolError(f"Ops.templates: {number} {template.op!r} is not an op")
-        self.templates[number] = Known(template)
 
-    def _origin(self, number: int, file: str, line: int, group: str, backward: bool) -> None:
+    def _origin(self, row: Any) -> None:
+        kinds = [type(part) for part in row] if type(row) is list else []
+        if kinds != [int, str, int, str, bool] or max(len(row[1]), len(row[3])) > LONGEST_NAME:
+            raise ProtocolError(f"Ops.origins: {row!r:.80} is not [number, file, line, group, backward]")
+        number, file, line, group, backward = row
+        if not 0 < number < MOST_ORIGINS:
+            raise ProtocolError(f"Ops.origins: number {number} is not from 1 to {MOST_ORIGINS - 1}")
         meaning, missing = self.groups.find(group, backward)
         for name in missing:
             if name not in self._known_names and self.groups:
@@ -148,6 +194,9 @@ class Session:
                 raise ProtocolError(f"Ops.code names nothing of this session at {self._at}: {error!r}") from error
             if at > end:
                 raise ProtocolError(f"Ops.code ends within an op, at {end}")
+            for i in code[third:at]:
+                if type(i) is not int or not 0 < i < TEMPORARY or i in rows:
+                    raise ProtocolError(f"Ops.code has {i!r:.40} at {third} as the id of a new tensor")
             emitter.seq = cluster.seq
             if self.on_op is not None:
                 self.on_op(known, origin, code[first:second])
@@ -156,31 +205,68 @@ class Session:
             self.ops += 1
 
     def _special(self, number: int, code: list, at: int) -> int:
+        operand = code[at + 1] if at + 1 < len(code) else None
         if number == FREE:
-            count = code[at + 1]
-            self.mover.release(code[at + 2 : at + 2 + count])
-            return at + 2 + count
+            if type(operand) is not int or not 0 <= operand <= len(code) - at - 2:
+                raise ProtocolError(f"Ops.code frees {operand!r:.40} tensors at {at} of {len(code)}")
+            self.mover.release(code[at + 2 : at + 2 + operand])
+            return at + 2 + operand
         if number == PARAM:
-            self.table.rows[code[at + 1]].storage.param = True
+            self.row(operand).storage.param = True
             return at + 2
-        raise ProtocolError(f"Ops.code has {number} at {at}, which names nothing")
+        raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, which names nothing")
 
     def ahead(self) -> tuple[list, int, dict[int, Known]]:
         """The rest of the batch, for planning that looks ahead."""
         return self._code, self._at, self.templates
 
     def flush(self, base: int) -> dict[int, int]:
-        """Send what is queued for workers; the number of each one's last Run."""
-        runs = {}
-        for worker in self.cluster.workers:
-            run = worker.flush(base)
-            if run is not None and not worker.lost:
-                self._out(worker.peer, run, ())
-                self.emitter.used.add(worker.index)
-            if worker.index in self.emitter.used and not worker.lost:
-                runs[worker.index] = worker.runs
+        """Send what is written for workers, or hold it back for its uploads; the number of each one's last Run, once sent."""
+        rows = [(w, w.lives, *part) for w in self.cluster.workers for part in w.take()]
+        self.emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
         self.emitter.base = self.cluster.seq
-        return runs
+        held = Held(base, rows, {index: UNSENT for index in self.emitter.used})
+        if self.uploads.awaited:
+            self.held.append(held)
+        else:
+            self._dispatch(held)
+        return held.runs
+
+    def _dispatch(self, held: Held) -> None:
+        """To every worker in one go, so that all of them see what sessions exchange in the same order."""
+        self._unsent.clear()
+        for worker, life, defines, code in held.rows:
+            if worker.lost or worker.lives != life:
+                continue
+            wanted = self.switches(worker)
+            if worker.switches != wanted:
+                worker.switches = wanted
+                self.out(worker.peer, Switch(wanted), ())
+            worker.runs += 1
+            self.out(worker.peer, Run(worker.runs, held.base, defines, code), ())
+        held.runs.clear()
+        workers = self.cluster.workers
+        held.runs.update({index: workers[index].runs for index in self.emitter.used if not workers[index].lost})
+
+    @property
+    def stalled(self) -> bool:
+        return bool(self.held)
+
+    def release(self) -> None:
+        """Send what was held back, if all it waits for has come."""
+        if self.held and not self.uploads.awaited:
+            self._release()
+
+    def _release(self) -> None:
+        held, self.held = self.held, []
+        for one in held:
+            self._dispatch(one)
+        self.settle_batches()
+
+    def discard(self) -> None:
+        """Nothing of what this event has written is sent: it would be half of what workers do together."""
+        for worker in self.cluster.workers:
+            worker.discard()
 
     def settle_batches(self) -> None:
         """Acknowledge the batches that all workers have carried out, and forget their journal."""
@@ -188,7 +274,9 @@ class Session:
         while self.pending and self.reached(self.pending[0].runs):
             last = self.pending.popleft()
         if last is not None:
+            self.told_stuck = False
             self.journal.forget(last.end)
+            self._failed_ops = {seq for seq in self._failed_ops if seq >= last.end}
             self.send(Ack(last.seq))
         self.requests.settle()
 
@@ -203,24 +291,33 @@ class Session:
         """Where the bytes of an upload are: in this batch, or kept by the client under the tensor's id."""
         if known.name != "gt.upload":
             return None
-        return ("host", outs[0]) if values[0] < 0 else ("inline", self._frames[values[0]])
+        spec, index = known.template.outs[0].spec, values[0]
+        if type(index) is not int or index >= len(self._frames):
+            raise ProtocolError(f"Ops.code uploads frame {index!r:.40} of {len(self._frames)}")
+        if index < 0:
+            return "host", outs[0]
+        if spec is None or len(self._frames[index]) != spec.nbytes:
+            raise ProtocolError(f"frame {index} has {len(self._frames[index])} bytes, want those of {spec and spec.text()}")
+        return "inline", self._frames[index]
 
     def upload(self, source: tuple, spec: Spec, parts: list[Box], workers: list[Worker]) -> int:
         """Key under which these workers will get the boxes of an upload."""
         key = self.cluster.key()
         kind, data = source
         self.uploaded += spec.nbytes
+        self._unsent.append((key, workers))
         if kind == "host":
-            self.requests.expect(key, [w.index for w in workers])
-            self.send(Need(data, key, [[list(span) for span in box] for box in parts]))
+            total = prod(shape(parts)) * spec.itemsize
+            living = [w.index for w in workers if not w.lost]
+            self.uploads.expect(key, data, [[list(span) for span in box] for box in parts], total, living)
             return key
         flat = np.frombuffer(data, dtype=np.uint8).view(f"V{spec.itemsize}") if spec.nbytes else np.empty(0, "V1")
         piece = take(flat.reshape(spec.shape), parts).reshape(-1) if spec.nbytes else flat
         raw = memoryview(piece.view(np.uint8)).cast("B") if spec.nbytes else memoryview(b"")
         for worker in workers:
-            for offset in range(0, max(len(raw), 1), CHUNK):
+            for offset in range(0, 0 if worker.lost else max(len(raw), 1), CHUNK):
                 chunk = raw[offset : offset + CHUNK]
-                self._out(worker.peer, Data(key, offset, len(raw)), (chunk,) if len(chunk) else ())
+                self.out(worker.peer, Data(key, offset, len(raw)), (chunk,) if len(chunk) else ())
         return key
 
     def release_host(self, tensor: int) -> None:
@@ -249,13 +346,18 @@ class Session:
 
     def trouble(self, seq: int, error: GTError) -> None:
         """A worker reported that op `seq` failed."""
-        if seq in self._failed_ops:
-            return  # another worker of the mesh reported the same op
-        self._failed_ops.add(seq)
         cause = Cause(error)
+        if self.taint(seq, cause) and len(self.unreported) < MOST_UNREPORTED:
+            self.unreported.append(cause)
+
+    def taint(self, seq: int, cause: Cause) -> bool:
+        """Op `seq` failed for this cause; False if another worker of the mesh has reported it."""
+        if seq in self._failed_ops:
+            return False
+        self._failed_ops.add(seq)
         self.troubled = True
         self.journal.taint(seq, cause)
-        self.unreported.append(cause)
+        return True
 
     def cause_of_loss(self, worker: Worker | None) -> Cause:
         assert worker is not None
@@ -265,7 +367,9 @@ class Session:
 
     def lose(self, worker: Worker) -> None:
         """A worker is gone: what it held is failed for good, and so is what waits for it."""
+        self.uploads.lose(worker.index)
         if worker.index not in self.emitter.used:
+            self.release()
             return
         self.troubled = True
         cause = self.cause_of_loss(worker)
@@ -276,7 +380,13 @@ class Session:
                 tensor.copies = {k: v for k, v in tensor.copies.items() if worker.index not in k.mesh.workers}
         self.unreported.append(cause)
         self.requests.fail_all(cause)
+        self._release()  # planned with the old process in mind: peers must meet its end, not its successor
         self.settle_batches()
+
+    def regain(self, worker: Worker) -> None:
+        """A new process has a lost worker's place; what the old one held stays lost."""
+        self._losses.pop(worker.index, None)
+        self.emitter.used.discard(worker.index)
 
     # ---- small things
 
@@ -285,8 +395,8 @@ class Session:
         return self._layouts.setdefault(layout, layout)
 
     def default_mesh(self) -> Mesh:
-        """Where ungrouped work runs: the first worker."""
-        return Mesh((), (0,))
+        """Where ungrouped work runs: the first worker that is there."""
+        return Mesh((), (next((w.index for w in self.cluster.workers if not w.lost), 0),))
 
     def note(self, extra: str = "") -> str:
         """Origin and group, for plan lines."""
@@ -295,17 +405,24 @@ class Session:
         return " ".join(filter(None, (extra, where, origin.group.rpartition("/")[2], "backward" if origin.backward else "")))
 
     def send(self, message: Message, frames: tuple = ()) -> None:
-        self._out(self.peer, message, frames)
+        self.out(self.peer, message, frames)
 
-    def row(self, tensor: int) -> Tensor:
+    def row(self, tensor: Any) -> Tensor:
         """A live tensor of this session; ProtocolError otherwise."""
-        row = self.table.rows.get(tensor)
+        row = self.table.rows.get(tensor) if type(tensor) is int else None
         if row is None:
-            raise ProtocolError(f"tensor %{tensor} is not of this session")
+            raise ProtocolError(f"tensor %{tensor!r:.40} is not of this session")
         return row
 
     def close(self) -> None:
         """The client is gone: nothing of it stays on any worker."""
+        self.discard()
+        self.held.clear()
+        self.inbox.clear()
+        self.uploads.close()
+        for key, workers in self._unsent:
+            for worker in workers:
+                self.out(worker.peer, Data(key, 0, -1), ())
         self.emitter.base = self.emitter.seq = self.cluster.seq
         owned: dict[Mesh, list[int]] = {}
         for tensor in self.table.rows.values():
@@ -316,7 +433,4 @@ class Session:
         for mesh, ids in owned.items():
             self.emitter.free(mesh.workers, ids)
         self.table.rows.clear()
-        for key, workers in self.requests.uploads.items():  # nobody will send these any more
-            for index in workers:
-                self._out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
         self.flush(self.cluster.seq)

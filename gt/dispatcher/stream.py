@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from gt.dispatcher.cluster import Cluster, Worker
+from gt.dispatcher.cluster import MOST, Cluster, Worker
 from gt.dispatcher.plan.redistribute import Order, Step
 from gt.ir.instr import FREE, Define
 from gt.ir.layout import Layout, Mesh
@@ -58,6 +58,8 @@ class Emitter:
     def write(self, worker: Worker, define: Define, operands: Sequence) -> None:
         """Append one instruction; ids among the operands must have been mapped."""
         number = define.number
+        if len(worker.code) > MOST or worker.weight > MOST:
+            worker.cut()
         if number not in worker.known:
             worker.define(define)
             self.used.add(worker.index)
@@ -81,8 +83,11 @@ class Emitter:
     def free(self, workers: Iterable[int], ids: Sequence[int]) -> None:
         for index in workers:
             worker = self.cluster.workers[index]
-            if not worker.lost:
-                worker.code += (FREE, self.seq - self.base, len(ids), *self.ids(ids))
+            for first in () if worker.lost else range(0, len(ids), MOST):
+                some = self.ids(ids[first : first + MOST])
+                worker.code += (FREE, self.seq - self.base, len(some), *some)
+                if len(worker.code) > MOST:
+                    worker.cut()
 
     def line(self, tensor: int, spec: str, layout: Layout, op: str, ins: Sequence[int], note: str) -> None:
         """A line of the plan, if anyone reads them."""

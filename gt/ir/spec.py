@@ -26,6 +26,8 @@ DTYPES: dict[str, tuple[int, str]] = {
     "uint64": (8, "u64"),
     "bool": (1, "b8"),
 }
+DIMS = 64  # torch has no tensor of more
+LARGEST = 1 << 63
 LONG_NAMES = {short: name for name, (_, short) in DTYPES.items()}
 
 
@@ -60,12 +62,19 @@ class Spec:
 
     @classmethod
     def from_wire(cls, row: list) -> Spec:
+        """Inverse of wire; ValueError names what no tensor has."""
         shape, stride, offset, dtype = row
-        if dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {dtype!r}")
-        if len(shape) != len(stride) or any(n < 0 for n in shape):
-            raise ValueError(f"shape {shape} and stride {stride} do not fit")
-        return cls(tuple(shape), tuple(stride), offset, dtype)
+        if type(dtype) is not str or dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {dtype!r:.40}")
+        if type(shape) is not list or type(stride) is not list or len(shape) != len(stride) or len(shape) > DIMS:
+            raise ValueError(f"shape {shape!r:.80} and stride {stride!r:.80} do not fit, or have more than {DIMS} dims")
+        numbers = [*shape, *stride, offset]
+        if any(type(n) is not int or not 0 <= n < LARGEST for n in numbers):
+            raise ValueError(f"shape {shape!r:.80}, stride {stride!r:.80} or offset {offset!r:.40} has what is no size")
+        spec = cls(tuple(shape), tuple(stride), offset, dtype)
+        if spec.nbytes >= LARGEST:
+            raise ValueError(f"{spec.text():.80} has {spec.nbytes} bytes, more than there can be")
+        return spec
 
 
 def contiguous(shape: tuple[int, ...], dtype: str) -> Spec:

@@ -52,6 +52,22 @@ def to_wire(arg: Arg) -> Any:
     return arg
 
 
+def weight(form: Any) -> int:
+    """Numbers and names in a wire form, long texts counting for more: what it takes to send it."""
+    count, below = 0, [form]
+    while below:
+        item = below.pop()
+        if isinstance(item, dict):
+            count += 2 * len(item)
+            below.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            count += 1
+            below.extend(item)
+        else:
+            count += 1 + (len(item) >> 3 if isinstance(item, (str, bytes)) else 0)
+    return count
+
+
 def from_wire(form: Any) -> Arg:
     """Inverse of to_wire; ValueError names what is not of the form."""
     if isinstance(form, dict):
@@ -59,13 +75,13 @@ def from_wire(form: Any) -> Arg:
             raise ValueError(f"argument {form!r} is not one hole or constant")
         ((kind, value),) = form.items()
         if kind in ("t", "v"):
-            if not isinstance(value, int) or value < 0:
+            if type(value) is not int or value < 0:
                 raise ValueError(f"hole {form!r} has no index")
             return T(value) if kind == "t" else V(value)
         if kind not in KINDS:
             raise ValueError(f"unknown constant kind {kind!r}")
-        if kind == "dtype" and value not in DTYPES:
-            raise ValueError(f"unknown dtype {value!r}")
+        if kind == "dtype" and (type(value) is not str or value not in DTYPES):
+            raise ValueError(f"unknown dtype {value!r:.40}")
         return Const(kind, tuple(value) if kind == "complex" else value)
     if isinstance(form, list):
         return [from_wire(f) for f in form]

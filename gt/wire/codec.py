@@ -18,10 +18,11 @@ from gt.wire import messages
 from gt.wire.messages import CODES, Message
 
 MAX_DEPTH = 24  # containers within containers, the message's own list not counted
-_TYPES: dict[str, type] = {"int": int, "str": str, "list": list, "dict": dict, "bool": bool}
+_TYPES: dict[str, type] = {"int": int, "str": str, "list": list, "Numbers": list, "dict": dict, "bool": bool}
 _NUMBERS = frozenset({int, float, bool})
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
 _NUMBER_OF = {cls: number for number, cls in enumerate(CODES)}
+_STREAMS = frozenset(f"{cls.__name__}.{field.name}" for cls in CODES for field in fields(cls) if field.type == "Numbers")
 _FIELDS: tuple[tuple[tuple[str, type], ...], ...] = tuple(
     tuple((field.name, _TYPES[str(field.type)]) for field in fields(cls)) for cls in CODES
 )
@@ -91,6 +92,8 @@ def _check(value: Any, where: str) -> None:
     """Plain values only and MAX_DEPTH at most; a flat list of numbers (an op stream) takes the fast way out."""
     if type(value) is list and _NUMBERS.issuperset(map(type, value)):
         return
+    if where in _STREAMS:
+        raise ProtocolError(f"{where} holds a {next(type(item).__name__ for item in value if type(item) not in _NUMBERS)}")
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []

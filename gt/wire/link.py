@@ -12,6 +12,7 @@ from typing import Any
 from gt import errors
 from gt.errors import ProtocolError, Refused
 from gt.wire.messages import (
+    CHUNK,
     VERSION,
     Abort,
     Ack,
@@ -27,6 +28,7 @@ from gt.wire.messages import (
     Host,
     Inspect,
     Message,
+    More,
     Need,
     Ops,
     Piece,
@@ -37,6 +39,7 @@ from gt.wire.messages import (
     Run,
     Stats,
     Switch,
+    Took,
     Trouble,
     Value,
     Welcome,
@@ -49,14 +52,14 @@ RELEASE = "0.1.0"  # for people to read; VERSION is what must agree
 MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
     "client": (
         frozenset({Ops, Fetch, Describe, Inspect, Stats, Host, Goodbye}),
-        frozenset({Welcome, Reject, Ack, Need, Release, Value, Piece, Described, Report, Failed, Exit}),
+        frozenset({Welcome, Reject, Ack, Need, More, Release, Value, Piece, Described, Report, Failed, Exit}),
     ),
     "worker": (
-        frozenset({Piece, Described, Report, Done, Trouble, Goodbye}),
+        frozenset({Piece, Described, Report, Done, Trouble, Took, Goodbye}),
         frozenset({Welcome, Reject, World, Run, Data, Switch, Abort, Query, Exit}),
     ),
 }
-CARRIES = frozenset({Ops, Host, Piece, Data})  # the messages that have frames
+CARRIES = {Ops: 4096, Host: 1, Piece: 1, Data: 1}  # the messages that have frames, and how many at most
 
 
 def hello(role: str, token: str = "", config: str = "", config_path: str = "", **rest: dict[str, Any]) -> Hello:
@@ -94,11 +97,13 @@ class Gate:
         self.role = ""
         self._next_batch = 0
 
-    def admit(self, message: Message, frames: int = 0) -> None:
-        """Raise ProtocolError if the message is out of place."""
+    def admit(self, message: Message, frames: int = 0, longest: int = 0) -> None:
+        """Raise ProtocolError if the message is out of place. longest: bytes of its longest frame."""
         name = type(message).__name__
-        if frames and type(message) not in CARRIES:
-            raise ProtocolError(f"{name} came with {frames} frames, it has none")
+        if frames > (most := CARRIES.get(type(message), 0)):
+            raise ProtocolError(f"{name} came with {frames} frames, it has {f'at most {most}' if most else 'none'}")
+        if longest > CHUNK:
+            raise ProtocolError(f"{name} came with a frame of {longest} bytes, at most {CHUNK} are taken")
         if isinstance(message, Hello):
             if self.role:
                 raise ProtocolError("Hello came twice on one connection")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+Numbers = list  # of numbers only: a stream
+
 VERSION = 1
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 MAX_BODY = 16 << 20  # bytes of one msgpack body
@@ -54,7 +56,7 @@ class Ops(Message):
     seq: int
     templates: list
     origins: list
-    code: list
+    code: Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class Stats(Message):
 
 @dataclass(frozen=True, slots=True)
 class Host(Message):
-    """Client -> dispatcher, answers Need: one frame of a region of a host copy, at byte `offset` of `total`."""
+    """Client -> dispatcher, answers Need and More: the next frame of a region of a host copy, at byte `offset` of `total`."""
 
     key: int
     offset: int
@@ -132,11 +134,23 @@ class Ack(Message):
 
 @dataclass(frozen=True, slots=True)
 class Need(Message):
-    """Dispatcher -> client: send the region (box: [[start, stop], ...]) of upload `tensor`, row-major, as Host with `key`."""
+    """Dispatcher -> client: send the region (box: [[start, stop], ...]) of upload `tensor`, row-major, as Host with `key`.
+
+    Frames that end beyond byte `upto` wait for a More, so that what is under way stays bounded.
+    """
 
     tensor: int
     key: int
     boxes: list
+    upto: int = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class More(Message):
+    """Dispatcher -> client: Host frames of `key` may go on, up to byte `upto`."""
+
+    key: int
+    upto: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +224,15 @@ class Run(Message):
     seq: int
     base: int
     defines: list
-    code: list
+    code: Numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Data(Message):
-    """Dispatcher -> worker: one frame of upload `key` at byte `offset` of `total`; total 0 has no frame."""
+    """Dispatcher -> worker: one frame of upload `key` at byte `offset` of `total`; total 0 has no frame, -1 calls it off.
+
+    All of it comes before the Run that takes it. Answered by Took.
+    """
 
     key: int
     offset: int
@@ -224,7 +241,11 @@ class Data(Message):
 
 @dataclass(frozen=True, slots=True)
 class Switch(Message):
-    """Dispatcher -> worker: torch switches of the session that uses it (as Hello.switches)."""
+    """Dispatcher -> worker: torch switches (as Hello.switches) of the session whose Runs follow.
+
+    They change numbers, so they are each session's own: sent before a session's Run wherever the Run before was of one with
+    others, and never to a worker that the session does not use. threads are the program's, shared out among its workers.
+    """
 
     switches: dict
 
@@ -239,9 +260,14 @@ class Abort(Message):
 
 @dataclass(frozen=True, slots=True)
 class Query(Message):
-    """Dispatcher -> worker, answered by Report from its I/O thread: {"done": last Run carried out, "stats": {...}}."""
+    """Dispatcher -> worker, answered by Report from its I/O thread.
+
+    {"done": last Run carried out, "stats": {...}, "at": [Run, place in it, op's seq, kind] of the instruction being carried
+    out, or None}: two answers with the same `at` say that it is taking long. stats: whether they are wanted.
+    """
 
     request: int
+    stats: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +296,15 @@ class Trouble(Message):
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Took(Message):
+    """Worker -> dispatcher: bytes of upload `key` up to `upto` have been taken in."""
+
+    key: int
+    upto: int
+
+
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, Host, Goodbye, Welcome, Reject, Ack, Need, Release, Value, Piece, Described,
-    Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble,
+    Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble, More, Took,
 )  # fmt: skip

@@ -44,6 +44,8 @@ class Executor:
         self._send = send
         self._steps: dict[int, tuple[Step, int]] = {}  # number -> what to call, numbers it takes in the stream
         self._made: dict[int, tuple[str, list[Blank]]] = {}  # number -> its kind and outputs, for placeholders
+        self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
+        self._base = self._place = 0
 
     def define(self, rows: Sequence[list]) -> None:
         """Bind definitions from their wire form. What cannot be bound fails when it is run."""
@@ -61,6 +63,7 @@ class Executor:
         """Carry out a stream, seqs counting from base. ProtocolError for a number that was never defined."""
         steps, at, end, done = self._steps, 0, len(code), 0
         self.worker.epoch = epoch
+        self._code, self._base = code, base
         with self._engine.guard():
             while at < end:
                 number = code[at]
@@ -71,6 +74,7 @@ class Executor:
                     step, size = steps[number]
                 except KeyError:
                     raise ProtocolError(f"instruction {number} was never defined") from None
+                self._place = at
                 try:
                     step(code, at + 2)
                 except Exception as error:
@@ -78,6 +82,12 @@ class Executor:
                 at += size
                 done += 1
         self.instructions += done
+
+    def where(self) -> tuple[int, int, str] | None:
+        """(place in its Run, its op's seq, its kind) of the instruction that is being carried out; by any thread."""
+        code, base, at = self._code, self._base, self._place
+        made = self._made.get(code[at]) if at + 1 < len(code) else None
+        return None if made is None else (at, base + code[at + 1], made[0])
 
     def stats(self) -> dict[str, Any]:
         """The worker's part of gt.stats(), without its name."""
@@ -109,7 +119,10 @@ class Executor:
         if name in SHARED and _kind(error) == "op":
             raise Poisoned(f"{name} failed half way, and others wait for it: {_text(error)}") from error
         for blank in made:
-            blank.make(self.worker, code, at + 2)
+            try:
+                blank.make(self.worker, code, at + 2)
+            except Exception as why:  # no room for a placeholder either: what uses it fails in its turn
+                log.debug("no placeholder for op %d", seq, exc_info=why)
 
 
 SHARED = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv", "merge"})

@@ -1,7 +1,8 @@
 """A worker's process: one link to the dispatcher, one plane to the others, instructions carried out in order.
 
-The link's I/O thread answers at once what must not wait for an instruction (Data, Abort, Query, World); the thread that
-calls `run` executes, until Exit, SIGTERM or the end of the link.
+The link's I/O thread answers at once what must not wait for an instruction (Data, Abort, Query); the thread that calls
+`run` executes, until Exit, SIGTERM or the end of the link. A World takes its turn among the Runs: those before it were
+planned with a lost worker in mind, and must meet its end, never its successor.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from gt.wire.messages import (
     Report,
     Run,
     Switch,
+    Took,
     Welcome,
     World,
 )
@@ -42,6 +44,7 @@ from gt.worker.plane.shm import ShmPlane
 
 log = logging.getLogger("gt.worker")
 TOGETHER = 8  # Runs that one Done answers, at most
+SMALL = 64 << 10  # bytes of an upload whose arrival nobody waits for
 
 
 class Terminated(BaseException):
@@ -55,7 +58,7 @@ class Loop:
         self.name = ""
         self.executor = Executor(engine, plane, self.send)
         self.link: Dealer | None = None
-        self.done = -1
+        self.done = self._running = -1  # the last Run carried out, and the one under way
         self._engine, self._plane = engine, plane
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None
@@ -74,13 +77,13 @@ class Loop:
         match message:
             case Data():
                 uploads.receive(message, frames[0] if frames else None)
-            case Run() | Switch():
+                if message.total > SMALL:
+                    self.send(Took(message.key, message.offset + len(frames[0])))
+            case Run() | Switch() | World():
                 self._inbox.put((message, uploads.epoch))
-            case Query(request):
-                self.send(Report(request, {"done": self.done, "stats": {"name": self.name, **self.executor.stats()}}))
-            case World(generation, workers):
-                log.debug("world %d: %d workers", generation, len(workers))
-                self._plane.world(workers)
+            case Query(request, wanted):
+                stats = {"name": self.name, **self.executor.stats()} if wanted else {}
+                self.send(Report(request, {"done": self.done, "at": self._at(), "stats": stats}))
             case Abort(index, reason):
                 log.debug("abort of worker %d: %s", index, reason)
                 self._plane.abort(index, reason)
@@ -95,6 +98,11 @@ class Loop:
                 self.lost(str(errors.from_wire(error)))
             case _:
                 log.warning("a worker has no use for %s", type(message).__name__)
+
+    def _at(self) -> list | None:
+        """What the executing thread is at, for Query."""
+        running, where = self._running, self.executor.where()
+        return [running, *where] if where is not None and running > self.done else None
 
     def lost(self, reason: str) -> None:
         """The link ended: nothing more will come."""
@@ -121,7 +129,12 @@ class Loop:
             if isinstance(message, Switch):
                 self._engine.switch(message.switches)
                 continue
+            if isinstance(message, World):
+                log.debug("world %d: %d workers", message.generation, len(message.workers))
+                self._plane.world(message.workers)
+                continue
             assert isinstance(message, Run)
+            self._running = message.seq
             if message.defines:
                 self.executor.define(message.defines)
             self.executor.run(message.code, message.base, epoch)

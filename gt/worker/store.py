@@ -13,6 +13,8 @@ import numpy as np
 from gt.errors import SystemFailure
 from gt.wire.messages import Data
 
+REMEMBERED = 4096  # uploads that were called off, in case something still asks for them
+
 
 class Cancelled(SystemFailure):
     """An upload that was waited for will not come."""
@@ -38,13 +40,17 @@ class Uploads:
     def receive(self, message: Data, frame: memoryview | bytes | None) -> None:
         """Put one frame into its place; a total below 0 cancels the key."""
         if message.total < 0:
-            with self._ready:
-                self._cancelled[message.key] = "the upload was cancelled: its client is gone"
-                self._ready.notify_all()
+            self._fail(message.key, "the upload was cancelled: its client is gone")
             return
         part = self._arriving.get(message.key)
         if part is None:
-            part = _Arriving(np.empty(message.total, np.uint8), message.total)
+            if message.key in self._cancelled:
+                return
+            try:
+                part = _Arriving(np.empty(message.total, np.uint8), message.total)
+            except (MemoryError, ValueError) as error:
+                self._fail(message.key, f"no room for an upload of {message.total} bytes: {error}")
+                return
         if frame is not None and message.total:
             data = np.frombuffer(frame, np.uint8)
             if message.offset < 0 or message.offset + len(data) > len(part.buffer):
@@ -57,6 +63,14 @@ class Uploads:
             self._arriving[message.key] = part
             if part.left <= 0:
                 self._ready.notify_all()
+
+    def _fail(self, key: int, reason: str) -> None:
+        with self._ready:
+            self._arriving.pop(key, None)
+            self._cancelled[key] = reason
+            if len(self._cancelled) > REMEMBERED:  # called off before anything was told to take it
+                del self._cancelled[next(iter(self._cancelled))]
+            self._ready.notify_all()
 
     def cancel(self, reason: str) -> None:
         """Fail every upload that instructions received so far wait for."""

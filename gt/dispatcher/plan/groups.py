@@ -14,6 +14,7 @@ from gt.ir.layout import Layout, Mesh, Placement, R, Shard
 
 COLUMN, ROW, STAGE, DATA = "column", "row", "stage", "data"
 SUFFIXES = {"_colpar": COLUMN, "_rowpar": ROW}
+PARTS_DIGITS = 3  # a weight of more parts is none: each costs a box on every worker
 PARTS = "#"  # `name#3` in a nest of contexts: the weights used there are three in one
 
 
@@ -92,7 +93,8 @@ class Groups:
         missing = []
         for step in reversed(path.split("/") if path else []):
             name, _, parts = step.partition(PARTS)
-            meaning = self._fused(name, int(parts)) if parts.isdigit() else self._meanings.get(name)
+            fused = parts.isdecimal() and len(parts) <= PARTS_DIGITS
+            meaning = self._fused(name, int(parts)) if fused else self._meanings.get(name)
             if meaning is None:
                 if self.destination(name) is None and name not in self.config.groups:
                     missing.append(name)

@@ -11,6 +11,7 @@ from math import prod
 from gt.dispatcher.plan.known import Known
 from gt.ir.layout import Partial, Placement, Replicate, Shard
 
+MOST_PARTS = 4096  # of a split dim: each is a box on every worker; beyond, gathering is cheaper
 Split = Callable[[Known, Shard, int], Shard | None]
 
 
@@ -66,6 +67,8 @@ def _in_run(place: Shard, before: list[tuple[int, int]], after: list[tuple[int, 
     if extent % (size * place.parts) or (lead > 1 and place.parts > 1):
         return None
     parts = lead * place.parts  # every index of the dims before is a part of its own
+    if parts > MOST_PARTS:
+        return None
     passed = 1
     for dim, n in after:
         if passed == parts and n % size == 0:
@@ -150,7 +153,7 @@ def wanted_parts(known: Known) -> tuple[int, int] | None:
         return (dim, len(known.template.outs)) if same else None
     for before, after in segments(old, new) if known.name in ("view", "_unsafe_view") else ():
         if len(before) == 1 and len(after) > 1:
-            return before[0], new[after[0]]
+            return (before[0], new[after[0]]) if new[after[0]] <= MOST_PARTS else None
     return None
 
 

@@ -40,18 +40,28 @@ class Adder:
 
 
 def all_reduce(team: Team, data: memoryview, combine: Combine) -> None:
-    if team.size == 1 or not data:
+    if team.size == 1:
         return
-    add = Adder(combine)
-    for start, stop in parts(len(data), team.region.bytes):
-        _all_reduce(team, data[start:stop], add)
+    add, left = Adder(combine), len(data)
+    for start, stop in parts(len(data), team.region.bytes) if data else ((0, 0),):
+        _all_reduce(team, data[start:stop], add, left)
+        left -= stop - start
     add.finish()
 
 
-def _all_reduce(team: Team, data: memoryview, add: Adder) -> None:
+def agree(team: Team, sizes: int) -> None:
+    """After an exchange before which each member announced this: ValueError, on all of them, if they do not say the same."""
+    said = [team.announced(rank) for rank in range(team.size)]
+    if any(one != sizes for one in said):
+        raise ValueError(f"members of a collective brought {said} bytes, want the same of all: nothing was added up")
+
+
+def _all_reduce(team: Team, data: memoryview, add: Adder, left: int) -> None:
     size, total = team.size, len(data)
     team.mine[:total] = data
+    team.announce(left)
     team.exchange()
+    agree(team, left)
     if total <= DIRECT:
         add(team, data, 0)
         for rank in range(size):
@@ -88,10 +98,13 @@ def reduce_scatter(team: Team, sections: Sequence[memoryview], out: memoryview, 
         if len(out):
             out[:] = sections[0]
         return
-    share, add = room(team), Adder(combine)
-    for start, stop in parts(max(map(len, sections)), share):
+    share, add, total = room(team), Adder(combine), sum(map(len, sections))
+    longest = max(map(len, sections))
+    for start, stop in parts(longest, share) if longest else ((0, 0),):
         put(team, sections, start, stop, share)
+        team.announce(total)
         team.exchange()
+        agree(team, total)
         mine = out[start:stop]
         add(team, mine, team.rank * share)
         for rank, section in enumerate(sections):

@@ -164,25 +164,28 @@ class ShmPlane(Plane):
     def recv(self, channel: Channel, into: Buffer) -> None:
         view, side = flat(into), self._side(self._in, channel, sending=False)
         peer, region, own, theirs = side.peer, side.region, self._heap(), side.peer.heap
-        at, total, mark = 0, len(view), theirs.mark
+        at, total, sent, mark = 0, len(view), 0, theirs.mark
         while True:
             slot = side.advance()
             empty, full, start = region.empty(slot) // 8, region.full(slot) // 8, region.slot(slot)
             if own.words[full] != mark:
                 self.wait(lambda word=full: own.words[word] == mark, (peer,))  # type: ignore[misc]
             self._fence()
-            if own.words[full + 1] != total:
-                raise AssertionError(f"message of {own.words[full + 1]} bytes from {peer.name}, want {total}")
-            count = min(region.bytes, total - at)
-            view[at : at + count] = own.bytes[start : start + count]
+            if at == 0:
+                sent = own.words[full + 1]  # what does not fit is taken all the same: the channel is others' too
+            count = min(region.bytes, sent - at)
+            if sent == total:
+                view[at : at + count] = own.bytes[start : start + count]
             own.words[full] = 0
             self._fence()
             theirs.words[empty] = own.mark
             self.wake((peer,))
             at += count
-            if at >= total:
+            if at >= sent:
                 break
-        self.count(peer, 0, total)
+        self.count(peer, 0, sent)
+        if sent != total:
+            raise ValueError(f"worker {peer.name} sent {sent} bytes, want {total}")
 
     # ---- collectives
 

@@ -1,0 +1,123 @@
+"""Host copies on their way from a client to workers: asked for a window at a time, so that no upload fills any queue.
+
+A client sends what it was granted, in order; workers say how much they have taken in. What is under way between is bounded
+for each session, so what another session sends a worker never waits behind more than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gt.errors import ProtocolError
+from gt.wire.messages import CHUNK, Data, Host, More, Need
+
+if TYPE_CHECKING:
+    from gt.dispatcher.sessions import Session
+
+SMALL = 64 << 10  # bytes of an upload of which workers do not say that they took it
+WINDOW = 4 * CHUNK  # bytes of one session between its client and the workers
+
+
+@dataclass(slots=True)
+class Upload:
+    """One region of a host copy. granted, received: by and from the client; taken: by each worker it is for."""
+
+    key: int
+    total: int
+    taken: dict[int, int]
+    granted: int = 0
+    received: int = 0
+    empty_came: bool = False
+
+    @property
+    def done(self) -> int:
+        """Bytes that are under way no more."""
+        return min(self.taken.values(), default=self.received)
+
+    @property
+    def arrived(self) -> bool:
+        return self.received >= self.total and (self.total > 0 or self.empty_came)
+
+
+class Uploads:
+    def __init__(self, session: Session) -> None:
+        self.s = session
+        self.open: dict[int, Upload] = {}  # oldest first
+        self.awaited = 0  # of these, not all here yet
+
+    def expect(self, key: int, tensor: int, boxes: list, total: int, workers: Iterable[int]) -> None:
+        """Ask the client for a region, and for as much of it now as there is room for."""
+        upload = self.open[key] = Upload(key, total, dict.fromkeys(workers, 0))
+        self.awaited += 1
+        upload.granted = max(0, min(self._room(), total))
+        self.s.send(Need(tensor, key, boxes, upload.granted))
+
+    def _room(self) -> int:
+        return WINDOW - sum(u.granted - u.done for u in self.open.values())
+
+    def pump(self) -> None:
+        """Grant as many bytes as the window has room for, to the oldest first."""
+        room = self._room()
+        for upload in self.open.values():
+            step = min(room, upload.total - upload.granted)
+            if step > 0:
+                upload.granted += step
+                self.s.send(More(upload.key, upload.granted))
+                room -= step
+            if room <= 0:
+                return
+
+    def host(self, message: Host, frames: tuple) -> None:
+        """Bytes from the client: on to the workers. ProtocolError for what was not asked for."""
+        upload = self.open.get(message.key)
+        size = sum(len(frame) for frame in frames)
+        if upload is None or upload.arrived:
+            raise ProtocolError(f"Host.key {message.key} was not asked for")
+        if message.total != upload.total:
+            raise ProtocolError(f"Host.total is {message.total}, the region has {upload.total} bytes")
+        if message.offset != upload.received or (upload.total and not size) or message.offset + size > upload.granted:
+            raise ProtocolError(
+                f"Host.offset is {message.offset} with {size} bytes, want {upload.received}, up to {upload.granted} at most"
+            )
+        upload.received += size
+        upload.empty_came = True
+        for index in upload.taken:
+            worker = self.s.cluster.workers[index]
+            self.s.out(worker.peer, Data(message.key, message.offset, message.total), frames)
+        if upload.total <= SMALL:
+            upload.taken.clear()
+        if upload.arrived:
+            self.awaited -= 1
+            self._settle(upload)
+            self.pump()
+
+    def took(self, index: int, key: int, upto: int) -> None:
+        """A worker has taken in so many bytes. ProtocolError if it was not sent them."""
+        upload = self.open[key]
+        if index not in upload.taken or not upload.taken[index] <= upto <= upload.received:
+            raise ProtocolError(f"Took.upto is {upto} of upload {key}, of which {upload.received} bytes were sent")
+        upload.taken[index] = upto
+        self._settle(upload)
+        self.pump()
+
+    def lose(self, index: int) -> None:
+        """A worker is gone: nothing is on its way to it."""
+        for upload in list(self.open.values()):
+            if upload.taken.pop(index, None) is not None:
+                self._settle(upload)
+        self.pump()
+
+    def _settle(self, upload: Upload) -> None:
+        if upload.arrived and upload.done >= upload.total:
+            del self.open[upload.key]
+
+    def close(self) -> None:
+        """The client is gone: nobody will send these any more, and nothing takes what came of them."""
+        for upload in self.open.values():
+            if not upload.arrived:
+                for index in upload.taken:
+                    self.s.out(self.s.cluster.workers[index].peer, Data(upload.key, 0, -1), ())
+        self.open.clear()
+        self.awaited = 0

@@ -1,0 +1,61 @@
+"""Whether a template hangs together: what comes from a client is looked at once, when it is defined.
+
+What a template says is taken for what the op does; a client that lies harms its own tensors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from gt.ir import ops
+from gt.ir.template import T, Template, V, weight
+
+HEAVIEST = 1 << 18  # numbers and names of one template
+OUT_KINDS = frozenset({"new", "view", "same", "none"})
+
+
+def template(row: Any) -> Template:
+    """The template of a wire form; ValueError says which of its parts is wrong."""
+    if type(row) is not list or len(row) != 9:
+        raise ValueError(f"{row!r:.80} has not the 9 parts of a template")
+    if weight(row) > HEAVIEST:
+        raise ValueError(f"it has {weight(row)} parts, at most {HEAVIEST} are taken")
+    op, args, kwargs, ins, values, outs, writes, *flags = row
+    if type(op) is not str or not ops.known(op):
+        raise ValueError(f"{op!r:.80} is not an op")
+    for name, part, kind in (("args", args, list), ("kwargs", kwargs, dict), ("ins", ins, list), ("outs", outs, list)):
+        if type(part) is not kind:
+            raise ValueError(f"{name} is a {type(part).__name__}, want a {kind.__name__}")
+    if type(values) is not int or not 0 <= values <= HEAVIEST or any(type(flag) is not bool for flag in flags):
+        raise ValueError(f"values {values!r:.40} or flags {flags!r:.40} are not a count and two truths")
+    if type(writes) is not list or any(type(w) is not int or not 0 <= w < len(ins) for w in writes):
+        raise ValueError(f"writes {writes!r:.80} do not name operands of {len(ins)}")
+    made = Template.from_wire(row)
+    _outs(made)
+    for hole in _holes([*made.args, *(value for _, value in made.kwargs)]):
+        if hole.index >= (len(made.ins) if isinstance(hole, T) else made.values):
+            raise ValueError(f"hole {hole} is beyond {len(made.ins)} tensors and {made.values} values")
+    if op in ops.RANDOM and values < 2:
+        raise ValueError(f"{op} has no seed and counter")
+    if op == "gt.upload.default" and (ins or values != 1 or [out.kind for out in made.outs] != ["new"] or made.dynamic):
+        raise ValueError(f"{op} takes one frame index and makes one tensor")
+    return made
+
+
+def _outs(made: Template) -> None:
+    for out in made.outs:
+        if out.kind not in OUT_KINDS or type(out.of) is not int:
+            raise ValueError(f"outs has the kind {out.kind!r:.40}, of {out.of!r:.40}")
+        if out.kind in ("view", "same") and not 0 <= out.of < len(made.ins):
+            raise ValueError(f"outs has a {out.kind} of operand {out.of} of {len(made.ins)}")
+        if out.kind in ("new", "view") and out.spec is None and not made.dynamic:
+            raise ValueError(f"outs has a {out.kind} tensor without a spec")
+
+
+def _holes(items: list) -> Iterator[T | V]:
+    for item in items:
+        if isinstance(item, (T, V)):
+            yield item
+        elif isinstance(item, list):
+            yield from _holes(item)
