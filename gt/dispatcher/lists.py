@@ -91,8 +91,8 @@ class Lists:
         wants = [layout if self._follows(known, i, t, lead) else whole for i, t in enumerate(ins)]
         for index in known.template.writes:
             t = ins[index]
-            if t.layout is not None and t.layout != wants[index]:
-                self.s.mover.relayout(t.storage, wants[index])
+            if t.layout is not None and t.layout != wants[index]:  # for good, as far as its root can give it that layout
+                self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, wants[index]))
         brought = [self.s.mover.bring(t, want) for t, want in zip(ins, wants, strict=True)]
         makes = tuple(self.s.intern(self._made(known, layout, i)) for i in range(len(known.template.outs)))
         key = (layout, *map(id, wants))
@@ -101,6 +101,9 @@ class Lists:
             bound = known.plans[key] = self.s.mover.bind_op(known, wants or list(makes), makes)
         plan = Plan(tuple(wants), makes, bound, all(t.layout is w for t, w in zip(ins, wants, strict=True)))
         self._emit(part, plan, all_ins, brought, values, outs)
+        for index in known.template.writes:
+            if brought[index] != ins[index].id:  # a view of something laid out otherwise: the copy was written
+                self.s.mover.write_back(brought[index], ins[index], wants[index])
         return part, plan
 
     @staticmethod

@@ -149,6 +149,20 @@ class Mover:
                 emitter.write(worker, define, emitter.ids([source, target]))
         emitter.free(layout.mesh.workers, [source])
 
+    def write_back(self, copy: int, tensor: Tensor, lies: Layout) -> None:
+        """Bring what was written into a copy home to the tensor it is a copy of."""
+        assert tensor.layout is not None
+        layout, emitter = tensor.layout, self.s.emitter
+        back = self.convert(copy, tensor, lies, layout)
+        orders = []
+        for rank, worker in enumerate(layout.mesh.workers):
+            spec = dense(local_shape(layout, tensor.spec.shape, rank), tensor.spec)
+            orders.append(Order(worker, "op", copied(spec)))
+        for worker, define in emitter.bind(orders):
+            if not worker.lost:
+                emitter.write(worker, define, emitter.ids([tensor.id, back]))
+        emitter.free(layout.mesh.workers, [back])
+
     def _restride(self, source: int, root: Tensor, layout: Layout) -> None:
         """What came row-major gets the strides that its views were made for."""
         emitter = self.s.emitter
