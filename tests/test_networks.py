@@ -136,8 +136,11 @@ def compare(seed: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"seed {seed}, {n}, {net.groups}: {m}")
 
 
-@pytest.mark.parametrize("first", range(0, 24, 6))
-def test_random_networks_train_as_in_torch(first, session):
+FOUND = [256, 317]  # seeds that found something once
+
+
+@pytest.mark.parametrize("seeds", [range(0, 12), range(12, 24), FOUND])
+def test_random_networks_train_as_in_torch(seeds, session):
     session(CONFIG)
-    for seed in range(first, first + 6):
+    for seed in seeds:
         compare(seed)
