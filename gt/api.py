@@ -10,7 +10,7 @@ import torch
 
 from gt import env
 from gt.client import device as device_
-from gt.client import random, runtime
+from gt.client import infer, random, runtime
 from gt.client.tensor import RemoteTensor, Shown
 from gt.errors import ConfigError
 
@@ -91,7 +91,7 @@ def _start_local(n: int, gpu: bool, config: str | None, name: bool) -> None:
     if n < 1:
         raise ValueError(f"want at least one worker, got {n}")
     shutdown()
-    started = local.start(n, gpu=gpu, backend=env.get("GT_BACKEND"))
+    started = local.start(n, gpu=gpu, backend=env.get("GT_BACKEND"), meanwhile=infer.warm)
     try:
         connect(started.address, config, token=started.token, name=name)
     except BaseException:

@@ -198,6 +198,12 @@ def _check_dtypes(info: OpInfo, args: tuple, kwargs: dict) -> None:
         raise RuntimeError(f"{info.name}: expected {name} to be {want}, got {dtype_name(given[name].dtype)}")
 
 
+def warm() -> None:
+    """The first meta kernel of a process imports half of torch, for a second: called where there is time."""
+    with torch.no_grad(), uninterrupted():
+        torch.empty(1, device="meta").add(1)
+
+
 def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
     """What the op gives on stand-ins, and whether that can be known without its values."""
     if info.name.startswith(_NO_META):

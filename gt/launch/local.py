@@ -12,6 +12,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,17 @@ class Local:
             _end(self._process)
 
 
-def start(workers: int, gpu: bool = False, backend: str = "torch", heartbeat: float = 10.0) -> Local:
-    """Start a dispatcher and `workers` workers; returns when all are up. gpu: one GPU each, as far as there are any."""
+def start(
+    workers: int,
+    gpu: bool = False,
+    backend: str = "torch",
+    heartbeat: float = 10.0,
+    meanwhile: Callable[[], None] | None = None,
+) -> Local:
+    """Start a dispatcher and `workers` workers; returns when all are up. gpu: one GPU each, as far as there are any.
+
+    meanwhile: what this process has to do in any case, done while they start.
+    """
     token = secrets.token_hex(16)
     order = {"token": token, "workers": workers, "gpu": gpu, "backend": backend, "heartbeat": heartbeat}
     root = str(Path(__file__).parents[2])
@@ -59,6 +69,8 @@ def start(workers: int, gpu: bool = False, backend: str = "torch", heartbeat: fl
         assert process.stdin is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")
         process.stdin.flush()
+        if meanwhile is not None:
+            meanwhile()
         port, gpus = _wait(process, workers)
     except BaseException:
         _end(process)
