@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from gt.dispatcher.plan.known import Known
     from gt.dispatcher.sessions import Session
 
+MOST_STEPS = 4096  # conversions whose steps are kept
+
 
 class Mover:
     def __init__(self, session: Session) -> None:
@@ -80,6 +82,8 @@ class Mover:
     def _plan(self, shape: tuple, dtype: str, have: Layout, want: Layout) -> list[tuple[Step, list[Bound]]]:
         key = (shape, dtype, have, want)
         if key not in self._steps:
+            if len(self._steps) >= MOST_STEPS:
+                self._steps.clear()
             cluster, steps = self.s.cluster, []
             now = have
             if have.mesh != want.mesh:

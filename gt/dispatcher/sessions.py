@@ -152,9 +152,12 @@ class Session:
         if type(number) is not int or not FIRST <= number < FIRST + MOST_TEMPLATES:
             raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
         try:
-            self.templates[number] = Known(check.template(form))
+            known = Known(check.template(form))
         except (TypeError, ValueError, KeyError) as error:
             raise ProtocolError(f"Ops.templates: template {number}: {error}") from error
+        if number in self.templates:  # the client's table has started again
+            self.templates[number].plans.clear()
+        self.templates[number] = known
 
     def _origin(self, row: Any) -> None:
         kinds = [type(part) for part in row] if type(row) is list else []
@@ -222,6 +225,7 @@ class Session:
 
     def flush(self, base: int) -> dict[int, int]:
         """Send what is written for workers, or hold it back for its uploads; the number of each one's last Run, once sent."""
+        self.emitter.forget()
         rows = [(w, w.lives, *part) for w in self.cluster.workers for part in w.take()]
         self.emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
         self.emitter.base = self.cluster.seq
@@ -433,4 +437,5 @@ class Session:
         for mesh, ids in owned.items():
             self.emitter.free(mesh.workers, ids)
         self.table.rows.clear()
+        self.emitter.forget(everything=True)
         self.flush(self.cluster.seq)

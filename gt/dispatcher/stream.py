@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 from gt.dispatcher.cluster import MOST, Cluster, Worker
 from gt.dispatcher.plan.redistribute import Order, Step
-from gt.ir.instr import FREE, Define
+from gt.ir.instr import FORGET, FREE, Define
 from gt.ir.layout import Layout, Mesh
 from gt.ir.text import PlanLine
 
@@ -14,6 +15,13 @@ TEMPORARY = 1 << 39  # ids of tensors that only the dispatcher names start here,
 BASE_BITS = 40
 
 Bound = tuple[Worker, Define]
+
+
+class _Life(weakref.ref):
+    """Tells, on its callback, which definition has ended with the plan that held it."""
+
+    __slots__ = ("number",)
+    number: int
 
 
 class Emitter:
@@ -29,13 +37,18 @@ class Emitter:
         self.sent = 0
         self.plan: Callable[[PlanLine], None] | None = None  # takes each line, where somebody wants them
         self._shared: dict[str, Define] = {}
+        self._defined: dict[int, _Life] = {}
+        self._ended: list[_Life] = []
 
     def temporary(self) -> int:
         self.next_temporary += 1
         return self.next_temporary
 
     def define(self, kind: str, payload: dict) -> Define:
-        return Define(self.cluster.number(), kind, payload)
+        define = Define(self.cluster.number(), kind, payload)
+        life = self._defined[define.number] = _Life(define, self._ended.append)
+        life.number = define.number
+        return define
 
     def common(self, kind: str) -> Define:
         """The one definition of a kind that has no payload."""
@@ -88,6 +101,19 @@ class Emitter:
                 worker.code += (FREE, self.seq - self.base, len(some), *some)
                 if len(worker.code) > MOST:
                     worker.cut()
+
+    def forget(self, everything: bool = False) -> None:
+        """Have workers drop the definitions that no plan names any more, or all of this session's."""
+        ended = {life.number for life in self._ended}
+        self._ended.clear()
+        gone = set(self._defined) if everything else ended
+        for number in gone:
+            self._defined.pop(number, None)
+        for worker in self.cluster.workers if gone else ():
+            numbers = worker.known & gone
+            if numbers and not worker.lost:
+                worker.known -= numbers
+                worker.code += (FORGET, self.seq - self.base, len(numbers), *numbers)
 
     def line(self, tensor: int, spec: str, layout: Layout, op: str, ins: Sequence[int], note: str) -> None:
         """A line of the plan, if anyone reads them."""

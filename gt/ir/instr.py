@@ -1,8 +1,8 @@
 """What a worker is told: definitions, sent once and numbered, and a flat stream of numbers that names them.
 
 A stream is `[number, seq, *operands, number, seq, *operands, ...]`: seq is the op's sequence number less the message's
-base, operands are tensor ids, scalars and keys, as many as the kind (and, for `op`, the definition) says. Number 0 is FREE,
-the one instruction of variable length.
+base, operands are tensor ids, scalars and keys, as many as the kind (and, for `op`, the definition) says. FREE and
+FORGET are of variable length.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# The client's stream to the dispatcher has the same form: [template, origin, *ins, *values, *outs]; below FIRST are:
+# What streams have below FIRST. The client's stream to the dispatcher has the same form: [template, origin, *ins, *values,
+# *outs].
 FREE = 0  # [FREE, n, ids...] (to workers: [FREE, seq, n, ids...])
-PARAM = 1  # [PARAM, id]: a leaf that requires grad
+PARAM = 1  # from the client: [PARAM, id], a leaf that requires grad
+FORGET = 2  # to workers: [FORGET, seq, n, numbers...], definitions that are not named again
 FIRST = 16  # templates and definitions are numbered from here
 
 # kind -> (operands, keys of the definition's payload)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gt.errors import ProtocolError, UnsupportedOp
-from gt.ir.instr import FREE, KINDS, Define
+from gt.ir.instr import FIRST, FORGET, FREE, KINDS, Define
 from gt.ir.spec import Spec, contiguous
 from gt.wire.messages import Trouble
 from gt.worker import exchange, local
@@ -67,8 +67,8 @@ class Executor:
         with self._engine.guard():
             while at < end:
                 number = code[at]
-                if number == FREE:
-                    at = self._free(code, at)
+                if number < FIRST:
+                    at = self._drop(code, at)
                     continue
                 try:
                     step, size = steps[number]
@@ -98,15 +98,19 @@ class Executor:
             "collectives": dict(self.worker.collectives),
             "live_tensors": len(held),
             "live_bytes": sum(memory.values()),
+            "definitions": len(self._steps),
             **self.worker.plane.counters(),
         }
 
-    def _free(self, code: list[int], at: int) -> int:
+    def _drop(self, code: list[int], at: int) -> int:
+        """FREE or FORGET."""
+        if code[at] not in (FREE, FORGET):
+            raise ProtocolError(f"instruction {code[at]} was never defined")
         first = at + 3
         last = first + code[at + 2]
-        pop = self.tensors.pop
-        for tensor in code[first:last]:
-            pop(tensor, None)
+        for table in (self._steps, self._made) if code[at] == FORGET else (self.tensors,):
+            for number in code[first:last]:
+                table.pop(number, None)
         return last
 
     def _fail(self, number: int, code: list[int], at: int, base: int, error: Exception) -> None:

@@ -1,0 +1,138 @@
+"""What is kept is bounded by what is in use: tables of client, dispatcher and workers, however long a program runs."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import gt
+from gt.client import recorder, runtime
+from gt.dispatcher import moving
+from gt.ir.instr import FORGET
+from gt.wire.messages import Run
+from tests.planned import planned
+
+PAIR = """
+a: {shard: {axis: 0, workers: [0]}}
+b: {shard: {axis: 0, workers: [1]}}
+"""
+FEW = 32  # templates a client keeps in these tests
+
+
+@pytest.fixture
+def few_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "TEMPLATES", FEW)
+
+
+def of_many_shapes(count: int, group: str = "") -> None:
+    """Ops of which no two have one template."""
+    with gt.signal.context(group or "none"):
+        for n in range(1, count + 1):
+            x = torch.zeros(n, device="remote")
+            x.add_(x).sum()
+    runtime.current().flush()
+
+
+def test_definitions_go_with_the_templates_they_were_made_for(few_templates):
+    with planned("", 1) as plan:
+        of_many_shapes(10 * FEW)
+        core = plan.core
+        assert len(core.sessions[b"client"].templates) <= FEW
+        assert len(core.cluster.workers[0].known) <= 2 * FEW
+        defined = {row[0] for _, run in plan.runs for row in run.defines}
+        assert len(defined) >= 20 * FEW
+
+
+def test_a_view_whose_template_is_gone_can_be_made_again(few_templates):
+    with planned(PAIR, 2) as plan:
+        with gt.signal.context("a"):
+            base = torch.zeros(4, 6, device="remote") + 1
+            view = base.t()
+        of_many_shapes(4 * FEW, "a")
+        sent = len(plan.runs)
+        with gt.signal.context("b"):
+            view + view
+        runtime.current().flush()
+        made = [row[2]["op"] for _, run in plan.runs[sent:] for row in run.defines if row[1] == "op"]
+        assert "aten.t.default" in made
+
+
+def test_no_run_names_a_definition_after_it_was_forgotten(few_templates):
+    with planned(PAIR, 2) as plan:
+        for group in ("a", "b", "a"):
+            of_many_shapes(3 * FEW, group)
+        known: dict[bytes, set[int]] = {}
+        for peer, run in plan.runs:
+            mine = known.setdefault(peer, set())
+            mine.update(row[0] for row in run.defines)
+            mine.difference_update(forgotten(run))
+        assert [known[w.peer] for w in plan.core.cluster.workers] == [w.known for w in plan.core.cluster.workers]
+
+
+def forgotten(run: Run) -> list[int]:
+    """Definitions that a Run ends with dropping."""
+    for at in range(len(run.code) - 2):
+        if run.code[at] == FORGET and at + 3 + run.code[at + 2] == len(run.code):
+            return run.code[at + 3 :]
+    return []
+
+
+def test_conversions_of_many_shapes_are_not_kept(monkeypatch):
+    monkeypatch.setattr(moving, "MOST_STEPS", 8)
+    with planned(PAIR, 2) as plan:
+        for n in range(1, 100):
+            with gt.signal.context("a"):
+                x = torch.zeros(n, device="remote") + 1
+            with gt.signal.context("b"):
+                x + x
+        runtime.current().flush()
+        assert len(plan.core.sessions[b"client"].mover._steps) <= 8
+
+
+def test_a_session_takes_its_definitions_with_it(session):
+    session()
+    of_many_shapes(50)
+    torch.ones(3, device="remote").sum().item()
+    before = gt.stats()["workers"][0]["definitions"]
+    assert before >= 100
+    gt.shutdown()
+    session()
+    assert torch.ones(3, device="remote").sum().item() == 3
+    assert gt.stats()["workers"][0]["definitions"] < before - 90
+
+
+def test_tensors_that_ended_are_in_no_table(session):
+    session()
+    model = torch.nn.Linear(8, 8).to("remote")
+    optimizer = torch.optim.AdamW(model.parameters())
+    one = torch.ones((), device="remote")
+
+    def tables() -> tuple[int, ...]:
+        for _ in range(5):
+            model(torch.ones(2, 8, device="remote")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        runtime.current().flush()
+        one.item()
+        worker = gt.stats()["workers"][0]
+        live = runtime.current().lives
+        return len(live.all) - len(live.ended), worker["live_tensors"], worker["live_bytes"], worker["definitions"]
+
+    tables()
+    assert tables() == tables()
+
+
+def test_a_list_op_is_planned_once():
+    with planned("", 1) as plan:
+        some = [torch.zeros(n, device="remote") for n in (2, 3, 4)]
+        for _ in range(2):
+            torch._foreach_add_(some, 1.0)  # places them
+        runtime.current().flush()
+        hits, sent = plan.core.sessions[b"client"].planner.hits, len(plan.runs)
+        torch._foreach_add_(some, 1.0)
+        runtime.current().flush()
+        assert plan.core.sessions[b"client"].planner.hits == hits + 1
+        assert [run.defines for _, run in plan.runs[sent:]] == [[]]
