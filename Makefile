@@ -29,7 +29,7 @@ format: .venv/stamp
 	@$(PYTHON) -c "import sys; sys.exit('GT needs Python 3.10 or later' if sys.version_info < (3, 10) else 0)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	touch $@
 
 clean:

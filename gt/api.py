@@ -144,6 +144,7 @@ def inspect(tensor: torch.Tensor) -> dict[str, Any]:
     """Layout, mesh, and each piece's worker, shape and bytes. Waits for the plan, not for the values."""
     if not isinstance(tensor, RemoteTensor):
         raise TypeError(f"gt.inspect takes a remote tensor, got one on {tensor.device}")
+    runtime.check(tensor)
     recorder = runtime.current()
     recorder.flush()
     return recorder.session.inspect(tensor._ref.id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ _NAMES = {v.name: v for v in VARIABLES}
 def get(name: str) -> str:
     """Value of a variable of the list, or its default."""
     return os.environ.get(name, "") or _NAMES[name].default
+
+
+def token(file: Path | None) -> str:
+    """The shared secret: a file's text, or GT_TOKEN. OSError where the file cannot be read."""
+    return file.read_text().strip() if file else get("GT_TOKEN")
 
 
 def flag(name: str) -> bool:

@@ -12,9 +12,16 @@ from gt.dispatcher.server import Server
 from gt.errors import GTError
 
 
+def port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{number} is not a port: want 0 to 65535")
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="gt.server", description="A dispatcher: programs and workers connect to it.")
-    made.add_argument("-p", "--port", type=int, default=12345, help="port to listen on; 0 picks a free one")
+    made.add_argument("-p", "--port", type=port, default=12345, help="port to listen on; 0 picks a free one")
     made.add_argument("--host", default="127.0.0.1", help="address to listen on; off loopback a token is needed")
     made.add_argument("--token-file", type=Path, help="file with the token that clients and workers need; default: GT_TOKEN")
     made.add_argument("--heartbeat", type=float, default=10.0, help="seconds until a silent peer counts as lost")
@@ -26,10 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     log.setup("dispatcher")
     try:
-        token = args.token_file.read_text().strip() if args.token_file else env.get("GT_TOKEN")
-        server = Server(args.host, args.port, token, args.heartbeat)
-    except (GTError, OSError) as error:
+        server = Server(args.host, args.port, env.token(args.token_file), args.heartbeat)
+    except GTError as error:
         sys.stderr.write(f"gt.server: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"gt.server: --token-file {args.token_file} cannot be read: {error.strerror}\n")
         return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, _: server.stop(f"it got {signal.Signals(got).name}"))

@@ -188,7 +188,7 @@ def test_a_worker_in_the_foreground_ends_on_a_signal(dispatcher, number, code, s
         dispatcher.next(Goodbye)
         heard = process.communicate(timeout=20)[1]
         assert heard.partition("\n")[0].startswith("gt.worker: for the server at 127.0.0.1:")
-        assert heard.partition("\n")[2] == said
+        assert heard.partition("\n")[2] == "gt.worker: connected as w0\n" + said
         assert process.returncode == code
     finally:
         process.kill()

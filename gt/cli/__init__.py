@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 
 from gt import env
+from gt.config.load import hint
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -13,10 +15,13 @@ def main(argv: list[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else argv
     if args and args[0] in COMMANDS:
         return COMMANDS[args[0]][0](args[1:])
+    known = args in (["-h"], ["--help"], [])
+    if not known:
+        print(f"gt: no command {args[0]!r}{hint(args[0], COMMANDS)}\n")
     print("usage: gt COMMAND [options]\n")
     for name, (_, text) in COMMANDS.items():
         print(f"  {name:8} {text}")
-    return 0 if args in (["-h"], ["--help"], []) else 2
+    return 0 if known else 2
 
 
 def server(args: list[str]) -> int:
@@ -32,6 +37,7 @@ def worker(args: list[str]) -> int:
 
 
 def doctor(args: list[str]) -> int:
+    no_options("doctor", args)
     from gt.cli.doctor import main
 
     return main(args)
@@ -39,12 +45,18 @@ def doctor(args: list[str]) -> int:
 
 def show_env(args: list[str]) -> int:
     """Every variable GT reads, its value, and what it is for."""
+    no_options("env", args)
     width = max(len(v.name) for v in env.VARIABLES)
     for variable in env.VARIABLES:
         value = env.get(variable.name)
         shown = "(set, not shown)" if variable.name == "GT_TOKEN" and value else value or "-"
         print(f"{variable.name:{width}}  {shown:20}  {variable.help}")
     return 0
+
+
+def no_options(name: str, args: list[str]) -> None:
+    """Answers --help, and refuses what the command does not take."""
+    argparse.ArgumentParser(prog=f"gt {name}", description=COMMANDS[name][1]).parse_args(args)
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {

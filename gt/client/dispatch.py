@@ -30,7 +30,7 @@ from gt.client.infer import (
     miss,
 )
 from gt.client.recorder import BATCH
-from gt.client.runtime import Live, current
+from gt.client.runtime import Live, check, current
 from gt.client.tensor import _AUTOCAST, LAZY, Alias, Ref, RemoteTensor, make, rebind
 from gt.ir.instr import PARAM
 
@@ -161,6 +161,7 @@ def settle(tensor: RemoteTensor, ref: Ref | Alias) -> None:
     if tensor._is_view():  # of a parameter, made under no_grad: it says that it requires grad, and is no leaf of anything
         return
     if not ref.home:
+        check(tensor)
         Live.recorder.code.extend((PARAM, ref.id))  # type: ignore[union-attr]
         ref.home = -1
     if torch.is_grad_enabled():

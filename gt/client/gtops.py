@@ -43,6 +43,9 @@ def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: 
             key.append(a)
     found = _entries.get(tuple(key))
     if found is None:
+        for a in args:
+            if isinstance(a, RemoteTensor):
+                runtime.check(a)
         made = outs()
         number = recorder.define(_template(name, args, made))
         found = _entries[tuple(key)] = (number, made)

@@ -46,6 +46,7 @@ def upload(host: torch.Tensor) -> RemoteTensor:
 
 def fetch(tensor: RemoteTensor) -> torch.Tensor:
     """The values, on the CPU, with the same strides where they are dense. Waits."""
+    runtime.check(tensor)
     recorder = runtime.current()
     recorder.flush()
     recorder.fetches += 1

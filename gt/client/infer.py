@@ -159,6 +159,8 @@ def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     encoder = _Encoder()
     pairs = [encoder.encode(kind, a) for kind, a in zip(info.kinds, args, strict=False)]
     named = {k: encoder.encode(info.named[k], a) for k, a in kwargs.items()}
+    for tensor in encoder.tensors:
+        runtime.check(tensor)
     stand_ins, stand_named = [p[1] for p in pairs], {k: p[1] for k, p in named.items()}
     _check_dtypes(info, args, kwargs)
     entry = Entry()

@@ -28,6 +28,7 @@ class Recorder:
 
     def __init__(self, session: Any, on_clear: Callable[[], None]) -> None:
         self.session, self.on_clear = session, on_clear
+        self.first = self.new_id()  # tensors of sessions before this one have lower ids
         self.code: list = []
         self.lives = Lives()
         self.ops = 0

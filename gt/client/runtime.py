@@ -8,7 +8,7 @@ from typing import Any
 
 from gt.client.origin import Origins
 from gt.client.recorder import Recorder
-from gt.errors import DispatcherLost
+from gt.errors import DispatcherLost, ProgramError
 
 
 class Live:
@@ -51,6 +51,15 @@ def connect(session: Any, config_text: str = "", config_path: str = "") -> Recor
     Live.origins = Origins(recorder)
     Live.recorder = recorder
     return recorder
+
+
+def check(tensor: Any) -> None:
+    """Raise for a tensor of a session that has ended. Ops ask at a cache miss only: metas, and so keys, are a session's own."""
+    if Live.recorder is None or tensor._ref.id < Live.recorder.first:
+        raise ProgramError(
+            f"a tensor of shape {list(tensor.shape)} belongs to a session that has ended (gt.shutdown, gt.connect or new "
+            "workers end it), and its data with it: make it again, and the model and optimizer it belongs to"
+        )
 
 
 def disconnect() -> Any:

@@ -30,6 +30,7 @@ from gt.wire.socket import Dealer
 log = logging.getLogger("gt.client")
 
 BACKLOG = 8  # batches that wait for the server's credit before wait_credit blocks
+SOON = 3.0  # seconds without an answer after which the user is told what is being waited for
 WELCOME = 45.0  # seconds a server that is there may take to answer: it waits for the workers that the config names
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -96,6 +97,8 @@ class Session:
         self._link = Dealer(address, self._on_message, self._on_lost, on_turn=self._turn, wait=wait, heartbeat=heartbeat)
         try:
             self._link.send(link.hello("client", token, config_text, config_path, switches=switches or {}))
+            if not self._greeting.done.wait(SOON):
+                log.warning("waiting for the server at %s: not up yet, or waiting for workers that the config names", address)
             if not self._greeting.done.wait(wait + WELCOME):
                 raise DispatcherLost(f"the server at {address} does not answer (tried for {wait + WELCOME:g} s)")
             if self.failure:

@@ -25,6 +25,8 @@ from gt.config.schema import (
 )
 from gt.errors import ConfigError
 
+BROKEN = "check the indentation (spaces, no tabs) and the brackets there and in the lines above"
+
 
 def load(text: str, path: str = "") -> Config:
     """The config that a YAML text says; `path` is for messages. An empty text is a config with no groups."""
@@ -84,9 +86,9 @@ class _Reader:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = mark.line + 1 if mark else 1
-            self.fail("", line, f"not YAML: {error.problem or error.context}")
+            self.fail("", line, f"not YAML: {error.problem or error.context}; {BROKEN}")
         except yaml.YAMLError as error:
-            raise ConfigError(f"{self.file}: not YAML: {error}") from error
+            raise ConfigError(f"{self.file}: not YAML: {error}; {BROKEN}") from error
 
     def entries(self, node: yaml.Node, what: str, group: str = "") -> list[tuple[str, yaml.Node, yaml.Node]]:
         """(key, its node, the value's node) of a mapping whose keys are names, each once."""
@@ -161,7 +163,8 @@ class _Reader:
         for suffix, want in SUFFIX_AXIS.items():
             if name.endswith(suffix):
                 if axis is not None and axis != want:
-                    self.fail(name, line, f"axis is {axis}, but a group named *{suffix} has axis {want}")
+                    clash = f"axis is {axis}, but a group named *{suffix} has axis {want}"
+                    self.fail(name, line, f"{clash}: leave axis out, or rename the group")
                 return want
         return 0 if axis is None else axis
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from gt import env
+from gt import env, log
 from gt.launch import machine
 from gt.launch.process import fork
 
@@ -38,7 +38,7 @@ class Nursery:
         self._dispatcher = 0
         self._workers: dict[int, int] = {}  # pid -> number
         self._words: dict[int, deque[str]] = {}
-        self._ready = self._stopping = False
+        self._ready = self._stopping = self._silent = False
         self._status = b""  # of the dispatcher, the start of a line
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stopping", True))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -79,11 +79,14 @@ class Nursery:
             self._select.register(end, selectors.EVENT_READ, partial(self._on_stderr, number=number))
 
     def _turn(self, timeout: float) -> None:
-        for key, _ in self._select.select(timeout):
+        ready = self._select.select(timeout)
+        dead = list(_ended())  # looked for first: what workers say of a dead dispatcher, the program is told anyway
+        self._silent = self._dispatcher in [pid for pid, _ in dead] and not log.asked("worker")
+        for key, _ in ready:
             key.data(key.fd)
         if os.getppid() != self._parent:
             self._stopping = True
-        for pid, code in _ended():
+        for pid, code in dead:
             if pid == self._dispatcher:
                 self._dispatcher, self._stopping = 0, True
             elif pid in self._workers:
@@ -145,8 +148,9 @@ class Nursery:
             os.close(fd)
             return
         self._words[number].extend(data.decode(errors="replace").splitlines())
-        with contextlib.suppress(OSError):
-            os.write(2, data)
+        if not self._silent:
+            with contextlib.suppress(OSError):
+                os.write(2, data)
 
     def _report(self, **what: Any) -> None:
         with contextlib.suppress(OSError):  # nobody listens any more: stdin says so too
@@ -170,7 +174,7 @@ def main() -> int:
 
 def _dispatch(order: dict[str, Any], status: int) -> None:
     """The dispatcher: tells its port, then how many workers it has."""
-    from gt import errors, log
+    from gt import errors
     from gt.dispatcher.server import Server
 
     def tell(**what: Any) -> None:
@@ -237,6 +241,6 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _last_words(number: int, code: int, words: deque[str]) -> str:
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    said = ": " + " | ".join(words) if words else ", and said nothing"
-    return f"worker {number} died while starting ({how}){said}"
+    how = f" (signal {signal.Signals(-code).name})" if code < 0 else f" (exit code {code})" if code else ""
+    said = ": " + " | ".join(words) if words else ", and said nothing: run with GT_VERBOSE=1 to see why"
+    return f"worker {number} died while starting{how}{said}"

@@ -20,15 +20,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="", help="cpu or cuda:0; by default the GPU if there is one")
     parser.add_argument("--backend", choices=list(ENGINES), help="its engine; default: GT_BACKEND")
     args = parser.parse_args(argv)
-    token = args.token_file.read_text().strip() if args.token_file else env.get("GT_TOKEN")
-    sys.stderr.write(f"gt.worker: for the server at {args.host}:{args.port}, whenever it is there; Ctrl-C ends it\n")
     try:
-        why = run(args.host, args.port, token, args.name, args.backend or env.get("GT_BACKEND"), args.device, wait=None)
+        token = env.token(args.token_file)
+    except OSError as error:
+        sys.stderr.write(f"gt.worker: --token-file {args.token_file} cannot be read: {error.strerror}\n")
+        return 2
+    sys.stderr.write(f"gt.worker: for the server at {args.host}:{args.port}, whenever it is there; Ctrl-C ends it\n")
+    backend = args.backend or env.get("GT_BACKEND")
+    try:
+        why = run(args.host, args.port, token, args.name, backend, args.device, wait=None, joined=_joined)
     except KeyboardInterrupt:
         why = "interrupted"
     if why:
         sys.stderr.write(f"gt.worker: {why}\n")
     return 130 if why == "interrupted" else int(bool(why))
+
+
+def _joined(name: str) -> None:
+    sys.stderr.write(f"gt.worker: connected as {name}\n")
 
 
 if __name__ == "__main__":

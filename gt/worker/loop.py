@@ -13,9 +13,10 @@ import queue
 import signal
 import socket as bsd
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from gt import errors
+from gt import env, errors
 from gt import log as logs
 from gt.wire.link import hello
 from gt.wire.messages import (
@@ -39,8 +40,7 @@ from gt.wire.messages import (
 from gt.wire.socket import Dealer
 from gt.worker.engine.base import open_engine
 from gt.worker.executor import Executor, Poisoned
-from gt.worker.plane.base import ALL, Plane
-from gt.worker.plane.shm import ShmPlane
+from gt.worker.plane.base import ALL, Plane, open_plane
 
 log = logging.getLogger("gt.worker")
 TOGETHER = 8  # Runs that one Done answers, at most
@@ -54,8 +54,9 @@ class Terminated(BaseException):
 class Loop:
     """What one worker does with its messages. `receive` and `lost` are called by the I/O thread."""
 
-    def __init__(self, engine: Any, plane: Plane) -> None:
+    def __init__(self, engine: Any, plane: Plane, joined: Callable[[str], None] | None = None) -> None:
         self.name = ""
+        self._joined = joined
         self.executor = Executor(engine, plane, self.send)
         self.link: Dealer | None = None
         self.done = self._running = -1  # the last Run carried out, and the one under way
@@ -92,6 +93,8 @@ class Loop:
             case Welcome():
                 self.name = message.name
                 log.info("connected as %s", self.name)
+                if self._joined is not None:
+                    self._joined(self.name)
             case Exit(reason):
                 self._end(Exit(reason))
             case Reject(error):
@@ -105,9 +108,10 @@ class Loop:
         return [running, *where] if where is not None and running > self.done else None
 
     def lost(self, reason: str) -> None:
-        """The link ended: nothing more will come."""
-        self._why = reason
-        self._end(Exit(reason))
+        """The link ended: nothing more will come. After an Exit that is no news."""
+        if self._exit is None:
+            self._why = reason
+            self._end(Exit(reason))
 
     def _end(self, message: Exit) -> None:
         """Fail what is waited for and stop once the executing thread gets there."""
@@ -153,20 +157,22 @@ def run(
     backend: str = "torch",
     device: str = "",
     wait: float | None = 10.0,
+    joined: Callable[[str], None] | None = None,
 ) -> str:
     """Be a worker until the server says Exit, SIGTERM comes or the link ends: why it ended, "" if it was asked to.
 
-    device "" takes a GPU if the engine has one. wait: seconds to look for the server, None for ever. May be called in a
-    forked child, from its main thread.
+    device "" takes a GPU if the engine has one. wait: seconds to look for the server, None for ever. joined: told the name
+    that the server gave. May be called in a forked child, from its main thread.
     """
     logs.setup("worker", f"gt.worker {name}".strip())
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _terminated) if main else None
-    plane: Plane = ShmPlane()
+    plane: Plane | None = None
     loop = None
     try:
+        plane = open_plane(env.get("GT_TRANSPORT"))
         info = plane.open()
-        loop = Loop(open_engine(backend, device), plane)
+        loop = Loop(open_engine(backend, device), plane, joined)
         # on_message comes from a thread that starts here: the link is in place before anything is answered.
         loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait)
         about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "backend": backend, **info}
@@ -188,11 +194,12 @@ def run(
             signal.signal(signal.SIGTERM, before)
 
 
-def _leave(loop: Loop | None, plane: Plane) -> None:
+def _leave(loop: Loop | None, plane: Plane | None) -> None:
     if loop is not None and loop.link is not None:
         loop.send(Goodbye())
         loop.link.close()
-    plane.close()
+    if plane is not None:
+        plane.close()
 
 
 def _terminated(number: int, frame: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from gt.errors import ConfigError
 from gt.ir.spec import Spec
 
 Tensor = Any
@@ -103,5 +104,5 @@ ENGINES: dict[str, Callable[[str], Engine]] = {"torch": _torch, "numpy": _numpy}
 def open_engine(backend: str, device: str) -> Engine:
     """The engine of a backend's name."""
     if backend not in ENGINES:
-        raise ValueError(f"no engine is named {backend!r}; there are: {', '.join(ENGINES)}")
+        raise ConfigError(f"no engine is named {backend!r}: GT_BACKEND and --backend may be {' or '.join(ENGINES)}")
     return ENGINES[backend](device)

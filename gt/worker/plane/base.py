@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
-from gt.errors import SystemFailure
+from gt.errors import ConfigError, SystemFailure
 
 ALL = -1  # abort: every peer
 
@@ -109,3 +109,19 @@ class Plane(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives everything back; peers that still use this heap keep their mapping. May be called twice."""
+
+
+def _shm() -> Plane:
+    from gt.worker.plane.shm import ShmPlane
+
+    return ShmPlane()
+
+
+PLANES: dict[str, Callable[[], Plane]] = {"shm": _shm}  # GT_TRANSPORT -> its plane
+
+
+def open_plane(name: str) -> Plane:
+    """The plane of a transport's name; "" is the best one there is."""
+    if name and name not in PLANES:
+        raise ConfigError(f"no data plane is named {name!r}: GT_TRANSPORT may be {' or '.join(PLANES)}, or empty")
+    return PLANES[name or "shm"]()

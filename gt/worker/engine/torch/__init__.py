@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gt.errors import UnsupportedOp
+from gt.errors import ConfigError, UnsupportedOp
 from gt.ir.ops import RANDOM, known
 from gt.ir.spec import Spec
 from gt.ir.template import Const
@@ -38,7 +38,7 @@ class TorchEngine:
 
     def __init__(self, device: str = "") -> None:
         """device: "cpu" or "cuda:0"; "" is the GPU if there is one."""
-        self.device = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+        self.device = _device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         self.host = self.device.type == "cpu"
 
     def guard(self) -> AbstractContextManager:
@@ -161,6 +161,16 @@ class TorchEngine:
         if self.host or isinstance(error, torch.OutOfMemoryError):
             return False
         return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"no device is called {name!r}: --device may be cpu or cuda:0") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"no {name} here, there are {torch.cuda.device_count()} GPUs: see `gt doctor`, or use --device cpu")
+    return device
 
 
 def _norm2(dst: torch.Tensor, src: torch.Tensor) -> None:

@@ -1,0 +1,124 @@
+"""What somebody sees who has just started: mistakes are one clear sentence with what to try, and a normal end is silent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gt.config.load import load
+from gt.errors import ConfigError, ProgramError, SystemFailure
+from gt.launch import local
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def said(*command: str, code: int = 2, **env: str) -> str:
+    """The one line on stderr (usage aside) of a command that fails with this exit code."""
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("port", ["99999", "-5"])
+def test_a_port_that_is_none(port: str) -> None:
+    assert "is not a port: want 0 to 65535" in said("gt.server", "-p", port)
+
+
+@pytest.mark.parametrize("command", [("gt.server", "-p", "0"), ("gt.worker", "-p", "1")])
+def test_a_token_file_that_is_not_there(command: tuple[str, ...]) -> None:
+    line = said(*command, "--token-file", "/nonexistent")
+    assert "--token-file /nonexistent cannot be read: No such file or directory" in line
+
+
+def test_a_worker_that_cannot_be() -> None:
+    worker = ("gt.worker", "-p", "1")
+    assert "no engine is named 'nonsense'" in said(*worker, code=1, GT_BACKEND="nonsense")
+    assert "no data plane is named 'nonsense'" in said(*worker, code=1, GT_TRANSPORT="nonsense")
+    assert "no device is called 'nonsense'" in said(*worker, "--device", "nonsense", code=1)
+
+
+def test_workers_that_cannot_start_say_why_and_nothing_else(capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemFailure, match=r"worker \d died while starting: gt.worker: no engine is named 'nonsense'"):
+        local.start(1, backend="nonsense")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "text"),
+    [
+        (["frobnicate"], 2, "gt: no command 'frobnicate'"),
+        (["docter"], 2, "did you mean 'doctor'?"),
+        (["--help"], 0, "usage: gt COMMAND"),
+        (["doctor", "--help"], 0, "usage: gt doctor"),
+        (["env", "--help"], 0, "usage: gt env"),
+    ],
+)
+def test_the_command_line(command: list[str], code: int, text: str, capsys: pytest.CaptureFixture) -> None:
+    from gt import cli
+
+    try:
+        found = cli.main(command)
+    except SystemExit as exit:
+        found = exit.code
+    assert (found, text in capsys.readouterr().out) == (code, True)
+
+
+@pytest.mark.parametrize("text", ["a:\n  b: 1\n c: 2\n", "a: {b: [0, 1", "a:\n\tb: 1\n"])
+def test_yaml_that_is_none_says_where_to_look(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"my\.yaml:\d: not YAML: .*; check the indentation"):
+        load(text, "my.yaml")
+
+
+BUSY = """
+import torch, gt
+gt.cpu_workers(2)
+x = torch.randn(400, 400, device="remote")
+for _ in range(100):
+    x = (x @ x).tanh()
+"""
+ENDINGS = {"returns": "", "waits": "print(x.sum().item() < 1e9)", "raises": "raise SystemExit(3)"}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_program_ends_in_silence(ending: str) -> None:
+    """Workers that are still busy when their server tells them to stop do not complain of losing it."""
+    done = subprocess.run([sys.executable, "-c", BUSY + ENDINGS[ending]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3 if ending == "raises" else 0, "")
+
+
+def test_tensors_of_an_ended_session_say_so(session) -> None:
+    import torch
+
+    import gt
+
+    session()
+    old = gt.ones(2, 3)
+    model = torch.nn.Linear(3, 3).to("remote")
+    old.sum().item()
+    gt.shutdown()
+    with pytest.raises(ProgramError, match=r"a tensor of shape \[2, 3\] belongs to a session that has ended"):
+        old.tolist()
+    session()
+    new = gt.ones(2, 3)
+    for use in (
+        lambda: old + 1,
+        lambda: new + old,
+        lambda: new.copy_(old),
+        lambda: torch.stack([new, old]),
+        lambda: model(new),
+        lambda: old.detach().mul_(2),
+        lambda: torch.nn.functional.scaled_dot_product_attention(old, old, old),
+        lambda: gt.inspect(old),
+        lambda: repr(old),
+    ):
+        for _ in range(2):
+            with pytest.raises(ProgramError, match="belongs to a session that has ended"):
+                use()
+    assert (new + 1).sum().item() == 12
