@@ -13,8 +13,9 @@ from gt.errors import ConfigError, ProtocolError, Refused
 from gt.wire.messages import Hello
 
 PATIENCE = 30.0  # seconds a client's Hello waits for the workers that its config names
-LONGEST_CONFIG = 64 << 10  # characters: parsing takes about 0.1 ms a line, and everybody waits
+LONGEST_CONFIG = 32 << 10  # characters: parsing takes up to 0.4 s, and everybody waits
 LONGEST_NAME = 64
+MOST_NESTED = 16
 MOST_WAITING = 1024
 PRECISIONS = frozenset({"highest", "high", "medium"})
 
@@ -41,6 +42,8 @@ class Admission:
             raise ConfigError(f"{hello.config_path or 'config'} has {len(hello.config)} characters, at most {LONGEST_CONFIG}")
         if len(self.waiting) >= MOST_WAITING:
             raise Refused(f"{MOST_WAITING} programs are waiting for workers already")
+        if _nesting(hello.config) > MOST_NESTED:
+            raise ConfigError(f"{hello.config_path or 'config'} has more than {MOST_NESTED} brackets within one another")
         try:
             config = load(hello.config, hello.config_path)
         except RecursionError:
@@ -80,6 +83,18 @@ class Admission:
 
     def knows(self, peer: bytes) -> bool:
         return any(w.peer == peer for w in self.waiting)
+
+
+def _nesting(text: str) -> int:
+    """How deep brackets stand within brackets: parsing takes time with its square."""
+    depth = deepest = 0
+    for sign in text:
+        if sign in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif sign in "]}":
+            depth -= 1
+    return deepest
 
 
 def _switches(switches: dict[str, Any]) -> None:

@@ -421,6 +421,7 @@ class Session:
     def close(self) -> None:
         """The client is gone: nothing of it stays on any worker."""
         self.discard()
+        self.switches = lambda worker: worker.switches  # type: ignore[assignment,return-value]  # freeing needs none
         self.held.clear()
         self.inbox.clear()
         self.uploads.close()

@@ -369,13 +369,18 @@ class Router:
                 frame = sock.recv(copy=False)
                 body = frame.bytes
                 if peer not in self._dead:
-                    self._meet(peer, frame.get(zmq.SRCFD), found)
+                    self._meet(peer, frame, found)
             frames = _frames(sock)
             if peer not in self._dead:
                 found.append(Arrived(peer, body, frames))
 
-    def _meet(self, peer: bytes, fd: int, found: list[Arrived | Gone]) -> None:
+    def _meet(self, peer: bytes, frame: zmq.Frame, found: list[Arrived | Gone]) -> None:
         """A new peer. If its descriptor has an owner, that one's end is still on its way to us."""
+        try:
+            fd = frame.get(zmq.SRCFD)
+        except zmq.ZMQError:  # it speaks ZMTP 1 or 2, which has no such thing, and which none of ours speaks
+            self.forget(peer)
+            return
         if fd in self._owner:
             self._stale[fd] = self._stale.get(fd, 0) + 1
             found.append(self._lose(self._owner[fd]))

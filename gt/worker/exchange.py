@@ -1,10 +1,14 @@
 """Steps that move data between workers, through the plane: collectives and pairwise transfers.
 
-Transfers carry boxes one after the other, each row-major; collectives carry a rank's local tensor, row-major.
+Transfers carry boxes one after the other, each row-major; collectives carry a rank's local tensor, row-major. A step that
+cannot bring its part (no such tensor, another shape, no memory) takes part with nothing: the others fail at once instead of
+waiting, and what workers exchange afterwards, for other programs too, stays in step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +16,18 @@ from gt.ir.layout import Box, volume
 from gt.worker.engine.base import Combine, Engine, Tensor
 from gt.worker.pieces import as_boxes, extent, index, leading, local, shared
 from gt.worker.steps import Step, Worker
+
+NOTHING = memoryview(bytearray())
+
+
+def _declined(decline: Callable, *args: Any) -> None:
+    """Take part with nothing; why it had to is raised by the caller."""
+    with suppress(Exception):
+        decline(*args)
+
+
+def _never(dst: memoryview, src: memoryview) -> None:
+    raise AssertionError("nothing to add")
 
 
 def _combines(engine: Engine) -> Any:
@@ -23,11 +39,16 @@ def all_reduce(worker: Worker, payload: dict[str, Any]) -> Step:
     combines = _combines(engine)
 
     def step(code: list, at: int) -> None:
-        target = held[code[at]]
         worker.collectives["all_reduce"] += 1
-        data = engine.packed(target)
-        combine: Combine = combines("sum" if op == "avg" else op, engine.dtype(target))
-        plane.all_reduce(team, engine.view(data), combine)
+        try:
+            target = held[code[at]]
+            data = engine.packed(target)
+            view = engine.view(data)
+            combine: Combine = combines("sum" if op == "avg" else op, engine.dtype(target))
+        except Exception:
+            _declined(plane.all_reduce, team, NOTHING, _never)
+            raise
+        plane.all_reduce(team, view, combine)
         if op == "avg":
             engine.divide(data, len(team["workers"]))
         if data is not target:
@@ -44,13 +65,18 @@ def all_gather(worker: Worker, payload: dict[str, Any]) -> Step:
 
     def step(code: list, at: int) -> None:
         worker.collectives["all_gather"] += 1
-        src = engine.packed(held[code[at]])
-        dst = engine.staging(shape, dtype)
-        pieces = [
-            dst[index(boxes[0])] if straight else engine.staging(local(boxes)[0], dtype)
-            for boxes, straight in zip(ranks, direct, strict=True)
-        ]
-        plane.all_gather(team, engine.view(src), [engine.view(piece) for piece in pieces])
+        try:
+            src = engine.view(engine.packed(held[code[at]]))
+            dst = engine.staging(shape, dtype)
+            pieces = [
+                dst[index(boxes[0])] if straight else engine.staging(local(boxes)[0], dtype)
+                for boxes, straight in zip(ranks, direct, strict=True)
+            ]
+            views = [engine.view(piece) for piece in pieces]
+        except Exception:
+            _declined(plane.all_gather, team, NOTHING, [NOTHING] * len(ranks))
+            raise
+        plane.all_gather(team, src, views)
         for boxes, piece, straight in zip(ranks, pieces, direct, strict=True):
             if not straight:
                 for box, place in zip(boxes, local(boxes)[1], strict=True):
@@ -69,10 +95,15 @@ def reduce_scatter(worker: Worker, payload: dict[str, Any]) -> Step:
 
     def step(code: list, at: int) -> None:
         worker.collectives["reduce_scatter"] += 1
-        src = held[code[at]]
-        sections = [_assembled(engine, src, boxes, dtype) for boxes in ranks]
-        out = engine.staging(own, dtype)
-        plane.reduce_scatter(team, [engine.view(part) for part in sections], engine.view(out), combines(op, dtype))
+        try:
+            src = held[code[at]]
+            sections = [engine.view(_assembled(engine, src, boxes, dtype)) for boxes in ranks]
+            out = engine.staging(own, dtype)
+            view, combine = engine.view(out), combines(op, dtype)
+        except Exception:
+            _declined(plane.reduce_scatter, team, [NOTHING] * len(ranks), NOTHING, _never)
+            raise
+        plane.reduce_scatter(team, sections, view, combine)
         held[code[at + 1]] = engine.adopt(out)
 
     return step
@@ -89,11 +120,16 @@ def all_to_all(worker: Worker, payload: dict[str, Any]) -> Step:
 
     def step(code: list, at: int) -> None:
         worker.collectives["all_to_all"] += 1
-        src = held[code[at]]
-        dst = engine.staging(shape, dtype)
-        sends = [_packed(engine, src, boxes, dtype) for boxes in outgoing]
-        recvs = [_room(engine, dst, boxes, dtype) for boxes in incoming]
-        plane.all_to_all(team, [engine.view(part) for part in sends], [engine.view(part) for part in recvs])
+        try:
+            src = held[code[at]]
+            dst = engine.staging(shape, dtype)
+            sends = [engine.view(_packed(engine, src, boxes, dtype)) for boxes in outgoing]
+            recvs = [_room(engine, dst, boxes, dtype) for boxes in incoming]
+            views = [engine.view(part) for part in recvs]
+        except Exception:
+            _declined(plane.all_to_all, team, [NOTHING] * len(have), [NOTHING] * len(have))
+            raise
+        plane.all_to_all(team, sends, views)
         for boxes, part in zip(incoming, recvs, strict=True):
             _spread(engine, dst, boxes, part)
         held[code[at + 1]] = engine.adopt(dst)
@@ -106,8 +142,13 @@ def send(worker: Worker, payload: dict[str, Any]) -> Step:
     boxes = as_boxes(payload["boxes"])
 
     def step(code: list, at: int) -> None:
-        src = held[code[at]]
-        plane.send(channel, engine.view(_packed(engine, src, boxes, engine.dtype(src))))
+        try:
+            src = held[code[at]]
+            data = engine.view(_packed(engine, src, boxes, engine.dtype(src)))
+        except Exception:
+            _declined(plane.send, channel, NOTHING)
+            raise
+        plane.send(channel, data)
 
     return step
 
@@ -116,7 +157,11 @@ def recv(worker: Worker, payload: dict[str, Any]) -> Step:
     engine, held, receive = worker.engine, worker.tensors, _receiver(worker, payload)
 
     def step(code: list, at: int) -> None:
-        dst = engine.staging(payload["shape"], payload["dtype"])
+        try:
+            dst = engine.staging(payload["shape"], payload["dtype"])
+        except Exception:
+            _decline(worker, payload)
+            raise
         receive(dst)
         held[code[at]] = engine.adopt(dst)
 
@@ -128,14 +173,24 @@ def merge(worker: Worker, payload: dict[str, Any]) -> Step:
     pairs = [as_boxes(pair) for pair in payload["local"]]
 
     def step(code: list, at: int) -> None:
-        src = held[code[at]]
-        dst = engine.staging(payload["shape"], payload["dtype"])
-        for source, target in pairs:
-            engine.copy(dst[index(target)], src[index(source)])
+        try:
+            src = held[code[at]]
+            dst = engine.staging(payload["shape"], payload["dtype"])
+            for source, target in pairs:
+                engine.copy(dst[index(target)], src[index(source)])
+        except Exception:
+            _decline(worker, payload)
+            raise
         receive(dst)
         held[code[at + 1]] = engine.adopt(dst)
 
     return step
+
+
+def _decline(worker: Worker, payload: dict[str, Any]) -> None:
+    """Take every part from its channel, to nowhere: what does not fit is dropped there."""
+    for channel, _ in payload["parts"]:
+        _declined(worker.plane.recv, channel, NOTHING)
 
 
 def _receiver(worker: Worker, payload: dict[str, Any]) -> Any:

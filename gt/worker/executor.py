@@ -120,16 +120,11 @@ class Executor:
         self._send(Trouble(seq, _kind(error), _text(error)))
         if self._engine.poisoned(error):
             raise Poisoned(_text(error)) from error
-        if name in SHARED and _kind(error) == "op":
-            raise Poisoned(f"{name} failed half way, and others wait for it: {_text(error)}") from error
         for blank in made:
             try:
                 blank.make(self.worker, code, at + 2)
             except Exception as why:  # no room for a placeholder either: what uses it fails in its turn
                 log.debug("no placeholder for op %d", seq, exc_info=why)
-
-
-SHARED = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv", "merge"})
 
 
 def _kind(error: Exception) -> str:

@@ -53,7 +53,7 @@ def agree(team: Team, sizes: int) -> None:
     """After an exchange before which each member announced this: ValueError, on all of them, if they do not say the same."""
     said = [team.announced(rank) for rank in range(team.size)]
     if any(one != sizes for one in said):
-        raise ValueError(f"members of a collective brought {said} bytes, want the same of all: nothing was added up")
+        raise ValueError(f"members of a collective brought {said} bytes, want the same of all: it did not take place")
 
 
 def _all_reduce(team: Team, data: memoryview, add: Adder, left: int) -> None:
@@ -80,10 +80,13 @@ def _all_reduce(team: Team, data: memoryview, add: Adder, left: int) -> None:
 
 
 def all_gather(team: Team, data: memoryview, outs: Sequence[memoryview]) -> None:
-    for start, stop in parts(max(map(len, outs)), team.region.bytes if team.size > 1 else 0):
+    longest, total = max(map(len, outs)), sum(map(len, outs))
+    for start, stop in () if team.size == 1 else parts(longest, team.region.bytes) if longest else ((0, 0),):
         piece = data[start:stop]
         team.mine[: len(piece)] = piece
+        team.announce(total)
         team.exchange()
+        agree(team, total)
         for rank, out in enumerate(outs):
             if rank != team.rank:
                 part = out[start:stop]
