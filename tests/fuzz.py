@@ -82,7 +82,7 @@ def fuzz_core(seed: int, cases: int, until: float, each: int = 5000) -> dict[str
     while total["cases"] < cases and time.monotonic() < until:
         try:
             field = rounds(seed, min(each, cases - total["cases"]), until)
-        except AssertionError:
+        except Exception:
             sys.stderr.write(f"seed {seed}\n")
             raise
         total["cases"] += field.cases

@@ -49,6 +49,8 @@ def _outs(made: Template) -> None:
             raise ValueError(f"outs has the kind {out.kind!r:.40}, of {out.of!r:.40}")
         if out.kind in ("view", "same") and not 0 <= out.of < len(made.ins):
             raise ValueError(f"outs has a {out.kind} of operand {out.of} of {len(made.ins)}")
+        if out.kind == "view" and len(made.ins) != 1:
+            raise ValueError(f"outs has a view, which is of one operand, not of one of {len(made.ins)}")
         if out.kind in ("new", "view") and out.spec is None and not made.dynamic:
             raise ValueError(f"outs has a {out.kind} tensor without a spec")
 
