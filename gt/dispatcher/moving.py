@@ -159,9 +159,9 @@ class Mover:
         layout, emitter = tensor.layout, self.s.emitter
         back = self.convert(copy, tensor, lies, layout)
         orders = []
-        for rank, worker in enumerate(layout.mesh.workers):
+        for rank, index in enumerate(layout.mesh.workers):
             spec = dense(local_shape(layout, tensor.spec.shape, rank), tensor.spec)
-            orders.append(Order(worker, "op", copied(spec)))
+            orders.append(Order(index, "op", copied(spec)))
         for worker, define in emitter.bind(orders):
             if not worker.lost:
                 emitter.write(worker, define, emitter.ids([tensor.id, back]))
@@ -171,10 +171,10 @@ class Mover:
         """What came row-major gets the strides that its views were made for."""
         emitter = self.s.emitter
         fresh, copy = [], []
-        for rank, worker in enumerate(layout.mesh.workers):
+        for rank, index in enumerate(layout.mesh.workers):
             spec = dense(local_shape(layout, root.spec.shape, rank), root.spec)
-            fresh.append(Order(worker, "op", strided(spec)))
-            copy.append(Order(worker, "op", copied(spec)))
+            fresh.append(Order(index, "op", strided(spec)))
+            copy.append(Order(index, "op", copied(spec)))
         for bound, ids in ((emitter.bind(fresh), [root.id]), (emitter.bind(copy), [root.id, source])):
             for worker, define in bound:
                 if not worker.lost:
