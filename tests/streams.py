@@ -28,6 +28,14 @@ TEMPLATES = (
 UPLOAD, ADD, NEG, MUL, ADD_INTO = range(16, 16 + len(TEMPLATES))
 
 
+CONFIGS = (  # and the contexts in which ops are issued
+    ("", ("",)),
+    ("a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n", ("a", "b", "a_to_b", "")),
+    ("a: {shard: {axis: 0, workers: [0, 1]}}\nb: {shard: {axis: 1, workers: [1, 2]}}\n", ("a", "b", "")),
+    ("s: {workers: [2, 1, 0]}\nt: {shard: {axis: 0, workers: [[0, 1, 2]]}}\n", ("s", "t")),
+)
+
+
 class Stream:
     """A session and what its tensors have to be. `groups` are contexts in which ops are issued."""
 

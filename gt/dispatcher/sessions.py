@@ -424,10 +424,10 @@ class Session:
         self.switches = lambda worker: worker.switches  # type: ignore[assignment,return-value]  # freeing needs none
         self.held.clear()
         self.inbox.clear()
-        self.uploads.close()
-        for key, workers in self._unsent:
-            for worker in workers:
-                self.out(worker.peer, Data(key, 0, -1), ())
+        orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in self._unsent}}
+        for key, indices in orphans.items():
+            for index in indices:
+                self.out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
         self.emitter.base = self.emitter.seq = self.cluster.seq
         owned: dict[Mesh, list[int]] = {}
         for tensor in self.table.rows.values():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
 
 SMALL = 64 << 10  # bytes of an upload of which workers do not say that they took it
-WINDOW = 4 * CHUNK  # bytes of one session between its client and the workers
+WINDOW = 2 * CHUNK  # bytes of one session between its client and the workers: at twice that, others wait twice as long
 
 
 @dataclass(slots=True)
@@ -113,11 +113,9 @@ class Uploads:
         if upload.arrived and upload.done >= upload.total:
             del self.open[upload.key]
 
-    def close(self) -> None:
-        """The client is gone: nobody will send these any more, and nothing takes what came of them."""
-        for upload in self.open.values():
-            if not upload.arrived:
-                for index in upload.taken:
-                    self.s.out(self.s.cluster.workers[index].peer, Data(upload.key, 0, -1), ())
+    def close(self) -> dict[int, list[int]]:
+        """The client is gone: keys that nobody will send the rest of, and the workers they were for."""
+        left = {upload.key: list(upload.taken) for upload in self.open.values() if not upload.arrived}
         self.open.clear()
         self.awaited = 0
+        return left
