@@ -10,8 +10,9 @@ import torch
 import gt
 from gt.client import recorder, runtime
 from gt.dispatcher import moving
+from gt.dispatcher.events import Received, Send
 from gt.ir.instr import FORGET
-from gt.wire.messages import Run
+from gt.wire.messages import CHUNK, Ack, Done, Fetch, Piece, Run, Value
 from tests.planned import planned
 
 PAIR = """
@@ -123,6 +124,28 @@ def test_tensors_that_ended_are_in_no_table(session):
 
     tables()
     assert tables() == tables()
+
+
+def test_a_large_value_is_passed_on_while_it_comes():
+    with planned("", 1) as plan:
+        plan.slow = True
+        x = torch.zeros(CHUNK, device="remote") + 1  # four frames
+        runtime.current().flush()
+        core, (worker,) = plan.core, plan.core.cluster.workers
+        ahead = worker.runs
+        actions = core.handle(Received(b"client", Fetch(7, x._ref.id)))
+        (key,) = core.sessions[b"client"].requests.by_key
+        frame = b"\0" * CHUNK
+        assert told(actions) == told(core.handle(Received(worker.peer, Piece(key, 0, 4 * CHUNK), (frame,)))) == []
+        assert told(core.handle(Received(worker.peer, Done(ahead)))) == [Ack, Value, Piece]
+        for n in (1, 2, 3):
+            assert told(core.handle(Received(worker.peer, Piece(key, n * CHUNK, 4 * CHUNK), (frame,)))) == [Piece]
+        assert not core.sessions[b"client"].requests.open and worker.runs == ahead + 1
+
+
+def told(actions: list) -> list[type]:
+    """Kinds of message that the client is sent."""
+    return [type(a.message) for a in actions if isinstance(a, Send) and a.peer == b"client"]
 
 
 def test_a_list_op_is_planned_once():

@@ -17,7 +17,7 @@ from gt.dispatcher.tensors import Tensor
 from gt.errors import GTError, OpFailed, ProtocolError
 from gt.ir.layout import Layout, boxes, local_shape
 from gt.ir.spec import Spec
-from gt.wire.messages import Described, Failed, Piece, Report, Value
+from gt.wire.messages import CHUNK, Described, Failed, Piece, Report, Value
 
 if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
@@ -73,6 +73,8 @@ class Requests:
             s.mover.settle(held.storage)
         assert held.layout is not None
         request = Request(number, "fetch", {}, [tensor, held], shape=tensor.spec.shape, dtype=tensor.spec.dtype)
+        if tensor.spec.nbytes > CHUNK:  # its pieces pass as they come, once all that was asked before is known to be good
+            request.runs = s.flush(s.emitter.base)
         self._ask_parts(request, held.id, held.layout, tensor.spec)
         s.cluster.seq += 1  # nothing else has the number of a fetch
         if held is not tensor:
@@ -129,7 +131,8 @@ class Requests:
 
     def _begin(self, request: Request) -> None:
         request.since = self.s.cluster.now
-        request.runs = self.s.flush(self.s.emitter.base)
+        last = self.s.flush(self.s.emitter.base)
+        request.runs = request.runs or last
         self.open[request.number] = request
         self.by_key.update(dict.fromkeys(request.keys, request))
         self.settle()

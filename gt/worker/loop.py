@@ -60,6 +60,7 @@ class Loop:
         self.executor = Executor(engine, plane, self.send)
         self.link: Dealer | None = None
         self.done = self._running = -1  # the last Run carried out, and the one under way
+        self._untold = 0  # Runs carried out that no Done has told
         self._engine, self._plane = engine, plane
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None
@@ -68,6 +69,8 @@ class Loop:
     def send(self, message: Message, frames: tuple = ()) -> None:
         """From either thread. A whole small piece waits for the Done of its Run, before which no value is answered."""
         assert self.link is not None
+        if type(message) is Piece and message.total > CHUNK and message.offset == 0:
+            self._tell_done()  # it may be passed on once what came before it is done
         self.link.send(message, frames, wake=not (type(message) is Piece and message.total <= CHUNK))
 
     # ---- I/O thread
@@ -124,7 +127,6 @@ class Loop:
 
     def serve(self) -> str:
         """Carry out until the end; why it ended, "" if it was asked to."""
-        undone = 0
         while True:
             message, epoch = self._inbox.get()
             if self._exit is not None:  # what is still queued has nobody to answer to
@@ -143,10 +145,14 @@ class Loop:
                 self.executor.define(message.defines)
             self.executor.run(message.code, message.base, epoch)
             self.done = message.seq
-            undone += 1
-            if undone >= TOGETHER or self._inbox.empty():
-                self.send(Done(message.seq))
-                undone = 0
+            self._untold += 1
+            if self._untold >= TOGETHER or self._inbox.empty():
+                self._tell_done()
+
+    def _tell_done(self) -> None:
+        if self._untold:
+            self.send(Done(self.done))
+            self._untold = 0
 
 
 def run(
