@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test tiny check format bench clean
+.PHONY: demo test tiny check docs format bench clean
 
 demo: .venv/stamp
 	$(BIN)/python examples/tuning_demo/train_simple.py --check
@@ -18,6 +18,9 @@ check: .venv/stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/sizes.py
+
+docs: .venv/stamp
+	$(BIN)/python -m tools.docs
 
 bench: .venv/stamp
 	$(BIN)/python benchmarks/bench_dispatch.py

@@ -97,7 +97,10 @@ def test_environment_variables_are_named_once() -> None:
                 assert value in listed, f"{name(path)}:{node.lineno} names {value}, which gt/env.py lacks"
 
 
-@pytest.mark.parametrize("document", ["README.md", "CLAUDE.md", "examples/tuning_demo/README.md"])
+DOCUMENTS = ["README.md", "CLAUDE.md", "examples/tuning_demo/README.md", *map(name, sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_documents_name_only_variables_that_exist(document: str) -> None:
     from gt import env
 
