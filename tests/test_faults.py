@@ -1,0 +1,205 @@
+"""Workers that die, hang or come back, and whoever waits for them: an error with the cause, in time, and work goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from gt.dispatcher.events import PeerLost, Tick
+from gt.errors import WorkerStuck
+from gt.wire.link import hello
+from gt.wire.messages import Abort, Done, Failed, Fetch, Ops, Query, Report, Run, Trouble, World
+from gt.worker.engine.numpy import NumpyEngine
+from tests.chaos import chaos
+from tests.fuzz import serving
+from tests.hostile import TEMPLATES
+from tests.streams import ADD, NEG, Stream
+from tests.test_hostile import Bench
+
+TWO = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
+HEARTBEAT = 1.0
+
+
+def test_processes_killed_and_stopped_at_random_moments_take_nothing_with_them():
+    found = chaos(seed=5, rounds=10, seconds=40)
+    assert found["rounds"] >= 3 and found["slowest_s"] < 6
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    """Every aten.neg waits until this is set."""
+    free = threading.Event()
+    bind = NumpyEngine.bind
+
+    def waiting(self, payload):
+        call = bind(self, payload)
+        return (lambda *args: (free.wait(30), call(*args))[1]) if payload["op"] == "aten.neg.default" else call
+
+    monkeypatch.setattr(NumpyEngine, "bind", waiting)
+    yield free
+    free.set()
+
+
+def test_a_stuck_worker_is_named_with_its_op_within_the_heartbeat_and_waiting_again_may_do(stuck):
+    with serving(2, heartbeat=HEARTBEAT) as server:
+        mine, other = Stream(server.address, TWO, ("a",), seed=1), Stream(server.address, seed=2)
+        array = np.ones((8, 6), np.float32)
+        made = mine.op(NEG, mine.upload(array), value=-array)
+        start = time.monotonic()
+        with pytest.raises(WorkerStuck, match=r"worker w\d is alive and has been at stream.py:1: aten.neg.default, group a"):
+            mine.fetch(made)
+        assert time.monotonic() - start < 2 * HEARTBEAT
+        waiting = other.upload(array)  # on the first worker, as what is ungrouped is; so is group a
+        other.op(ADD, waiting, waiting, value=2 * array)
+        with pytest.raises(WorkerStuck, match=r"worker w\d is alive and has been at an op of another program for"):
+            other.check()
+        stuck.set()
+        np.testing.assert_array_equal(mine.fetch(made), -array)
+        other.check()
+        mine.session.close()
+        other.session.close()
+
+
+def test_a_client_that_waits_for_credit_is_told_of_a_stuck_worker(stuck):
+    with serving(1, heartbeat=HEARTBEAT) as server:
+        stream = Stream(server.address)
+        array = np.ones((8, 6), np.float32)
+        made = stream.op(NEG, stream.upload(array), value=-array)
+        with pytest.raises(WorkerStuck, match=r"aten\.neg\.default"):
+            for _ in range(200):
+                stream.op(ADD, made, made, value=-2 * array)
+                stream.flush()
+        stuck.set()
+        np.testing.assert_array_equal(stream.fetch(made), -array)
+        stream.session.close()
+
+
+# ---- event by event
+
+
+def grouped(bench: Bench, batch: int = 0) -> None:
+    """An upload and a neg on each of the two workers, ids 1 to 4."""
+    origins = [[1, "m.py", 1, "a", False], [2, "m.py", 2, "b", False], [3, "m.py", 3, "", False]]
+    code = [16, 1, 0, 1, 17, 1, 1, 2, 16, 2, 0, 3, 17, 2, 3, 4]
+    bench.give(b"c", Ops(batch, [[16, TEMPLATES[0]], [17, TEMPLATES[3]], [18, TEMPLATES[4]]], origins, code), (bytes(64),))
+
+
+def looks(bench: Bench, until: float, at: list | None) -> float:
+    """Ticks with a w0 that answers each Query with where it is; when the client was told of it."""
+    now = 0.0
+    while now < until:
+        now += 0.25
+        bench.feed(Tick(now))
+        if bench.to(b"c", Failed):
+            return now
+        for query in bench.to(b"w0", Query):
+            assert not query.stats
+            bench.give(b"w0", Report(query.request, {"done": 0, "at": at, "stats": {}}), at=now)
+            if bench.to(b"c", Failed):
+                return now
+    return now
+
+
+def test_no_progress_for_a_heartbeat_is_told_to_whoever_waits():
+    bench = Bench()
+    grouped(bench)
+    bench.give(b"w1", Done(1))
+    bench.give(b"c", Fetch(1, 2))
+    told = looks(bench, 15.0, [1, 0, 1, "op"])
+    assert told <= 10.0
+    (failed,) = bench.to(b"c", Failed)
+    assert failed.request == 1 and failed.error["kind"] == "WorkerStuck"
+    bench.give(b"c", Fetch(2, 2), at=told)  # asks again: as long again
+    bench.feed(Tick(told + 1))
+    assert not bench.to(b"c", Failed)
+    bench.give(b"w0", Done(bench.core.cluster.workers[0].runs), at=told + 1)
+    assert not bench.core.watch.stuck(told + 1) or bench.feed(Tick(told + 2)) == []
+
+
+def test_a_worker_that_says_nothing_of_itself_is_told_of_too():
+    bench = Bench()
+    grouped(bench)
+    bench.give(b"c", Fetch(1, 2))
+    now = 0.0
+    while not bench.to(b"c", Failed) and now < 15:
+        now += 0.25
+        bench.feed(Tick(now))
+    assert now <= 10.0 and "worker w0 is alive and has not said" in bench.to(b"c", Failed)[0].error["message"]
+
+
+def test_who_waits_for_a_stuck_worker_is_not_blamed():
+    bench = Bench()
+    grouped(bench)
+    bench.give(b"c", Fetch(1, 2))
+    bench.give(b"c", Fetch(2, 4))
+    now, texts = 0.0, []
+    places = {b"w0": [1, 0, 1, "op"], b"w1": [1, 0, 3, "recv"]}
+    while not texts and now < 15:
+        now += 0.25
+        queries = [(p, m) for p, m in bench.feed(Tick(now)) if isinstance(m, Query)]
+        texts = [failed.error["message"] for failed in bench.to(b"c", Failed)]
+        for peer, query in queries:
+            bench.give(peer, Report(query.request, {"at": places[peer]}), at=now)
+    assert len(texts) == 2 and all("worker w0" in text and "worker w1" not in text for text in texts)
+
+
+def test_a_worker_that_comes_back_serves_new_work_and_what_was_lost_stays_lost():
+    bench = Bench()
+    grouped(bench)
+    worker = bench.core.cluster.workers[1]
+    old = worker.runs
+    bench.give(b"w0", Done(bench.core.cluster.workers[0].runs))
+    bench.feed(PeerLost(b"w1", "killed"))
+    assert bench.to(b"w0", Abort) == [Abort(1, "killed")]
+    bench.give(b"new", hello("worker", info={"name": "w1", "heap_bytes": 1 << 30}))
+    (world,) = bench.to(b"w0", World)
+    assert [row[:2] for row in world.workers] == [[0, "w0"], [1, "w1"]] and bench.core.cluster.workers[1] is worker
+    bench.give(b"c", Fetch(1, 4))
+    assert "worker w1 is lost: killed" in bench.to(b"c", Failed)[0].error["message"]
+    bench.give(b"c", Ops(1, [], [], [16, 2, 0, 10, 17, 2, 10, 11, 18, 2, 4, 11, 12]), (bytes(64),))
+    (run,) = bench.to(b"new", Run)
+    assert run.seq == old + 1 and {define[1] for define in run.defines} == {"upload", "op"}  # told all anew
+    assert len(run.code) == 8, "the op that reads what is lost is not sent"
+    bench.give(b"c", Fetch(2, 12))
+    assert "worker w1 is lost: killed" in bench.to(b"c", Failed)[0].error["message"]
+    bench.give(b"c", Fetch(3, 11))
+    assert not bench.to(b"c", Failed) and bench.to(b"new", Run)
+
+
+def test_a_batch_that_waited_for_a_lost_worker_is_acknowledged_also_when_that_comes_back():
+    bench = Bench()
+    grouped(bench)
+    bench.feed(PeerLost(b"w1", "killed"))
+    bench.give(b"new", hello("worker", info={"name": "w1", "heap_bytes": 1 << 30}))
+    bench.give(b"w0", Done(bench.core.cluster.workers[0].runs))
+    assert not bench.core.sessions[b"c"].pending
+
+
+def test_new_work_without_a_group_goes_to_a_worker_that_is_there():
+    bench = Bench("")
+    bench.feed(PeerLost(b"w0", "killed"))
+    bench.give(b"c", Ops(0, [[16, TEMPLATES[0]], [17, TEMPLATES[3]]], [], [16, 0, 0, 1, 17, 0, 1, 2]), (bytes(64),))
+    assert bench.to(b"w1", Run) and not bench.to(b"c", Failed)
+    bench.feed(PeerLost(b"w1", "killed too"))
+    bench.give(b"c", Fetch(1, 2))
+    assert "killed too" in bench.to(b"c", Failed)[0].error["message"]
+    bench.give(b"c", Ops(1, [], [], [16, 0, 0, 3]), (bytes(64),))
+    bench.give(b"c", Fetch(2, 3))  # there is nobody left to make it
+    assert "WorkerLost" in [failed.error["kind"] for failed in bench.to(b"c", Failed)]
+
+
+def test_what_did_not_arrive_from_a_lost_worker_is_never_a_value():
+    """The receiver has made up a placeholder: what was computed from it must not look good."""
+    bench = Bench()
+    grouped(bench)
+    bench.give(b"c", Ops(1, [], [], [18, 1, 2, 4, 20]))  # on w0, of w1's %4
+    session = bench.core.sessions[b"c"]
+    seq = session.journal.rows[-1].seq
+    bench.feed(PeerLost(b"w1", "killed"))
+    bench.give(b"w0", Trouble(seq, "peer", "worker 1 is gone"))
+    bench.give(b"w0", Done(bench.core.cluster.workers[0].runs))
+    bench.give(b"c", Fetch(1, 20))
+    assert "worker w1 is lost: killed" in bench.to(b"c", Failed)[0].error["message"]
