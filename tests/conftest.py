@@ -56,11 +56,17 @@ def wait_until(done: Callable[[], Any], seconds: float = 5.0) -> bool:
 _ours: set[int] = set()  # processes of the shared server: they live as long as the run
 
 
+def ours() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key.startswith("GT_")}
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves a thread or a process behind, other than the shared server's."""
-    threads, processes = set(threading.enumerate()), set(started())
+    """Fails a test that leaves a variable of ours, a thread or a process behind, other than the shared server's."""
+    variables, threads, processes = ours(), set(threading.enumerate()), set(started())
     yield
+    if ours() != variables:
+        pytest.fail(f"left the environment as {ours()}, it was {variables}")
 
     def new_threads() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t not in threads and t.is_alive() and t.name.startswith("gt")]

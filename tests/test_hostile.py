@@ -16,9 +16,9 @@ from toy_core import ToyCore
 from gt.client.session import Session
 from gt.dispatcher.core import SPOKEN, Core
 from gt.dispatcher.events import Close, Malformed, PeerLost, Received, Send, Tick
+from gt.dispatcher.intake import CREDIT
 from gt.dispatcher.requests import MOST
 from gt.dispatcher.server import Server
-from gt.dispatcher.sessions import CREDIT
 from gt.dispatcher.uploads import WINDOW
 from gt.errors import DispatcherLost
 from gt.ir import check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gt.config.load import load
-from gt.errors import ConfigError, ProgramError, SystemFailure
+from gt.errors import ConfigError, DispatcherLost, ProgramError, SystemFailure
 from gt.launch import local
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,6 +92,42 @@ def test_a_program_ends_in_silence(ending: str) -> None:
     """Workers that are still busy when their server tells them to stop do not complain of losing it."""
     done = subprocess.run([sys.executable, "-c", BUSY + ENDINGS[ending]], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (3 if ending == "raises" else 0, "")
+
+
+def test_a_dead_dispatcher_is_told_once_by_the_programs_error(capfd: pytest.CaptureFixture) -> None:
+    import gt
+    from gt import api
+
+    gt.cpu_workers(2, config="")
+    gt.ones(3).sum().item()
+    children = Path(f"/proc/{(nursery := api._Started.local._process.pid)}/task/{nursery}/children").read_text().split()
+    titles = {Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0"): int(pid) for pid in children}
+    os.kill(titles[b"gt.server"], signal.SIGKILL)
+    with pytest.raises(gt.DispatcherLost):
+        for _ in range(1000):
+            gt.ones(3).sum().item()
+    gt.shutdown()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_wait_for_workers_is_announced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    import threading
+
+    from gt.client import session
+    from gt.dispatcher.server import Server
+
+    monkeypatch.setattr(session, "SOON", 0.05)
+    monkeypatch.setattr(session, "WELCOME", 0.1)
+    server = Server()
+    thread = threading.Thread(target=server.run, name="gt-test-server")
+    thread.start()
+    try:
+        with pytest.raises(DispatcherLost, match="does not answer"):
+            session.Session(server.address, wait=0.1)
+    finally:
+        server.stop()
+        thread.join()
+    assert f"waiting for the server at {server.address}" in caplog.text
 
 
 def test_tensors_of_an_ended_session_say_so(session) -> None:

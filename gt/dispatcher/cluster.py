@@ -45,6 +45,10 @@ class Worker:
         self.discard()
         self.lives += 1
 
+    def row(self) -> list:
+        """Its row of World."""
+        return [self.index, self.name, *(self.info.get(k, 0) for k in ("pid", "host", "heap_fd", "heap_bytes", "doorbell"))]
+
     def define(self, definition: Define) -> int:
         """Number of the definition, sent along if this worker has not seen it."""
         number = definition.number

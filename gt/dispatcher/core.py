@@ -14,9 +14,10 @@ from gt.dispatcher.admission import Admission, Waiting, shared_out, worker_info
 from gt.dispatcher.cluster import Cluster, Worker
 from gt.dispatcher.events import Action, Close, Event, Log, Malformed, Peer, PeerLost, Received, Send, Tick
 from gt.dispatcher.failures import op_failed, worker_lost
+from gt.dispatcher.intake import CREDIT, Origin
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.requests import MOST
-from gt.dispatcher.sessions import CREDIT, Origin, Session
+from gt.dispatcher.sessions import Session
 from gt.dispatcher.watch import Survey, Watch, counters
 from gt.errors import GTError, ProtocolError, Refused, SystemFailure
 from gt.ir.text import PlanLine
@@ -206,8 +207,7 @@ class Core:
         self._admit_clients()
 
     def _tell_world(self) -> None:
-        keys = ("pid", "host", "heap_fd", "heap_bytes", "doorbell")
-        rows = [[w.index, w.name, *(w.info.get(k, 0) for k in keys)] for w in self.cluster.workers if not w.lost]
+        rows = [w.row() for w in self.cluster.workers if not w.lost]
         for peer in self.workers:
             self.send(peer, World(self.cluster.generation, rows))
 

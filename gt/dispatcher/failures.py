@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from gt.errors import GTError, OpFailed, UnsupportedOp, WorkerLost
 
 if TYPE_CHECKING:
+    from gt.dispatcher.intake import Origin
     from gt.dispatcher.plan.known import Known
-    from gt.dispatcher.sessions import Origin
     from gt.dispatcher.tensors import Storage
 
 

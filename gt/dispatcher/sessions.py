@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from gt.config.schema import Config
+from gt.dispatcher import intake
 from gt.dispatcher.cluster import Cluster, Worker
 from gt.dispatcher.failures import Cause, Journal, Planned, worker_lost
+from gt.dispatcher.intake import Origin
 from gt.dispatcher.lists import Lists
 from gt.dispatcher.moving import Mover
 from gt.dispatcher.placing import Placer
-from gt.dispatcher.plan.groups import Groups, Meaning
+from gt.dispatcher.plan.groups import Groups
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.planning import Planner
 from gt.dispatcher.requests import Requests
@@ -28,7 +30,6 @@ from gt.dispatcher.stream import TEMPORARY, Emitter
 from gt.dispatcher.tensors import Storage, Table, Tensor
 from gt.dispatcher.uploads import Uploads
 from gt.errors import GTError, ProtocolError
-from gt.ir import check
 from gt.ir.boxes import shape, take
 from gt.ir.instr import FIRST, FREE, PARAM
 from gt.ir.layout import Box, Layout, Mesh
@@ -37,25 +38,8 @@ from gt.wire.messages import CHUNK, Ack, Data, Message, Ops, Release, Run, Switc
 
 log = logging.getLogger("gt.dispatcher")
 
-CREDIT = 64  # batches a client may have under way
-LONGEST = 1 << 20  # numbers of one batch
-MOST_OPS = 1 << 18  # ops under way before another batch
-MOST_TEMPLATES, MOST_ORIGINS = 1 << 16, 1 << 20
-LONGEST_NAME = 4096  # characters of a file's or group's name
 MOST_UNREPORTED = 64  # failures that nobody has been told of
 UNSENT = 1 << 62  # number of a Run that is held back, until it has one
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Origin:
-    """Where the user issued an op. group: nested contexts, `outer/inner`; target: where a transfer among them leads."""
-
-    file: str
-    line: int
-    group: str
-    backward: bool
-    meaning: Meaning | None = None
-    target: Meaning | None = None
 
 
 @dataclass(slots=True)
@@ -109,7 +93,7 @@ class Session:
         self.ops = self.uploaded = self.plan_hits = 0
         self.on_op: Callable[[Known, Origin, Sequence[int]], None] | None = None
         self._layouts: dict[Layout, Layout] = {}
-        self._known_names: set[str] = set()
+        self.known_names: set[str] = set()
         self._code: list = []
         self._at = 0
         self._frames: tuple = ()
@@ -120,11 +104,11 @@ class Session:
 
     def run(self, message: Ops, frames: tuple) -> None:
         """Carry out one batch: definitions, then the stream. After an error the session has to end: half is not sent."""
-        self._admit(message)
+        intake.admit(self, message)
         for row in message.templates:
-            self._define(row)
+            intake.define(self, row)
         for row in message.origins:
-            self._origin(row)
+            intake.origin(self, row)
         self._frames = frames
         self._code = message.code
         first = self.emitter.base = self.cluster.seq
@@ -136,44 +120,6 @@ class Session:
         runs = self.flush(first)
         self.pending.append(Batch(message.seq, self.cluster.seq, runs))
         self.settle_batches()
-
-    def _admit(self, message: Ops) -> None:
-        """Batches come in order, and so many as were granted."""
-        if message.seq != self.next_batch:
-            raise ProtocolError(f"Ops.seq is {message.seq}, want {self.next_batch}")
-        self.next_batch += 1
-        if len(self.pending) >= CREDIT or len(self.journal.rows) > MOST_OPS:
-            raise ProtocolError(f"Ops.seq {message.seq} is beyond the credit of {CREDIT} batches and {MOST_OPS} ops")
-        if len(message.code) > LONGEST:
-            raise ProtocolError(f"Ops.code has {len(message.code)} numbers, at most {LONGEST} are taken")
-
-    def _define(self, row: Any) -> None:
-        number, form = row if type(row) is list and len(row) == 2 else (None, None)
-        if type(number) is not int or not FIRST <= number < FIRST + MOST_TEMPLATES:
-            raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
-        try:
-            known = Known(check.template(form))
-        except (TypeError, ValueError, KeyError) as error:
-            raise ProtocolError(f"Ops.templates: template {number}: {error}") from error
-        if number in self.templates:  # the client's table has started again
-            self.templates[number].plans.clear()
-        self.templates[number] = known
-
-    def _origin(self, row: Any) -> None:
-        kinds = [type(part) for part in row] if type(row) is list else []
-        if kinds != [int, str, int, str, bool] or max(len(row[1]), len(row[3])) > LONGEST_NAME:
-            raise ProtocolError(f"Ops.origins: {row!r:.80} is not [number, file, line, group, backward]")
-        number, file, line, group, backward = row
-        if not 0 < number < MOST_ORIGINS:
-            raise ProtocolError(f"Ops.origins: number {number} is not from 1 to {MOST_ORIGINS - 1}")
-        meaning, missing = self.groups.find(group, backward)
-        for name in missing:
-            if name not in self._known_names and self.groups:
-                self._known_names.add(name)
-                log.warning("%s:%s: the config has no group %r: ops run as outside it", file, line, name)
-        leads = (self.groups.destination(name, backward) for name in reversed(group.split("/")))
-        target = next((found for found in leads if found is not None), None)
-        self.origins[number] = Origin(file, line, group, backward, meaning, target)
 
     def _stream(self, code: list) -> None:
         templates, origins, rows = self.templates, self.origins, self.table.rows

@@ -12,7 +12,8 @@ from typing import Any
 
 from gt import errors
 from gt.dispatcher.cluster import Cluster, Worker
-from gt.dispatcher.sessions import CREDIT, Session
+from gt.dispatcher.intake import CREDIT
+from gt.dispatcher.sessions import Session
 from gt.errors import WorkerStuck
 from gt.wire.messages import Failed, Query, Report
 

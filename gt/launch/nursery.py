@@ -81,7 +81,7 @@ class Nursery:
     def _turn(self, timeout: float) -> None:
         ready = self._select.select(timeout)
         dead = list(_ended())  # looked for first: what workers say of a dead dispatcher, the program is told anyway
-        self._silent = self._dispatcher in [pid for pid, _ in dead] and not log.asked("worker")
+        self._silent |= self._dispatcher in [pid for pid, _ in dead] and not log.asked("worker")
         for key, _ in ready:
             key.data(key.fd)
         if os.getppid() != self._parent:

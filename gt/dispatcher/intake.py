@@ -1,0 +1,84 @@
+"""What a batch brings before its stream: whether it may come at all, and the templates and origins it defines.
+
+Everything a client may claim is bounded here; what is beyond is a ProtocolError that names the field.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gt.dispatcher.plan.groups import Meaning
+from gt.dispatcher.plan.known import Known
+from gt.errors import ProtocolError
+from gt.ir import check
+from gt.ir.instr import FIRST
+from gt.wire.messages import Ops
+
+if TYPE_CHECKING:
+    from gt.dispatcher.sessions import Session
+
+log = logging.getLogger("gt.dispatcher")
+
+CREDIT = 64  # batches a client may have under way
+LONGEST = 1 << 20  # numbers of one batch
+MOST_OPS = 1 << 18  # ops under way before another batch
+MOST_TEMPLATES, MOST_ORIGINS = 1 << 16, 1 << 20
+LONGEST_NAME = 4096  # characters of a file's or group's name
+MOST_WARNINGS = 100  # of groups that the config lacks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """Where the user issued an op. group: nested contexts, `outer/inner`; target: where a transfer among them leads."""
+
+    file: str
+    line: int
+    group: str
+    backward: bool
+    meaning: Meaning | None = None
+    target: Meaning | None = None
+
+
+def admit(session: Session, message: Ops) -> None:
+    """Batches come in order, and so many as were granted."""
+    if message.seq != session.next_batch:
+        raise ProtocolError(f"Ops.seq is {message.seq}, want {session.next_batch}")
+    session.next_batch += 1
+    if len(session.pending) >= CREDIT or len(session.journal.rows) > MOST_OPS:
+        raise ProtocolError(f"Ops.seq {message.seq} is beyond the credit of {CREDIT} batches and {MOST_OPS} ops")
+    if len(message.code) > LONGEST:
+        raise ProtocolError(f"Ops.code has {len(message.code)} numbers, at most {LONGEST} are taken")
+
+
+def define(session: Session, row: Any) -> None:
+    """[number, template] of Ops.templates."""
+    number, form = row if type(row) is list and len(row) == 2 else (None, None)
+    if type(number) is not int or not FIRST <= number < FIRST + MOST_TEMPLATES:
+        raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
+    try:
+        known = Known(check.template(form))
+    except (TypeError, ValueError, KeyError) as error:
+        raise ProtocolError(f"Ops.templates: template {number}: {error}") from error
+    if number in session.templates:  # the client's table has started again
+        session.templates[number].plans.clear()
+    session.templates[number] = known
+
+
+def origin(session: Session, row: Any) -> None:
+    """[number, file, line, group, backward] of Ops.origins."""
+    kinds = [type(part) for part in row] if type(row) is list else []
+    if kinds != [int, str, int, str, bool] or max(len(row[1]), len(row[3])) > LONGEST_NAME:
+        raise ProtocolError(f"Ops.origins: {row!r:.80} is not [number, file, line, group, backward]")
+    number, file, line, group, backward = row
+    if not 0 < number < MOST_ORIGINS:
+        raise ProtocolError(f"Ops.origins: number {number} is not from 1 to {MOST_ORIGINS - 1}")
+    meaning, missing = session.groups.find(group, backward)
+    for name in missing:
+        if name not in session.known_names and session.groups and len(session.known_names) < MOST_WARNINGS:
+            session.known_names.add(name)
+            log.warning("%s:%s: the config has no group %r: ops run as outside it", file, line, name)
+    leads = (session.groups.destination(name, backward) for name in reversed(group.split("/")))
+    target = next((found for found in leads if found is not None), None)
+    session.origins[number] = Origin(file, line, group, backward, meaning, target)
