@@ -22,12 +22,15 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
             "randint_like", "randn", "randn_like", "shutdown", "stack", "stats", "tensor", "zeros", "zeros_like",
         )
     },
+    "compile": ("gt.client.program", "compile"),
+    "microbatches": ("gt.client.program", "microbatches"),
     "nn": ("torch.nn", None),
     "no_grad": ("torch", "no_grad"),
     "optim": ("torch.optim", None),
     "signal": ("gt.client.signal", None),
     **{name: ("gt.errors", name) for name in (
-        "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused", "UnsupportedOp", "WorkerLost", "WorkerStuck",
+        "CaptureError", "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused", "UnsupportedOp", "WorkerLost",
+        "WorkerStuck",
     )},
 }  # fmt: skip
 __all__ = [*_PUBLIC, "__version__"]

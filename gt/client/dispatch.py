@@ -177,6 +177,8 @@ def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, 
     numbers = [recorder.new_id() for _ in entry.metas]
     recorder.code.extend(row + numbers)
     if entry.mode == ASK:
+        if recorder.tape is not None:
+            recorder.tape.refuse(f"{info.name} has a shape that depends on values", origin)
         recorder.flush()
         found = [metas.of_spec(spec) for spec in recorder.session.describe(numbers)]
     else:

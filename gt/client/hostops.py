@@ -26,6 +26,8 @@ _TAKES_NUMBER = frozenset(f"aten.{op}_.Tensor" for op in ("add", "sub", "mul", "
 def upload(host: torch.Tensor) -> RemoteTensor:
     """A remote tensor of a host tensor's values, row-major."""
     recorder = runtime.current()
+    if recorder.tape is not None:
+        recorder.tape.source(host)
     host = host.detach().resolve_conj().resolve_neg()
     meta = metas.contiguous(tuple(host.shape), host.dtype)
     template = _uploads.get(meta)
@@ -48,6 +50,8 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
     """The values, on the CPU, with the same strides where they are dense. Waits."""
     runtime.check(tensor)
     recorder = runtime.current()
+    if recorder.tape is not None:
+        recorder.tape.refuse_fetch(tensor)
     recorder.flush()
     recorder.fetches += 1
     shape, dtype, data = recorder.session.fetch(tensor._ref.id)
@@ -94,6 +98,8 @@ def copy(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
     if isinstance(source, RemoteTensor):
         return call(info, (target, source))
     source = source.detach()
+    if runtime.current().tape is not None:
+        runtime.current().tape.source(source)
     if source.dtype != target.dtype:
         source = source.to(target.dtype)
     given = target._ref
@@ -139,6 +145,8 @@ def upload_operands(info: OpInfo, args: tuple, kwargs: dict) -> tuple[tuple, dic
         if a.device.type != "cpu" or not (a.dim() == 0 or index):
             raise mixed(info, a)
         if a.dim() == 0 and info.name in _TAKES_NUMBER and not a.is_complex():
+            if runtime.current().tape is not None:
+                runtime.current().tape.source(a)
             return a.item()
         return upload(a)
 

@@ -44,6 +44,7 @@ class Origins:
         self._rows: dict[tuple[str, int, str, bool], int] = {}
         self._backward: dict[int, int] = {}
         self._group_of: dict[int, tuple[str, int, str]] = {}
+        self._places: dict[int, str] = {}
 
     def here(self) -> int:
         """Origin of the op that is being recorded now."""
@@ -71,6 +72,10 @@ class Origins:
             self._numbers.clear()
         self._numbers[(id(code), frame.f_lasti, group)] = number
         return number
+
+    def where(self, number: int) -> str:
+        """`file:line` of an origin, "" if unknown."""
+        return self._places.get(number, "")
 
     def mark(self, node: Any, number: int) -> None:
         """Remember in an autograd node where its forward op came from."""
@@ -103,6 +108,7 @@ class Origins:
         number = self._rows.get(key)
         if number is None:
             number = self._rows[key] = self._recorder.origin(file, line, group, backward)
+            self._places[number] = f"{file}:{line}" if line else ""
             if not backward:
                 self._group_of[number] = (file, line, group)
         return number

@@ -37,6 +37,8 @@ class Recorder:
         self._origins: list[list] = []
         self._frames: list[bytes] = []
         self._next_template, self._next_origin = FIRST, 1
+        self.templates: dict[int, Template] = {}  # those of the table
+        self.tape: Any = None  # takes what is handed over, while a call is recorded
         self._lock = threading.Lock()
         session.on_idle = self.idle
 
@@ -49,8 +51,10 @@ class Recorder:
             self.flush()
             self.on_clear()
             self._next_template = FIRST
+            self.templates.clear()
         number = self._next_template
         self._templates.append([number, template.wire()])
+        self.templates[number] = template
         self._next_template = number + 1
         return number
 
@@ -91,6 +95,8 @@ class Recorder:
         code = self.code[:]
         del self.code[: len(code)]
         templates, origins, frames = self._templates[:], self._origins[:], self._frames[:]
+        if self.tape is not None:
+            freed = self.tape.take(code, frames, freed)
         if freed:
             code += [FREE, len(freed), *freed]
         if not code:

@@ -24,7 +24,7 @@ from gt.client import host
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import link, messages
-from gt.wire.messages import Describe, Fetch, Goodbye, Host, Inspect, Message, Ops, Stats
+from gt.wire.messages import Describe, Fetch, Goodbye, Host, Inspect, Message, Ops, Seal, Stats
 from gt.wire.socket import Dealer
 
 log = logging.getLogger("gt.client")
@@ -140,6 +140,10 @@ class Session:
     def describe(self, tensors: list[int]) -> list[Spec]:
         """Specs of the outputs of a dynamic op."""
         return [Spec.from_wire(row) for row in self._ask(lambda request: Describe(request, tensors))]
+
+    def seal(self, program: int, carried: list, seed: int, counter: int) -> dict[str, Any]:
+        """Make a program of what was recorded: {"why": what prevents it or "", "ops", "instructions"}."""
+        return self._ask(lambda request: Seal(request, program, carried, seed, counter))
 
     def inspect(self, tensor: int) -> dict[str, Any]:
         """Layout, mesh and pieces of a tensor."""

@@ -41,6 +41,7 @@ from gt.wire.messages import (
     Reject,
     Report,
     Run,
+    Seal,
     Stats,
     Took,
     Trouble,
@@ -50,7 +51,7 @@ from gt.wire.messages import (
 
 log = logging.getLogger("gt.dispatcher")
 GOODBYE = "it said goodbye"
-DEFERRED = (Ops, Fetch, Describe, Inspect, Stats)  # what a stalled session keeps for later, in order
+DEFERRED = (Ops, Fetch, Describe, Inspect, Seal, Stats)  # what a stalled session keeps for later, in order
 SPOKEN = 20  # refusals logged in a second
 MOST_DEFERRED = CREDIT + MOST + 1
 
@@ -73,8 +74,8 @@ class Core:
         self._now = 0.0
         self._on: dict[type[Message], Callable] = {
             Hello: self._hello, Ops: self._ops, Fetch: self._fetch, Describe: self._describe, Inspect: self._inspect,
-            Stats: self._stats, Host: self._host, Goodbye: self._goodbye, Piece: self._piece, Described: self._described,
-            Report: self._report, Done: self._done, Trouble: self._trouble, Took: self._took,
+            Seal: self._seal, Stats: self._stats, Host: self._host, Goodbye: self._goodbye, Piece: self._piece,
+            Described: self._described, Report: self._report, Done: self._done, Trouble: self._trouble, Took: self._took,
         }  # fmt: skip
 
     def handle(self, event: Event) -> list[Action]:
@@ -296,6 +297,11 @@ class Core:
     def _inspect(self, peer: Peer, message: Inspect, frames: tuple) -> None:
         self._session(peer).requests.inspect(message.request, message.tensor)
 
+    def _seal(self, peer: Peer, message: Seal, frames: tuple) -> None:
+        session = self._session(peer)
+        body = session.programs.seal(message.program, message.carried, message.seed, message.counter)
+        session.send(Report(message.request, body))
+
     def _stats(self, peer: Peer, message: Stats, frames: tuple) -> None:
         session = self._session(peer)
         if sum(survey.session is session for survey in self.watch.surveys.values()) >= MOST:
@@ -361,8 +367,9 @@ class Core:
             if lost is not None:  # the loss itself has been told
                 self._guarded(session, "a failed op", session.taint, message.seq, session.cause_of_loss(lost))
                 return
-            error = op_failed(row, message.kind, message.message, worker.name)
-            self._log("ERROR", worker.name, str(error), op=row.known.template.op, group=row.origin.group)
+            error = op_failed(row, message.seq, message.kind, message.message, worker.name)
+            failed = row.at(message.seq)
+            self._log("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
             self._guarded(session, "a failed op", session.trouble, message.seq, error)
             return
         if self._sparse.allows(self._now):

@@ -38,12 +38,42 @@ class Planned:
     writes: tuple[Storage, ...]
     makes: tuple[Storage, ...]
 
+    @property
+    def end(self) -> int:
+        """Sequence number of what came after it."""
+        return self.seq + 1
+
+    def at(self, seq: int) -> Planned:
+        """The op of this number."""
+        return self
+
+
+@dataclass(slots=True)
+class Launched(Planned):
+    """A program's replay: all of its ops under consecutive numbers, with what all of them read, wrote and made."""
+
+    ops: list[Planned]
+    number: int  # of the replay, from 1
+
+    @property
+    def end(self) -> int:
+        return self.seq + len(self.ops)
+
+    def at(self, seq: int) -> Planned:
+        return self.ops[seq - self.seq]
+
 
 @dataclass(slots=True)
 class Journal:
-    """Ops that some worker may still report as failed, oldest first."""
+    """Ops that some worker may still report as failed, oldest first. tape: where a recording keeps them too."""
 
     rows: deque[Planned] = field(default_factory=deque)
+    tape: list[Planned] | None = None
+
+    def add(self, row: Planned) -> None:
+        self.rows.append(row)
+        if self.tape is not None:
+            self.tape.append(row)
 
     def forget(self, upto: int) -> None:
         """Every op before `upto` is known to have succeeded or failed."""
@@ -54,25 +84,29 @@ class Journal:
     def taint(self, seq: int, cause: Cause) -> None:
         """Mark what op `seq` made and wrote, and all that was computed from it since; a whole overwrite heals."""
         for row in self.rows:
-            if row.seq < seq:
+            if row.end <= seq:
                 continue
-            if row.seq == seq or any(s.failed is cause for s in row.reads):
+            if row.seq <= seq or any(s.failed is cause for s in row.reads):
                 for storage in (*row.writes, *row.makes):
                     storage.failed = storage.failed or cause
-                cause.dependents += row.seq != seq
+                cause.dependents += row.seq > seq
             elif row.known.overwrites:
                 for storage in row.writes:
                     if storage.failed is cause:
                         storage.failed = None
 
     def find(self, seq: int) -> Planned | None:
-        return next((row for row in self.rows if row.seq == seq), None)
+        return next((row for row in self.rows if row.seq <= seq < row.end), None)
 
 
-def op_failed(row: Planned | None, kind: str, message: str, worker: str) -> GTError:
-    """The user's error for what a worker reported."""
+def op_failed(row: Planned | None, seq: int, kind: str, message: str, worker: str) -> GTError:
+    """The user's error for what a worker reported of op `seq`."""
     if row is None:
         return OpFailed(f"an op failed on worker {worker}: {message}", worker=worker)
+    replay = ""
+    if isinstance(row, Launched):
+        replay = f"\n  this was replay {row.number} of a program: what it writes is now of no one step"
+    row = row.at(seq)
     origin, op = row.origin, row.known.template.op
     where = f"{origin.file}:{origin.line}" if origin.file else "an op"
     group = f", group {origin.group}" if origin.group else ""
@@ -80,7 +114,7 @@ def op_failed(row: Planned | None, kind: str, message: str, worker: str) -> GTEr
     text = f"{where}: {op} {ins} failed on worker {worker}{group}: {message}"
     if kind == "unsupported":
         return UnsupportedOp(f"{where}: {message} (worker {worker}{group})")
-    text += "\n  what was computed from it fails too; assigning a fresh value heals, other tensors are unharmed"
+    text += replay + "\n  what was computed from it fails too; assigning a fresh value heals, other tensors are unharmed"
     return OpFailed(text, op=op, worker=worker, group=origin.group, origin=f"{origin.file}:{origin.line}")
 
 

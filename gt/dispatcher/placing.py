@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gt.dispatcher.plan.known import Known
-from gt.dispatcher.plan.localize import dense
+from gt.dispatcher.plan.localize import dense, duplicate
 from gt.dispatcher.plan.redistribute import spans
 from gt.dispatcher.plan.rules import decide
 from gt.dispatcher.plan.views import VIEWS
@@ -17,7 +17,9 @@ from gt.dispatcher.tensors import Step, Storage, Tensor
 from gt.ir.layout import Layout, R, Shard, boxes, local_shape, replicated
 
 if TYPE_CHECKING:
+    from gt.dispatcher.cluster import Worker
     from gt.dispatcher.sessions import Session
+    from gt.ir.spec import Spec
 
 LONGEST = 64  # steps of a recipe; a longer one is placed
 
@@ -121,6 +123,7 @@ class Placer:
         self.forget(storage)
         for tensor in storage.tensors.values():
             tensor.layout = self.s.intern(made[storage.slots[tensor.id]])
+        storage.data = recipe[0].data is not None and not storage.param
         storage.recipe, storage.slots = None, {}
         spec, layout = root.spec, root.layout
         assert layout is not None
@@ -199,8 +202,21 @@ class Placer:
             payload = {"shape": list(local.shape), "stride": list(local.stride), "dtype": spec.dtype}
             key = self.s.upload(step.data, spec, boxes(layout, spec.shape, ranks[0]), workers)
             define = self._define(step.known, payload)
+            tape = self.s.programs.tape
+            name = tensor if tape is None else emitter.temporary()  # in a program a copy of what is kept for it
             for worker in workers:
-                emitter.write(worker, define, [emitter.offset + tensor, key])
+                emitter.write(worker, define, [emitter.offset + name, key])
+            if tape is not None:
+                tape.keep([w.index for w in workers], name)
+                self._copy(step.known, local, workers, name, tensor)
+
+    def _copy(self, known: Known, local: Spec, workers: list[Worker], source: int, target: int) -> None:
+        """target is a copy of source, of this local look."""
+        key, emitter = ("copy", local), self.s.emitter
+        if key not in known.plans:
+            known.plans[key] = emitter.define("op", duplicate(local))
+        for worker in workers:
+            emitter.write(worker, known.plans[key], emitter.ids([source, target]))
 
     def _define(self, known: Known, payload: dict) -> Any:
         key = ("upload", tuple(payload["shape"]), payload["dtype"])

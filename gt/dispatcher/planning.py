@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gt.dispatcher.failures import Planned
 from gt.dispatcher.moving import same_terms
@@ -147,11 +147,12 @@ class Planner:
         writes = tuple([reads[i] for i in known.template.writes])
         for storage in writes:
             storage.version += 1
+            storage.data = storage.data and known.overwrites
         makes = tuple([rows[i].storage for i in outs])
         if origin.meaning is None:
             for storage in makes:
                 storage.default = True
-        self.s.journal.rows.append(Planned(self.s.emitter.seq, known, origin, reads, writes, makes))
+        self.s.journal.add(Planned(self.s.emitter.seq, known, origin, reads, writes, makes))
         if self.s.troubled:
             self.s.spread(known, reads, writes, makes)
 
@@ -205,7 +206,7 @@ class Planner:
         for index in known.template.writes:
             target = ins[index]
             if target.layout is None and not lost_in(self.s.cluster, mesh):
-                start = tuple(p or R for p in self._start(target, mesh, meaning))
+                start = tuple(p or R for p in self._start(target, mesh, meaning, True))
                 self.s.placer.place(target.storage, self.s.placer.root_layout(target, Layout(mesh, start)))
                 target.storage.default = origin.meaning is None
 
@@ -219,7 +220,8 @@ class Planner:
             target = ins[index]
             if target.layout is not None and target.layout.partial and not self._terms_stay(known, ins):
                 self.s.mover.settle(target.storage)
-        starts = [self._start(t, mesh, meaning) for t in ins]
+        stays = bool(known.template.writes) or known.name in VIEWS
+        starts = [self._start(t, mesh, meaning, stays) for t in ins]
         wants, makes = self._decide(known, ins, starts, mesh)
         views = known.name in VIEWS and ins and ins[0].layout is not None
         if views and wants[0] != ins[0].layout.placements:  # type: ignore[union-attr]
@@ -239,9 +241,13 @@ class Planner:
         layouts = {t.layout for t in ins}
         return known.name == "add_" and len(layouts) == 1 and len({t.spec.shape for t in ins}) == 1
 
-    def _start(self, t: Tensor, mesh: Mesh, meaning: Meaning | None) -> list[Placement | None]:
-        """Where planning finds an input on this mesh, axis by axis; None: it may be placed as the rule likes."""
-        if t.layout is not None and t.layout.mesh == mesh:
+    def _start(self, t: Tensor, mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[Placement | None]:
+        """Where planning finds an input on this mesh, axis by axis; None: it may be placed as the rule likes.
+
+        Data that lies whole is split as it enters a group, at every use, unless it `stays` to be written or viewed.
+        """
+        enters = t.storage.data and not t.storage.param and meaning is not None and not stays
+        if t.layout is not None and t.layout.mesh == mesh and not (enters and t.layout.replicated):
             return list(t.layout.placements)
         if t.layout is None and t.storage.param:
             free = meaning is not None and meaning.kind in (COLUMN, ROW)
@@ -381,4 +387,10 @@ class Planner:
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:
     """What a plan depends on besides the op: the groups, and how each input lies (layouts are interned)."""
-    return (origin.meaning, origin.target, *[id(t.layout) if t.layout is not None else t.storage.param for t in ins])
+    return (origin.meaning, origin.target, *[_lies(t) for t in ins])
+
+
+def _lies(t: Tensor) -> Any:
+    if t.layout is None:
+        return t.storage.param
+    return -id(t.layout) if t.storage.data else id(t.layout)  # whole data is split anew by each group it enters

@@ -25,13 +25,14 @@ from gt.dispatcher.placing import Placer
 from gt.dispatcher.plan.groups import Groups
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.planning import Planner
+from gt.dispatcher.programs import Programs
 from gt.dispatcher.requests import Requests
 from gt.dispatcher.stream import TEMPORARY, Emitter
 from gt.dispatcher.tensors import Storage, Table, Tensor
 from gt.dispatcher.uploads import Uploads
 from gt.errors import GTError, ProtocolError
 from gt.ir.boxes import shape, take
-from gt.ir.instr import FIRST, FREE, PARAM
+from gt.ir.instr import DISCARD, DROP, FIRST, FREE, LAUNCH, PARAM, RECORD
 from gt.ir.layout import Box, Layout, Mesh
 from gt.ir.spec import Spec
 from gt.wire.messages import CHUNK, Ack, Data, Message, Ops, Release, Run, Switch
@@ -78,6 +79,7 @@ class Session:
         self.mover, self.placer = Mover(self), Placer(self)
         self.planner, self.lists = Planner(self), Lists(self)
         self.requests = Requests(self)
+        self.programs = Programs(self)
         self.uploads = Uploads(self)
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.held: list[Held] = []
@@ -111,13 +113,13 @@ class Session:
             intake.origin(self, row)
         self._frames = frames
         self._code = message.code
-        first = self.emitter.base = self.cluster.seq
+        self.emitter.base = self.cluster.seq
         try:
             self._stream(message.code)
         finally:
             self.emitter.seq = self.cluster.seq
             self._code, self._frames = [], ()
-        runs = self.flush(first)
+        runs = self.flush(self.emitter.base)
         self.pending.append(Batch(message.seq, self.cluster.seq, runs))
         self.settle_batches()
 
@@ -163,7 +165,28 @@ class Session:
         if number == PARAM:
             self.row(operand).storage.param = True
             return at + 2
+        return self._program(number, code, at)
+
+    def _program(self, number: int, code: list, at: int) -> int:
+        """What has to do with programs."""
+        if number == LAUNCH and at + 4 <= len(code):
+            self.programs.launch(*code[at + 1 : at + 4])
+            return at + 4
+        if number == RECORD and at + 3 <= len(code) and type(code[at + 2]) is int and 0 <= code[at + 2] <= len(code) - at - 3:
+            self.programs.record(code[at + 1], code[at + 3 : at + 3 + code[at + 2]])
+            return at + 3 + code[at + 2]
+        if number == DISCARD:
+            self.programs.discard()
+            return at + 1
+        if number == DROP and at + 2 <= len(code):
+            self.programs.drop(code[at + 1])
+            return at + 2
         raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, which names nothing")
+
+    def cut(self) -> None:
+        """Send what is written so far apart from what follows."""
+        self.flush(self.emitter.base)
+        self.emitter.seq = self.emitter.base
 
     def ahead(self) -> tuple[list, int, dict[int, Known]]:
         """The rest of the batch, for planning that looks ahead."""
@@ -173,6 +196,9 @@ class Session:
         """Send what is written for workers, or hold it back for its uploads; the number of each one's last Run, once sent."""
         self.emitter.forget()
         rows = [(w, w.lives, *part) for w in self.cluster.workers for part in w.take()]
+        if self.programs.tape is not None:
+            for worker, _, _, code in rows:
+                self.programs.take(worker.index, base, code)
         self.emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
         self.emitter.base = self.cluster.seq
         held = Held(base, rows, {index: UNSENT for index in self.emitter.used})
@@ -277,7 +303,7 @@ class Session:
 
     def note_planned(self, known: Known, reads: tuple[Storage, ...], makes: tuple[Storage, ...]) -> None:
         """Journal what is done beside ops, under a number of its own; the op that is being planned gets the next."""
-        self.journal.rows.append(Planned(self.emitter.seq, known, self.origin, reads, (), makes))
+        self.journal.add(Planned(self.emitter.seq, known, self.origin, reads, (), makes))
         self.cluster.seq += 1
         self.emitter.seq = self.cluster.seq
 
@@ -375,6 +401,7 @@ class Session:
             for index in indices:
                 self.out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
         self.emitter.base = self.emitter.seq = self.cluster.seq
+        self.programs.close()
         owned: dict[Mesh, list[int]] = {}
         for tensor in self.table.rows.values():
             if tensor.layout is not None:

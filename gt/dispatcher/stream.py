@@ -36,6 +36,7 @@ class Emitter:
         self.joined = False  # whether values have ever crossed between workers
         self.sent = 0
         self.plan: Callable[[PlanLine], None] | None = None  # takes each line, where somebody wants them
+        self.kept: dict[int, Define] | None = None  # while a program is recorded, what it names
         self._shared: dict[str, Define] = {}
         self._defined: dict[int, _Life] = {}
         self._ended: list[_Life] = []
@@ -78,6 +79,8 @@ class Emitter:
             self.used.add(worker.index)
         worker.code += (number, self.seq - self.base, *operands)
         self.sent += 1
+        if self.kept is not None:
+            self.kept[number] = define
 
     def ids(self, ids: Iterable[int]) -> list[int]:
         offset = self.offset

@@ -33,7 +33,7 @@ class Step:
 class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
-    __slots__ = ("default", "failed", "made_by", "param", "recipe", "slots", "tensors", "version")
+    __slots__ = ("data", "default", "failed", "made_by", "param", "recipe", "slots", "tensors", "version")
 
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}  # live views by id, and the root as long as any lives
@@ -43,6 +43,7 @@ class Storage:
         self.recipe: list[Step] | None = None  # not placed yet
         self.slots: dict[int, int] = {}  # tensor id -> position among the recipe's values
         self.made_by: tuple | None = None  # (weight, bias) tensors of the matmul that made it, dim split
+        self.data = False  # the user's data, not a value that was computed: whole, it enters a group wherever that uses it
         self.default = False  # placed for want of a group: its first grouped use may move it
 
 

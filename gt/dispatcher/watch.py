@@ -161,6 +161,8 @@ def counters(session: Session, sent: int, received: int, relayed: int) -> dict[s
         "messages_sent": sent,
         "messages_received": received,
         "plan_cache_hits": session.planner.hits,
+        "programs": len(session.programs.all),
+        "replays": session.programs.launches,
         "tensor_bytes_uploaded": session.uploaded,
         "tensor_bytes_fetched": session.requests.fetched,
         "tensor_bytes_relayed": relayed,

@@ -15,6 +15,10 @@ from typing import Any
 FREE = 0  # [FREE, n, ids...] (to workers: [FREE, seq, n, ids...])
 PARAM = 1  # from the client: [PARAM, id], a leaf that requires grad
 FORGET = 2  # to workers: [FORGET, seq, n, numbers...], definitions that are not named again
+RECORD = 3  # from the client: [RECORD, slot, n, ids...], what follows may become a program that takes these tensors
+DISCARD = 4  # from the client: [DISCARD], what was recorded since does not
+LAUNCH = 5  # from the client: [LAUNCH, program, seed, counter]
+DROP = 6  # from the client: [DROP, program]
 FIRST = 16  # templates and definitions are numbered from here
 
 # kind -> (operands, keys of the definition's payload)
@@ -46,6 +50,9 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "describe": (("src", "key"), ()),  # answers Described with this key
     "alias": (("src", "dst"), ()),  # dst names the same tensor
     "fill": (("dst",), ("shape", "stride", "dtype")),  # a placeholder of zeros
+    # A recorded stream, carried out at once. randoms: places in `code` of a seed and, after it, a counter, which is relative
+    # to the one given
+    "program": (("seed", "counter"), ("code", "randoms")),
 }
 
 

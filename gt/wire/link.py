@@ -37,6 +37,7 @@ from gt.wire.messages import (
     Release,
     Report,
     Run,
+    Seal,
     Stats,
     Switch,
     Took,
@@ -51,7 +52,7 @@ RELEASE = "0.1.0"  # for people to read; VERSION is what must agree
 # role -> (what it may send after Hello, what the dispatcher may send it)
 MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
     "client": (
-        frozenset({Ops, Fetch, Describe, Inspect, Stats, Host, Goodbye}),
+        frozenset({Ops, Fetch, Describe, Inspect, Seal, Stats, Host, Goodbye}),
         frozenset({Welcome, Reject, Ack, Need, More, Release, Value, Piece, Described, Report, Failed, Exit}),
     ),
     "worker": (

@@ -76,6 +76,21 @@ class Describe(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Seal(Message):
+    """Client -> dispatcher: what was recorded since RECORD is `program` from now on. Answered by Report or Failed.
+
+    carried: [[read, made], ...]: the next replay reads what this one made. seed, counter: of random numbers when it began.
+    Report.body: {"why": "" or what prevents it, "ops": how many it has, "instructions": by worker}.
+    """
+
+    request: int
+    program: int
+    carried: list
+    seed: int
+    counter: int
+
+
+@dataclass(frozen=True, slots=True)
 class Inspect(Message):
     """Client -> dispatcher: layout and pieces of a tensor. Answered by Report or Failed."""
 
@@ -306,5 +321,5 @@ class Took(Message):
 
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, Host, Goodbye, Welcome, Reject, Ack, Need, Release, Value, Piece, Described,
-    Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble, More, Took,
+    Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble, More, Took, Seal,
 )  # fmt: skip

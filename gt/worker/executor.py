@@ -19,6 +19,7 @@ from gt.worker.engine.base import Engine
 from gt.worker.pieces import as_boxes
 from gt.worker.pieces import local as local_shape
 from gt.worker.plane.base import PeerGone, Plane
+from gt.worker.program import Row, program
 from gt.worker.steps import Binder, Blank, Step, Worker
 from gt.worker.store import Cancelled, Uploads
 
@@ -53,7 +54,10 @@ class Executor:
             define = Define.from_wire(row)
             made = _made(define)
             try:
-                step = BIND[define.kind](self.worker, define.payload)
+                if define.kind == "program":
+                    step = program(define.payload, self._steps, self.tensors, self._play)
+                else:
+                    step = BIND[define.kind](self.worker, define.payload)
             except Exception as error:
                 step = _failing(error)
             self._steps[define.number] = (step, 2 + define.operands)
@@ -82,6 +86,22 @@ class Executor:
                 at += size
                 done += 1
         self.instructions += done
+
+    def _play(self, rows: list[Row], code: list, offset: int) -> None:
+        """Carry out a program; its seqs count from that of the instruction that asked for it."""
+        outer = self._code, self._base, self._place
+        base = self._base + offset
+        self._code, self._base = code, base
+        try:
+            for at, step in rows:
+                self._place = at
+                try:
+                    step(code, at + 2)
+                except Exception as error:
+                    self._fail(code[at], code, at, base, error)
+        finally:
+            self._code, self._base, self._place = outer
+        self.instructions += len(rows)
 
     def where(self) -> tuple[int, int, str] | None:
         """(place in its Run, its op's seq, its kind) of the instruction that is being carried out; by any thread."""

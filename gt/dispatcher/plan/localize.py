@@ -58,6 +58,12 @@ def copied(spec: Spec) -> dict[str, Any]:
     return {"op": "aten.copy_.default", "args": args, "kwargs": {}, "tensors": 2, "values": 0, "outs": outs, "random": None}
 
 
+def duplicate(spec: Spec) -> dict[str, Any]:
+    """The `op` definition of a clone of a tensor of this spec."""
+    args, outs = to_wire([T(0)]), [["new", spec.wire(), -1]]
+    return {"op": "aten.clone.default", "args": args, "kwargs": {}, "tensors": 1, "values": 0, "outs": outs, "random": None}
+
+
 def out_specs(known: Known, layouts: Sequence[Layout], rank: int) -> list[Spec | None]:
     """Local spec of each flat output."""
     made: list[Spec | None] = []

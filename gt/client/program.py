@@ -1,0 +1,421 @@
+"""`gt.compile`: a step that is recorded until two calls agree, and from then on is one message.
+
+While a program fits, its Python does not run. So everything that could make the step come out otherwise is a guard (see
+reach.py), and whatever the step does beside tensors prevents a program, with a reason that `explain()` gives.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from gt.client import hostops, random, runtime
+from gt.client.dispatch import call, info_of
+from gt.client.reach import SCALARS, Guard, Reach, reach, same
+from gt.client.recorder import Recorder
+from gt.client.signal import stack
+from gt.client.tape import Difference, Tape, difference
+from gt.client.tensor import RemoteTensor, Shown
+from gt.errors import CaptureError
+from gt.ir.instr import DISCARD, DROP, FREE, LAUNCH, RECORD
+
+log = logging.getLogger("gt")
+
+MOST = 8  # programs of one function
+PATIENCE = 4  # recorded calls in a row that came to nothing; then a function runs eagerly for a while
+RESTS = 64  # calls of the longest while
+_OUTSIDE = ", and Python does not run in a replay: do it outside"
+_numbers, _slots = itertools.count(1), itertools.count(1)
+aten = torch.ops.aten
+
+
+def compile(fn: Callable | None = None, *, schedule: str | None = None, backend: str | None = None) -> Any:
+    """A function that does what `fn` does, at the cost of one message once two calls have been found to agree.
+
+    CPU tensors among the arguments are uploaded at each call; remote ones are read where they are; everything else is a guard:
+    another value is another program. Results are remote tensors, detached. Decorator or call. `.explain()` says what became
+    of it. CaptureError if a value is read inside.
+    """
+    if fn is None:
+        return functools.partial(compile, schedule=schedule, backend=backend)
+    if not callable(fn):
+        raise TypeError(f"gt.compile takes a function, got {type(fn).__name__}")
+    if backend not in (None, "eager"):
+        raise ValueError(f"backend {backend!r} is not known: want 'eager'")
+    if schedule is not None:
+        raise ValueError(f"schedule {schedule!r} is not known")
+    return Compiled(fn)
+
+
+@dataclass
+class Call:
+    """One call that was recorded, and what its comparison with the next needs."""
+
+    tape: Tape
+    key: tuple
+    leaves: list  # the arguments as they came
+    names: dict[int, Any]  # tensors that were there -> what they are
+    inputs: dict[int, RemoteTensor]  # argument -> its tensor, which a replay fills
+
+
+@dataclass(eq=False)
+class Program:
+    """What a replay needs. grads: leaf, whether it had a gradient at the start, the one that was read, the one left."""
+
+    number: int
+    recorder: Recorder
+    key: tuple
+    guard: Guard
+    inputs: dict[int, RemoteTensor]
+    same: dict[int, torch.Tensor]  # arguments that must be the very tensors
+    grads: list[tuple[RemoteTensor, bool, Any, Any]]
+    results: list
+    tree: TreeSpec
+    draws: int
+    why: str
+    ops: int
+    keep: list = field(default_factory=list)  # tensors whose names it uses
+    replays: int = 0
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _drop, self.recorder, self.number).atexit = False
+
+    def misfit(self, leaves: list) -> str:
+        """Why it cannot serve this call, or ""."""
+        for k, tensor in self.same.items():
+            if leaves[k] is not tensor:
+                return f"argument {k} is another tensor"
+        for leaf, had, _, _ in self.grads:
+            if (leaf.grad is not None) != had:
+                return f"a leaf of shape {list(leaf.shape)} {'had' if had else 'had no'} gradient at the start"
+        return self.guard.broken()
+
+    def replay(self, leaves: list) -> Any:
+        recorder = self.recorder
+        copy = info_of(aten.copy_.default)
+        for k, target in self.inputs.items():
+            hostops.copy(copy, (target, leaves[k]), {})
+        for leaf, _, read, _ in self.grads:
+            if read is not None and leaf.grad is not read:  # another program's, or the user's
+                call(copy, (read, leaf.grad))
+        state = random._State
+        recorder.code.extend((LAUNCH, self.number, random.initial_seed(), state.counter))
+        state.counter += self.draws
+        self.replays += 1
+        for leaf, _, _, left in self.grads:
+            if leaf.grad is not left:
+                leaf.grad = left
+        results = self.take()
+        recorder.flush()
+        return results
+
+    def take(self) -> Any:
+        """The results, copied out of the program's own tensors."""
+        clone = info_of(aten.clone.default)
+        leaves = [call(clone, (r.tensor,)) if isinstance(r, _Result) else r for r in self.results]
+        return tree_unflatten(leaves, self.tree)
+
+
+@dataclass(slots=True)
+class _Result:
+    """A tensor that the program makes anew each time."""
+
+    tensor: RemoteTensor
+
+
+def _drop(recorder: Recorder, number: int) -> None:
+    if runtime.Live.recorder is recorder:
+        recorder.code.extend((DROP, number))
+
+
+class Compiled:
+    """What gt.compile gives."""
+
+    def __init__(self, fn: Callable) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self._programs: list[Program] = []  # the one used last comes first
+        self._last: Call | None = None
+        self._slot = next(_slots)
+        self._reasons: list[str] = []  # why calls were not replayed, newest last
+        self._said: set[str] = set()
+        self._futile = self._rest = 0  # recorded calls in a row without a program, and calls that are not recorded
+        self._rests = PATIENCE
+        self._why = "the first call"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = runtime.current()
+        if recorder.tape is not None:  # within another's recording: part of that
+            return self.fn(*args, **kwargs)
+        leaves, tree = tree_flatten((args, kwargs))
+        key = (tree, *map(_key, leaves), *_modes())
+        for n, program in enumerate(self._programs):
+            if program.recorder is not recorder or program.key != key:
+                continue
+            why = program.misfit(leaves)
+            if not why:
+                if n:
+                    self._programs.insert(0, self._programs.pop(n))
+                return program.replay(leaves)
+            self._why = why
+        if self._rest:
+            self._rest -= 1
+            args, kwargs = tree_unflatten(_given(leaves, None)[0], tree)
+            return tree_map(_detached, self.fn(*args, **kwargs))
+        return self._record(recorder, key, leaves, tree)
+
+    def explain(self) -> str:
+        """What became of the function: its programs, why each was made, and what prevented or ended one."""
+        name = getattr(self.fn, "__qualname__", "function")
+        lines = [f"{name}: {len(self._programs)} program{'' if len(self._programs) == 1 else 's'}"]
+        for program in self._programs:
+            lines.append(f"  program {program.number}: {program.ops} ops, {program.replays} replays; made for {program.why}")
+        lines += [f"  {reason}" for reason in self._reasons]
+        return "\n".join(lines)
+
+    # ---- recording
+
+    def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec) -> Any:
+        roots = {"": self.fn, "arguments": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]}
+        entry = reach(roots)
+        if any([_make_capturable(optimizer) for optimizer in entry.optimizers]):
+            entry = reach(roots)
+        last = self._last if self._last is not None and self._last.key == key and self._last.tape.recorder is recorder else None
+        self._last = None
+        given, inputs = _given(leaves, last)
+        names: dict[int, Any] = {tensor._ref.id: path for path, tensor in reversed(list(entry.tensors()))}
+        names.update({t._ref.id: f"argument {k}" for k, t in enumerate(given) if isinstance(t, RemoteTensor)})
+        recorder.flush()
+        recorder.code.extend((RECORD, self._slot, len(inputs), *[t._ref.id for t in inputs.values()]))
+        recorder.flush()
+        tape = Tape(recorder, runtime.Live.origins, random.initial_seed(), random._State.counter)
+        recorder.tape = tape
+        kept = False
+        try:
+            args, kwargs = tree_unflatten(given, tree)
+            results = tree_map(_detached, self.fn(*args, **kwargs))
+            del args, kwargs
+            gc.collect()  # what is in cycles ends now, or it would seem to be kept
+            recorder.flush()
+            tape.finish()
+            recorder.tape = None
+            now = Call(tape, key, leaves, names, inputs)
+            program = self._seal(last, now, entry, reach(roots), results)
+            kept = program is not None
+            self._last = now
+            self._count(kept)
+        finally:
+            recorder.tape = None
+            if not kept:
+                recorder.code.extend((DISCARD,))
+            ended = tape.take_deferred()
+            if ended:
+                recorder.code.extend((FREE, len(ended), *ended))
+        return results if program is None else program.take()
+
+    def _seal(self, last: Call | None, now: Call, entry: Reach, leaving: Reach, results: Any) -> Program | None:
+        """The program of this call, if it agrees with the one before and nothing prevents it."""
+        found = self._prevented(now, entry, leaving)
+        if found is None and last is None:
+            return None
+        if found is None and last is not None:
+            found = difference(last.tape, now.tape, last.names, now.names)
+        if found is not None:
+            self._say(str(found))
+            return None
+        moved, found = _carried(now, entry, leaving)
+        if found is not None:
+            self._say(str(found))
+            return None
+        tape, recorder = now.tape, now.tape.recorder
+        number = next(_numbers)
+        answer = recorder.session.seal(number, [list(pair) for pair in moved], tape.seed, tape.counter)
+        if answer["why"]:
+            self._say(answer["why"])
+            return None
+        read = tape.read()
+        leaves, tree = tree_flatten(results)
+        made = tape.first
+        program = Program(
+            number, recorder, now.key, Guard(leaving), now.inputs,
+            {k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
+            _grads(entry, leaving, read),
+            [_Result(r) if isinstance(r, RemoteTensor) and r._ref.id >= made else r for r in leaves], tree,
+            tape.draws(), self._why, answer["ops"],
+            [t for walk in (entry, leaving) for _, t in walk.tensors() if t._ref.id in read or t._ref.id >= made],
+        )  # fmt: skip
+        self._programs.insert(0, program)
+        del self._programs[MOST:]
+        return program
+
+    def _prevented(self, now: Call, entry: Reach, leaving: Reach) -> Difference | None:
+        """What this call did that a replay would not do, or could not see."""
+        tape = now.tape
+        if not tape.ops:
+            return Difference("", "it does nothing with remote tensors")
+        if tape.prevents:
+            return tape.prevents[0]
+        if entry.overflow or leaving.overflow:
+            return Difference("", "it can reach too many objects to see whether they change")
+        if entry.arrays and any(op.template.op == "gt.upload.default" for op in tape.ops):
+            return Difference("", f"it uploads data, and {entry.arrays[0]} is a large NumPy array; pass it as an argument")
+        for tensor, n in tape.read().items():
+            if tensor not in now.names:
+                op = tape.ops[n]
+                text = f"{op.name} uses a tensor that is not found from arguments, closure or globals; pass it as an argument"
+                return Difference(tape.origins.where(op.origin), text)
+        return _side_effect(entry, leaving, tape.first)
+
+    def _count(self, kept: bool) -> None:
+        """After some calls in a row that came to nothing, say why, and try again only later."""
+        if kept:
+            self._futile, self._rests = 0, PATIENCE
+            return
+        self._futile += 1
+        if self._futile < PATIENCE:
+            return
+        self._futile, self._rest, self._rests = PATIENCE - 2, self._rests, min(2 * self._rests, RESTS)
+        reason = self._reasons[-1] if self._reasons else "no two calls agreed"
+        if reason not in self._said and len(self._said) < 100:
+            self._said.add(reason)
+            log.warning("%s runs eagerly: %s", getattr(self.fn, "__qualname__", "a compiled function"), reason)
+
+    def _say(self, reason: str) -> None:
+        """Keep a reason, the newest last."""
+        self._reasons = [*[r for r in self._reasons if r != reason][-19:], reason]
+
+
+# ---- arguments
+
+
+def _key(leaf: Any) -> Any:
+    """What of an argument selects a program: a tensor's look, any other value itself."""
+    if isinstance(leaf, RemoteTensor):
+        return (leaf._ref.meta, leaf.requires_grad)
+    if isinstance(leaf, torch.Tensor):
+        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+    return (type(leaf), leaf) if isinstance(leaf, SCALARS) else id(leaf)
+
+
+def _modes() -> tuple:
+    device = Shown.device.type
+    cast = torch.is_autocast_enabled(device) if device != "lazy" else False
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, torch.get_autocast_dtype(device) if cast else None,
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), stack.names[-1],
+    )  # fmt: skip
+
+
+def _given(leaves: list, last: Call | None) -> tuple[list, dict[int, RemoteTensor]]:
+    """Arguments as the function gets them, and which of them a replay fills: all from the host, and those that vary."""
+    given, inputs = list(leaves), {}
+    for k, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if isinstance(leaf, RemoteTensor):
+            if last is None or last.leaves[k] is leaf:
+                continue
+            if leaf.requires_grad:
+                raise CaptureError(f"argument {k} requires grad and is another tensor at each call: copy into one instead")
+            inputs[k] = given[k] = call(info_of(aten.clone.default), (leaf,))
+        else:
+            if leaf.requires_grad:
+                raise CaptureError(f"argument {k} is a CPU tensor that requires grad; move it to {Shown.device.type!r} first")
+            inputs[k] = given[k] = hostops.upload(leaf)
+    return given, inputs
+
+
+def _detached(result: Any) -> Any:
+    return result.detach() if isinstance(result, torch.Tensor) and result.requires_grad and not result.is_leaf else result
+
+
+# ---- what a call left behind
+
+
+def _side_effect(entry: Reach, leaving: Reach, made: int) -> Difference | None:
+    """Python state that the call changed: a replay would not."""
+    before = {item.path: item for item in entry.items}
+    after = {item.path: item for item in leaving.items}
+    for path in [*before, *after]:
+        if path not in after or path not in before:
+            return Difference("", f"it {'adds' if path in after else 'removes'} {path}{_OUTSIDE}")
+        old, new = before[path], after[path]
+        if isinstance(new.value, RemoteTensor):
+            if new.value is not old.value and new.value._ref.id < made:
+                return Difference("", f"it assigns to {path} a tensor that was there before; copy_() into it instead")
+        elif not same(old.value, new.value) or old.stamp != new.stamp:
+            return Difference("", f"it changes {path} from {_short(old.value)} to {_short(new.value)}{_OUTSIDE}")
+    return None
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.40}" if isinstance(value, SCALARS) else type(value).__name__
+
+
+def _carried(now: Call, entry: Reach, leaving: Reach) -> tuple[list[tuple[int, int]], Difference | None]:
+    """(read, made): names that hold another tensor after the call, which the next call reads."""
+    read, made = now.tape.read(), now.tape.made()
+    after = {path: tensor._ref.id for path, tensor in leaving.tensors()}
+    pairs: dict[int, int] = {}
+    for path, tensor in entry.tensors():
+        old, new = tensor._ref.id, after.get(path)
+        if old == new or old not in read or path.endswith(".grad"):
+            continue
+        if new is None or new not in made or pairs.get(old, new) != new:
+            return [], Difference("", f"{path} is read, and what it names afterwards is not made by this call alone")
+        pairs[old] = new
+    return list(pairs.items()), None
+
+
+def _grads(entry: Reach, leaving: Reach, read: dict) -> list[tuple[RemoteTensor, bool, Any, Any]]:
+    """leaf, whether it had a gradient, the one that was read, the one that is left; leaves come from both walks."""
+    had = {id(leaf): entry.grads.get(path) for path, leaf in entry.leaves}
+    found = []
+    for _, leaf in leaving.leaves:
+        start = had.get(id(leaf))
+        found.append((leaf, start is not None, start if start is not None and start._ref.id in read else None, leaf.grad))
+    return found
+
+
+def _make_capturable(optimizer: torch.optim.Optimizer) -> bool:
+    """Have a step count that is Python's kept on the device, where torch can; whether anything changed."""
+    changed = False
+    for group in optimizer.param_groups:
+        remote = [p for p in group["params"] if isinstance(p, RemoteTensor)]
+        if not remote or group.get("capturable", True) or group.get("fused"):
+            continue
+        group["capturable"] = changed = True
+        for p in remote:
+            step = optimizer.state.get(p, {}).get("step")
+            if isinstance(step, torch.Tensor) and not isinstance(step, RemoteTensor):
+                optimizer.state[p]["step"] = step.to(p.device)
+    return changed
+
+
+# ---- micro-batches
+
+
+def microbatches(batch: Any, n: int) -> Iterator[Any]:
+    """`batch` (a tensor, or tuples, lists and dicts of them) in n equal parts along dim 0, one after the other.
+
+    ValueError if a tensor's first dim is no multiple of n.
+    """
+    leaves, tree = tree_flatten(batch)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or n < 1 or leaf.shape[0] % n):
+            rows = leaf.shape[0] if leaf.dim() else "no"
+            raise ValueError(f"{rows} rows cannot be cut into {n} equal micro-batches: use a batch of a multiple of {n}")
+    parts = [leaf.chunk(n) if isinstance(leaf, torch.Tensor) else [leaf] * n for leaf in leaves]
+    return (tree_unflatten(list(part), tree) for part in zip(*parts, strict=True))

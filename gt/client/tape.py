@@ -1,0 +1,186 @@
+"""One recorded call: the ops it made as rows that can be compared with those of another call.
+
+Ids are renamed to what they mean: made by the n-th op, or a tensor that was there, known by the place where Python has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gt.errors import CaptureError
+from gt.ir.instr import FIRST, FREE, PARAM
+from gt.ir.ops import RANDOM
+
+if TYPE_CHECKING:
+    from gt.client.origin import Origins
+    from gt.client.recorder import Recorder
+    from gt.ir.template import Template
+
+
+@dataclass(slots=True)
+class Op:
+    template: Template
+    origin: int
+    ins: list[int]
+    values: list
+    outs: list[int]
+
+    @property
+    def name(self) -> str:
+        return self.template.op.removesuffix(".default")
+
+
+@dataclass(slots=True)
+class Difference:
+    """What two recordings do not share. place: (file, line) of the user's; what: one line."""
+
+    place: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what}" if self.place else self.what
+
+
+@dataclass
+class Tape:
+    """Takes what the recorder hands over, from the first op of a call to its last. seed, counter: random state before."""
+
+    recorder: Recorder
+    origins: Origins
+    seed: int
+    counter: int
+    first: int = 0  # ids of tensors made in the call start here
+    ops: list[Op] = field(default_factory=list)
+    prevents: list[Difference] = field(default_factory=list)
+    _deferred: list[int] = field(default_factory=list)  # ended meanwhile, but not made in the call
+    _sources: list[tuple[StorageWeakRef, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.first = self.recorder.new_id()
+
+    # ---- while the call runs
+
+    def take(self, code: list, frames: list, freed: list[int]) -> list[int]:
+        """Parse a batch; of what has ended, what may be freed now."""
+        at, templates = 0, self.recorder.templates
+        while at < len(code):
+            number = code[at]
+            if number < FIRST:
+                at += 2 + code[at + 1] if number == FREE else 2 if number == PARAM else 1
+                continue
+            template = templates[number]
+            one = at + 2
+            two = one + len(template.ins)
+            three = two + template.values
+            end = three + template.results
+            values = code[two:three]
+            if template.op == "gt.upload.default":
+                values = [frames[values[0]] if values[0] >= 0 else b""]
+                if code[two] < 0:
+                    self.refuse("data of more than 256 KiB is uploaded in it; pass it as an argument", code[at + 1])
+            self.ops.append(Op(template, code[at + 1], code[one:two], values, code[three:end]))
+            at = end
+        self._deferred += [i for i in freed if i < self.first]
+        return [i for i in freed if i >= self.first]
+
+    def take_deferred(self) -> list[int]:
+        found, self._deferred = self._deferred, []
+        return found
+
+    def refuse(self, what: str, origin: int) -> None:
+        """Note why this call can be no program; it goes on."""
+        self.prevents.append(Difference(self.origins.where(origin), what))
+
+    def refuse_fetch(self, tensor: torch.Tensor) -> None:
+        where = self.origins.where(self.origins.here())
+        raise CaptureError(
+            f"{where}: the value of a remote tensor of shape {list(tensor.shape)} is asked for inside a compiled function, "
+            "whose Python does not run in a replay: return the tensor and read it outside"
+        )
+
+    def source(self, host: torch.Tensor) -> None:
+        """A CPU tensor is uploaded in the call: one that outlives it may have other values the next time."""
+        self._sources.append((StorageWeakRef(host.untyped_storage()), self.origins.where(self.origins.here())))
+
+    # ---- afterwards
+
+    def finish(self) -> None:
+        """The call is over, and so is all that it made and nobody keeps."""
+        for source, where in self._sources:
+            if not source.expired():
+                self.prevents.append(
+                    Difference(where, "a CPU tensor from outside is used; pass it as an argument, or move it to remote once")
+                )
+        self._sources.clear()
+
+    def made(self) -> dict[int, tuple[int, int]]:
+        """Tensor -> (op, output) that made it."""
+        return {i: (n, k) for n, op in enumerate(self.ops) for k, i in enumerate(op.outs)}
+
+    def read(self) -> dict[int, int]:
+        """Tensors that were there before and that it reads or writes -> the first op that does."""
+        made: set[int] = set()
+        found: dict[int, int] = {}
+        for n, op in enumerate(self.ops):
+            for i in op.ins:
+                if i not in made:
+                    found.setdefault(i, n)
+            made.update(op.outs)
+        return found
+
+    def draws(self) -> int:
+        """Random numbers' counters that it used up."""
+        counters = [op.values[-1] for op in self.ops if op.template.op in RANDOM]
+        return max([c - self.counter for c in counters], default=0)
+
+
+def difference(a: Tape, b: Tape, names_a: dict[int, Any], names_b: dict[int, Any]) -> Difference | None:
+    """The first thing in which two recordings differ. names: tensors that were there -> what they are called in both."""
+    made_a, made_b = a.made(), b.made()
+    where = b.origins.where
+    for n, (old, new) in enumerate(zip(a.ops, b.ops, strict=False)):
+        if old.template is not new.template or old.origin != new.origin:
+            text = f"op {n} is {new.name}, and was {old.name}" + (
+                f" (at {where(old.origin)})" if old.origin != new.origin else _looks(old, new)
+            )
+            return Difference(where(new.origin), text + ": what the function does differs from call to call")
+        for k, (i, j) in enumerate(zip(old.ins, new.ins, strict=True)):
+            if (made_a.get(i) or names_a.get(i)) != (made_b.get(j) or names_b.get(j)):
+                return Difference(where(new.origin), f"operand {k} of {new.name} is another tensor than in the call before")
+        found = _constants(a, b, old, new)
+        if found is not None:
+            return Difference(where(new.origin), found)
+    if len(a.ops) != len(b.ops):
+        longer, which = (a, "more") if len(a.ops) > len(b.ops) else (b, "fewer")
+        extra = longer.ops[min(len(a.ops), len(b.ops))]
+        text = f"the call before had {which} ops: {len(a.ops)} and {len(b.ops)}, from {extra.name}"
+        return Difference(where(extra.origin), text)
+    return None
+
+
+def _looks(old: Op, new: Op) -> str:
+    ins = [" ".join(spec.text() for spec in op.template.ins) for op in (old, new)]
+    return f" ({ins[1]}; {ins[0]})" if old.name == new.name else ""
+
+
+def _constants(a: Tape, b: Tape, old: Op, new: Op) -> str | None:
+    """Scalars and data that differ; random numbers count from where the call began."""
+    pairs = list(zip(old.values, new.values, strict=True))
+    if old.template.op in RANDOM:
+        (seed_a, seed_b), (one, two) = pairs[-2:]
+        del pairs[-2:]
+        if seed_a != a.seed or seed_b != b.seed:
+            return f"{new.name} draws from a generator of its own; leave it out"
+        if one - a.counter != two - b.counter:
+            return f"{new.name} draws other random numbers: the generator was seeded inside; seed it outside"
+    for x, y in pairs:
+        if isinstance(x, bytes):
+            if x != y:
+                return "the data that is uploaded here differs from call to call; pass it as an argument"
+        elif type(x) is not type(y) or (x != y and (x == x or y == y)):
+            return f"a constant of {new.name} was {x!r} and is {y!r}: Python does not run in a replay, so it would stay"
+    return None

@@ -1,0 +1,333 @@
+"""Programs: what a session's ops became on the workers, recorded once and carried out again with one instruction each.
+
+While a tape runs every instruction that is sent is kept too. Sealing makes one stream a worker of it: dead values are
+freed at their last use, what was freed by chance is not, and tensors read from the call before come from where it made them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gt.dispatcher.failures import Launched, Planned
+from gt.errors import ProtocolError
+from gt.ir.instr import FORGET, FREE, KINDS, Define
+from gt.ir.layout import Layout
+
+if TYPE_CHECKING:
+    from gt.dispatcher.sessions import Session
+    from gt.dispatcher.tensors import Storage, Tensor
+
+LONGEST = 1 << 17  # numbers of one definition of a program; a longer one is several
+MOST = 64  # programs of one session
+MOST_SLOTS = 4096
+
+
+@dataclass(slots=True)
+class Row:
+    """One instruction of a worker: the op it belongs to, its definition and its operands."""
+
+    seq: int
+    define: Define
+    operands: list
+
+    def ids(self) -> tuple[list[int], list[int]]:
+        """Tensors it reads (and may write in place), and those it makes."""
+        payload, operands = self.define.payload, self.operands
+        if self.define.kind == "op":
+            count = payload["tensors"]
+            return operands[:count], operands[count + payload["values"] :]
+        names = KINDS[self.define.kind][0]
+        made = [i for name, i in zip(names, operands, strict=True) if name == "dst"]
+        return [i for name, i in zip(names, operands, strict=True) if name in ("src", "tensor")], made
+
+
+@dataclass(slots=True)
+class Tape:
+    """What has been planned and sent since RECORD."""
+
+    slot: int
+    inputs: list[Tensor]
+    before: dict[int, Layout | None]  # layout of every tensor there was
+    journal: list[Planned] = field(default_factory=list)
+    code: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    constants: list[tuple[list[int], int]] = field(default_factory=list)  # uploads kept for it: workers and name
+    defines: dict[int, Define] = field(default_factory=dict)
+
+    def keep(self, workers: list[int], name: int) -> None:
+        self.constants.append((workers, name))
+
+
+@dataclass(slots=True)
+class Program:
+    """code: its definitions by worker, in order. layouts: how the tensors that it takes lay when it was recorded."""
+
+    code: dict[int, list[Define]]
+    uses: list[Define]  # definitions that its code names: they live as long as it
+    journal: list[Planned]
+    layouts: list[tuple[Tensor, Layout]]
+    reads: list[Storage]
+    writes: list[Storage]
+    makes: list[Storage]
+    constants: list[tuple[list[int], int]]
+    launches: int = 0
+
+
+class Programs:
+    """Those of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self.s = session
+        self.tape: Tape | None = None
+        self.all: dict[int, Program] = {}
+        self.launches = 0
+        self._hints: dict[int, list[Layout | None]] = {}  # slot -> how its inputs came to lie
+
+    # ---- recording
+
+    def record(self, slot: int, ids: Sequence[int]) -> None:
+        """Keep what follows. Inputs that lie nowhere yet are placed as those of the call before came to lie."""
+        self.discard()
+        s = self.s
+        inputs = [s.row(i) for i in ids]
+        for tensor, layout in zip(inputs, self._hints.get(slot, ()), strict=False):
+            if tensor.layout is None and layout is not None:
+                s.placer.place(tensor.storage, s.placer.root_layout(tensor, layout))
+        for tensor in s.table.rows.values():  # a kept copy would be of the value that it had
+            if tensor.copies:
+                s.mover.drop_copies(tensor)
+        s.cut()
+        self.tape = Tape(slot, inputs, {i: t.layout for i, t in s.table.rows.items()})
+        s.journal.tape, s.emitter.kept = self.tape.journal, self.tape.defines
+
+    def discard(self) -> None:
+        """Record no more, and make nothing of it."""
+        tape = self._stop()
+        if tape is not None:
+            self._free(tape.constants)
+
+    def _stop(self) -> Tape | None:
+        tape, self.tape, self.s.journal.tape, self.s.emitter.kept = self.tape, None, None, None
+        if tape is not None:
+            if len(self._hints) >= MOST_SLOTS:
+                self._hints.clear()
+            self._hints[tape.slot] = [t.layout for t in tape.inputs]
+        return tape
+
+    def _free(self, constants: Iterable[tuple[list[int], int]]) -> None:
+        for workers, name in constants:
+            self.s.emitter.free(workers, [name])
+
+    def take(self, worker: int, base: int, code: Sequence) -> None:
+        """Keep what is being sent to a worker, less what ends there: when a value ends is decided by sealing."""
+        tape = self.tape
+        if tape is None:
+            return
+        rows, at = tape.code[worker], 0
+        while at < len(code):
+            number = code[at]
+            if number in (FREE, FORGET):
+                at += 3 + code[at + 2]
+                continue
+            define = tape.defines[number]
+            end = at + 2 + define.operands
+            rows.append(Row(base + code[at + 1], define, list(code[at + 2 : end])))
+            at = end
+
+    # ---- sealing
+
+    def seal(self, number: int, carried: Sequence, seed: int, counter: int) -> dict:
+        """Make a program of the tape; the body of the answer."""
+        s = self.s
+        s.emitter.seq = s.emitter.base = s.cluster.seq
+        tape = self._stop()
+        if tape is None:
+            raise ProtocolError(f"Seal.program is {number}, and nothing was recorded")
+        if number in self.all or len(self.all) >= MOST:
+            raise ProtocolError(f"Seal.program is {number}, which there is already, or one of more than {MOST}")
+        pairs = _pairs(carried, s.table.rows)
+        why = self._prevents(tape, pairs)
+        if why:
+            self._free(tape.constants)
+        else:
+            self._make(number, tape, pairs, seed, counter)
+        s.cut()
+        counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
+        return {"why": why, "ops": len(tape.journal), "instructions": counts}
+
+    def _prevents(self, tape: Tape, pairs: list[tuple[int, int]]) -> str:
+        """Why this tape cannot be a program, or "" if it can."""
+        if self.s.troubled:
+            return "an op failed, or a worker is lost"
+        for tensor_id, layout in tape.before.items():
+            tensor = self.s.table.rows.get(tensor_id)
+            if tensor is not None and tensor.layout != layout:
+                return f"%{tensor_id} came to lie {tensor.layout}, it lay {layout or 'nowhere'}"
+        for pair in pairs:
+            have, want = (self.s.table.rows[i].layout for i in pair)
+            if have is None or have != want:
+                return f"%{pair[1]}, which the next call reads, lies {want}, and %{pair[0]}, which this one read, {have}"
+        for rows in tape.code.values():
+            bad = next((row.define.kind for row in rows if row.define.kind in ("fetch", "describe")), None)
+            if bad is not None:
+                return "a value is read within it"
+        return ""
+
+    def _make(self, number: int, tape: Tape, pairs: list[tuple[int, int]], seed: int, counter: int) -> None:
+        s = self.s
+        index = {row.seq: n for n, row in enumerate(tape.journal)}
+        offset, alias = s.emitter.offset, s.emitter.common("alias")
+        lasting = {offset + i for i in s.table.rows}
+        carried = [(offset + read, offset + made) for read, made in pairs]
+        code: dict[int, list[Define]] = {}
+        for worker, rows in tape.code.items():
+            writer = _Writer(index, lasting, seed, counter)
+            writer.write([row for row in rows if row.define.kind != "upload"])
+            held = {i for row in rows for i in row.ids()[1]}
+            writer.alias(alias, [(made, read) for read, made in carried if made in held])
+            code[worker] = [s.emitter.define("program", part) for part in writer.parts]
+        for read, made in pairs:
+            self._alias(made, read)
+        self.all[number] = self._program(tape, code, [s.table.rows[read].storage for read, _ in pairs])
+
+    def _program(self, tape: Tape, code: dict[int, list[Define]], carried: list[Storage]) -> Program:
+        rows = self.s.table.rows
+        older = [tensor for i in tape.before if (tensor := rows.get(i)) is not None]
+        storages = dict.fromkeys(t.storage for t in older)
+        reads = dict.fromkeys(r for row in tape.journal for r in row.reads if r in storages)
+        writes = dict.fromkeys([w for row in tape.journal for w in row.writes if w in storages] + carried)
+        makes = dict.fromkeys(t.storage for i, t in rows.items() if i not in tape.before)
+        layouts = [(t, t.layout) for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None]
+        uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
+        journal = [Planned(n, row.known, row.origin, (), (), ()) for n, row in enumerate(tape.journal)]
+        return Program(code, [*uses], journal, layouts, [*reads], [*writes], [*makes], tape.constants)
+
+    def _alias(self, source: int, target: int) -> None:
+        """Now too, so that the first replay reads what the recorded call made."""
+        s = self.s
+        tensor, define = s.table.rows[target], s.emitter.common("alias")
+        assert tensor.layout is not None
+        for index in tensor.layout.mesh.workers:
+            s.emitter.write(s.cluster.workers[index], define, s.emitter.ids([source, target]))
+
+    # ---- replaying
+
+    def launch(self, number: int, seed: Any, counter: Any) -> None:
+        """One instruction to each worker that has a part in it."""
+        program = self.all.get(number) if type(number) is int else None
+        if program is None or type(seed) is not int or type(counter) is not int:
+            raise ProtocolError(f"Ops.code launches {number!r:.40}, which is no program")
+        s = self.s
+        program.launches += 1
+        self.launches += 1
+        lost = next((w for w in program.code if s.cluster.workers[w].lost), None)
+        for tensor, layout in program.layouts:
+            if tensor.layout is not layout and lost is None:
+                s.mover.relayout(tensor.storage, s.placer.root_layout(tensor, layout))
+        s.emitter.seq = s.cluster.seq
+        row = Launched(
+            s.cluster.seq, program.journal[0].known, s.origin, tuple(program.reads), tuple(program.writes),
+            tuple(program.makes), program.journal, program.launches,
+        )  # fmt: skip
+        s.journal.add(row)
+        s.cluster.seq += len(program.journal)
+        for storage in (*program.writes, *program.makes):
+            storage.version += 1
+        if s.troubled or lost is not None:
+            cause = s.cause_of_loss(s.cluster.workers[lost]) if lost is not None else None
+            if self._doomed(program, cause):
+                return
+        for worker, defines in program.code.items():
+            for define in defines:
+                s.emitter.write(s.cluster.workers[worker], define, (seed, counter))
+
+    def _doomed(self, program: Program, cause: Any) -> bool:
+        """What reads a failed tensor fails; whether it is not sent at all, for want of a worker."""
+        lost = cause is not None
+        cause = cause or next((s.failed for s in program.reads if s.failed is not None), None)
+        for storage in program.makes:
+            if cause is not None:
+                storage.failed = cause
+            elif storage.failed is not None and storage.failed.lost < 0:
+                storage.failed = None  # made anew, from what is good
+        for storage in program.writes if cause is not None else ():
+            storage.failed = storage.failed or cause
+        return lost or (cause is not None and cause.lost >= 0)
+
+    def drop(self, number: Any) -> None:
+        program = self.all.pop(number, None) if type(number) is int else None
+        if program is None:
+            raise ProtocolError(f"Ops.code drops {number!r:.40}, which is no program")
+        self._free(program.constants)
+
+    def close(self) -> None:
+        """The session ends: what was kept for its programs goes."""
+        self.discard()
+        for program in self.all.values():
+            self._free(program.constants)
+        self.all.clear()
+
+
+def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:
+    """Seal.carried as it came; ProtocolError unless it names tensors of this session."""
+    for row in rows:
+        if type(row) is not list or len(row) != 2 or any(type(i) is not int or i not in table for i in row):
+            raise ProtocolError(f"Seal.carried has {row!r:.80}, want [read, made], tensors of this session")
+    return [(read, made) for read, made in rows]
+
+
+class _Writer:
+    """One worker's stream of a program. index: op by sequence number; lasting: tensors that are there afterwards."""
+
+    def __init__(self, index: dict[int, int], lasting: set[int], seed: int, counter: int) -> None:
+        self.index, self.lasting, self.seed, self.counter = index, lasting, seed, counter
+        self.parts: list[dict] = []
+        self._code: list = []
+        self._randoms: list[int] = []
+        self._at = 0  # the op that is being written
+
+    def write(self, rows: Sequence[Row]) -> None:
+        last: dict[int, int] = {}
+        made: dict[int, int] = {}
+        for n, row in enumerate(rows):
+            reads, makes = row.ids()
+            for i in makes:
+                made.setdefault(i, n)
+            last.update(dict.fromkeys((*reads, *makes), n))
+        ends = defaultdict(list)
+        for i in made:
+            if i not in self.lasting:
+                ends[last[i]].append(i)
+        self._free([i for i in made if i in self.lasting])  # of the replay before: nothing here reads them
+        for n, row in enumerate(rows):
+            self._row(row)
+            self._free(ends.get(n, ()))
+        self._end()
+
+    def alias(self, define: Define, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self._code += (define.number, self._at, source, target)
+        self._end()
+
+    def _row(self, row: Row) -> None:
+        self._at = self.index.get(row.seq, self._at)
+        payload, operands = row.define.payload, list(row.operands)
+        if row.define.kind == "op" and payload["random"] is not None:
+            place = payload["tensors"] + payload["values"] - 2
+            if operands[place] == self.seed:
+                self._randoms.append(len(self._code) + 2 + place)
+                operands[place + 1] -= self.counter
+        self._code += (row.define.number, self._at, *operands)
+        if len(self._code) > LONGEST:
+            self._end()
+
+    def _free(self, ids: Sequence[int]) -> None:
+        if ids:
+            self._code += (FREE, self._at, len(ids), *ids)
+
+    def _end(self) -> None:
+        if self._code:
+            self.parts.append({"code": self._code, "randoms": self._randoms})
+            self._code, self._randoms = [], []
