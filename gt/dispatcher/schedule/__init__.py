@@ -1,0 +1,94 @@
+"""Pipeline schedules: names to rows of actions, what they take, and their text. Pure functions.
+
+`make` is what a planner calls. Every schedule is in `SCHEDULES` once; `auto` is the best of them and of what it makes itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gt.dispatcher.schedule import auto
+from gt.dispatcher.schedule.actions import Action, Rows, check, parse, text, whole
+from gt.dispatcher.schedule.blocks import checked
+from gt.dispatcher.schedule.costs import Costs, uniform
+from gt.dispatcher.schedule.finish import finish
+from gt.dispatcher.schedule.one_f_one_b import gpipe, interleaved, one_f_one_b
+from gt.dispatcher.schedule.show import show
+from gt.dispatcher.schedule.simulate import Timeline, simulate
+from gt.dispatcher.schedule.zero_bubble import zb_h1, zb_v
+from gt.errors import ConfigError
+
+SCHEDULES: dict[str, auto.Table] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb-h1": zb_h1,
+    "interleaved": interleaved,
+    "zb-v": zb_v,
+}
+NAMES = (*SCHEDULES, "auto")
+__all__ = [
+    "NAMES", "SCHEDULES", "Action", "Costs", "Schedule", "Timeline",
+    "check", "finish", "make", "parse", "show", "simulate", "text", "uniform",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One row of actions a worker. `workers` has the worker of each stage; `name` says which schedule it is."""
+
+    name: str
+    rows: tuple[tuple[Action, ...], ...]
+    workers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return text(self.rows)
+
+
+def make(
+    name: str,
+    *,
+    stages: int,
+    workers: Sequence[int] | None = None,
+    micro_batches: int,
+    costs: Costs | None = None,
+    limit: float | Sequence[float] | None = None,
+) -> Schedule:
+    """The schedule of that name, for stages on workers (worker of each stage; by default one stage a worker).
+
+    In every schedule a stage meets its micro-batches in order, forwards and backwards, so that all give the same bits.
+    `costs` place the weight gradients of zero-bubble schedules, L, R and O, and are what `auto` goes by; without them every
+    stage is taken to cost the same. `limit` is of peak activation memory, of any or of each worker, in the unit of the costs.
+    ConfigError where the placement is not what the schedule wants, or memory does not suffice.
+    """
+    where = checked(range(stages) if workers is None else workers)
+    if name not in NAMES:
+        raise ConfigError(f"{name!r} is no schedule; there are {', '.join(NAMES)}")
+    if micro_batches < 1 or len(where) != stages:
+        raise ConfigError(
+            f"want the worker of each of {stages} stages, and a micro-batch or more; got workers {list(where)} and "
+            f"{micro_batches} micro-batches"
+        )
+    limits = _limits(limit, 1 + max(where))
+    if name == "auto":
+        name, rows = auto.choose(SCHEDULES, where, micro_batches, costs or uniform(stages), limits)
+        return Schedule(name, whole(rows), where)
+    rows = auto.named(SCHEDULES, name, where, micro_batches, costs)
+    if costs is not None:
+        rows = finish(rows, costs)
+    _keep_within(name, rows, costs or uniform(stages), limits)
+    return Schedule(name, whole(rows), where)
+
+
+def _limits(limit: float | Sequence[float] | None, workers: int) -> list[float]:
+    if limit is None or isinstance(limit, (int, float)):
+        return [float("inf") if limit is None else float(limit)] * workers
+    if len(limit) != workers:
+        raise ConfigError(f"want a limit of memory for each of {workers} workers, got {len(limit)}")
+    return list(limit)
+
+
+def _keep_within(name: str, rows: Rows, costs: Costs, limits: list[float]) -> None:
+    for worker, (peak, limit) in enumerate(zip(simulate(rows, costs).peak, limits)):
+        if peak > limit * auto.CLOSE:
+            raise ConfigError(f"{name} needs {peak:g} of activations on worker {worker}, and the limit is {limit:g}: try auto")

@@ -1,0 +1,106 @@
+"""A schedule as rows of actions, one row a worker, and its text: `0F0,0F1,0B0` is stage, letter, micro-batch.
+
+F forward, B whole backward, I gradient of a stage's inputs, W gradient of its weights (B is I and W in one). Once a
+step and stage, so with no micro-batch: L report the loss, R all-reduce gradients over data-parallel workers, O optimizer.
+Knows nothing of time, memory or tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from gt.errors import ConfigError
+
+EACH, ONCE = "FBIW", "LRO"  # letters of every micro-batch, letters of a step
+ACTION = re.compile(rf"(?a:(\d{{1,6}})(?:([{EACH}])(\d{{1,6}})|([{ONCE}])))")
+
+
+class Action(NamedTuple):
+    """What a worker does next: for one stage and, but for L, R and O, one micro-batch."""
+
+    stage: int
+    kind: str
+    micro: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro}" if self.micro >= 0 else f"{self.stage}{self.kind}"
+
+
+Row = Sequence[Action]
+Rows = Sequence[Row]
+
+
+def text(rows: Rows) -> str:
+    """One line a worker, actions between commas."""
+    return "".join(",".join(map(str, row)) + "\n" for row in rows)
+
+
+def parse(written: str) -> tuple[tuple[Action, ...], ...]:
+    """Inverse of `text`. Blanks, empty lines and `# ...` are passed over; ConfigError names the token and its place."""
+    lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(written.splitlines(), 1))
+    return tuple(_row(number, line) for number, line in lines if line)
+
+
+def _row(number: int, line: str) -> tuple[Action, ...]:
+    return tuple(_action(token.strip(), number, place) for place, token in enumerate(line.split(","), 1))
+
+
+def _action(token: str, line: int, place: int) -> Action:
+    match = ACTION.fullmatch(token)
+    if match is None:
+        raise ConfigError(
+            f"line {line}, action {place}: {token!r} is no action; want stage, one of {' '.join(EACH)} and micro-batch, "
+            f"as 0F0, or stage and one of {' '.join(ONCE)}, as 0R"
+        )
+    stage, kind, micro, once = match.groups()
+    return Action(int(stage), once) if once else Action(int(stage), kind, int(micro))
+
+
+def placement(rows: Rows) -> tuple[int, ...]:
+    """The worker, that is the row, of each stage. ConfigError for a stage in two rows, or in none."""
+    found: dict[int, int] = {}
+    for worker, row in enumerate(rows):
+        for action in row:
+            if found.setdefault(action.stage, worker) != worker:
+                raise ConfigError(f"stage {action.stage} is in rows {found[action.stage]} and {worker}; a stage has one worker")
+    missing = [stage for stage in range(max(found, default=-1) + 1) if stage not in found]
+    if missing or not found:
+        raise ConfigError(f"stage {missing[0] if missing else 0} is in no row; stages are numbered from 0")
+    return tuple(found[stage] for stage in range(len(found)))
+
+
+def micro_batches(rows: Rows) -> int:
+    """One more than the largest micro-batch."""
+    return 1 + max((action.micro for row in rows for action in row), default=-1)
+
+
+def check(rows: Rows, count: int | None = None) -> None:
+    """ConfigError unless every stage has each micro-batch's F once, and its B, or its I and W, once.
+
+    `count` is the number of micro-batches, by default what the rows have. The order is the simulator's to judge.
+    """
+    count = micro_batches(rows) if count is None else count
+    seen: set[Action] = set()
+    for action in (action for row in rows for action in row):
+        if action in seen:
+            raise ConfigError(f"{action} is there twice")
+        if action.micro >= count:
+            raise ConfigError(f"{action} is of micro-batch {action.micro}, and there are {count}, numbered from 0")
+        seen.add(action)
+    for stage in range(len(placement(rows))):
+        for micro in range(count):
+            _complete(seen, stage, micro)
+
+
+def _complete(seen: set[Action], stage: int, micro: int) -> None:
+    kinds = "".join(kind for kind in EACH if Action(stage, kind, micro) in seen)
+    if kinds not in ("FB", "FIW"):
+        has = " ".join(str(Action(stage, kind, micro)) for kind in kinds) or "nothing"
+        raise ConfigError(f"stage {stage} has {has} of micro-batch {micro}; want F and B, or F, I and W")
+
+
+def whole(rows: Iterable[Row]) -> tuple[tuple[Action, ...], ...]:
+    """Rows that no one changes."""
+    return tuple(map(tuple, rows))

@@ -1,0 +1,132 @@
+"""The schedule that takes least time within a limit of memory: named tables, and orders filled by costs, all simulated.
+
+Named ones come first, so that none is chosen that is worse than the best of them; of equal ones the one with less memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from gt.dispatcher.schedule.actions import Rows
+from gt.dispatcher.schedule.blocks import Placement, blocks, expand, mates, turns
+from gt.dispatcher.schedule.costs import Costs
+from gt.dispatcher.schedule.fill import fill
+from gt.dispatcher.schedule.finish import finish
+from gt.dispatcher.schedule.greedy import greedy
+from gt.dispatcher.schedule.one_f_one_b import depths, loops
+from gt.dispatcher.schedule.simulate import simulate
+from gt.errors import ConfigError
+
+Table = Callable[[Placement, int], Rows]
+Judged = tuple[float, float, str, Rows]  # makespan, largest peak, name, rows
+LATE = (0.0, 0.5, 1.0)  # by what part of its time a weight gradient may exceed the gap it takes
+AHEAD = (1.0, 1.5, 2.0, 3.0)  # forwards that a stage runs ahead for every stage after it: 2 hides transfers as long as a stage
+CLOSE = 1 + 1e-9
+
+
+def choose(tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float]) -> tuple[str, Rows]:
+    """Name and rows of the best; what is not a table is named `auto`, with where its order came from."""
+    best: Judged | None = None
+    least = float("inf")
+    for name, rows in candidates(tables, workers, m, costs, limits):
+        line = simulate(rows, costs)
+        least = min(least, max(line.peak))
+        if any(peak > limit * CLOSE for peak, limit in zip(line.peak, limits)):
+            continue
+        if best is not None and line.makespan > best[0] * CLOSE:
+            continue  # the last actions never make a step shorter
+        rows = finish(rows, costs)
+        made = (simulate(rows, costs).makespan, max(line.peak), name, rows)
+        if best is None or made[0] * CLOSE < best[0] or (made[0] <= best[0] * CLOSE and made[1] * CLOSE < best[1]):
+            best = made
+    if best is None:
+        raise ConfigError(
+            f"no schedule of {m} micro-batches keeps within {min(limits):g} of activations a worker; the least that was found "
+            f"is {least:g}: try smaller micro-batches, or another cut into stages"
+        )
+    return best[2], best[3]
+
+
+def candidates(
+    tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float]
+) -> Iterator[tuple[str, Rows]]:
+    """Named schedules that the placement permits; then their orders filled by costs, and orders that only `auto` has."""
+    for name in tables:
+        with suppress(ConfigError):  # it wants another placement
+            yield name, named(tables, name, workers, m, costs)
+    known: set[tuple] = set()
+    runs = blocks(workers)
+    for found in (runs, single(workers)):
+        merged = costs.merged(found)
+        for name, rows in orders(tables, [workers[run[0]] for run in found], m, merged, limits):
+            order = tuple(tuple(action[::2] for action in row if action.kind != "W") for row in rows)
+            if order in known:
+                continue
+            known.add(order)
+            for late in LATE:
+                filled = fill(rows, merged, limits, late)
+                if filled is not None:
+                    yield f"auto, {name}", expand(filled, found)
+        if len(runs) == len(workers):
+            return
+
+
+def single(workers: Placement) -> list[list[int]]:
+    return [[stage] for stage in range(len(workers))]
+
+
+def named(tables: Mapping[str, Table], name: str, workers: Placement, m: int, costs: Costs | None) -> Rows:
+    """A named schedule's rows; with costs, those of zero-bubble ones have their weight gradients where costs want them.
+
+    Stages that follow one another on a worker count as one, but not the two at the tip of a V.
+    """
+    found = single(workers) if name == "zb-v" else blocks(workers)
+    rows = tables[name]([workers[run[0]] for run in found], m)
+    if costs is not None and any(action.kind == "W" for row in rows for action in row):
+        rows = by_costs(rows, costs.merged(found))
+    return expand(rows, found)
+
+
+def orders(
+    tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float]
+) -> Iterator[tuple[str, Rows]]:
+    """Orders of forwards and input gradients, to be filled, and where they are from."""
+    for name, table in tables.items():
+        with suppress(ConfigError):
+            yield f"from {name}", table(workers, m)
+    taken = turns(workers)
+    if taken == 1:
+        for ahead in AHEAD:
+            yield "1f1b ahead", depths(workers, m, within(workers, costs, limits, ahead))
+    elif taken > 1:
+        yield "interleaved ahead", loops(workers, m, 2)
+        yield "interleaved ahead", loops(workers, m, 3)
+    for part in (0.5, 1.0, 1.5, 2.0):
+        made = greedy(workers, m, costs, [min(limit, part * most) for limit, most in zip(limits, whole(workers, costs))])
+        if made is not None:
+            yield "greedy", made
+
+
+def whole(workers: Placement, costs: Costs) -> list[float]:
+    """1F1B's memory: as many micro-batches in each worker's stages as there are workers."""
+    own = mates(workers)
+    return [len(own) * sum(costs.activation[stage] for stage in stages) for stages in own]
+
+
+def within(workers: Placement, costs: Costs, limits: Sequence[float], ahead: float) -> list[int]:
+    """Micro-batches under way in each stage, by memory at most, and never more than in the stage before."""
+    found: list[int] = []
+    for stage, worker in enumerate(workers):
+        most = 1 + int(ahead * (len(workers) - 1 - stage))
+        room = limits[worker] / costs.activation[stage] if costs.activation[stage] else most
+        found.append(int(max(1, min([most, room * CLOSE, *found[-1:]]))))
+    return found
+
+
+def by_costs(rows: Rows, costs: Costs) -> Rows:
+    """A zero-bubble table, or what is better by costs in its order of forwards and input gradients, in no more memory."""
+    line = simulate(rows, costs)
+    filled = (fill(rows, costs, line.peak, late) for late in LATE)
+    made = [rows, *(found for found in filled if found is not None)]
+    return min(made, key=lambda found: simulate(found, costs).makespan)

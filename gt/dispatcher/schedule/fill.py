@@ -1,0 +1,106 @@
+"""Weight gradients placed by costs: into the gaps of an order of forwards and input gradients, or where memory needs it.
+
+The rule is that of the heuristic in Qi et al. (Zero Bubble Pipeline Parallelism, ICLR 2024, section 3.1), over any placement:
+since the order is given, the length of each gap is known when it is met.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from gt.dispatcher.schedule.actions import Action, Rows, micro_batches, placement
+from gt.dispatcher.schedule.blocks import lags
+from gt.dispatcher.schedule.costs import Costs
+
+NEVER = float("inf")
+
+
+def fill(rows: Rows, costs: Costs, limits: Sequence[float], late: float) -> list[list[Action]] | None:
+    """Rows with I and W, in the order that `rows` have their F and B, or F and I.
+
+    A W takes a gap that it exceeds by at most `late` of its time. Before an F that does not fit under its worker's limit of
+    memory the oldest W are done; None where that is not enough, or where the order never ends.
+    """
+    return _Fill(rows, costs, limits, late).all()
+
+
+class _Fill:
+    def __init__(self, rows: Rows, costs: Costs, limits: Sequence[float], late: float) -> None:
+        self.rows = [[action for action in row if action.kind in "FBI"] for row in rows]
+        self.costs, self.limits, self.late = costs, limits, late
+        workers = placement(rows)
+        self.m = micro_batches(rows)
+        self.lag = lags(workers, costs)
+        self.forward = [0.0] * self.m + [NEVER] * (len(workers) * self.m)
+        self.gradient = [NEVER] * (len(workers) * self.m) + [0.0] * self.m
+        self.made: list[list[Action]] = [[] for _ in rows]
+        self.pending: list[deque[Action]] = [deque() for _ in rows]
+        self.at, self.clock, self.used = [0] * len(rows), [0.0] * len(rows), [0.0] * len(rows)
+        self.waiting: dict[int, int] = {}
+
+    def all(self) -> list[list[Action]] | None:
+        able = list(range(len(self.rows)))
+        while able:
+            if not self.go_on(able.pop(), able):
+                return None
+        if any(at < len(row) for at, row in zip(self.at, self.rows)):
+            return None
+        for made, pending in zip(self.made, self.pending):
+            made += pending
+        return self.made
+
+    def go_on(self, worker: int, able: list[int]) -> bool:
+        """As far as a worker can; False where memory does not suffice."""
+        m, forward, gradient, row = self.m, self.forward, self.gradient, self.rows[worker]
+        while self.at[worker] < len(row):
+            stage, kind, micro = row[self.at[worker]]
+            cell = stage * m + micro
+            if kind == "F":
+                ready, waits = forward[cell] + self.lag[stage], cell
+            else:
+                ready, waits = gradient[cell + m] + self.lag[stage + 1], -1 - cell - m
+                if forward[cell + m] == NEVER:
+                    return False
+            if ready == NEVER:
+                self.waiting[waits] = worker
+                return True
+            if not self.make_room(worker, ready, self.costs.activation[stage] if kind == "F" else 0.0):
+                return False
+            end = self.do(worker, Action(stage, kind if kind == "F" else "I", micro), ready)
+            self.at[worker] += 1
+            if kind == "F":
+                forward[cell + m], wakes = end, cell + m
+            else:
+                gradient[cell], wakes = end, -1 - cell
+            if wakes in self.waiting:
+                able.append(self.waiting.pop(wakes))
+        return True
+
+    def do(self, worker: int, action: Action, ready: float) -> float:
+        """The end of an F or I."""
+        stage, kind, micro = action
+        costs = self.costs
+        self.made[worker].append(action)
+        if kind == "F":
+            took, change = costs.forward[stage], costs.activation[stage]
+        else:
+            took, change = costs.input[stage], costs.kept[stage] - costs.activation[stage]
+            self.pending[worker].append(Action(stage, "W", micro))
+        self.clock[worker] = end = max(self.clock[worker], ready) + took
+        self.used[worker] += change
+        return end
+
+    def make_room(self, worker: int, ready: float, size: float) -> bool:
+        """Do weight gradients that fit before `ready`, and those that have to make room for `size`; False if there is none."""
+        pending, weight = self.pending[worker], self.costs.weight
+        limit = self.limits[worker] * (1 + 1e-9) - size
+        while pending:
+            stage = pending[0].stage
+            fits = self.clock[worker] + weight[stage] * (1 - self.late) <= ready + 1e-12
+            if not (self.used[worker] > limit if size else False) and not (fits and self.clock[worker] < ready):
+                break
+            self.clock[worker] += weight[stage]
+            self.used[worker] -= self.costs.kept[stage]
+            self.made[worker].append(pending.popleft())
+        return size == 0 or self.used[worker] <= limit

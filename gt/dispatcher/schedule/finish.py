@@ -1,0 +1,85 @@
+"""Where a step's last actions go: the report of the loss, gradients' all-reduce and the optimizer of each stage.
+
+None of them may delay what other workers wait for, so each takes the first gap that it fits into, else the end of its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gt.dispatcher.schedule.actions import Action, Row, Rows, whole
+from gt.dispatcher.schedule.costs import Costs
+from gt.dispatcher.schedule.simulate import Timeline, simulate
+
+EPSILON = 1e-9
+NEEDS = {"L": "F", "R": "BW", "O": "BWR"}  # what has to be done of a stage before
+Made = tuple[tuple[Action, ...], ...]
+Slot = tuple[float, float, Action]  # start, when its worker is free again, action
+Insert = Callable[[list[Slot], float, float], tuple[int, float]]  # slots, ready, time: place and start
+
+
+def finish(rows: Rows, costs: Costs) -> Made:
+    """Rows with L, R and O of each stage that `costs` gives a time for, where the step is shortest.
+
+    An all-reduce that overlaps compute follows its stage's last weight gradient; an optimizer, its stage's all-reduce (all
+    stages' where it is joint). Compared, by simulation, are gaps and the first place possible.
+    """
+    made: list[Made] = []
+    for insert in (_in_a_gap, _at_once):
+        found = whole(rows)
+        for kind in NEEDS:
+            if any(costs.once(kind, stage) is not None for stage in range(costs.stages)):
+                found = _place(found, costs, kind, _at_once if kind == "R" and costs.overlap else insert)
+        if found == whole(rows):
+            return found
+        made.append(found)
+    return min(made, key=lambda found: simulate(found, costs).makespan)
+
+
+def _place(rows: Made, costs: Costs, kind: str, insert: Insert) -> Made:
+    """Rows with one kind for every stage that has it, those first that are ready first."""
+    line = simulate(rows, costs)
+    ready = _ready(rows, line, costs, kind)
+    made = []
+    for worker, row in enumerate(rows):
+        slots = _slots(row, line, worker, costs)
+        for stage in sorted({action.stage for action in row}, key=lambda stage: (ready[stage], -stage)):
+            took = costs.once(kind, stage)
+            if took is not None:
+                place, start = insert(slots, ready[stage], took)
+                slots.insert(place, (start, start if kind == "R" and costs.overlap else start + took, Action(stage, kind)))
+        made.append(tuple(action for _, _, action in slots))
+    return tuple(made)
+
+
+def _slots(row: Row, line: Timeline, worker: int, costs: Costs) -> list[Slot]:
+    return [
+        (start, start if action.kind == "R" and costs.overlap else end, action)
+        for action, start, end in zip(row, line.start[worker], line.end[worker])
+    ]
+
+
+def _ready(rows: Rows, line: Timeline, costs: Costs, kind: str) -> list[float]:
+    """For each stage, when it has all that its L, R or O needs."""
+    found = [0.0] * costs.stages
+    for row, times in zip(rows, line.end):
+        for action, end in zip(row, times):
+            if action.kind in NEEDS[kind]:
+                found[action.stage] = max(found[action.stage], end)
+    return [max(found)] * costs.stages if kind == "O" and costs.joint else found
+
+
+def _in_a_gap(slots: list[Slot], ready: float, took: float) -> tuple[int, float]:
+    """The first place where nothing after it begins later for it."""
+    free = 0.0
+    for place, (start, end, _) in enumerate(slots):
+        if max(free, ready) + took <= start + EPSILON:
+            return place, max(free, ready)
+        free = max(free, end)
+    return len(slots), max(free, ready)
+
+
+def _at_once(slots: list[Slot], ready: float, took: float) -> tuple[int, float]:
+    """The first place that begins no earlier than all is there."""
+    place = next((place for place, (start, _, _) in enumerate(slots) if start >= ready - EPSILON), len(slots))
+    return place, max([ready, *(end for _, end, _ in slots[:place])])

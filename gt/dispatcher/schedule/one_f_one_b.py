@@ -1,0 +1,89 @@
+"""GPipe (Huang et al., 2019), 1F1B (Narayanan et al., PipeDream, 2019; without flushes' loss of memory as in Megatron-LM) and
+interleaved 1F1B (Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021).
+
+Rows of F and B from the worker of each stage and the number of micro-batches. Costs play no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gt.dispatcher.schedule.actions import Action
+from gt.dispatcher.schedule.blocks import Placement, mates, want_distinct, want_turns
+
+List = list[list[Action]]
+
+
+def gpipe(workers: Placement, m: int) -> List:
+    """All forwards, then all backwards. Any placement. Bubble (p-1)T, and m activations."""
+    return [
+        [Action(stage, kind, i) for kind, order in (("F", own), ("B", own[::-1])) for stage in order for i in range(m)]
+        for own in mates(workers)
+    ]
+
+
+def one_f_one_b(workers: Placement, m: int) -> List:
+    """As many forwards as there are stages from s on, then a backward and a forward in turns.
+
+    GPipe's bubble, and min(m, p-s) activations.
+    """
+    want_distinct("1f1b", workers)
+    return depths(workers, m, [len(workers) - stage for stage in range(len(workers))])
+
+
+def depths(workers: Placement, m: int, most: Sequence[int]) -> List:
+    """1F1B that has at most most[s] micro-batches under way in stage s; no stage may have more than the one before it."""
+    rows: List = [[] for _ in workers]
+    for stage, worker in enumerate(workers):
+        forwards, backwards = ([Action(stage, kind, i) for i in range(m)] for kind in "FB")
+        rows[worker] = list(alternate(forwards, backwards, min(m, most[stage]) - 1))
+    return rows
+
+
+def interleaved(workers: Placement, m: int) -> List:
+    """Workers take turns v times, so that the pipeline fills in v-th parts of a worker's work: bubble (p-1)T/v.
+
+    Peak [(v-1)p + 2(p-1-r) + 1]/v activations of a worker's whole part, where p divides m.
+    """
+    want_turns("interleaved", workers, least=2)
+    return loops(workers, m, 2)
+
+
+def loops(workers: Placement, m: int, slope: int) -> List:
+    """Rows where each worker starts with the forwards of a round, but for its last stage's, and `slope` more a worker to come.
+
+    Micro-batches go in rounds, about as many to a round as there are workers; a round passes through one stage of a worker
+    after the other. Rounds need not be equal; Megatron-LM wants p to divide m.
+    """
+    rows = []
+    for own in mates(workers):
+        rounds = list(parts(m, len(set(workers))))
+        forwards = [Action(stage, "F", i) for some in rounds for stage in own for i in some]
+        backwards = [Action(stage, "B", i) for some in rounds for stage in reversed(own) for i in some]
+        after = len(rows_after(workers, own[0]))
+        warm = (len(own) - 1) * len(rounds[0]) + slope * after
+        rows.append(list(alternate(forwards, backwards, min(warm, len(forwards)))))
+    return rows
+
+
+def rows_after(workers: Placement, stage: int) -> Placement:
+    """The workers after that of a first stage, in the first turn."""
+    return workers[stage + 1 : len(set(workers))]
+
+
+def parts(m: int, p: int) -> Iterator[range]:
+    """Micro-batches in m // p rounds that differ by one at most, the larger first."""
+    count, start = max(1, m // p), 0
+    for i in range(count):
+        size = m // count + (i < m % count)
+        yield range(start, start + size)
+        start += size
+
+
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm: int) -> Iterator[Action]:
+    """`warm` forwards, then a forward and a backward in turns, then the backwards that are left."""
+    yield from forwards[:warm]
+    for forward, backward in zip(forwards[warm:], backwards):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - warm :]

@@ -1,0 +1,75 @@
+"""Zero-bubble schedules (Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism, ICLR 2024): the gradient of a stage's
+weights, which nothing waits for, fills gaps.
+
+Here are the tables for equal times; with costs, `fill` places the weight gradients anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gt.dispatcher.schedule.actions import Action
+from gt.dispatcher.schedule.blocks import Placement, want_turns, want_v
+from gt.dispatcher.schedule.one_f_one_b import List, loops
+
+
+def zb_h1(workers: Placement, m: int) -> List:
+    """1F1B's order of forwards and input gradients; the r-th worker puts weight gradients off by r of them.
+
+    Bubble (p-1)(TF+TB-TW) where W is the shortest, at most p activations on every worker. Where workers take turns v times it
+    is the interleaved form: a v-th of the bubble in, if p divides m, the same memory.
+    """
+    want_turns("zb-h1", workers)
+    order = list(dict.fromkeys(workers))
+    rows = loops(workers, m, 1)
+    return [list(put_off(row, order.index(worker))) for worker, row in enumerate(rows)]
+
+
+def put_off(row: list[Action], by: int) -> Iterator[Action]:
+    """Each B as its I, and its W `by` such later."""
+    late: list[Action] = []
+    for stage, kind, micro in row:
+        if kind == "F":
+            yield Action(stage, kind, micro)
+            continue
+        yield Action(stage, "I", micro)
+        late.append(Action(stage, "W", micro))
+        if len(late) > by:
+            yield late.pop(0)
+    yield from late
+
+
+def zb_v(workers: Placement, m: int) -> List:
+    """ZB-V: the r-th worker has stages r and 2p-1-r, so the loss is near for the first worker too.
+
+    Bubble (p-1)TF/2 at equal times, TF being a worker's two stages; at most p activations of them.
+    """
+    p = want_v("zb-v", workers)
+    rows: List = [[] for _ in range(p)]
+    for r, worker in enumerate(workers[:p]):
+        rows[worker] = [action for action in vee(r, p, max(m, 2 * p - 1)) if action.micro < m]
+    return rows
+
+
+def vee(r: int, p: int, m: int) -> Iterator[Action]:
+    """The r-th worker's row of ZB-V for at least 2p - 1 micro-batches: going down (a) and coming up again (b)."""
+    stages = {"a": r, "b": 2 * p - 1 - r}
+    gone = dict.fromkeys(("Fa", "Fb", "Ia", "Ib", "Wa", "Wb"), 0)
+
+    def do(plan: str, times: int = 1) -> Iterator[Action]:
+        for _ in range(times):
+            for step in plan.split():
+                yield Action(stages[step[1]], step[0], gone[step])
+                gone[step] += 1
+
+    yield from do("Fa", 2 * (p - r) - 1)
+    yield from do("Fb Fa", r)
+    yield from do("Fb Ib Wb", p - r)
+    while gone["Fb"] < m:
+        if gone["Fa"] < m:
+            yield from do("Fa")
+        yield from do("Ia Wa Fb Ib Wb")
+    yield from do("Ia Ib", r)
+    yield from do("Ia Wa", p - r)
+    yield from do("Wb", m - gone["Wb"])
+    yield from do("Wa", m - gone["Wa"])
