@@ -15,7 +15,7 @@ EPSILON = 1e-9
 NEEDS = {"L": "F", "R": "BW", "O": "BWR"}  # what has to be done of a stage before
 Made = tuple[tuple[Action, ...], ...]
 Slot = tuple[float, float, Action]  # start, when its worker is free again, action
-Insert = Callable[[list[Slot], float, float], tuple[int, float]]  # slots, ready, time: place and start
+Insert = Callable[[list[Slot], int, float, float], tuple[int, float]]  # slots, first place, ready, time: place and start
 
 
 def finish(rows: Rows, costs: Costs) -> Made:
@@ -46,7 +46,7 @@ def _place(rows: Made, costs: Costs, kind: str, insert: Insert) -> Made:
         for stage in sorted({action.stage for action in row}, key=lambda stage: (ready[stage], -stage)):
             took = costs.once(kind, stage)
             if took is not None:
-                place, start = insert(slots, ready[stage], took)
+                place, start = insert(slots, _first(slots, costs, kind, stage), ready[stage], took)
                 slots.insert(place, (start, start if kind == "R" and costs.overlap else start + took, Action(stage, kind)))
         made.append(tuple(action for _, _, action in slots))
     return tuple(made)
@@ -59,6 +59,13 @@ def _slots(row: Row, line: Timeline, worker: int, costs: Costs) -> list[Slot]:
     ]
 
 
+def _first(slots: list[Slot], costs: Costs, kind: str, stage: int) -> int:
+    """The place after the last action of its row that a stage's L, R or O needs."""
+    every = kind == "O" and costs.joint
+    needed = (place for place, (_, _, action) in enumerate(slots) if action.kind in NEEDS[kind] and action.stage == stage)
+    return len(slots) if every else 1 + max(needed, default=-1)
+
+
 def _ready(rows: Rows, line: Timeline, costs: Costs, kind: str) -> list[float]:
     """For each stage, when it has all that its L, R or O needs."""
     found = [0.0] * costs.stages
@@ -69,17 +76,18 @@ def _ready(rows: Rows, line: Timeline, costs: Costs, kind: str) -> list[float]:
     return [max(found)] * costs.stages if kind == "O" and costs.joint else found
 
 
-def _in_a_gap(slots: list[Slot], ready: float, took: float) -> tuple[int, float]:
+def _in_a_gap(slots: list[Slot], first: int, ready: float, took: float) -> tuple[int, float]:
     """The first place where nothing after it begins later for it."""
-    free = 0.0
-    for place, (start, end, _) in enumerate(slots):
+    free = max((end for _, end, _ in slots[:first]), default=0.0)
+    for place in range(first, len(slots)):
+        start, end, _ = slots[place]
         if max(free, ready) + took <= start + EPSILON:
             return place, max(free, ready)
         free = max(free, end)
     return len(slots), max(free, ready)
 
 
-def _at_once(slots: list[Slot], ready: float, took: float) -> tuple[int, float]:
+def _at_once(slots: list[Slot], first: int, ready: float, took: float) -> tuple[int, float]:
     """The first place that begins no earlier than all is there."""
-    place = next((place for place, (start, _, _) in enumerate(slots) if start >= ready - EPSILON), len(slots))
+    place = next((place for place in range(first, len(slots)) if slots[place][0] >= ready - EPSILON), len(slots))
     return place, max([ready, *(end for _, end, _ in slots[:place])])
