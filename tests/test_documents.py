@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "tuning_demo"
-WITH_PYTHON = ("README.md", "docs/quickstart.md", "docs/signal_groups.md", "docs/debugging.md")
+WITH_PYTHON = ("README.md", "docs/quickstart.md", "docs/signal_groups.md", "docs/debugging.md", "docs/schedules.md")
 WITH_SHELL = (*WITH_PYTHON, "examples/tuning_demo/README.md")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -72,6 +74,22 @@ def test_known_bubbles(p: int, m: int, times: tuple, values: dict) -> None:
         placement, v = {"interleaved": ("turns", 2), "zb-v": ("vee", 2)}.get(name, ("line", 1))
         line = simulate(made(name, placement, p, m).rows, uniform(p * v, *(time / v for time in times)))
         assert (line.makespan - m * sum(times), 100 * line.idle) == pytest.approx((want, percent), abs=0.005), name
+
+
+def test_the_documents_table_is_computed() -> None:
+    p, m = 4, 8
+    text = (Path(__file__).parent.parent / "docs" / "schedules.md").read_text()
+    rows = {}
+    for name, placement, v in [form for form in FORMS if form[1] != "thrice"]:
+        cells = []
+        for times in COSTS[:2]:
+            line = simulate(made(name, placement, p, m).rows, uniform(p * v, *(time / v for time in times), activation=1 / v))
+            cells.append(f"{line.makespan - m * sum(times):.2f} ({line.idle:.1%})")
+        rows[name, v] = f"| {name} | {v} | {' | '.join(cells)} | {' '.join(f'{peak:g}' for peak in line.peak)} |"
+    assert {tuple(re.findall(r"^\| (\S+) \| (\d) \|", row)) for row in rows.values()} == {
+        (cells,) for cells in re.findall(r"^\| (\S+) \| (\d) \|", text, re.M)
+    }
+    assert [row for row in rows.values() if row not in text] == []
 
 
 # ---- torch's tables
