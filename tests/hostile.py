@@ -193,7 +193,7 @@ class Liar:
     def ops(self) -> tuple[Ops, tuple]:
         rng, templates, origins, code, frames = self.rng, [], [], [], []
         if self.batch == 0 or rng.random() < 0.1:
-            origins = [[n, "evil.py", n, group, n % 2 == 0] for n, group in enumerate(GROUPS, 1)]
+            origins = [[n, "evil.py", n, group, n % 2 == 0, -1] for n, group in enumerate(GROUPS, 1)]
         for _ in range(rng.randrange(1, 6)):
             form = rng.choice(TEMPLATES if self.ids else TEMPLATES[:2])
             if rng.random() < 0.08:
@@ -428,7 +428,7 @@ class Field:
         rng, templates, code = self.rng, [], []
         if self.batch == 0:
             templates = [[16, TEMPLATES[0]], [17, TEMPLATES[4]], [18, TEMPLATES[3]]]
-        origins = [[1, "h.py", 1, "a", False], [2, "h.py", 2, "b", False]] if self.batch == 0 else []
+        origins = [[1, "h.py", 1, "a", False, -1], [2, "h.py", 2, "b", False, -1]] if self.batch == 0 else []
         frames = []
         for group in (1, 2):
             numbers = [float(rng.randrange(100)) for _ in range(16)]

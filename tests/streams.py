@@ -49,7 +49,7 @@ class Stream:
         self._code: list = []
         self._frames: list[bytes] = []
         self._templates: list = [[16 + n, template.wire()] for n, template in enumerate(TEMPLATES)]
-        self._origins: list = [[n, "stream.py", n, group, False] for n, group in enumerate(groups, 1)]
+        self._origins: list = [[n, "stream.py", n, group, False, -1] for n, group in enumerate(groups, 1)]
 
     def op(self, number: int, *operands: Any, value: np.ndarray | None = None) -> int:
         """Append an op; the id of what it makes, if it is to make `value`."""

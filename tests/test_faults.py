@@ -90,7 +90,7 @@ def test_a_client_that_waits_for_credit_is_told_of_a_stuck_worker(stuck):
 
 def grouped(bench: Bench, batch: int = 0) -> None:
     """An upload and a neg on each of the two workers, ids 1 to 4."""
-    origins = [[1, "m.py", 1, "a", False], [2, "m.py", 2, "b", False], [3, "m.py", 3, "", False]]
+    origins = [[1, "m.py", 1, "a", False, -1], [2, "m.py", 2, "b", False, -1], [3, "m.py", 3, "", False, -1]]
     code = [16, 1, 0, 1, 17, 1, 1, 2, 16, 2, 0, 3, 17, 2, 3, 4]
     bench.give(b"c", Ops(batch, [[16, TEMPLATES[0]], [17, TEMPLATES[3]], [18, TEMPLATES[4]]], origins, code), (bytes(64),))
 

@@ -1,4 +1,4 @@
-"""Where an op comes from: the user's file and line, its signal group, and for backward ops those of the op differentiated.
+"""Where an op comes from: the user's file and line, its signal group and micro-batch, for backward ops those differentiated.
 
 A forward op's origin is written into its autograd node when its output is next an input; in backward the current node is
 asked. Frames of torch and of this package are skipped.
@@ -40,10 +40,10 @@ class Origins:
         self._recorder = recorder
         self._skipped: dict[int, bool] = {}
         self._codes: list[CodeType] = []  # keeps ids unique
-        self._numbers: dict[tuple[int, int, str], int] = {}
-        self._rows: dict[tuple[str, int, str, bool], int] = {}
-        self._backward: dict[int, int] = {}
-        self._group_of: dict[int, tuple[str, int, str]] = {}
+        self._numbers: dict[tuple[int, int, str, int], int] = {}
+        self._rows: dict[tuple[str, int, str, bool, int], int] = {}
+        self._backward: dict[tuple[int, int], int] = {}
+        self._forward: dict[int, tuple[str, int, str, int]] = {}  # file, line, group and micro-batch of those of forward ops
         self._places: dict[int, str] = {}
 
     def here(self) -> int:
@@ -61,16 +61,16 @@ class Origins:
                 break
             frame = frame.f_back
             if frame is None:
-                return self._intern("<unknown>", 0, stack.names[-1], False)
+                return self._intern("<unknown>", 0, stack.names[-1], stack.micro, False)
             code = frame.f_code
-        group = stack.names[-1]
-        known = self._numbers.get((id(code), frame.f_lasti, group))
+        group, micro = stack.names[-1], stack.micro
+        known = self._numbers.get((id(code), frame.f_lasti, group, micro))
         if known is not None:
             return known
-        number = self._intern(code.co_filename, frame.f_lineno, group, False)
+        number = self._intern(code.co_filename, frame.f_lineno, group, micro, False)
         if len(self._numbers) > _LIMIT:
             self._numbers.clear()
-        self._numbers[(id(code), frame.f_lasti, group)] = number
+        self._numbers[(id(code), frame.f_lasti, group, micro)] = number
         return number
 
     def where(self, number: int) -> str:
@@ -89,12 +89,14 @@ class Origins:
             if not number:
                 return 0
             node.metadata[MARK] = number
-        back = self._backward.get(number)
+        leaf = hasattr(node, "variable")  # the home of its parameter knows one micro-batch of many
+        key = (number, stack.micro if leaf else -1)
+        back = self._backward.get(key)
         if back is None:
-            where = self._group_of.get(number)
+            where = self._forward.get(number)
             if where is None:  # already one of a backward pass
                 return number
-            back = self._backward[number] = self._intern(*where, True)
+            back = self._backward[key] = self._intern(*where[:3], key[1] if leaf else where[3], True)
         return back
 
     def _classify(self, code: CodeType) -> bool:
@@ -103,12 +105,12 @@ class Origins:
         self._codes.append(code)
         return skip
 
-    def _intern(self, file: str, line: int, group: str, backward: bool) -> int:
-        key = (file, line, group, backward)
+    def _intern(self, file: str, line: int, group: str, micro: int, backward: bool) -> int:
+        key = (file, line, group, backward, micro)
         number = self._rows.get(key)
         if number is None:
-            number = self._rows[key] = self._recorder.origin(file, line, group, backward)
+            number = self._rows[key] = self._recorder.origin(*key)
             self._places[number] = f"{file}:{line}" if line else ""
             if not backward:
-                self._group_of[number] = (file, line, group)
+                self._forward[number] = (file, line, group, micro)
         return number

@@ -31,6 +31,7 @@ from gt.ir.instr import DISCARD, DROP, FREE, LAUNCH, RECORD
 log = logging.getLogger("gt")
 
 MOST = 8  # programs of one function
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "auto")
 PATIENCE = 4  # recorded calls in a row that came to nothing; then a function runs eagerly for a while
 RESTS = 64  # calls of the longest while
 _OUTSIDE = ", and Python does not run in a replay: do it outside"
@@ -51,9 +52,9 @@ def compile(fn: Callable | None = None, *, schedule: str | None = None, backend:
         raise TypeError(f"gt.compile takes a function, got {type(fn).__name__}")
     if backend not in (None, "eager"):
         raise ValueError(f"backend {backend!r} is not known: want 'eager'")
-    if schedule is not None:
-        raise ValueError(f"schedule {schedule!r} is not known")
-    return Compiled(fn)
+    if schedule is not None and schedule not in SCHEDULES:
+        raise ValueError(f"schedule {schedule!r} is not known: want one of {', '.join(SCHEDULES)}")
+    return Compiled(fn, schedule or "")
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Program:
     tree: TreeSpec
     draws: int
     why: str
-    ops: int
+    answer: dict
     keep: list = field(default_factory=list)  # tensors whose names it uses
     replays: int = 0
 
@@ -140,9 +141,9 @@ def _drop(recorder: Recorder, number: int) -> None:
 class Compiled:
     """What gt.compile gives."""
 
-    def __init__(self, fn: Callable) -> None:
+    def __init__(self, fn: Callable, schedule: str = "") -> None:
         functools.update_wrapper(self, fn)
-        self.fn = fn
+        self.fn, self.schedule = fn, schedule
         self._programs: list[Program] = []  # the one used last comes first
         self._last: Call | None = None
         self._slot = next(_slots)
@@ -181,7 +182,10 @@ class Compiled:
         name = getattr(self.fn, "__qualname__", "function")
         lines = [f"{name}: {len(self._programs)} program{'' if len(self._programs) == 1 else 's'}"]
         for program in self._programs:
-            lines.append(f"  program {program.number}: {program.ops} ops, {program.replays} replays; made for {program.why}")
+            ops, order = program.answer["ops"], program.answer["schedule"]
+            lines.append(f"  program {program.number}: {ops} ops, {program.replays} replays; made for {program.why}")
+            if order:
+                lines.append(f"    schedule {order['name']}: {order['why'] or _bubbles(order)}")
         lines += [f"  {reason}" for reason in self._reasons]
         return "\n".join(lines)
 
@@ -241,10 +245,13 @@ class Compiled:
             return None
         tape, recorder = now.tape, now.tape.recorder
         number = next(_numbers)
-        answer = recorder.session.seal(number, [list(pair) for pair in moved], tape.seed, tape.counter)
+        answer = recorder.session.seal(number, self.schedule, [list(pair) for pair in moved], tape.seed, tape.counter)
         if answer["why"]:
             self._say(answer["why"])
             return None
+        order = answer["schedule"]
+        if order and order["why"]:
+            self._warn(f"schedule {order['name']} is not used: {order['why']}")
         read = tape.read()
         leaves, tree = tree_flatten(results)
         made = tape.first
@@ -253,7 +260,7 @@ class Compiled:
             {k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
             _grads(entry, leaving, read),
             [_Result(r) if isinstance(r, RemoteTensor) and r._ref.id >= made else r for r in leaves], tree,
-            tape.draws(), self._why, answer["ops"],
+            tape.draws(), self._why, answer,
             [t for walk in (entry, leaving) for _, t in walk.tensors() if t._ref.id in read or t._ref.id >= made],
         )  # fmt: skip
         self._programs.insert(0, program)
@@ -288,13 +295,21 @@ class Compiled:
             return
         self._futile, self._rest, self._rests = PATIENCE - 2, self._rests, min(2 * self._rests, RESTS)
         reason = self._reasons[-1] if self._reasons else "no two calls agreed"
-        if reason not in self._said and len(self._said) < 100:
-            self._said.add(reason)
-            log.warning("%s runs eagerly: %s", getattr(self.fn, "__qualname__", "a compiled function"), reason)
+        self._warn(f"runs eagerly: {reason}")
+
+    def _warn(self, text: str) -> None:
+        if text not in self._said and len(self._said) < 100:
+            self._said.add(text)
+            log.warning("%s: %s", getattr(self.fn, "__qualname__", "a compiled function"), text)
 
     def _say(self, reason: str) -> None:
         """Keep a reason, the newest last."""
         self._reasons = [*[r for r in self._reasons if r != reason][-19:], reason]
+
+
+def _bubbles(order: dict) -> str:
+    idle = ", ".join(f"{100 * part:.1f}%" for part in order["bubble"])
+    return f"{order['stages']} stages, {order['micro_batches']} micro-batches; bubble by simulation {idle}"
 
 
 # ---- arguments
@@ -418,4 +433,15 @@ def microbatches(batch: Any, n: int) -> Iterator[Any]:
             rows = leaf.shape[0] if leaf.dim() else "no"
             raise ValueError(f"{rows} rows cannot be cut into {n} equal micro-batches: use a batch of a multiple of {n}")
     parts = [leaf.chunk(n) if isinstance(leaf, torch.Tensor) else [leaf] * n for leaf in leaves]
-    return (tree_unflatten(list(part), tree) for part in zip(*parts, strict=True))
+    return _marked(tree_unflatten(list(part), tree) for part in zip(*parts, strict=True))
+
+
+def _marked(parts: Iterator[Any]) -> Iterator[Any]:
+    """Ops between one part and the next belong to that micro-batch, and so do those that differentiate them."""
+    outer = stack.micro
+    try:
+        for n, part in enumerate(parts):
+            stack.micro = n
+            yield part
+    finally:
+        stack.micro = outer

@@ -58,9 +58,9 @@ class Recorder:
         self._next_template = number + 1
         return number
 
-    def origin(self, file: str, line: int, group: str, backward: bool) -> int:
+    def origin(self, file: str, line: int, group: str, backward: bool, micro: int) -> int:
         number = self._next_origin
-        self._origins.append([number, file, line, group, backward])
+        self._origins.append([number, file, line, group, backward, micro])
         self._next_origin = number + 1
         return number
 

@@ -141,9 +141,9 @@ class Session:
         """Specs of the outputs of a dynamic op."""
         return [Spec.from_wire(row) for row in self._ask(lambda request: Describe(request, tensors))]
 
-    def seal(self, program: int, carried: list, seed: int, counter: int) -> dict[str, Any]:
-        """Make a program of what was recorded: {"why": what prevents it or "", "ops", "instructions"}."""
-        return self._ask(lambda request: Seal(request, program, carried, seed, counter))
+    def seal(self, program: int, schedule: str, carried: list, seed: int, counter: int) -> dict[str, Any]:
+        """Make a program of what was recorded; see messages.Seal for the answer."""
+        return self._ask(lambda request: Seal(request, program, schedule, carried, seed, counter))
 
     def inspect(self, tensor: int) -> dict[str, Any]:
         """Layout, mesh and pieces of a tensor."""

@@ -18,6 +18,7 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.names: list[str] = [""]
         self.in_backward: list[bool] = [False]
+        self.micro = -1  # the micro-batch that is being worked on
 
 
 stack = _Stack()

@@ -299,7 +299,7 @@ class Core:
 
     def _seal(self, peer: Peer, message: Seal, frames: tuple) -> None:
         session = self._session(peer)
-        body = session.programs.seal(message.program, message.carried, message.seed, message.counter)
+        body = session.programs.seal(message)
         session.send(Report(message.request, body))
 
     def _stats(self, peer: Peer, message: Stats, frames: tuple) -> None:

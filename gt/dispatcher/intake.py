@@ -37,6 +37,7 @@ class Origin:
     line: int
     group: str
     backward: bool
+    micro: int = -1  # micro-batch
     meaning: Meaning | None = None
     target: Meaning | None = None
 
@@ -67,11 +68,11 @@ def define(session: Session, row: Any) -> None:
 
 
 def origin(session: Session, row: Any) -> None:
-    """[number, file, line, group, backward] of Ops.origins."""
+    """[number, file, line, group, backward, micro] of Ops.origins."""
     kinds = [type(part) for part in row] if type(row) is list else []
-    if kinds != [int, str, int, str, bool] or max(len(row[1]), len(row[3])) > LONGEST_NAME:
-        raise ProtocolError(f"Ops.origins: {row!r:.80} is not [number, file, line, group, backward]")
-    number, file, line, group, backward = row
+    if kinds != [int, str, int, str, bool, int] or max(len(row[1]), len(row[3])) > LONGEST_NAME:
+        raise ProtocolError(f"Ops.origins: {row!r:.80} is not [number, file, line, group, backward, micro]")
+    number, file, line, group, backward, micro = row
     if not 0 < number < MOST_ORIGINS:
         raise ProtocolError(f"Ops.origins: number {number} is not from 1 to {MOST_ORIGINS - 1}")
     meaning, missing = session.groups.find(group, backward)
@@ -81,4 +82,4 @@ def origin(session: Session, row: Any) -> None:
             log.warning("%s:%s: the config has no group %r: ops run as outside it", file, line, name)
     leads = (session.groups.destination(name, backward) for name in reversed(group.split("/")))
     target = next((found for found in leads if found is not None), None)
-    session.origins[number] = Origin(file, line, group, backward, meaning, target)
+    session.origins[number] = Origin(file, line, group, backward, micro, meaning, target)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gt.dispatcher.arrange import arrange
 from gt.dispatcher.failures import Launched, Planned
+from gt.dispatcher.tape import Row, Tape
 from gt.errors import ProtocolError
-from gt.ir.instr import FORGET, FREE, KINDS, Define
+from gt.ir.instr import FORGET, FREE, Define
 from gt.ir.layout import Layout
+from gt.wire.messages import Seal
 
 if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
@@ -23,41 +26,6 @@ if TYPE_CHECKING:
 LONGEST = 1 << 17  # numbers of one definition of a program; a longer one is several
 MOST = 64  # programs of one session
 MOST_SLOTS = 4096
-
-
-@dataclass(slots=True)
-class Row:
-    """One instruction of a worker: the op it belongs to, its definition and its operands."""
-
-    seq: int
-    define: Define
-    operands: list
-
-    def ids(self) -> tuple[list[int], list[int]]:
-        """Tensors it reads (and may write in place), and those it makes."""
-        payload, operands = self.define.payload, self.operands
-        if self.define.kind == "op":
-            count = payload["tensors"]
-            return operands[:count], operands[count + payload["values"] :]
-        names = KINDS[self.define.kind][0]
-        made = [i for name, i in zip(names, operands, strict=True) if name == "dst"]
-        return [i for name, i in zip(names, operands, strict=True) if name in ("src", "tensor")], made
-
-
-@dataclass(slots=True)
-class Tape:
-    """What has been planned and sent since RECORD."""
-
-    slot: int
-    inputs: list[Tensor]
-    before: dict[int, Layout | None]  # layout of every tensor there was
-    journal: list[Planned] = field(default_factory=list)
-    code: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))
-    constants: list[tuple[list[int], int]] = field(default_factory=list)  # uploads kept for it: workers and name
-    defines: dict[int, Define] = field(default_factory=dict)
-
-    def keep(self, workers: list[int], name: int) -> None:
-        self.constants.append((workers, name))
 
 
 @dataclass(slots=True)
@@ -138,24 +106,26 @@ class Programs:
 
     # ---- sealing
 
-    def seal(self, number: int, carried: Sequence, seed: int, counter: int) -> dict:
+    def seal(self, message: Seal) -> dict:
         """Make a program of the tape; the body of the answer."""
-        s = self.s
+        s, number = self.s, message.program
         s.emitter.seq = s.emitter.base = s.cluster.seq
         tape = self._stop()
         if tape is None:
             raise ProtocolError(f"Seal.program is {number}, and nothing was recorded")
         if number in self.all or len(self.all) >= MOST:
             raise ProtocolError(f"Seal.program is {number}, which there is already, or one of more than {MOST}")
-        pairs = _pairs(carried, s.table.rows)
+        pairs = _pairs(message.carried, s.table.rows)
         why = self._prevents(tape, pairs)
+        order: dict = {}
         if why:
             self._free(tape.constants)
         else:
-            self._make(number, tape, pairs, seed, counter)
+            order = arrange(tape, message.schedule) if message.schedule else {}
+            self._make(tape, pairs, message)
         s.cut()
         counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
-        return {"why": why, "ops": len(tape.journal), "instructions": counts}
+        return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order}
 
     def _prevents(self, tape: Tape, pairs: list[tuple[int, int]]) -> str:
         """Why this tape cannot be a program, or "" if it can."""
@@ -175,7 +145,7 @@ class Programs:
                 return "a value is read within it"
         return ""
 
-    def _make(self, number: int, tape: Tape, pairs: list[tuple[int, int]], seed: int, counter: int) -> None:
+    def _make(self, tape: Tape, pairs: list[tuple[int, int]], message: Seal) -> None:
         s = self.s
         index = {row.seq: n for n, row in enumerate(tape.journal)}
         offset, alias = s.emitter.offset, s.emitter.common("alias")
@@ -183,14 +153,14 @@ class Programs:
         carried = [(offset + read, offset + made) for read, made in pairs]
         code: dict[int, list[Define]] = {}
         for worker, rows in tape.code.items():
-            writer = _Writer(index, lasting, seed, counter)
+            writer = _Writer(index, lasting, message.seed, message.counter, tape.names)
             writer.write([row for row in rows if row.define.kind != "upload"])
             held = {i for row in rows for i in row.ids()[1]}
             writer.alias(alias, [(made, read) for read, made in carried if made in held])
             code[worker] = [s.emitter.define("program", part) for part in writer.parts]
         for read, made in pairs:
             self._alias(made, read)
-        self.all[number] = self._program(tape, code, [s.table.rows[read].storage for read, _ in pairs])
+        self.all[message.program] = self._program(tape, code, [s.table.rows[read].storage for read, _ in pairs])
 
     def _program(self, tape: Tape, code: dict[int, list[Define]], carried: list[Storage]) -> Program:
         rows = self.s.table.rows
@@ -281,11 +251,13 @@ def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:
 class _Writer:
     """One worker's stream of a program. index: op by sequence number; lasting: tensors that are there afterwards."""
 
-    def __init__(self, index: dict[int, int], lasting: set[int], seed: int, counter: int) -> None:
-        self.index, self.lasting, self.seed, self.counter = index, lasting, seed, counter
+    def __init__(self, index: dict[int, int], lasting: set[int], seed: int, counter: int, names: dict[int, str]) -> None:
+        self.index, self.lasting, self.seed, self.counter, self.names = index, lasting, seed, counter, names
         self.parts: list[dict] = []
         self._code: list = []
         self._randoms: list[int] = []
+        self._actions: list[list] = []
+        self._name = ""
         self._at = 0  # the op that is being written
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -313,6 +285,10 @@ class _Writer:
 
     def _row(self, row: Row) -> None:
         self._at = self.index.get(row.seq, self._at)
+        name = self.names.get(id(row), "")
+        if name != self._name:
+            self._name = name
+            self._actions.append([len(self._code), name])
         payload, operands = row.define.payload, list(row.operands)
         if row.define.kind == "op" and payload["random"] is not None:
             place = payload["tensors"] + payload["values"] - 2
@@ -329,5 +305,6 @@ class _Writer:
 
     def _end(self) -> None:
         if self._code:
-            self.parts.append({"code": self._code, "randoms": self._randoms})
-            self._code, self._randoms = [], []
+            made = {"code": self._code, "randoms": self._randoms, "actions": self._actions, "part": len(self.parts)}
+            self.parts.append(made)
+            self._code, self._randoms, self._actions = [], [], [[0, self._name]] if self._name else []

@@ -51,8 +51,9 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "alias": (("src", "dst"), ()),  # dst names the same tensor
     "fill": (("dst",), ("shape", "stride", "dtype")),  # a placeholder of zeros
     # A recorded stream, carried out at once. randoms: places in `code` of a seed and, after it, a counter, which is relative
-    # to the one given
-    "program": (("seed", "counter"), ("code", "randoms")),
+    # to the one given. actions: [place, name] where an action of a schedule begins ("" for what is between two). A long one
+    # is several, the part-th of them
+    "program": (("seed", "counter"), ("code", "randoms", "actions", "part")),
 }
 
 

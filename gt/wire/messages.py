@@ -50,7 +50,7 @@ class Ops(Message):
     """Client -> dispatcher. A batch of the op stream; answered by Ack (credit).
 
     seq: number of the batch, from 0. templates: [number, Template.wire()] in use from here on. origins: [number, file,
-    line, group, backward]. code: see ir.instr. Frames: the bytes of inline uploads, by index.
+    line, group, backward, micro-batch or -1]. code: see ir.instr. Frames: the bytes of inline uploads, by index.
     """
 
     seq: int
@@ -79,12 +79,14 @@ class Describe(Message):
 class Seal(Message):
     """Client -> dispatcher: what was recorded since RECORD is `program` from now on. Answered by Report or Failed.
 
-    carried: [[read, made], ...]: the next replay reads what this one made. seed, counter: of random numbers when it began.
-    Report.body: {"why": "" or what prevents it, "ops": how many it has, "instructions": by worker}.
+    schedule: name of the order in which micro-batches pass the stages, "" for that of the calls. carried: [[read, made],
+    ...]: the next replay reads what this one made. seed, counter: of random numbers when it began. Report.body: {"why": ""
+    or what prevents it, "ops": how many it has, "instructions": by worker, "schedule": what came of it, {} without one}.
     """
 
     request: int
     program: int
+    schedule: str
     carried: list
     seed: int
     counter: int

@@ -19,7 +19,7 @@ from gt.worker.engine.base import Engine
 from gt.worker.pieces import as_boxes
 from gt.worker.pieces import local as local_shape
 from gt.worker.plane.base import PeerGone, Plane
-from gt.worker.program import Row, program
+from gt.worker.program import Row, Stamp, program
 from gt.worker.steps import Binder, Blank, Step, Worker
 from gt.worker.store import Cancelled, Uploads
 
@@ -45,6 +45,7 @@ class Executor:
         self._send = send
         self._steps: dict[int, tuple[Step, int]] = {}  # number -> what to call, numbers it takes in the stream
         self._made: dict[int, tuple[str, list[Blank]]] = {}  # number -> its kind and outputs, for placeholders
+        self._stamps: dict[str, Stamp] = {}  # actions of the last replay that had any
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
         self._base = self._place = 0
 
@@ -55,7 +56,7 @@ class Executor:
             made = _made(define)
             try:
                 if define.kind == "program":
-                    step = program(define.payload, self._steps, self.tensors, self._play)
+                    step = program(define.payload, self._steps, self.tensors, self._play, self._stamps)
                 else:
                     step = BIND[define.kind](self.worker, define.payload)
             except Exception as error:
@@ -119,6 +120,7 @@ class Executor:
             "live_tensors": len(held),
             "live_bytes": sum(memory.values()),
             "definitions": len(self._steps),
+            "actions": sorted(self._stamps.values(), key=lambda stamp: stamp[1]),
             **self.worker.plane.counters(),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
 from gt.errors import ProtocolError
@@ -42,18 +43,45 @@ def _freeing(ids: tuple[int, ...], tensors: dict[int, Any]) -> Step:
     return step
 
 
+Stamp = tuple[str, float, float]  # an action, its start and end in seconds of the monotonic clock
+
+
 def program(
-    payload: dict[str, Any], steps: Bound, tensors: dict[int, Any], play: Callable[[list[Row], list, int], None]
+    payload: dict[str, Any],
+    steps: Bound,
+    tensors: dict[int, Any],
+    play: Callable[[list[Row], list, int], None],
+    stamps: dict[str, Stamp],
 ) -> Step:
-    """The step that carries out a program: `play(rows, code, offset of its seqs)`."""
+    """The step that carries out a program: `play(rows, code, offset of its seqs)`, action by action.
+
+    stamps: when the actions of the newest replay were.
+    """
     code = list(payload["code"])
-    found = rows(code, steps, tensors)
+    parts = _cut(rows(code, steps, tensors), payload["actions"])
     randoms = [(place, code[place + 1]) for place in payload["randoms"]]
 
     def step(stream: list, at: int) -> None:
         seed, counter = stream[at], stream[at + 1]
         for place, relative in randoms:
             code[place], code[place + 1] = seed, counter + relative
-        play(found, code, stream[at - 1])
+        if not payload["part"]:
+            stamps.clear()
+        for name, part in parts:
+            start = monotonic()
+            play(part, code, stream[at - 1])
+            if name:
+                stamps[name] = (name, stamps[name][1] if name in stamps else start, monotonic())
 
     return step
+
+
+def _cut(found: list[Row], actions: Sequence) -> list[tuple[str, list[Row]]]:
+    """Rows by action."""
+    parts: list[tuple[str, list[Row]]] = [("", [])]
+    begins = dict(actions)
+    for row in found:
+        if row[0] in begins:
+            parts.append((begins[row[0]], []))
+        parts[-1][1].append(row)
+    return [(name, part) for name, part in parts if part]

@@ -1,0 +1,133 @@
+"""Captured steps in every schedule: the bits of eager mode, actions in the schedule's order, memory as it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_parity import mini
+
+import gt
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CALLS, PARTS = 5, 4
+
+
+def stages(*workers: int) -> str:
+    """A config with these stages."""
+    return "".join(f"pp_stage{n}: {{shard: {{axis: 0, workers: [{w}]}}}}\n" for n, w in enumerate(workers))
+
+
+@pytest.fixture(scope="module")
+def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    tokens = torch.randint(64, (CALLS, 8, 17))
+    return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
+
+
+def trained(data: list, compile: Callable[[Callable], Callable]) -> tuple[Any, list[torch.Tensor]]:
+    """A plain loop over micro-batches; the step, then losses and weights."""
+    torch.manual_seed(0)
+    gt.manual_seed(0)
+    model = mini(gt.signal.groups()).to("remote")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros((), device="remote")
+        for a, b in gt.microbatches((x, y), PARTS):
+            loss = model(a, b) / PARTS
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        return total
+
+    run = compile(step)
+    losses = [run(x, y) if run is not step else step(x.to("remote"), y.to("remote")) for x, y in data]
+    return run, [t.detach().cpu() for t in (*losses, *model.parameters())]
+
+
+WIDTHS = {"tp2pp2": 2, "dp2pp2": 2, "dp2tp2pp2": 4}  # workers of a stage
+CASES = [
+    *[(config, name) for config in ("pp2", "pp4", "tp2pp2", "dp2pp2") for name in ("gpipe", "1f1b", "zb-h1")],
+    *[(stages(0, 1, 0, 1), name) for name in ("interleaved", "gpipe", "auto")],
+    (stages(0, 1, 1, 0), "zb-v"),
+    ("dp2tp2pp2", "zb-h1"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "name"), CASES)
+@pytest.mark.usefixtures("plain_threads", "session")
+def test_every_schedule_has_the_bits_of_eager_mode(config: str, name: str, session: Callable, data: list) -> None:
+    session(config if "\n" in config else CONFIGS / f"{config}.yaml")
+    _, want = trained(data, lambda step: step)
+    run, got = trained(data, lambda step: gt.compile(step, schedule=name))
+    (program,) = run._programs
+    order = program.answer["schedule"]
+    assert program.replays >= CALLS - 3 and not order["why"], run.explain()
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    planned = [line.split(",") for line in order["rows"].split()]
+    count = len(planned) * WIDTHS.get(config, 1)  # of this session
+    ran = [[row[0] for row in worker["actions"]] for worker in gt.stats()["workers"]][:count]
+    assert all(ran.count(row) == count // len(planned) for row in planned), ran
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("plain_threads", "session")
+def test_what_is_no_pipeline_says_so_and_runs_in_order(session: Callable, data: list, caplog: pytest.LogCaptureFixture) -> None:
+    session(CONFIGS / "tp2.yaml")
+    _, want = trained(data, lambda step: step)
+    run, got = trained(data, lambda step: gt.compile(step, schedule="1f1b"))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert "schedule 1f1b is not used: there is one stage only" in caplog.text and "one stage only" in run.explain()
+
+
+def test_a_schedule_that_is_none_is_an_error_at_once() -> None:
+    with pytest.raises(ValueError, match=r"'1f2b' is not known: want one of gpipe, 1f1b"):
+        gt.compile(lambda: None, schedule="1f2b")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("plain_threads", "session")
+def test_large_messages_and_unlike_stages_do_not_block_one_another(session: Callable) -> None:
+    """Activations of many slots, sent both ways at once, on stages of very different cost."""
+    session(stages(0, 1, 2, 3))
+    torch.manual_seed(0)
+    widths = [1, 4, 1, 2]
+    weights = [torch.randn(256, 256) / 20 for _ in range(sum(widths))]
+    batch = torch.randn(16384, 256)
+
+    def train(name: str | None) -> list[torch.Tensor]:
+        held = [torch.nn.Parameter(w.to("remote")) for w in weights]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            for w in held:
+                w.grad = None
+            total = torch.zeros((), device="remote")
+            for part in gt.microbatches(x, 8):
+                rest = iter(held)
+                for n, depth in enumerate(widths):
+                    with gt.signal.context(f"pp_stage{n}"):
+                        for _ in range(depth):
+                            part = torch.tanh(part @ next(rest))
+                        if n == 3:
+                            loss = part.square().mean()
+                loss.backward()
+                total = total + loss.detach()
+            return total
+
+        run = gt.compile(step, schedule=name) if name else step
+        losses = [run(batch if name else batch.to("remote")) for _ in range(4)]
+        if name:
+            assert not run._programs[0].answer["schedule"]["why"]
+        return [t.detach().cpu() for t in (*losses, *[w.grad for w in held])]
+
+    want = train(None)
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        for a, b in zip(train(name), want, strict=True):
+            assert torch.equal(a, b)
