@@ -18,7 +18,7 @@ from gt.dispatcher.core import Core
 from gt.dispatcher.events import Close, Malformed, PeerLost, Received, Send, Tick
 from gt.dispatcher.stream import BASE_BITS
 from gt.errors import ProtocolError
-from gt.ir.instr import FORGET, FREE, Define
+from gt.ir.instr import DISCARD, DROP, FORGET, FREE, LAUNCH, RECORD, Define
 from gt.wire import codec
 from gt.wire.link import hello
 from gt.wire.messages import (
@@ -44,6 +44,7 @@ from gt.wire.messages import (
     Reject,
     Report,
     Run,
+    Seal,
     Stats,
     Took,
     Trouble,
@@ -150,6 +151,7 @@ class Liar:
         self.numbers = 16
         self.ids: list[tuple[int, str]] = []  # and what each is said to be
         self.next_id = 1
+        self.sealed: list[int] = []
 
     def hello(self) -> Hello:
         rng = self.rng
@@ -208,11 +210,37 @@ class Liar:
             code += [FREE, rng.choice([len(freed)] * 20 + [1 << 40, -3]), *freed]
         if rng.random() < 0.1:
             code += [1, self.id()]
+        code = self.recorded(code)
         if rng.random() < 0.05:
             code = [c for c in mutated(rng, code) if isinstance(c, (int, float))] if code else code
         seq = self.batch if rng.random() < 0.97 else rng.choice([0, self.batch + 1, 1 << 62])
         self.batch += 1
         return Ops(seq, templates, origins, code), tuple(frames)
+
+    def recorded(self, code: list) -> list:
+        """With beginnings, ends and replays of programs about it."""
+        rng, some = self.rng, [i for i, _ in self.ids[-3:]]
+        if rng.random() < 0.15:
+            code = [RECORD, rng.randrange(4), rng.choice([len(some)] * 20 + [1 << 40, -1]), *some, *code]
+        if rng.random() < 0.1:
+            code = [*code, rng.choice([DISCARD, RECORD])]
+        if rng.random() < 0.2:
+            code = [*code, LAUNCH, self.program(), rng.choice([0, 7, 1 << 62]), rng.choice([0, -1, 1 << 60])]
+        return [*code, DROP, self.program()] if rng.random() < 0.02 else code
+
+    def program(self) -> Any:
+        rng = self.rng
+        return rng.choice(self.sealed) if self.sealed and rng.random() < 0.95 else rng.choice([1, -1, 99, 0.5])
+
+    def seal(self) -> Seal:
+        rng = self.rng
+        number = len(self.sealed) + 1
+        self.sealed.append(number)
+        carried = [[self.id(), self.id()] for _ in range(rng.choice([0, 0, 0, 1, 2]))]
+        if rng.random() < 0.05:
+            carried = mutated(rng, carried) if carried else [[]]
+        schedule = rng.choice(["", "", "1f1b", "zb-v", "auto", "no schedule"])
+        return Seal(rng.randrange(1 << 30), number, schedule, carried, rng.choice([0, 7]), rng.choice([0, 5, -1]))
 
     def op(self, number: int, form: Any, frames: list) -> list:
         rng = self.rng
@@ -252,7 +280,7 @@ class Liar:
         request = rng.choice([rng.randrange(1 << 30), 1, -1])
         kinds: list[Message] = [
             Fetch(request, self.as_int(self.id())), Describe(request, [self.id() for _ in range(rng.randrange(3))]),
-            Inspect(request, self.as_int(self.id())), Stats(request), Host(rng.randrange(100), 0, 10 << 30),
+            Inspect(request, self.as_int(self.id())), Stats(request), Host(rng.randrange(100), 0, 10 << 30), self.seal(),
         ]  # fmt: skip
         if dice > 0.98:
             return self.anything()

@@ -9,24 +9,20 @@ afterwards: an order that would change a value is not taken.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gt.dispatcher import schedule
+from gt.dispatcher.depends import COLLECTIVES, Unfit, check, flow, viewed, written
 from gt.dispatcher.failures import Planned
 from gt.dispatcher.plan.groups import stem
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ConfigError
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LATE = (float("inf"), 0)  # after all actions
 EARLY = (-1.0, 0)  # before them
 SENT = frozenset((0, 1))  # leads to another stage, which is more than one end
-
-
-class Unfit(Exception):
-    """Why a step is not a pipeline."""
 
 
 class Key(NamedTuple):
@@ -77,8 +73,8 @@ def arrange(tape: Tape, name: str) -> dict:
         _when(parts, found, split)
         code = {worker: [p.row for p in sorted(mine, key=lambda p: (*p.when, p.number))] for worker, mine in parts.items()}
         for worker, mine in parts.items():
-            _check(worker, [p.row for p in mine], code[worker], ops)
-        _flow(code)
+            check(worker, [p.row for p in mine], code[worker], ops)
+        flow(code)
     except (Unfit, ConfigError) as error:
         return {"name": name, "why": str(error)}
     tape.code.update(code)
@@ -320,7 +316,7 @@ def _mark(rows: Sequence[Part], ops: dict[int, Planned], chain: set[Part]) -> No
         if part.key is None or not part.key.backward:
             continue
         reads, makes = part.row.ids()
-        touched = {bases[id(part), i] for i in makes} | {bases[id(part), reads[k]] for k in _written(part.row, ops)}
+        touched = {bases[id(part), i] for i in makes} | {bases[id(part), reads[k]] for k in written(part.row, ops)}
         found: frozenset[int] = frozenset().union(*[leads.get((part.key, base), frozenset()) for base in touched])
         if part.row.define.kind == "send" or part in chain or any(stages[base] - {part.key.stage} for base in touched):
             found = SENT
@@ -339,91 +335,8 @@ def _bases(rows: Sequence[Part]) -> dict[tuple[int, int], int]:
     for part in rows:
         reads, makes = part.row.ids()
         found.update({(id(part), i): memory.get(i, i) for i in reads})
-        views = _viewed(part.row)
+        views = viewed(part.row)
         for n, i in enumerate(makes):
             memory[i] = memory.get(reads[views[n]], reads[views[n]]) if n in views else -id(part) * 64 - n
             found[id(part), i] = memory[i]
     return found
-
-
-# ---- what depends on what
-
-
-def _check(worker: int, old: Sequence[Row], new: Sequence[Row], ops: dict[int, Planned]) -> None:
-    """Unfit unless every row finds what it found before: the same makers of what it reads, and memory as often written."""
-    if (was := _seen(old, ops)) != (now := _seen(new, ops)):
-        row = next(row for row in old if was[id(row)] != now[id(row)])
-        op = ops.get(row.seq)
-        where = f"{op.origin.file}:{op.origin.line} {op.known.name}" if op is not None else row.define.kind
-        raise Unfit(f"{where} on worker {worker} uses what another micro-batch or stage has written: the order matters")
-
-
-def _seen(rows: Sequence[Row], ops: dict[int, Planned]) -> dict[int, list]:
-    """Of each row, of each operand: who made it, and how often its memory had been written."""
-    maker: dict[int, int] = {}
-    memory: dict[int, int] = {}  # id -> the row (or id) that made the memory it views
-    written: dict[int, int] = defaultdict(int)
-    found: dict[int, list] = {}
-    for row in rows:
-        reads, makes = row.ids()
-        found[id(row)] = [(maker.get(i), memory.get(i, i), written[memory.get(i, i)]) for i in reads]
-        for k in _written(row, ops):
-            written[memory.get(reads[k], reads[k])] += 1
-        views = _viewed(row)
-        for n, i in enumerate(makes):
-            maker[i] = id(row)
-            base = views.get(n)
-            memory[i] = memory.get(reads[base], reads[base]) if base is not None else -id(row) * 64 - n
-    return found
-
-
-def _viewed(row: Row) -> dict[int, int]:
-    """Of its outputs that are views: which operand they view."""
-    if row.define.kind == "alias":
-        return {0: 0}
-    if row.define.kind != "op":
-        return {}
-    made = [out for out in row.define.payload["outs"] if out[0] in ("new", "view")]
-    return {n: out[2] for n, out in enumerate(made) if out[0] == "view"}
-
-
-def _written(row: Row, ops: dict[int, Planned]) -> Iterable[int]:
-    """Operands that it changes in place."""
-    if row.define.kind == "all_reduce":
-        return (0,)
-    if row.define.kind != "op":
-        return ()
-    payload, op = row.define.payload, ops.get(row.seq)
-    if op is not None and op.known.template.op == payload["op"] and payload["tensors"] == len(op.known.template.ins):
-        return op.known.template.writes
-    name = payload["op"].split(".")[1]
-    changes = name.endswith("_") or name.startswith(("_fused_", "_foreach_")) or "batch_norm" in name
-    return range(payload["tensors"]) if changes else [out[2] for out in payload["outs"] if out[0] == "same"]
-
-
-def _flow(code: dict[int, list[Row]]) -> None:
-    """Unfit unless all messages and collectives meet, even if nobody goes on before its message is taken."""
-    todo = {worker: [step for row in reversed(rows) for step in reversed(_steps(worker, row))] for worker, rows in code.items()}
-    able = list(todo)
-    while able:
-        worker = able.pop()
-        while todo[worker]:
-            members = todo[worker][-1][0]
-            if any(m not in todo or not todo[m] or todo[m][-1] != todo[worker][-1] for m in members):
-                break
-            for m in members:
-                todo[m].pop()
-            able += [m for m in members if m != worker]
-    stuck = {worker: steps[-1] for worker, steps in todo.items() if steps}
-    if stuck:
-        raise Unfit(f"workers would wait for each other: {stuck}")
-
-
-def _steps(worker: int, row: Row) -> list[tuple]:
-    """Who has to come together for a row, one after the other, and for what."""
-    payload, kind = row.define.payload, row.define.kind
-    if kind == "send":
-        return [((worker, payload["channel"]["peer"]), "message")]
-    if kind in ("recv", "merge"):
-        return [((channel["peer"], worker), "message") for channel, _ in payload["parts"]]
-    return [(tuple(payload["team"]["workers"]), kind)] if kind in COLLECTIVES else []

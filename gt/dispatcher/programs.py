@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 17  # numbers of one definition of a program; a longer one is several
 MOST = 64  # programs of one session
+MOST_ROWS = 1 << 22  # instructions that are kept for a session, in programs and while one is recorded
 MOST_SLOTS = 4096
 
 
@@ -40,6 +41,7 @@ class Program:
     writes: list[Storage]
     makes: list[Storage]
     constants: list[tuple[list[int], int]]
+    size: int
     launches: int = 0
 
 
@@ -50,7 +52,7 @@ class Programs:
         self.s = session
         self.tape: Tape | None = None
         self.all: dict[int, Program] = {}
-        self.launches = 0
+        self.launches = self.kept = 0  # replays, and instructions of all programs
         self._hints: dict[int, list[Layout | None]] = {}  # slot -> how its inputs came to lie
 
     # ---- recording
@@ -93,6 +95,9 @@ class Programs:
         tape = self.tape
         if tape is None:
             return
+        if self.kept + tape.size > MOST_ROWS:
+            tape.code.clear()
+            return
         rows, at = tape.code[worker], 0
         while at < len(code):
             number = code[at]
@@ -103,6 +108,7 @@ class Programs:
             end = at + 2 + define.operands
             rows.append(Row(base + code[at + 1], define, list(code[at + 2 : end])))
             at = end
+            tape.size += 1
 
     # ---- sealing
 
@@ -129,6 +135,10 @@ class Programs:
 
     def _prevents(self, tape: Tape, pairs: list[tuple[int, int]]) -> str:
         """Why this tape cannot be a program, or "" if it can."""
+        if self.kept + tape.size > MOST_ROWS:
+            return f"it has too many instructions: {tape.size}, {self.kept} are kept already and at most {MOST_ROWS} can be"
+        if not tape.journal:
+            return "no op was recorded"
         if self.s.troubled:
             return "an op failed, or a worker is lost"
         for tensor_id, layout in tape.before.items():
@@ -160,6 +170,7 @@ class Programs:
             code[worker] = [s.emitter.define("program", part) for part in writer.parts]
         for read, made in pairs:
             self._alias(made, read)
+        self.kept += tape.size
         self.all[message.program] = self._program(tape, code, [s.table.rows[read].storage for read, _ in pairs])
 
     def _program(self, tape: Tape, code: dict[int, list[Define]], carried: list[Storage]) -> Program:
@@ -172,7 +183,7 @@ class Programs:
         layouts = [(t, t.layout) for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None]
         uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
         journal = [Planned(n, row.known, row.origin, (), (), ()) for n, row in enumerate(tape.journal)]
-        return Program(code, [*uses], journal, layouts, [*reads], [*writes], [*makes], tape.constants)
+        return Program(code, [*uses], journal, layouts, [*reads], [*writes], [*makes], tape.constants, tape.size)
 
     def _alias(self, source: int, target: int) -> None:
         """Now too, so that the first replay reads what the recorded call made."""
@@ -230,6 +241,7 @@ class Programs:
         program = self.all.pop(number, None) if type(number) is int else None
         if program is None:
             raise ProtocolError(f"Ops.code drops {number!r:.40}, which is no program")
+        self.kept -= program.size
         self._free(program.constants)
 
     def close(self) -> None:

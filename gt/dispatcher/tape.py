@@ -42,6 +42,7 @@ class Tape:
     before: dict[int, Layout | None]  # layout of every tensor there was
     journal: list[Planned] = field(default_factory=list)
     code: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    size: int = 0  # instructions
     names: dict[int, str] = field(default_factory=dict)  # row (by identity) -> the action of a schedule that it belongs to
     constants: list[tuple[list[int], int]] = field(default_factory=list)  # uploads kept for it: workers and name
     defines: dict[int, Define] = field(default_factory=dict)
