@@ -32,13 +32,13 @@ def _seen(rows: Sequence[Row], ops: dict[int, Planned]) -> dict[int, list]:
     """Of each row, of each operand: who made it, and how often its memory had been written."""
     maker: dict[int, int] = {}
     memory: dict[int, int] = {}  # id -> the row (or id) that made the memory it views
-    written: dict[int, int] = defaultdict(int)
+    times: dict[int, int] = defaultdict(int)  # that memory was written
     found: dict[int, list] = {}
     for row in rows:
         reads, makes = row.ids()
-        found[id(row)] = [(maker.get(i), memory.get(i, i), written[memory.get(i, i)]) for i in reads]
+        found[id(row)] = [(maker.get(i), memory.get(i, i), times[memory.get(i, i)]) for i in reads]
         for k in written(row, ops):
-            written[memory.get(reads[k], reads[k])] += 1
+            times[memory.get(reads[k], reads[k])] += 1
         views = viewed(row)
         for n, i in enumerate(makes):
             maker[i] = id(row)
