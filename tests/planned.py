@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from gt.client import runtime
 from gt.dispatcher.core import Core
-from gt.dispatcher.events import Log, Received, Send
+from gt.dispatcher.events import MARK, Lines, Received, Send
 from gt.ir.text import PlanLine, parse
 from gt.wire.link import hello
 from gt.wire.messages import Done, Failed, Need, Ops, Run
@@ -25,6 +25,7 @@ class PlanSession:
     def __init__(self, config: str, workers: int) -> None:
         self.core = Core(logging=True)
         self.lines: list[PlanLine] = []
+        self.rows: list[str] = []  # of the instruction log
         self.errors: list[dict] = []
         self.needs: list[Need] = []
         self.runs: list[tuple[bytes, Run]] = []
@@ -41,8 +42,10 @@ class PlanSession:
         pending = [event]
         while pending:
             for action in self.core.handle(pending.pop(0)):
-                if isinstance(action, Log) and action.kind == "WORKER_SEND":
-                    self.lines.append(parse(action.text))
+                if isinstance(action, Lines):
+                    rows = action.text.split(MARK)[1:]
+                    self.rows += rows
+                    self.lines += [parse(plan_of(row)) for row in rows if row.split()[1] == "WORKER_SEND"]
                 elif isinstance(action, Send) and isinstance(action.message, Run):
                     self.runs.append((action.peer, action.message))
                     if not self.slow:
@@ -77,6 +80,11 @@ class PlanSession:
     def text(self) -> str:
         runtime.current().flush()
         return "\n".join(map(str, self.lines))
+
+
+def plan_of(row: str) -> str:
+    """The plan's text in a line of the instruction log."""
+    return row[row.index(" %") + 1 :].rpartition(" @ ")[0]
 
 
 @contextmanager

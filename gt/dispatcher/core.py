@@ -7,20 +7,19 @@ place is refused with an error that names the field, and everybody else goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from gt import errors
 from gt.dispatcher.admission import Admission, Waiting, shared_out, worker_info
 from gt.dispatcher.cluster import Cluster, Worker
-from gt.dispatcher.events import Action, Close, Event, Log, Malformed, Peer, PeerLost, Received, Send, Tick
+from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, Peer, PeerLost, Received, Send, Tick
 from gt.dispatcher.failures import op_failed, worker_lost
-from gt.dispatcher.intake import CREDIT, Origin
-from gt.dispatcher.plan.known import Known
+from gt.dispatcher.intake import CREDIT
 from gt.dispatcher.requests import MOST
+from gt.dispatcher.scribe import Page, Scribe
 from gt.dispatcher.sessions import Session
 from gt.dispatcher.watch import Survey, Watch, counters
 from gt.errors import GTError, ProtocolError, Refused, SystemFailure
-from gt.ir.text import PlanLine
 from gt.log import Sparse
 from gt.wire.link import examine
 from gt.wire.messages import (
@@ -70,6 +69,7 @@ class Core:
         self.watch = Watch(self.cluster, heartbeat)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
+        self._page = Page()  # of the instruction log
         self._next_session = 0
         self._now = 0.0
         self._on: dict[type[Message], Callable] = {
@@ -90,6 +90,7 @@ class Core:
             self._refuse(event.peer, ProtocolError(event.reason))
         elif isinstance(event, Tick):
             self._tick()
+        self._turn_page()
         return self._actions
 
     def check(self) -> None:
@@ -113,7 +114,13 @@ class Core:
 
     def _log(self, kind: str, peer: str, text: str = "", **fields: object) -> None:
         if self.logging:
+            self._turn_page()
             self._actions.append(Log(kind, peer, text, fields))
+
+    def _turn_page(self) -> None:
+        """What scribes have written so far comes before what comes next."""
+        if self._page.forms:
+            self._actions.append(Lines(self._page.take()))
 
     def _name(self, peer: Peer) -> str:
         if peer in self.workers:
@@ -233,7 +240,7 @@ class Core:
         self._next_session += 1
         self.sessions[client.peer] = session
         if self.logging:
-            self._watch(session)
+            session.scribe = session.emitter.scribe = Scribe(session, self._page)
         self._log("CONNECT", self._name(client.peer), f"client with {len(config.groups)} groups")
         names = [w.name for w in self.cluster.workers]
         self.send(client.peer, Welcome(session.number, self._name(client.peer), names, list(config.groups), CREDIT))
@@ -386,26 +393,3 @@ class Core:
             workers = [survey.reports[i] for i in sorted(survey.reports)]
             body = {"dispatcher": counters(survey.session, self.sent, self.received, self.relayed), "workers": workers}
             self.send(survey.session.peer, Report(survey.number, body))
-
-    # ---- the instruction log
-
-    def _watch(self, session: Session) -> None:
-        """Log every op that comes and every step that is planned."""
-        name = f"client{session.number}"
-
-        def where(origin: Origin) -> dict:
-            line = f"{origin.file}:{origin.line}" if origin.file else ""
-            return {"seq": session.emitter.seq, "group": origin.group, "origin": line}
-
-        def received(known: Known, origin: Origin, ins: Sequence[int]) -> None:
-            operands = " ".join(f"%{i}" for i in ins)
-            self._log("RECV", name, operands, op=known.template.op, **where(origin))
-
-        def planned(line: PlanLine) -> None:
-            workers = ",".join(self.cluster.workers[i].name for i in line.workers)
-            moved = line.note.partition(" B")[0]
-            fields = {"layout": line.layout, "bytes": int(moved) if moved.isdigit() else "", **where(session.origin)}
-            self._log("WORKER_SEND", workers, str(line), op=line.op.partition(" ")[0], **fields)
-
-        session.on_op = received
-        session.emitter.plan = planned

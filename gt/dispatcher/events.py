@@ -71,4 +71,14 @@ class Log:
     fields: dict = field(default_factory=dict)
 
 
-Action = Send | Close | Log
+MARK = "\0"  # where a line of Lines begins: it takes the time's place
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Lines of the instruction log that are formatted already, but for the time: many, since every op has some."""
+
+    text: str
+
+
+Action = Send | Close | Log | Lines

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import IO, Any
 
-from gt.dispatcher.events import Log
+from gt.dispatcher.events import MARK, Lines, Log
 
 COLUMNS = ("op", "group", "layout", "bytes")  # Log.fields shown by name, in this order; "seq" and "origin" have places
 _OWN = frozenset({*COLUMNS, "seq", "origin"})
 
 
-def line(entry: Log, elapsed: float, number: int) -> str:
-    """`elapsed seq kind peer op=.. group=.. layout=.. bytes=.. text @ file:line`; seq is the op's, else the line's."""
+def text(entry: Log, seq: Any) -> str:
+    """What follows the time: `seq kind peer op=.. group=.. layout=.. bytes=.. text @ file:line`."""
     fields: dict[str, Any] = entry.fields
-    parts = [f"{elapsed:12.6f} {fields.get('seq', number):>8} {entry.kind:<11} {entry.peer:<10}"]
+    parts = [f" {fields.get('seq', seq):>8} {entry.kind:<11} {entry.peer:<10}"]
     parts += [f"{name}={fields[name]}" for name in COLUMNS if fields.get(name) not in (None, "")]
     if "S(" in str(fields.get("layout", "")):
         parts.append("sharded")
@@ -27,16 +25,25 @@ def line(entry: Log, elapsed: float, number: int) -> str:
     return " ".join(parts) + "\n"
 
 
+def line(entry: Log, elapsed: float, number: int) -> str:
+    """A whole line; its number is the op's seq, else the line's."""
+    return f"{elapsed:12.6f}{text(entry, number)}"
+
+
 class Journal:
-    """Writes lines to a file, buffered; `flush` is called when there is time."""
+    """Writes lines to a file, buffered; `flush` is called when there is time. `at`: seconds since the server started."""
 
-    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: str) -> None:
         self._file: IO[str] = open(path, "w", buffering=1 << 16, encoding="utf-8")  # noqa: SIM115
-        self._clock, self._start, self._number = clock, clock(), 0
+        self._number = 0
 
-    def write(self, entry: Log) -> None:
-        self._file.write(line(entry, self._clock() - self._start, self._number))
+    def write(self, entry: Log, at: float) -> None:
+        self._file.write(line(entry, at, self._number))
         self._number += 1
+
+    def write_lines(self, lines: Lines, at: float) -> None:
+        self._file.write(lines.text.replace(MARK, f"{at:12.6f}"))
+        self._number += lines.text.count(MARK)
 
     def flush(self) -> None:
         self._file.flush()

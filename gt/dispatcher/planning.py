@@ -6,7 +6,7 @@ The common case, an op met before whose inputs lie as they did, is one dictionar
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gt.dispatcher.failures import Planned
@@ -43,6 +43,7 @@ class Plan:
     outs: tuple[Layout, ...]
     bound: list[Bound]
     direct: bool
+    forms: dict[Origin, tuple[str, str]] = field(default_factory=dict)  # its lines in the instruction log
 
 
 class Planner:
@@ -56,8 +57,15 @@ class Planner:
         plan = known.plans.get(_key(origin, ins))
         if plan is not None and plan.direct and not self.s.troubled:
             self.hits += 1
-            self.emit(known, plan, ins, [t.id for t in ins], values, outs)
-        elif self.s.placer.defers(known, ins, origin.meaning is not None):
+            ids = [t.id for t in ins]
+            if self.s.scribe is not None:
+                self.s.scribe.planned(known, plan, ids, outs, both=True)
+            self._write(known, plan, ins, ids, values, outs)
+            self._after(known, origin, ins, outs)
+            return
+        if self.s.scribe is not None:
+            self.s.scribe.received(known, origin, [t.id for t in ins])
+        if self.s.placer.defers(known, ins, origin.meaning is not None):
             self.s.placer.defer(known, ins, values, outs, self.s.upload_source(known, values, outs))
             return
         elif known.columns:
@@ -115,7 +123,12 @@ class Planner:
         self.s.mover.release([total])
 
     def emit(self, known: Known, plan: Plan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]) -> None:
-        """Write the instruction and enter the outputs."""
+        """Write the instruction, and say so; enter the outputs."""
+        if self.s.scribe is not None and outs:
+            self.s.scribe.planned(known, plan, brought, outs)
+        self._write(known, plan, ins, brought, values, outs)
+
+    def _write(self, known: Known, plan: Plan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]) -> None:
         emitter = self.s.emitter
         offset = emitter.offset
         if offset:
@@ -130,15 +143,6 @@ class Planner:
                 table.new(next(news), out.spec, layout)
             elif out.kind == "view":
                 table.view(next(news), out.spec, ins[out.of], layout, (known, values, index))
-        if emitter.plan is not None and outs:
-            self._lines(known, plan, brought, outs)
-
-    def _lines(self, known: Known, plan: Plan, brought: list[int], outs: list[int]) -> None:
-        name = known.template.op.removesuffix(".default")
-        for tensor_id, index in zip(outs, known.news, strict=True):
-            spec = known.template.outs[index].spec
-            text = spec.text() if spec else "?"
-            self.s.emitter.line(tensor_id, text, plan.outs[index], name, brought, self.s.note())
 
     def _after(self, known: Known, origin: Origin, ins: list[Tensor], outs: list[int]) -> None:
         """Versions, the journal, and what a failed input means."""

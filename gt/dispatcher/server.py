@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from gt import env
-from gt.dispatcher.events import Action, Close, Event, Log, Malformed, PeerLost, Received, Send, Tick
+from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, PeerLost, Received, Send, Tick
 from gt.dispatcher.journal import Journal
 from gt.errors import ProtocolError, Refused
 from gt.wire import codec
@@ -135,7 +135,7 @@ class Server:
 
     def _handle(self, event: Event) -> None:
         try:
-            self._perform(self._core.handle(event))
+            self._perform(self._core.handle(event), event.at)
         except Exception as error:  # a fault of ours ends the one session or worker it came with, not the server
             log.exception("%s of %s failed", type(event).__name__, getattr(event, "peer", b"").hex())
             if isinstance(event, (Received, Malformed)):
@@ -146,7 +146,7 @@ class Server:
         self._part(peer)
         self._handle(PeerLost(peer, reason, self._now()))
 
-    def _perform(self, actions: Iterable[Action]) -> None:
+    def _perform(self, actions: Iterable[Action], at: float) -> None:
         unfit: list[tuple[bytes, str]] = []
         for action in actions:
             if type(action) is Send:
@@ -160,8 +160,10 @@ class Server:
                 self._part(action.peer)
             elif type(action) is Log:
                 if self._journal is not None:
-                    self._journal.write(action)
+                    self._journal.write(action, at)
                 log.debug("%s %s %s", action.kind, action.peer, action.text)
+            elif type(action) is Lines and self._journal is not None:
+                self._journal.write_lines(action, at)
         for peer, reason in unfit:
             log.warning("%s is given up: %s", peer.hex(), reason)
             self._drop(peer, reason)

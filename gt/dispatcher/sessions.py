@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -27,6 +27,7 @@ from gt.dispatcher.plan.known import Known
 from gt.dispatcher.planning import Planner
 from gt.dispatcher.programs import Programs
 from gt.dispatcher.requests import Requests
+from gt.dispatcher.scribe import Scribe
 from gt.dispatcher.stream import TEMPORARY, Emitter
 from gt.dispatcher.tensors import Storage, Table, Tensor
 from gt.dispatcher.uploads import Uploads
@@ -93,7 +94,7 @@ class Session:
         self.troubled = False  # some storage may be failed: ops take the careful path
         self.unreported: deque[Cause] = deque()
         self.ops = self.uploaded = self.plan_hits = 0
-        self.on_op: Callable[[Known, Origin, Sequence[int]], None] | None = None
+        self.scribe: Scribe | None = None  # where an instruction log is kept
         self._layouts: dict[Layout, Layout] = {}
         self.known_names: set[str] = set()
         self._code: list = []
@@ -149,8 +150,6 @@ class Session:
                 if type(i) is not int or not 0 < i < TEMPORARY or i in rows:
                     raise ProtocolError(f"Ops.code has {i!r:.40} at {third} as the id of a new tensor")
             emitter.seq = cluster.seq
-            if self.on_op is not None:
-                self.on_op(known, origin, code[first:second])
             op(known, origin, ins, tuple(code[second:third]), code[third:at])
             cluster.seq += 1
             self.ops += 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from gt.dispatcher.cluster import MOST, Cluster, Worker
 from gt.dispatcher.plan.redistribute import Order, Step
+from gt.dispatcher.scribe import Scribe
 from gt.ir.instr import FORGET, FREE, Define
 from gt.ir.layout import Layout, Mesh
 from gt.ir.text import PlanLine
@@ -35,7 +36,7 @@ class Emitter:
         self.used: set[int] = set()  # workers this session has sent anything
         self.joined = False  # whether values have ever crossed between workers
         self.sent = 0
-        self.plan: Callable[[PlanLine], None] | None = None  # takes each line, where somebody wants them
+        self.scribe: Scribe | None = None  # where an instruction log is kept
         self.kept: dict[int, Define] | None = None  # while a program is recorded, what it names
         self._shared: dict[str, Define] = {}
         self._defined: dict[int, _Life] = {}
@@ -120,8 +121,8 @@ class Emitter:
 
     def line(self, tensor: int, spec: str, layout: Layout, op: str, ins: Sequence[int], note: str) -> None:
         """A line of the plan, if anyone reads them."""
-        if self.plan is not None:
-            self.plan(PlanLine(tensor, spec, str(layout), op, tuple(ins), layout.mesh.workers, note))
+        if self.scribe is not None:
+            self.scribe.step(PlanLine(tensor, spec, str(layout), op, tuple(ins), layout.mesh.workers, note))
 
 
 def lost_in(cluster: Cluster, mesh: Mesh) -> Worker | None:
