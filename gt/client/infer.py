@@ -13,11 +13,11 @@ import torch
 from gt.client import meta as metas
 from gt.client import runtime
 from gt.client.meta import Meta, dtype_name
-from gt.client.recorder import uninterrupted
 from gt.client.tensor import RemoteTensor, Shown
 from gt.errors import UnsupportedOp
 from gt.ir.ops import RANDOM
 from gt.ir.template import DEVICE, Arg, Const, Out, T, Template, V
+from gt.wire.signals import uninterrupted
 
 # kinds of argument
 TENSOR, CONST, VALUE, LIST, TENSORS, VALUES, TYPED = range(7)

@@ -7,15 +7,14 @@ hand-over takes the lock; in the main thread it also holds back Ctrl-C, or a bat
 from __future__ import annotations
 
 import itertools
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from gt.client.tensor import Lives
 from gt.ir.instr import FIRST, FREE
 from gt.ir.template import Template
+from gt.wire.signals import uninterrupted
 
 BATCH = 1400  # numbers in the buffer, about 256 ops
 TEMPLATES = 16384  # beyond so many, the table starts again
@@ -103,23 +102,3 @@ class Recorder:
             return
         del self._templates[: len(templates)], self._origins[: len(origins)], self._frames[: len(frames)]
         self.session.submit(templates, origins, code, frames)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold SIGINT back in the main thread; it is delivered on leaving."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    seen: list = []
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before):
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: seen.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if seen:
-            before(*seen[0])

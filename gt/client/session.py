@@ -118,7 +118,7 @@ class Session:
         """Queue a batch of the op stream, in order; the lists are the session's from now on. Never waits."""
         self._check()
         self._outbox.append((templates, origins, code, frames))
-        self._link.wake()
+        self._link.push()
 
     def has_credit(self) -> bool:
         return len(self._outbox) < BACKLOG
@@ -127,11 +127,15 @@ class Session:
         """Wait until the workers have caught up with what was submitted, so that a fast program cannot fill memory."""
         if self._link.inside or self.has_credit():
             return
-        with self._room:
-            while not self.has_credit() and self.failure is None and self._unraised is None:
-                self._room.wait()
+        if not self._link.lead(self._may_go_on):
+            with self._room:
+                while not self._may_go_on():
+                    self._room.wait()
         if not self.has_credit():
             self._raise_unraised()
+
+    def _may_go_on(self) -> bool:
+        return self.has_credit() or self.failure is not None or self._unraised is not None
 
     def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
         """(shape, dtype, bytes as a row-major uint8 array) of a tensor's value."""
@@ -193,11 +197,14 @@ class Session:
         self._pending[request] = pending
         try:
             self._outbox.append(question(request))
-            self._link.wake()
-            if self.failure is None:  # else it ended before it could see this request
+            # The first turn that is led sends it. A link that has ended saw this request, or ended before: then failure is set.
+            if self.failure is None and not self._link.lead(pending.done.is_set):
+                self._link.wake()
                 pending.done.wait()
         finally:
             self._pending.pop(request, None)
+            if self._pending:  # others wait for what this thread has taken in
+                self._link.resume()
             if pending.assembly is not None:
                 for key in pending.assembly.keys:
                     self._pieces.pop(key, None)

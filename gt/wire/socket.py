@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import socket as bsd
 import threading
 import time
@@ -26,6 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from gt.errors import DispatcherLost, Refused
 from gt.wire import codec
 from gt.wire.messages import MAX_BODY, Exit, Message
+from gt.wire.signals import uninterrupted
 
 log = logging.getLogger("gt.wire")
 
@@ -33,9 +35,12 @@ Frames = Sequence[Any]  # bytes-like, each of at most messages.CHUNK bytes
 QUEUE = 64  # messages that libzmq itself holds for a Dealer; more wait in our deque, where they cost a reference
 LINGER = 1.0  # seconds that closing waits for what is still to be sent
 TURN = 0.01  # seconds between calls of on_turn, at most
+SPIN = 0.001  # seconds that a leading thread stays awake if its last wait was shorter: waking a core takes longer than a turn
+STEP = 0.1  # seconds that a leading thread sleeps, at most
 _BURST = 256  # messages taken in before sends and idle work get their turn
 _GONE = zmq.EVENT_DISCONNECTED
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 _open_dealers: set[int] = set()
 
 
@@ -74,11 +79,16 @@ def _frames(sock: zmq.Socket) -> tuple[Any, ...]:
 
 
 class Dealer:
-    """A link to the dispatcher. Callbacks run in the link's I/O thread and must not wait for anything it brings.
+    """A link to the dispatcher. Callbacks must not wait for anything it brings.
 
     on_message(message, frames); on_lost(reason) once, when the dispatcher dies, stops answering for `heartbeat` seconds
-    or cannot be reached for `wait` seconds (None: tries for ever), and not after close(); on_turn() after each
-    wake-up, every 10 ms at the latest: it may call send.
+    or cannot be reached for `wait` seconds (None: tries for ever), and not after close(); on_turn() in each turn, every
+    10 ms at the latest: it may call send.
+
+    A turn is what has to be done at the socket: take in what came, call back, send. The link has a thread that takes turns;
+    a thread that sends (`push`) or waits (`lead`) takes them itself, which saves waking one thread to wake another. Then the
+    link's thread keeps aside for a while: it sleeps until its next turn is due, whatever comes. One thread at a time is at
+    the socket, and none leaves with something to do unless another is to come: libzmq signals once what came since.
     """
 
     def __init__(
@@ -98,9 +108,18 @@ class Dealer:
         self._endpoint = endpoint(address)
         self._queue: deque[list[Any]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing = self._over = self._deaf = False
+        self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the thread that leads
+        self._closing = self._over = self._deaf = self._stranger = False
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # held to ring the bell and to close it
+        self._lock = threading.Lock()  # held to ring a bell and to close it
+        self._using = threading.Lock()  # held to touch the socket
+        self._user = 0  # the thread that takes a turn
+        self._leading = threading.Lock()
+        self._leader = 0
+        self._quick = False  # whether the last wait of a leader was short
+        self._aside = 0.0  # until when the link's thread leaves what comes to others
+        self._fault: Exception | None = None  # of a turn in another thread
+        self._sock: zmq.Socket | None = None  # once connected, until closed
         self._thread = threading.Thread(target=self._main, name="gt-link", daemon=True)
         _open_dealers.add(id(self))
         self._thread.start()
@@ -130,18 +149,122 @@ class Dealer:
 
     @property
     def inside(self) -> bool:
-        """Whether the caller runs in the I/O thread."""
-        return threading.current_thread() is self._thread
+        """Whether the caller is called back by this link."""
+        return self._user == threading.get_ident()
 
     def wake(self) -> None:
-        """Have the I/O thread take a turn now."""
+        """Have the link's thread take a turn now."""
+        if not self.inside:
+            self._ring(self._bell)
+
+    def push(self) -> None:
+        """Take a turn now: here, unless another thread is at it."""
         if self.inside:
             return
+        if self._sock is None or self._turn_here() is not False:
+            self.wake()
+        else:
+            self._aside = time.monotonic() + TURN
+
+    def lead(self, done: Callable[[], bool], limit: float = float("inf")) -> bool:
+        """Take the turns until done(), for `limit` seconds at most; whether it is done. False too if another thread leads,
+        before there is a connection and after its end. A signal interrupts it."""
+        if self._sock is None or self.inside or not self._leading.acquire(blocking=False):
+            return done()
+        try:
+            self._leader = threading.get_ident()
+            self._take_the_lead(done, time.monotonic() + limit)
+        finally:
+            self._leader = 0
+            self._aside = time.monotonic() + TURN
+            self._leading.release()
+        return done()
+
+    def resume(self) -> None:
+        """Have the link's thread take in what comes at once again."""
+        self._aside = 0.0
+        self.wake()
+
+    def _take_the_lead(self, done: Callable[[], bool], end: float) -> None:
+        poller = select.poll()
+        poller.register(self._call, select.POLLIN)
+        poller.register(self._descriptor, select.POLLIN)
+        start = time.monotonic()
+        spin = start + SPIN if self._quick and self._on_turn is not None else start
+        while not done() and not self._over:
+            now = time.monotonic()
+            self._aside = now + 2 * STEP
+            more = self._turn_here()
+            if more is None:  # the link's thread is at it, and may be past what is to be sent now
+                self.wake()
+            if done() or self._over or now > end:
+                break
+            ready = poller.poll(0)
+            while not (ready or more) and time.monotonic() < spin:
+                os.sched_yield()
+                ready = poller.poll(0)
+            for fd, _ in ready or poller.poll(0 if more else min(STEP, max(0.0, end - now)) * 1000):
+                if fd == self._call:
+                    os.eventfd_read(fd)
+        self._quick = time.monotonic() - start < SPIN
+
+    def _turn_here(self) -> bool | None:
+        """A turn in the calling thread: whether something is left to do; None if none could be taken."""
+        with uninterrupted():
+            if not self._using.acquire(blocking=False):
+                return None
+            try:
+                return None if self._sock is None else self._turn(self._sock)
+            except Exception as error:
+                self._fault = error  # ends the link
+                self._ring(self._bell)
+                return None
+            finally:
+                self._using.release()
+
+    def _ring(self, bell: int) -> None:
         with self._lock:
             if not self._over and self._pid == os.getpid():
-                os.eventfd_write(self._bell, 1)
+                os.eventfd_write(bell, 1)
 
-    # ---- in the I/O thread
+    # ---- at the socket, one thread at a time
+
+    def _turn(self, sock: zmq.Socket) -> bool:
+        """Whether something is left to do at once."""
+        self._user = threading.get_ident()
+        try:
+            came = self._receive(sock)
+            if self._on_turn is not None:
+                self._on_turn()
+            self._transmit(sock)
+            if came and self._leader and self._leader != self._user:
+                self._ring(self._call)
+            return bool(sock.getsockopt(zmq.EVENTS) & (_IN | (_OUT if self._queue else 0)))
+        finally:
+            self._user = 0
+
+    def _receive(self, sock: zmq.Socket, burst: int = _BURST) -> bool:
+        """Whether anything came."""
+        for count in range(burst):
+            if not sock.getsockopt(zmq.EVENTS) & _IN:
+                return count > 0
+            body = sock.recv(zmq.NOBLOCK)
+            frames = _frames(sock)
+            message = codec.unpack(body)
+            self._deaf |= type(message) is Exit  # it reads no more: nothing to wait for in close()
+            self._on_message(message, frames)
+        return True
+
+    def _transmit(self, sock: zmq.Socket) -> None:
+        queue = self._queue
+        while queue:
+            try:
+                sock.send_multipart(queue[0], zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            queue.popleft()
+
+    # ---- in the link's thread
 
     def _main(self) -> None:
         context = zmq.Context(io_threads=1)
@@ -154,9 +277,7 @@ class Dealer:
             log.exception("the link to %s failed", self.address)
             reason = f"the link to {self.address} failed: {type(error).__name__}: {error}"
         finally:
-            with self._lock:
-                self._over = True
-                os.close(self._bell)
+            self._close_bells()
             self._queue.clear()
             if monitor is not None:
                 sock.disable_monitor()
@@ -166,6 +287,19 @@ class Dealer:
             self._forget()
         if reason and not self._closing:
             self._on_lost(reason)
+
+    def _close_bells(self) -> None:
+        """Nobody touches the socket any more, or waits at it."""
+        with self._using:
+            self._sock = None
+        with self._lock:
+            self._over = True
+            os.eventfd_write(self._call, 1)
+        led = self._leading.acquire(timeout=LINGER)  # and stays taken
+        with self._lock:
+            os.close(self._bell)
+            if led:
+                os.close(self._call)
 
     def _forget(self) -> None:
         """The last link out stops pyzmq's helper thread for uncopied frames, which is started again when needed."""
@@ -181,70 +315,62 @@ class Dealer:
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
         sock.setsockopt(zmq.HANDSHAKE_IVL, 3000)
         monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _GONE | _FAILED)
+        self._descriptor = sock.getsockopt(zmq.FD)
         sock.connect(self._endpoint)
         return monitor
 
     def _serve(self, sock: zmq.Socket, monitor: zmq.Socket) -> str:
         """Until the link ends; why it ended, "" after close()."""
-        poller = zmq.Poller()
-        for what in (monitor, self._bell):
-            poller.register(what, zmq.POLLIN)
-        connected, stranger = False, False
+        events = monitor.getsockopt(zmq.FD)
+        full, few = select.poll(), select.poll()
+        for what in (events, self._bell):
+            full.register(what, select.POLLIN)
+            few.register(what, select.POLLIN)
+        full.register(self._descriptor, select.POLLIN)
         deadline = None if self._wait is None else time.monotonic() + self._wait
+        more = True
         while True:
-            wants = zmq.POLLIN | (zmq.POLLOUT if self._queue else 0)
-            poller.register(sock, wants)
-            ready = dict(poller.poll(self._pause(connected)))
-            if self._bell in ready:
+            aside = not more and time.monotonic() < self._aside
+            ready = (few if aside else full).poll(TURN * 1000 if aside else 0 if more else self._pause())
+            if len(ready) == 1 and ready[0][0] == self._descriptor and time.monotonic() < self._aside:
+                continue  # somebody else sees it too
+            if any(fd == self._bell for fd, _ in ready):
                 os.eventfd_read(self._bell)
-            if sock in ready:
-                self._receive(sock)
-            if monitor in ready:
-                for event in _events(monitor):
-                    connected |= event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                    stranger |= bool(event["event"] & _FAILED)
-                    if event["event"] == _GONE and connected:
-                        self._receive(sock, burst=1 << 20)  # what it said last
-                        return f"the connection to the server at {self.address} was lost"
-            if self._on_turn is not None:
-                self._on_turn()
-            self._transmit(sock)
-            if self._closing:
-                return self._flush(sock) if connected else ""
-            if not connected and deadline is not None and time.monotonic() > deadline:
-                return self._unreachable(stranger)
+            with self._using:
+                if self._fault is not None:
+                    raise self._fault
+                if self._watch(sock, monitor):
+                    return f"the connection to the server at {self.address} was lost"
+                more = self._turn(sock)
+                if self._closing:
+                    return self._flush(sock) if self._sock is not None else ""
+            if self._sock is None and deadline is not None and time.monotonic() > deadline:
+                return self._unreachable()
 
-    def _pause(self, connected: bool) -> int:
+    def _watch(self, sock: zmq.Socket, monitor: zmq.Socket) -> bool:
+        """Whether the connection, once made, has ended; what it said last has then been taken in."""
+        while monitor.getsockopt(zmq.EVENTS) & _IN:
+            event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._sock = sock
+            self._stranger |= bool(event & _FAILED)
+            if event == _GONE and self._sock is not None:
+                self._user = threading.get_ident()
+                self._receive(sock, burst=1 << 20)
+                return True
+        return False
+
+    def _pause(self) -> int:
         """Milliseconds to sleep in poll."""
         if self._on_turn is not None:
             return int(TURN * 1000)
-        return 1000 if connected or self._wait is None else 50
+        return 1000 if self._sock is not None or self._wait is None else 50
 
-    def _unreachable(self, stranger: bool) -> str:
-        if stranger:
+    def _unreachable(self) -> str:
+        if self._stranger:
             return f"what listens at {self.address} is not a gt server: check the port"
         port = self.address.rpartition(":")[2]
         return f"no server at {self.address} (tried for {self._wait:g} s): start one with `python -m gt.server -p {port}`"
-
-    def _receive(self, sock: zmq.Socket, burst: int = _BURST) -> None:
-        for _ in range(burst):
-            try:
-                body = sock.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            frames = _frames(sock)
-            message = codec.unpack(body)
-            self._deaf |= type(message) is Exit  # it reads no more: nothing to wait for in close()
-            self._on_message(message, frames)
-
-    def _transmit(self, sock: zmq.Socket) -> None:
-        queue = self._queue
-        while queue:
-            try:
-                sock.send_multipart(queue[0], zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            queue.popleft()
 
     def _flush(self, sock: zmq.Socket) -> str:
         deadline = time.monotonic() + LINGER

@@ -44,6 +44,7 @@ from gt.worker.plane.base import ALL, Plane, open_plane
 
 log = logging.getLogger("gt.worker")
 TOGETHER = 8  # Runs that one Done answers, at most
+HOT = 0.02  # seconds after an instruction in which another is likely
 SMALL = 64 << 10  # bytes of an upload whose arrival nobody waits for
 
 
@@ -71,7 +72,9 @@ class Loop:
         assert self.link is not None
         if type(message) is Piece and message.total > CHUNK and message.offset == 0:
             self._tell_done()  # it may be passed on once what came before it is done
-        self.link.send(message, frames, wake=not (type(message) is Piece and message.total <= CHUNK))
+        self.link.send(message, frames, wake=False)
+        if not (type(message) is Piece and message.total <= CHUNK):
+            self.link.push()
 
     # ---- I/O thread
 
@@ -128,7 +131,7 @@ class Loop:
     def serve(self) -> str:
         """Carry out until the end; why it ended, "" if it was asked to."""
         while True:
-            message, epoch = self._inbox.get()
+            message, epoch = self._next()
             if self._exit is not None:  # what is still queued has nobody to answer to
                 log.info("exit: %s", self._exit.reason)
                 return self._why
@@ -148,6 +151,15 @@ class Loop:
             self._untold += 1
             if self._untold >= TOGETHER or self._inbox.empty():
                 self._tell_done()
+
+    def _next(self) -> tuple[Message, int]:
+        """What is to be done next; soon after something was, this thread looks for it itself."""
+        if self._inbox.empty() and self.link is not None:
+            self.link.lead(self._busy, HOT)
+        return self._inbox.get()
+
+    def _busy(self) -> bool:
+        return not self._inbox.empty()
 
     def _tell_done(self) -> None:
         if self._untold:
