@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 
 import gt
 from gt.client import recorder, runtime
 from gt.dispatcher import moving
-from gt.dispatcher.events import Received, Send
+from gt.dispatcher.events import PeerLost, Received, Send
 from gt.ir.instr import FORGET
-from gt.wire.messages import CHUNK, Ack, Done, Fetch, Piece, Run, Value
+from gt.wire.link import hello
+from gt.wire.messages import AHEAD, CHUNK, Ack, Done, Exit, Fetch, More, Piece, Run, Took, Value
+from gt.worker.outgoing import Outgoing
 from tests.planned import planned
 
 PAIR = """
@@ -143,9 +146,61 @@ def test_a_large_value_is_passed_on_while_it_comes():
         assert not core.sessions[b"client"].requests.open and worker.runs == ahead + 1
 
 
-def told(actions: list) -> list[type]:
+def test_a_large_value_is_sent_as_its_client_takes_it_in():
+    with planned("", 1) as plan:
+        plan.slow = True
+        total = AHEAD + 3 * CHUNK
+        x = torch.zeros(total // 4, device="remote") + 1
+        runtime.current().flush()
+        core, (worker,) = plan.core, plan.core.cluster.workers
+        client, frame = b"client", b"\0" * CHUNK
+
+        def more(actions: list) -> list[int]:
+            return [a.message.upto for a in actions if isinstance(a, Send) and isinstance(a.message, More)]
+
+        core.handle(Received(client, Fetch(7, x._ref.id)))
+        core.handle(Received(worker.peer, Done(worker.runs)))
+        (key,) = core.sessions[client].requests.by_key
+        for offset in (0, CHUNK):
+            core.handle(Received(worker.peer, Piece(key, offset, total), (frame,)))
+        assert more(core.handle(Received(client, Took(key, CHUNK)))) == [AHEAD + CHUNK]
+        assert more(core.handle(Received(client, Took(key + 1, CHUNK)))) == []
+        assert more(core.handle(PeerLost(client, "gone"))) == [-1]  # the worker keeps nothing for it
+        core.handle(Received(b"other", hello("client")))
+        assert told(core.handle(Received(b"other", Took(key, CHUNK))), b"other") == []
+    with planned("", 1) as plan:
+        plan.slow = True
+        x = torch.zeros(total // 4, device="remote") + 1
+        runtime.current().flush()
+        plan.core.handle(Received(client, Fetch(7, x._ref.id)))
+        (key,) = plan.core.sessions[client].requests.by_key
+        refused = plan.core.handle(Received(client, Took(key, CHUNK)))
+        assert "Took.upto is" in next(a.message.reason for a in refused if isinstance(a, Send) and isinstance(a.message, Exit))
+
+
+def test_a_piece_is_what_the_tensor_was_when_it_was_asked_for():
+    sent: list[tuple[int, bytes]] = []
+    outgoing = Outgoing(lambda message, frames: sent.append((message.offset, bytes(frames[0]))))
+    tensor = np.random.default_rng(0).integers(0, 255, AHEAD + 2 * CHUNK + 5, np.uint8)
+    before = tensor.tobytes()
+    outgoing.begin(1, tensor.data, own=False)
+    assert len(sent) == AHEAD // CHUNK
+    outgoing.settle()
+    tensor[:] = 0
+    outgoing.more(1, AHEAD + CHUNK)
+    assert len(sent) == AHEAD // CHUNK + 1
+    outgoing.more(1, 1 << 40)
+    assert b"".join(data for _, data in sent) == before and not outgoing.leaving
+    assert [offset for offset, _ in sent] == list(range(0, len(before), CHUNK))
+    outgoing.begin(2, tensor.data, own=True)
+    outgoing.more(2, -1)
+    outgoing.more(2, 1 << 40)
+    assert not outgoing.leaving
+
+
+def told(actions: list, peer: bytes = b"client") -> list[type]:
     """Kinds of message that the client is sent."""
-    return [type(a.message) for a in actions if isinstance(a, Send) and a.peer == b"client"]
+    return [type(a.message) for a in actions if isinstance(a, Send) and a.peer == peer]
 
 
 def test_a_list_op_is_planned_once():

@@ -329,6 +329,8 @@ class Session:
         self._settle(pending)
 
     def _piece(self, message: messages.Piece, frames: tuple[Any, ...]) -> None:
+        if message.total > messages.AHEAD:
+            self._link.send(messages.Took(message.key, message.offset + len(frames[0])))
         pending = self._pieces.get(message.key)
         if pending is None or pending.assembly is None:
             return  # of a fetch that was interrupted

@@ -348,6 +348,9 @@ class Core:
             session.requests.described(worker.index, message.request, message.specs)
 
     def _took(self, peer: Peer, message: Took, frames: tuple) -> None:
+        if peer in self.sessions:
+            self.sessions[peer].requests.took(message.key, message.upto)
+            return
         worker = self._worker(peer)
         session = next((s for s in self.sessions.values() if message.key in s.uploads.open), None)
         if session is not None:

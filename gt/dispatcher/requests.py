@@ -17,7 +17,7 @@ from gt.dispatcher.tensors import Tensor
 from gt.errors import GTError, OpFailed, ProtocolError
 from gt.ir.layout import Layout, boxes, local_shape
 from gt.ir.spec import Spec
-from gt.wire.messages import CHUNK, Described, Failed, Piece, Report, Value
+from gt.wire.messages import AHEAD, CHUNK, Described, Failed, More, Piece, Report, Value
 
 if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
@@ -195,6 +195,26 @@ class Requests:
         else:
             request.held.append((message, frames))
 
+    def took(self, key: int, upto: int) -> None:
+        """The client has taken in so many bytes of a piece: the worker may send as many more."""
+        request = self.by_key.get(key)
+        if request is None or request.kind != "fetch":
+            return  # it has ended meanwhile
+        if not 0 <= upto <= request.sizes[key] - request.left[key]:
+            sent = request.sizes[key] - request.left[key]
+            raise ProtocolError(f"Took.upto is {upto} of piece {key}, of which {sent} bytes were sent")
+        self._tell(request, key, upto + AHEAD)
+
+    def _tell(self, request: Request, key: int, upto: int) -> None:
+        worker = self.s.cluster.workers[request.keys[key]]
+        if not worker.lost:
+            self.s.out(worker.peer, More(key, upto), ())
+
+    def close(self) -> None:
+        """The client is gone: workers keep nothing for it."""
+        for request in list(self.open.values()):
+            self._drop(request)
+
     def _misfit(self, request: Request, how: str) -> None:
         """An op gave another shape than the client said."""
         self._drop(request)
@@ -256,6 +276,8 @@ class Requests:
         self.open.pop(request.number, None)
         for key in request.keys:
             self.by_key.pop(key, None)
+            if request.left.get(key) and request.sizes[key] > AHEAD:
+                self._tell(request, key, -1)
 
     def _fail(self, number: int, cause: Cause) -> None:
         if cause in self.s.unreported:

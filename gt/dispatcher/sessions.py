@@ -395,6 +395,7 @@ class Session:
         self.switches = lambda worker: worker.switches  # type: ignore[assignment,return-value]  # freeing needs none
         self.held.clear()
         self.inbox.clear()
+        self.requests.close()
         orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in self._unsent}}
         for key, indices in orphans.items():
             for index in indices:

@@ -52,12 +52,12 @@ RELEASE = "0.1.0"  # for people to read; VERSION is what must agree
 # role -> (what it may send after Hello, what the dispatcher may send it)
 MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
     "client": (
-        frozenset({Ops, Fetch, Describe, Inspect, Seal, Stats, Host, Goodbye}),
+        frozenset({Ops, Fetch, Describe, Inspect, Seal, Stats, Host, Took, Goodbye}),
         frozenset({Welcome, Reject, Ack, Need, More, Release, Value, Piece, Described, Report, Failed, Exit}),
     ),
     "worker": (
         frozenset({Piece, Described, Report, Done, Trouble, Took, Goodbye}),
-        frozenset({Welcome, Reject, World, Run, Data, Switch, Abort, Query, Exit}),
+        frozenset({Welcome, Reject, World, Run, Data, More, Switch, Abort, Query, Exit}),
     ),
 }
 CARRIES = {Ops: 4096, Host: 1, Piece: 1, Data: 1}  # the messages that have frames, and how many at most

@@ -12,6 +12,7 @@ Numbers = list  # of numbers only: a stream
 
 VERSION = 1
 CHUNK = 1 << 20  # bytes of one frame of tensor data
+AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has taken any in
 MAX_BODY = 16 << 20  # bytes of one msgpack body
 
 
@@ -164,7 +165,10 @@ class Need(Message):
 
 @dataclass(frozen=True, slots=True)
 class More(Message):
-    """Dispatcher -> client: Host frames of `key` may go on, up to byte `upto`."""
+    """Dispatcher -> client: Host frames of `key` may go on, up to byte `upto`.
+
+    Dispatcher -> worker: Piece frames likewise; -1: the rest is not wanted.
+    """
 
     key: int
     upto: int
@@ -315,7 +319,10 @@ class Trouble(Message):
 
 @dataclass(frozen=True, slots=True)
 class Took(Message):
-    """Worker -> dispatcher: bytes of upload `key` up to `upto` have been taken in."""
+    """Worker -> dispatcher: bytes of upload `key` up to `upto` have been taken in.
+
+    Client -> dispatcher: of fetched piece `key`, if it has more than AHEAD bytes.
+    """
 
     key: int
     upto: int

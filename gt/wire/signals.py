@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _signal  # module signal wraps the same functions in enums, which costs ten times as much
+import _signal  # type: ignore[import-not-found]  # module signal wraps the same functions in enums, which costs ten times as much
 import threading
 from typing import Any
 
@@ -11,7 +11,7 @@ _NUMBERS = (int(_signal.SIGINT), int(_signal.SIGTERM))
 
 
 class uninterrupted:
-    """`with uninterrupted():` in the main thread, Python's handlers of these signals run on leaving; elsewhere they never do."""
+    """`with uninterrupted():` in the main thread, the program's handlers run on leaving; in others they never do."""
 
     __slots__ = ("_before", "_seen")
 

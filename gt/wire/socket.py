@@ -78,6 +78,15 @@ def _frames(sock: zmq.Socket) -> tuple[Any, ...]:
     return tuple(rest)
 
 
+def _events_of(sock: zmq.Socket) -> int:
+    """What can be done with a socket now; the signal on its descriptor is taken by this."""
+    return sock.getsockopt(zmq.EVENTS)  # type: ignore[return-value]
+
+
+def _descriptor(sock: zmq.Socket) -> int:
+    return sock.getsockopt(zmq.FD)  # type: ignore[return-value]
+
+
 class Dealer:
     """A link to the dispatcher. Callbacks must not wait for anything it brings.
 
@@ -239,14 +248,14 @@ class Dealer:
             self._transmit(sock)
             if came and self._leader and self._leader != self._user:
                 self._ring(self._call)
-            return bool(sock.getsockopt(zmq.EVENTS) & (_IN | (_OUT if self._queue else 0)))
+            return bool(_events_of(sock) & (_IN | (_OUT if self._queue else 0)))
         finally:
             self._user = 0
 
     def _receive(self, sock: zmq.Socket, burst: int = _BURST) -> bool:
         """Whether anything came."""
         for count in range(burst):
-            if not sock.getsockopt(zmq.EVENTS) & _IN:
+            if not _events_of(sock) & _IN:
                 return count > 0
             body = sock.recv(zmq.NOBLOCK)
             frames = _frames(sock)
@@ -315,13 +324,13 @@ class Dealer:
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
         sock.setsockopt(zmq.HANDSHAKE_IVL, 3000)
         monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _GONE | _FAILED)
-        self._descriptor = sock.getsockopt(zmq.FD)
+        self._descriptor = _descriptor(sock)
         sock.connect(self._endpoint)
         return monitor
 
     def _serve(self, sock: zmq.Socket, monitor: zmq.Socket) -> str:
         """Until the link ends; why it ended, "" after close()."""
-        events = monitor.getsockopt(zmq.FD)
+        events = _descriptor(monitor)
         full, few = select.poll(), select.poll()
         for what in (events, self._bell):
             full.register(what, select.POLLIN)
@@ -349,7 +358,7 @@ class Dealer:
 
     def _watch(self, sock: zmq.Socket, monitor: zmq.Socket) -> bool:
         """Whether the connection, once made, has ended; what it said last has then been taken in."""
-        while monitor.getsockopt(zmq.EVENTS) & _IN:
+        while _events_of(monitor) & _IN:
             event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._sock = sock

@@ -16,6 +16,7 @@ from gt.ir.spec import Spec, contiguous
 from gt.wire.messages import Trouble
 from gt.worker import exchange, local
 from gt.worker.engine.base import Engine
+from gt.worker.outgoing import Outgoing
 from gt.worker.pieces import as_boxes
 from gt.worker.pieces import local as local_shape
 from gt.worker.plane.base import PeerGone, Plane
@@ -39,8 +40,9 @@ class Executor:
     def __init__(self, engine: Engine, plane: Plane, send: Send, uploads: Uploads | None = None) -> None:
         self.tensors: dict[int, Any] = {}
         self.uploads = uploads or Uploads()
+        self.outgoing = Outgoing(send)
         self.instructions = 0
-        self.worker = Worker(engine, plane, send, self.tensors, self.uploads)
+        self.worker = Worker(engine, plane, send, self.tensors, self.uploads, self.outgoing)
         self._engine = engine
         self._send = send
         self._steps: dict[int, tuple[Step, int]] = {}  # number -> what to call, numbers it takes in the stream

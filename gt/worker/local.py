@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gt.ir.spec import Spec
-from gt.wire.messages import CHUNK, Described, Piece
+from gt.wire.messages import Described
 from gt.worker.pieces import as_boxes, index, local
 from gt.worker.steps import Step, Worker
 
@@ -120,19 +120,14 @@ def upload(worker: Worker, payload: dict[str, Any]) -> Step:
 
 
 def fetch(worker: Worker, payload: dict[str, Any]) -> Step:
-    engine, held, send = worker.engine, worker.tensors, worker.send
+    engine, held, begin = worker.engine, worker.tensors, worker.outgoing.begin
 
     def step(code: list, at: int) -> None:
-        src, key = held[code[at]], code[at + 1]
+        src = held[code[at]]
         packed = engine.packed(src)
-        data = engine.view(packed)
-        total = data.nbytes
-        if total == 0:
-            send(Piece(key, 0, 0))
-        for offset in range(0, total, CHUNK):
-            frame = data[offset : offset + CHUNK]
-            # The link reads frames later, and a later instruction may write this memory.
-            send(Piece(key, offset, total), (frame if packed is not src else bytes(frame),))
+        begin(code[at + 1], engine.view(packed), packed is not src)
+        if at + 2 < len(code):
+            worker.outgoing.settle()
 
     return step
 

@@ -19,6 +19,7 @@ from typing import Any
 from gt import env, errors
 from gt import log as logs
 from gt.wire.link import hello
+from gt.wire.malloc import keep_freed
 from gt.wire.messages import (
     CHUNK,
     Abort,
@@ -27,6 +28,7 @@ from gt.wire.messages import (
     Exit,
     Goodbye,
     Message,
+    More,
     Piece,
     Query,
     Reject,
@@ -68,12 +70,12 @@ class Loop:
         self._why = ""
 
     def send(self, message: Message, frames: tuple = ()) -> None:
-        """From either thread. A whole small piece waits for the Done of its Run, before which no value is answered."""
+        """From any thread. A piece waits for the Done of its Run, before which no value is answered, or goes with the turn."""
         assert self.link is not None
         if type(message) is Piece and message.total > CHUNK and message.offset == 0:
             self._tell_done()  # it may be passed on once what came before it is done
         self.link.send(message, frames, wake=False)
-        if not (type(message) is Piece and message.total <= CHUNK):
+        if type(message) is not Piece:
             self.link.push()
 
     # ---- I/O thread
@@ -91,6 +93,8 @@ class Loop:
             case Query(request, wanted):
                 stats = {"name": self.name, **self.executor.stats()} if wanted else {}
                 self.send(Report(request, {"done": self.done, "at": self._at(), "stats": stats}))
+            case More(key, upto):
+                self.executor.outgoing.more(key, upto)
             case Abort(index, reason):
                 log.debug("abort of worker %d: %s", index, reason)
                 self._plane.abort(index, reason)
@@ -144,6 +148,7 @@ class Loop:
                 continue
             assert isinstance(message, Run)
             self._running = message.seq
+            self.executor.outgoing.settle()
             if message.defines:
                 self.executor.define(message.defines)
             self.executor.run(message.code, message.base, epoch)
@@ -185,6 +190,8 @@ def run(
     logs.setup("worker", f"gt.worker {name}".strip())
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _terminated) if main else None
+    if main:
+        keep_freed()
     plane: Plane | None = None
     loop = None
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from gt.ir.spec import Spec, contiguous
 from gt.worker.engine.base import Engine
+from gt.worker.outgoing import Outgoing
 from gt.worker.plane.base import Plane
 from gt.worker.store import Uploads
 
@@ -23,6 +24,7 @@ class Worker:
     send: Callable[..., None]
     tensors: dict[int, Any]
     uploads: Uploads
+    outgoing: Outgoing
     epoch: int = 0  # of the Run under way, see store.Uploads
     collectives: Counter[str] = field(default_factory=Counter)
 
