@@ -139,7 +139,14 @@ def collect(kind: int, a: Any, key: list, ids: list, values: list) -> None:
         key.append(len(a))
         element = TENSOR if kind == TENSORS else VALUE
         for x in a:
-            collect(element, x, key, ids, values)
+            if type(x) is RemoteTensor:  # as above, without a call: an optimizer's lists have hundreds
+                ref = x._ref
+                key.append(ref.meta)
+                ids.append(ref.id)
+                if ref.pending and x.requires_grad:
+                    settle(x, ref)
+            else:
+                collect(element, x, key, ids, values)
     elif isinstance(a, torch.Tensor):
         raise HostOperand
     elif kind == TYPED:
@@ -205,13 +212,19 @@ def _build(tree: Any, made: list, operands: Any) -> Any:
 
 def _tensors(tree: Any) -> list[RemoteTensor]:
     """Remote tensors of arguments, in the order of operands."""
-    if type(tree) is RemoteTensor:
-        return [tree]
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        return [t for x in tree for t in _tensors(x)]
-    return []
+    found: list[RemoteTensor] = []
+    _gather((tree,), found)
+    return found
+
+
+def _gather(trees: Any, found: list[RemoteTensor]) -> None:
+    for tree in trees:
+        if type(tree) is RemoteTensor:
+            found.append(tree)
+        elif isinstance(tree, (list, tuple)):
+            _gather(tree, found)
+        elif isinstance(tree, dict):
+            _gather(tree.values(), found)
 
 
 def _with_new_outs(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
