@@ -163,6 +163,7 @@ def counters(session: Session, sent: int, received: int, relayed: int) -> dict[s
         "plan_cache_hits": session.planner.hits,
         "programs": len(session.programs.all),
         "replays": session.programs.launches,
+        "runs_sent": sum(worker.runs for worker in session.cluster.workers),
         "tensor_bytes_uploaded": session.uploaded,
         "tensor_bytes_fetched": session.requests.fetched,
         "tensor_bytes_relayed": relayed,

@@ -1,0 +1,189 @@
+"""What a replay costs: the user's thread, messages, and a GPT step beside native torch, in the same run.
+
+`python benchmarks/bench_replay.py [--json FILE]`. Prints a table and one line of JSON. One CPU worker with one thread, and
+torch with one thread. Issue times are of the thread that calls, while nothing else is under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "tuning_demo"), str(Path(__file__).resolve().parent)]
+
+# figure -> (unit, limit)
+LIMITS = {
+    **{f"issue of a replay, program of {n:,} ops": ("us", 100) for n in (100, 1_000, 10_000)},
+    "worker, small ops of a replay": ("us/op", None),
+    "messages of the client, one step": ("messages", 1),
+    "messages to each worker, one step": ("messages", 1),
+    "GPT step (6 layers, 256 wide, 8 x 128)": ("ms", None),
+    "  over native eager": ("x", 1.05),
+    "  issued eagerly": ("ms", None),
+    "capture of 10,000 ops, more than its eager time": ("s", 5),
+}
+
+
+def program(ops: int) -> Callable:
+    """A compiled chain of small ops."""
+    import torch
+
+    import gt
+
+    w = torch.ones(4, 4, device="remote")
+
+    def chain(x: Any) -> Any:
+        for _ in range(ops // 2):
+            x = (x + w) * 0.5
+        return x
+
+    run = gt.compile(chain)
+    x = torch.ones(4, 4)
+    for _ in range(4):
+        run(x).sum().item()
+    assert run._programs[0].replays == 2, run.explain()
+    return lambda: run(x)
+
+
+def issue() -> dict[str, float]:
+    found = {}
+    for ops in (100, 1_000, 10_000):
+        run, times = program(ops), []
+        for _ in range(60):
+            start = time.perf_counter()
+            result = run()
+            times.append(time.perf_counter() - start)
+            result.sum().item()
+        found[f"issue of a replay, program of {ops:,} ops"] = statistics.median(times) * 1e6
+    start = time.perf_counter()
+    for _ in range(10):
+        result = run()
+    result.sum().item()
+    found["worker, small ops of a replay"] = (time.perf_counter() - start) / 10 / 10_000 * 1e6
+    return found
+
+
+def messages() -> dict[str, float]:
+    """Of a replay alone: counters before and after, less what reading them takes."""
+    import gt
+
+    run = program(100)
+
+    def counts() -> tuple[int, int]:
+        stats = gt.stats()
+        return stats["client"]["messages_sent"], stats["dispatcher"]["runs_sent"]
+
+    run()  # what the question left to be freed goes with it
+    before = counts()
+    for _ in range(10):
+        run()
+    after = counts()
+    mine = after[0] - before[0] - 1  # the second question itself
+    return {"messages of the client, one step": mine / 10, "messages to each worker, one step": (after[1] - before[1]) / 10}
+
+
+def gpt(device: str) -> tuple[Callable, Any]:
+    import torch
+    from model import PRESETS, MiniGPT
+
+    torch.manual_seed(0)
+    shape = {**PRESETS["tiny"], "num_layers": 6, "hidden_size": 256, "num_heads": 8, "intermediate_size": 1024}
+    model = MiniGPT(shape).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step(x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    tokens = torch.randint(256, (8, 129))
+    return step, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def steps() -> dict[str, float]:
+    """Blocks of three steps in turn: native, compiled, eager."""
+    import gt
+
+    native, batch = gpt("cpu")
+    eager, _ = gpt("remote")
+    compiled = gt.compile(gpt("remote")[0])
+    remote = tuple(part.to("remote") for part in batch)
+    runs = {"native": lambda: native(*batch), "compiled": lambda: compiled(*batch), "eager": lambda: eager(*remote)}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for block in range(12):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            for _ in range(3):
+                loss = run()
+            loss.item()
+            if block >= 2:
+                times[name].append((time.perf_counter() - start) / 3)
+    assert compiled._programs[0].replays > 20, compiled.explain()
+    over = statistics.median(a / b for a, b in zip(times["compiled"], times["native"], strict=True))
+    name = "GPT step (6 layers, 256 wide, 8 x 128)"
+    medians = {key: statistics.median(values) * 1e3 for key, values in times.items()}
+    return {name: medians["compiled"], "native " + name: medians["native"], "  over native eager": over, "  issued eagerly": medians["eager"]}
+
+
+def capture() -> dict[str, float]:
+    import torch
+
+    import gt
+
+    w = torch.ones(4, 4, device="remote")
+
+    def chain(x: Any) -> Any:
+        for _ in range(5_000):
+            x = (x + w) * 0.5
+        return x
+
+    def timed(run: Callable) -> float:
+        start = time.perf_counter()
+        run(torch.ones(4, 4, device="remote")).sum().item()
+        return time.perf_counter() - start
+
+    timed(chain)
+    eager = statistics.median(timed(chain) for _ in range(3))
+    run = gt.compile(chain)
+    first, second = timed(run), timed(run)
+    return {"capture of 10,000 ops, more than its eager time": max(first, second) - eager}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the result here too")
+    args = parser.parse_args()
+    import torch
+
+    import gt
+
+    torch.set_num_threads(1)
+    gt.cpu_workers(1, config="")
+    found = {**issue(), **messages(), **steps(), **capture()}
+    gt.shutdown()
+    print(f"{'':52s} {'GT':>10s} {'plain torch':>12s} {'limit':>8s}")
+    for name, (unit, limit) in LIMITS.items():
+        beside = found.get("native " + name)
+        over = "  OVER" if limit is not None and found[name] > limit else ""
+        cells = [f"{found[name]:.2f}", "" if beside is None else f"{beside:.2f}", str(limit or "")]
+        print("{:52s} {:>10s} {:>12s} {:>8s}".format(f"{name} ({unit})", *cells) + over)
+    from bench_dispatch import machine
+
+    about = {**machine(), "command": " ".join(["python", "benchmarks/bench_replay.py", *sys.argv[1:]])}
+    print(json.dumps({"machine": about, "figures": found}))
+    if args.json:
+        args.json.write_text(json.dumps({"machine": about, "figures": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
