@@ -1,4 +1,4 @@
-"""Pipeline schedules as they run against as they were simulated: makespan and bubble, on workers whose matmuls take fixed times.
+"""Pipeline schedules as they run beside as they were simulated: makespan and bubble, with matmuls that take a fixed time.
 
 `python benchmarks/bench_schedule.py [--json FILE] [--stages 4 8] [--unit 0.04]`. A worker is a process with the numpy engine
 in which every aten.mm sleeps for a unit, so that two cores can stand for eight devices. Each action is stamped where it runs.
@@ -25,7 +25,8 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "auto")
 
 def placement(name: str, p: int) -> list[int]:
     """Worker of each stage, as the schedule wants it."""
-    return [*range(p), *(range(p) if name == "interleaved" else range(p - 1, -1, -1))] if name in ("interleaved", "zb-v") else [*range(p)]
+    again = {"interleaved": range(p), "zb-v": range(p - 1, -1, -1)}
+    return [*range(p), *again.get(name, ())]
 
 
 @contextlib.contextmanager

@@ -225,7 +225,10 @@ def test_documents_are_linked_and_their_links_lead_somewhere() -> None:
 # ---- examples
 
 
-@pytest.mark.parametrize(("example", "says"), [("quickstart.py", "right: "), ("signal_demo.py", "largest difference")])
+EXAMPLES = [("quickstart.py", "right: "), ("signal_demo.py", "largest difference"), ("compile_demo.py", "ok\n")]
+
+
+@pytest.mark.parametrize(("example", "says"), EXAMPLES)
 def test_an_example_runs(example: str, says: str) -> None:
     assert says in run(str(ROOT / "examples" / example))
 
@@ -242,6 +245,13 @@ def test_the_demo_is_plain_torch_on_the_cpu(tmp_path: Path) -> None:
 def test_the_demo_equals_one_process(order: str) -> None:
     out = run(str(DEMO / "train_simple.py"), "--check", "--steps", "2", "--order", order)
     assert re.search(r"^ok: loss .* in 2 steps on 8 workers \(tp 2, pp 4\), largest difference", out, re.M), out
+
+
+@pytest.mark.slow
+def test_the_demo_captured_and_scheduled_equals_one_process() -> None:
+    out = run(str(DEMO / "train_simple.py"), "--check", "--steps", "5", "--compile", "--schedule", "zb-h1")
+    assert re.search(r"^ok: loss .* in 5 steps on 8 workers", out, re.M), out
+    assert "schedule zb-h1: 4 stages, 4 micro-batches" in out and "2 replays" in out, out
 
 
 @pytest.mark.slow

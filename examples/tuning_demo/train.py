@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ DEFAULTS = {
     "seed": {"steps": 10, "batch_size": 32, "seq_len": 128, "microbatches": 8, "lr": 3e-4},
     "512m": {"steps": 10, "batch_size": 32, "seq_len": 128, "microbatches": 8, "lr": 3e-4},
 }
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto"]
 TOLERANCE = 1e-5  # relative, over the first 20 steps; later fp32 training is chaotic
 
 
@@ -46,6 +47,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, help="parts that a batch is split into")
     parser.add_argument("--lr", type=float)
     parser.add_argument("--order", choices=["gpipe", "1f1b"], default="gpipe", help="of the micro-batches' passes")
+    parser.add_argument("--compile", action="store_true", help="capture the step and replay it")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of the captured step's micro-batches; with --compile")
     parser.add_argument("--data", type=Path, help="any file, read as bytes; default: Python's own library sources")
     parser.add_argument("--check", action="store_true", help="compare with one plain torch process")
     parser.add_argument("--connect", default="", metavar="HOST:PORT", help="of a running server")
@@ -55,6 +58,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, value in DEFAULTS[args.preset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.schedule and not args.compile:
+        parser.error("--schedule orders a captured step: add --compile")
     if args.batch_size % args.microbatches:
         parser.error(f"--batch-size {args.batch_size} cannot be split into {args.microbatches} equal micro-batches")
     if args.seq_len > PRESETS[args.preset]["max_seq_len"]:
@@ -126,6 +131,23 @@ def step(
     return torch.stack(total).sum().item()
 
 
+def captured(model: MiniGPT, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> Callable[..., torch.Tensor]:
+    """The same step as a plain loop over micro-batches, recorded once and replayed; the schedule orders its passes."""
+
+    @gt.compile(schedule=args.schedule)
+    def run(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros((), device=tokens.device)
+        for part in gt.microbatches((tokens, targets), args.microbatches):
+            loss = model(*part) / args.microbatches
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        return total
+
+    return run
+
+
 def train(args: argparse.Namespace, groups: Sequence[str]) -> list[float]:
     """Losses of all steps; prints a line a step."""
     torch.manual_seed(0)
@@ -133,14 +155,17 @@ def train(args: argparse.Namespace, groups: Sequence[str]) -> list[float]:
     print(f"{args.preset}: {count(model) / 1e6:.1f}M parameters, {model.config}", flush=True)
     model = model.to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    run = captured(model, optimizer, args) if args.compile and args.device != "cpu" else None
     losses = []
     for number, batch in zip(range(args.steps), batches(text(args.data), args), strict=False):
         start = time.perf_counter()
-        losses.append(step(model, optimizer, batch, args))
+        losses.append(run(*batch).item() if run else step(model, optimizer, batch, args))
         seconds = time.perf_counter() - start
         rate = batch[0].numel() / seconds
         line = f"step {number + 1:3d}/{args.steps}: loss {losses[-1]:.6f}"
         print(f"{line}, {rate:7.0f} tokens/s, {seconds * 1e3:.0f} ms", flush=True)
+    if run:
+        print(run.explain(), flush=True)
     return losses
 
 

@@ -186,7 +186,7 @@ class Compiled:
             lines.append(f"  program {program.number}: {ops} ops, {program.replays} replays; made for {program.why}")
             if order:
                 lines.append(f"    schedule {order['name']}: {order['why'] or _bubbles(order)}")
-        lines += [f"  {reason}" for reason in self._reasons]
+        lines += [f"  before: {reason}" for reason in self._reasons]
         return "\n".join(lines)
 
     # ---- recording

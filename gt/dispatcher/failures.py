@@ -118,8 +118,10 @@ def op_failed(row: Planned | None, seq: int, kind: str, message: str, worker: st
     return OpFailed(text, op=op, worker=worker, group=origin.group, origin=f"{origin.file}:{origin.line}")
 
 
-def worker_lost(name: str, reason: str) -> WorkerLost:
+def worker_lost(name: str, reason: str, replay: int = 0) -> WorkerLost:
+    """replay: number of a program's replay that was under way."""
+    half = f"replay {replay} of a program was under way, so what it writes elsewhere is of no one step; " if replay else ""
     return WorkerLost(
-        f"worker {name} is lost: {reason}; its tensors are gone. "
+        f"worker {name} is lost: {reason}; its tensors are gone. {half}"
         "call gt.shutdown() and start again, or connect to a server that has its workers"
     )

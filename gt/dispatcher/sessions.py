@@ -17,7 +17,7 @@ import numpy as np
 from gt.config.schema import Config
 from gt.dispatcher import intake
 from gt.dispatcher.cluster import Cluster, Worker
-from gt.dispatcher.failures import Cause, Journal, Planned, worker_lost
+from gt.dispatcher.failures import Cause, Journal, Launched, Planned, worker_lost
 from gt.dispatcher.intake import Origin
 from gt.dispatcher.lists import Lists
 from gt.dispatcher.moving import Mover
@@ -337,7 +337,8 @@ class Session:
     def cause_of_loss(self, worker: Worker | None) -> Cause:
         assert worker is not None
         if worker.index not in self._losses:
-            self._losses[worker.index] = Cause(worker_lost(worker.name, worker.lost), lost=worker.index)
+            under_way = next((row.number for row in self.journal.rows if isinstance(row, Launched)), 0)
+            self._losses[worker.index] = Cause(worker_lost(worker.name, worker.lost, under_way), lost=worker.index)
         return self._losses[worker.index]
 
     def lose(self, worker: Worker) -> None:
