@@ -36,10 +36,10 @@ def random_costs(rng: random.Random, stages: int, once: bool = False) -> Costs:
     def maybe() -> tuple[float | None, ...]:
         return tuple(rng.choice([None, 0.5, 1.0, 2.0]) for _ in range(stages)) if once else ()
 
-    activation = some(1)
+    activation = some(0)
     kept = tuple(rng.randint(0, int(2 * size)) / 2 for size in activation)
     return Costs(
-        some(1), some(1), some(1), some(0, stages - 1), activation, kept, maybe(), maybe(), maybe(),
+        some(0), some(0), some(0), some(0, stages - 1), activation, kept, maybe(), maybe(), maybe(),
         overlap=rng.random() < 0.5, joint=rng.random() < 0.5,
     )  # fmt: skip
 

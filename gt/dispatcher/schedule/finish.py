@@ -40,6 +40,7 @@ def _place(rows: Made, costs: Costs, kind: str, insert: Insert) -> Made:
     """Rows with one kind for every stage that has it, those first that are ready first."""
     line = simulate(rows, costs)
     ready = _ready(rows, line, costs, kind)
+    beside = kind == "R" and costs.overlap
     made = []
     for worker, row in enumerate(rows):
         slots = _slots(row, line, worker, costs)
@@ -47,16 +48,20 @@ def _place(rows: Made, costs: Costs, kind: str, insert: Insert) -> Made:
             took = costs.once(kind, stage)
             if took is not None:
                 place, start = insert(slots, _first(slots, costs, kind, stage), ready[stage], took)
-                slots.insert(place, (start, start if kind == "R" and costs.overlap else start + took, Action(stage, kind)))
+                slots.insert(place, (start, start if beside else start + took, Action(stage, kind)))
         made.append(tuple(action for _, _, action in slots))
     return tuple(made)
 
 
 def _slots(row: Row, line: Timeline, worker: int, costs: Costs) -> list[Slot]:
-    return [
-        (start, start if action.kind == "R" and costs.overlap else end, action)
-        for action, start, end in zip(row, line.start[worker], line.end[worker])
-    ]
+    """What a worker computes, and an all-reduce beside it as nothing at all where it is begun, the link free or not."""
+    found: list[Slot] = []
+    free = 0.0
+    for action, start, end in zip(row, line.start[worker], line.end[worker]):
+        beside = action.kind == "R" and costs.overlap
+        found.append((free, free, action) if beside else (start, end, action))
+        free = free if beside else end
+    return found
 
 
 def _first(slots: list[Slot], costs: Costs, kind: str, stage: int) -> int:
