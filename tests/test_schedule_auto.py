@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
 
@@ -11,8 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gt.dispatcher.schedule import SCHEDULES, Action, Costs, Schedule, check, finish, make, simulate, uniform
+from gt.dispatcher.schedule.auto import within
+from gt.dispatcher.schedule.fill import fill
+from gt.dispatcher.schedule.greedy import greedy
 from gt.errors import ConfigError
 from tests.schedules import PLACEMENTS, in_order, random_costs, random_rows
+
+
+def wanted(costs: Costs) -> set[Action]:
+    return {Action(stage, kind) for stage in range(costs.stages) for kind in "LRO" if costs.once(kind, stage) is not None}
+
+
+def last_ones(rows: Sequence[Sequence[Action]]) -> set[Action]:
+    return {action for row in rows for action in row if action.kind in "LRO"}
 
 
 def best_named(workers: list[int], m: int, costs: Costs, limit: float) -> float:
@@ -51,6 +63,7 @@ def test_auto_is_never_worse_than_a_named_one_and_keeps_within_memory(
     assert max(line.peak) <= limit * (1 + 1e-9)
     plain = tuple(tuple(action for action in row if action.micro >= 0) for row in made.rows)
     assert in_order(replace(made, rows=plain)) and made.workers == tuple(workers)
+    assert last_ones(made.rows) == wanted(costs)
 
 
 @pytest.mark.parametrize(("placement", "name"), [("line", "zb-h1"), ("turns", "zb-h1"), ("vee", "zb-v"), ("pairs", "zb-h1")])
@@ -105,7 +118,9 @@ def test_auto_is_near_what_no_schedule_can_beat(placement: str, most: float) -> 
             return tuple(base * (1 + rng.random() / 2) for _ in range(count))
 
         costs = Costs(some(1), some(1.05), some(0.8), some(0.1, stages - 1), (1.0,) * stages, (0.6,) * stages)
-        ratios.append(simulate(auto(workers, m, costs).rows, costs).makespan / least(workers, m, costs))
+        found = simulate(auto(workers, m, costs).rows, costs).makespan
+        assert found <= best_named(workers, m, costs, float("inf")) * (1 + 1e-9)
+        ratios.append(found / least(workers, m, costs))
     assert min(ratios) >= 1 - 1e-9 and mean(ratios) < most, ratios
 
 
@@ -121,6 +136,48 @@ def test_zero_bubble_by_costs_is_no_worse_than_its_table_in_no_more_memory(place
     line = simulate(rows, costs)
     assert line.makespan <= table.makespan * (1 + 1e-9)
     assert all(a <= b * (1 + 1e-9) for a, b in zip(line.peak, table.peak, strict=True))
+
+
+# ---- what auto chooses from
+
+
+@given(st.sampled_from(sorted(PLACEMENTS)), st.integers(1, 6), st.integers(1, 12), st.integers(0, 2**32), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_greedy_and_filled_rows_keep_within_their_limits(placement: str, p: int, m: int, seed: int, scattered: bool) -> None:
+    rng = random.Random(seed)
+    workers = PLACEMENTS[placement](p)
+    if scattered:
+        rng.shuffle(workers)
+    costs = random_costs(rng, len(workers))
+    one = [sum(a for a, w in zip(costs.activation, workers) if w == worker) for worker in range(p)]
+    limits = [size * rng.choice([1, 1.5, 3]) for size in one]
+    rows = greedy(workers, m, costs, limits)
+    assert rows is not None
+    for late in (0.0, 0.5, 1.0):
+        for order in (rows, make("gpipe", stages=len(workers), workers=workers, micro_batches=m).rows):
+            filled = fill(order, costs, limits, late)
+            if filled is not None:
+                check(filled, m)
+                assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(simulate(filled, costs).peak, limits))
+    check(rows, m)
+    assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(simulate(rows, costs).peak, limits))
+
+
+def test_running_ahead_keeps_to_memory_and_never_beyond_the_stage_before() -> None:
+    costs = replace(uniform(4), activation=(2.0, 1.0, 1.0, 0.5))
+    assert within([0, 1, 2, 3], costs, [float("inf")] * 4, 2) == [7, 5, 3, 1]
+    assert within([0, 1, 2, 3], costs, [5, 9, 9, 9], 3) == [2, 2, 2, 1]
+    assert within([0, 1, 2, 3], costs, [1, 9, 9, 9], 3) == [1, 1, 1, 1]
+
+
+@given(st.integers(1, 5), st.integers(1, 8), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_merged_stages_cost_what_they_cost_one_by_one(p: int, m: int, seed: int) -> None:
+    costs = random_costs(random.Random(seed), 2 * p)
+    pairs = make("1f1b", stages=2 * p, workers=PLACEMENTS["pairs"](p), micro_batches=m).rows
+    merged = costs.merged([[2 * w, 2 * w + 1] for w in range(p)])
+    one, other = simulate(pairs, costs), simulate(make("1f1b", stages=p, micro_batches=m).rows, merged)
+    assert (one.makespan, one.bubble, one.peak) == (other.makespan, other.bubble, other.peak)
 
 
 # ---- the last actions of a step
@@ -145,9 +202,21 @@ def test_last_actions_are_there_once_and_no_later_than_at_the_end(seed: int, p: 
     rows = finish(plain, costs)
     check(rows, m)
     assert [[action for action in row if action.kind in "FBIW"] for row in rows] == plain
-    wanted = {Action(s, kind) for s in range(len(workers)) for kind in "LRO" if costs.once(kind, s) is not None}
-    assert {action for row in rows for action in row if action.kind in "LRO"} == wanted
+    assert last_ones(rows) == wanted(costs)
     assert simulate(rows, costs).makespan <= simulate(at_the_end(plain, costs), costs).makespan + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("seed", "most"),
+    [(93, 151), (1471, 31.5), (2897, 49), (3439, 76)],  # a joint one before its time; twice no gap is better; a busy link
+)
+def test_last_actions_where_one_rule_was_not_enough(seed: int, most: float) -> None:
+    rng = random.Random(seed)
+    p, more, m = rng.randint(1, 4), rng.randint(0, 4), rng.randint(1, 6)
+    workers = list(range(p)) + [rng.randrange(p) for _ in range(more)]
+    costs = random_costs(rng, len(workers), once=True)
+    plain = random_rows(rng, workers, m, replace(costs, loss=(), reduce=(), optimizer=()))
+    assert simulate(finish(plain, costs), costs).makespan <= most
 
 
 def test_last_actions_take_the_time_that_a_pipeline_leaves() -> None:
