@@ -605,3 +605,17 @@ def same(a: Any, b: Any, exact: bool = True) -> None:
 def test_remote_is_as_local(name: str, inline: InlineSession) -> None:  # noqa: F811
     want, got = plain(ROWS[name]("cpu")), plain(ROWS[name]("remote"))
     same(got, want, name not in APPROXIMATE)
+
+
+def test_a_shape_that_the_arguments_say_is_not_asked_for(inline: InlineSession, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    asked: list[int] = []
+    describe = inline.describe
+    monkeypatch.setattr(inline, "describe", lambda numbers: asked.extend(numbers) or describe(numbers))
+    x, index = base("remote"), torch.tensor([1, 0, 1], device="remote")
+    assert x[index].shape == (3, *x.shape[1:]) and x[:, index].shape[1] == 3
+    assert nn.functional.one_hot(index, 4).shape == (3, 4)
+    assert torch.repeat_interleave(index, index, output_size=2).shape == (2,)
+    assert not asked
+    same(plain((nn.functional.one_hot(index), x[x > 1], torch.repeat_interleave(index))),
+         plain((nn.functional.one_hot(index.cpu()), x.cpu()[x.cpu() > 1], torch.repeat_interleave(index.cpu()))), True)  # fmt: skip
+    assert len(asked) >= 2

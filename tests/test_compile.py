@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -426,3 +428,58 @@ def test_micro_batches() -> None:
     assert parts[1]["rest"][0].tolist() == [[4, 5], [6, 7]] and parts[2]["rest"][1] == "name"
     with pytest.raises(ValueError, match="6 rows cannot be cut into 4"):
         gt.microbatches(batch, 4)
+
+
+def test_a_worker_lost_in_a_replay_is_an_error_that_says_what_is_half_done(tmp_path: Path) -> None:
+    from gt import api
+
+    config = tmp_path / "stages.yaml"
+    config.write_text("a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n")
+    gt.cpu_workers(2, config=str(config))
+    try:
+        weights = [torch.nn.Parameter(torch.ones(4, 4, device="remote")) for _ in range(2)]
+
+        @gt.compile
+        def step(x: torch.Tensor) -> torch.Tensor:
+            for name, weight in zip("ab", weights, strict=True):
+                with gt.signal.context(name):
+                    x = x @ weight
+            with torch.no_grad():
+                for weight in weights:
+                    weight.mul_(0.5)
+            return x
+
+        for _ in range(4):
+            step(torch.ones(2, 4)).sum().item()
+        nursery = api._Started.local._process.pid
+        pids = map(int, Path(f"/proc/{nursery}/task/{nursery}/children").read_text().split())
+        (worker,) = (pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() == "gt.worker 1")
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(gt.WorkerLost, match=r"worker w\d is lost"):
+            for _ in range(100):
+                step(torch.ones(2, 4)).sum().item()
+        with pytest.raises(gt.WorkerLost, match=r"worker w\d is lost"):
+            step(torch.ones(2, 4)).sum().item()
+    finally:
+        gt.shutdown()
+
+
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_an_op_that_fails_in_a_replay_is_named_and_what_it_wrote_is_not_trusted() -> None:
+    index = torch.zeros(2, dtype=torch.int64, device="remote")
+    table, total = torch.arange(4.0, device="remote"), torch.zeros(2, device="remote")
+
+    @gt.compile
+    def step(shift: torch.Tensor) -> torch.Tensor:
+        total.add_(table[index + shift])
+        return total * 1
+
+    for n in range(4):
+        assert step(torch.tensor(0)).tolist() == [0.0, 0.0], n
+    bad = step(torch.tensor(9))  # out of bounds, in the second replay
+    with pytest.raises(gt.OpFailed, match=r"test_compile\.py:\d+: aten\.index\.Tensor .*\n  this was replay \d+ of a program"):
+        bad.tolist()
+    with pytest.raises(gt.OpFailed, match=r"aten\.index\.Tensor"):
+        total.tolist()
+    total.zero_()  # a fresh value heals
+    assert step(torch.tensor(1)).tolist() == [1.0, 1.0] and step(torch.tensor(2)).tolist() == [3.0, 3.0]

@@ -210,7 +210,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
     """What the op gives on stand-ins, and whether that can be known without its values."""
     if info.name.startswith(_NO_META):
         return None, True
-    if info.dynamic or _has_mask(info, args):
+    if info.dynamic and _by_values(info, args, kwargs):
         return None, False
     try:
         with torch.no_grad(), uninterrupted():  # the first of them imports half of torch, which a Ctrl-C would break
@@ -223,9 +223,15 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
         raise
 
 
-def _has_mask(info: OpInfo, args: list) -> bool:
-    """Indexing by a mask gives as many elements as the mask has ones."""
-    return info.name == "aten.index.Tensor" and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+def _by_values(info: OpInfo, args: list, kwargs: dict) -> bool:
+    """Whether this call's shape depends on values: most that may do so say it by an argument instead."""
+    if info.name == "aten.index.Tensor":  # by a mask: as many elements as it has ones
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if info.name == "aten.one_hot.default":
+        return dict(zip(info.names, args, strict=False), **kwargs).get("num_classes", -1) < 0
+    if info.name == "aten.repeat_interleave.Tensor":
+        return kwargs.get("output_size") is None
+    return True
 
 
 def _flat(found: Any) -> list:

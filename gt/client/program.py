@@ -218,7 +218,7 @@ class Compiled:
             now = Call(tape, key, leaves, names, inputs)
             program = self._seal(last, now, entry, reach(roots), results)
             kept = program is not None
-            self._last = now
+            self._last = None if kept else now  # what it holds is no longer needed
             self._count(kept)
         finally:
             recorder.tape = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gt.dispatcher.arrange import arrange
-from gt.dispatcher.failures import Launched, Planned
+from gt.dispatcher.failures import Cause, Launched, Planned
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ProtocolError
 from gt.ir.instr import FORGET, FREE, Define
@@ -43,6 +43,7 @@ class Program:
     constants: list[tuple[list[int], int]]
     size: int
     launches: int = 0
+    failed: Cause | None = None  # a worker of it is lost: a process that takes its place knows nothing of it
 
 
 class Programs:
@@ -203,9 +204,8 @@ class Programs:
         s = self.s
         program.launches += 1
         self.launches += 1
-        lost = next((w for w in program.code if s.cluster.workers[w].lost), None)
         for tensor, layout in program.layouts:
-            if tensor.layout is not layout and lost is None:
+            if tensor.layout is not layout and program.failed is None:
                 s.mover.relayout(tensor.storage, s.placer.root_layout(tensor, layout))
         s.emitter.seq = s.cluster.seq
         row = Launched(
@@ -216,18 +216,15 @@ class Programs:
         s.cluster.seq += len(program.journal)
         for storage in (*program.writes, *program.makes):
             storage.version += 1
-        if s.troubled or lost is not None:
-            cause = s.cause_of_loss(s.cluster.workers[lost]) if lost is not None else None
-            if self._doomed(program, cause):
-                return
+        if s.troubled and self._doomed(program):
+            return
         for worker, defines in program.code.items():
             for define in defines:
                 s.emitter.write(s.cluster.workers[worker], define, (seed, counter))
 
-    def _doomed(self, program: Program, cause: Any) -> bool:
+    def _doomed(self, program: Program) -> bool:
         """What reads a failed tensor fails; whether it is not sent at all, for want of a worker."""
-        lost = cause is not None
-        cause = cause or next((s.failed for s in program.reads if s.failed is not None), None)
+        cause = program.failed or next((s.failed for s in program.reads if s.failed is not None), None)
         for storage in program.makes:
             if cause is not None:
                 storage.failed = cause
@@ -235,7 +232,13 @@ class Programs:
                 storage.failed = None  # made anew, from what is good
         for storage in program.writes if cause is not None else ():
             storage.failed = storage.failed or cause
-        return lost or (cause is not None and cause.lost >= 0)
+        return cause is not None and cause.lost >= 0
+
+    def lose(self, worker: int, cause: Cause) -> None:
+        """A worker is gone, and with it its part of programs."""
+        for program in self.all.values():
+            if worker in program.code:
+                program.failed = program.failed or cause
 
     def drop(self, number: Any) -> None:
         program = self.all.pop(number, None) if type(number) is int else None

@@ -349,6 +349,7 @@ class Session:
             return
         self.troubled = True
         cause = self.cause_of_loss(worker)
+        self.programs.lose(worker.index, cause)
         for tensor in self.table.rows.values():
             if tensor.layout is not None and worker.index in tensor.layout.mesh.workers:
                 tensor.storage.failed = cause
