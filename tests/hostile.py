@@ -18,7 +18,7 @@ from gt.dispatcher.core import Core
 from gt.dispatcher.events import Close, Malformed, PeerLost, Received, Send, Tick
 from gt.dispatcher.stream import BASE_BITS
 from gt.errors import ProtocolError
-from gt.ir.instr import DISCARD, DROP, FORGET, FREE, LAUNCH, RECORD, Define
+from gt.ir.instr import DISCARD, DROP, END, FORGET, FREE, LAUNCH, RECORD, Define
 from gt.wire import codec
 from gt.wire.link import hello
 from gt.wire.messages import (
@@ -347,7 +347,11 @@ class HonestWorker:
             self.defines[wire[0]] = Define.from_wire(wire)
         code, at, answers = message.code, 0, []
         while at < len(code):
-            if code[at] in (FREE, FORGET):
+            if code[at] == END:
+                end = at + 5
+                for number in [i for i in self.tensors if code[at + 3] <= i < code[at + 4]]:
+                    del self.tensors[number]
+            elif code[at] in (FREE, FORGET):
                 end = at + 3 + code[at + 2]
                 table = self.tensors if code[at] == FREE else self.defines
                 for number in code[at + 3 : end]:

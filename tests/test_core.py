@@ -9,6 +9,7 @@ import gt
 from gt.client import runtime
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Tick
+from gt.ir.instr import END
 from gt.wire.link import hello
 from gt.wire.messages import Abort, Done, Failed, Fetch, Ops, Piece, Reject, Run, Stats, Trouble, Value, Welcome
 from tests.planned import planned
@@ -163,7 +164,7 @@ def test_a_client_that_leaves_leaves_nothing(plan):
     kept = [on("a", torch.neg, x), on("b", torch.exp, x)]
     plan.text()
     actions = plan.core.handle(PeerLost(b"client", "gone"))
-    freed = [a.peer for a in actions if isinstance(a, Send) and isinstance(a.message, Run) and a.message.code[0] == 0]
+    freed = [a.peer for a in actions if isinstance(a, Send) and isinstance(a.message, Run) and a.message.code[0] == END]
     assert set(freed) == {b"w0", b"w1"}
     assert not plan.core.sessions
     del kept

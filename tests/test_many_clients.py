@@ -14,6 +14,7 @@ import pytest
 
 from gt.dispatcher.events import PeerLost
 from gt.errors import OpFailed
+from gt.ir.instr import END, FORGET, FREE
 from gt.launch import local
 from gt.wire.link import hello
 from gt.wire.messages import CHUNK, Data, Done, Fetch, Host, Ops, Run, Switch, Took
@@ -95,7 +96,8 @@ def test_killed_clients_leave_nothing_and_the_others_go_on():
         core = server._core
         assert conftest.wait_until(lambda: len(core.sessions) == 1)  # the kernel's word for it takes a moment
         assert conftest.wait_until(lambda: live(stayer) == before)
-        assert all(not w.known or len(w.known) < 60 for w in core.cluster.workers)
+        (left,) = core.sessions.values()
+        assert all(w.known <= set(left.emitter._defined) for w in core.cluster.workers)
         stayer.session.close()
 
 
@@ -106,6 +108,37 @@ def test_a_client_killed_half_way_through_an_upload_leaves_no_bytes_of_it():
     bench.give(b"c", Host(need.key, 0, 16 << 20), (bytes(CHUNK),))
     bench.feed(PeerLost(b"c", "killed"))
     assert [(m.key, m.total) for m in bench.to(b"w0", Data)] == [(need.key, -1)]
+
+
+def test_a_client_killed_in_an_upload_takes_with_it_what_it_had_freed_meanwhile():
+    """What waited for the upload is never sent, frees included: workers drop all that is the session's."""
+    bench = Bench()
+    tensors, known = set(), set()
+
+    def carry_out():
+        for run in bench.to(b"w0", Run):
+            known.update(row[0] for row in run.defines)
+            at = 0
+            while at < len(run.code):
+                number, count = run.code[at], run.code[at + 2]
+                ids = run.code[at + 3 : at + 3 + count]
+                if number == END:
+                    tensors.difference_update([i for i in tensors if ids[0] <= i < ids[1]])
+                elif number == FORGET:
+                    known.difference_update(ids)
+                elif number != FREE:  # neg: what it takes and makes
+                    tensors.add(run.code[at + 3])
+                    count = 1
+                at += 3 + count
+
+    bench.give(b"c", Ops(0, [[16, TEMPLATES[0]], [17, TEMPLATES[3]]], [], [16, 0, 0, 1, 17, 0, 1, 2]), (bytes(64),))
+    carry_out()
+    assert len(tensors) == 2 and known
+    bench.give(b"c", Ops(1, [], [], [FREE, 2, 1, 2, 16, 0, -1, 3, 17, 0, 3, 4]))
+    assert not bench.to(b"w0", Run)
+    bench.feed(PeerLost(b"c", "killed"))
+    carry_out()
+    assert not tensors and not known
 
 
 def test_a_worker_waits_for_no_client():

@@ -247,13 +247,6 @@ class Programs:
         self.kept -= program.size
         self._free(program.constants)
 
-    def close(self) -> None:
-        """The session ends: what was kept for its programs goes."""
-        self.discard()
-        for program in self.all.values():
-            self._free(program.constants)
-        self.all.clear()
-
 
 def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:
     """Seal.carried as it came; ProtocolError unless it names tensors of this session."""

@@ -193,7 +193,8 @@ class Session:
 
     def flush(self, base: int) -> dict[int, int]:
         """Send what is written for workers, or hold it back for its uploads; the number of each one's last Run, once sent."""
-        self.emitter.forget()
+        if not (self.held or self.uploads.awaited):
+            self.emitter.forget()
         rows = [(w, w.lives, *part) for w in self.cluster.workers for part in w.take()]
         if self.programs.tape is not None:
             for worker, _, _, code in rows:
@@ -393,6 +394,7 @@ class Session:
 
     def close(self) -> None:
         """The client is gone: nothing of it stays on any worker."""
+        self.programs.discard()
         self.discard()
         self.switches = lambda worker: worker.switches  # type: ignore[assignment,return-value]  # freeing needs none
         self.held.clear()
@@ -402,16 +404,7 @@ class Session:
         for key, indices in orphans.items():
             for index in indices:
                 self.out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
-        self.emitter.base = self.emitter.seq = self.cluster.seq
-        self.programs.close()
-        owned: dict[Mesh, list[int]] = {}
-        for tensor in self.table.rows.values():
-            if tensor.layout is not None:
-                owned.setdefault(tensor.layout.mesh, []).append(tensor.id)
-            for layout, (_, copy) in (tensor.copies or {}).items():
-                owned.setdefault(layout.mesh, []).append(copy)
-        for mesh, ids in owned.items():
-            self.emitter.free(mesh.workers, ids)
+        self.programs.all.clear()
         self.table.rows.clear()
-        self.emitter.forget(everything=True)
+        self.emitter.end()
         self.flush(self.cluster.seq)

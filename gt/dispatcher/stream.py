@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from gt.dispatcher.cluster import MOST, Cluster, Worker
 from gt.dispatcher.plan.redistribute import Order, Step
 from gt.dispatcher.scribe import Scribe
-from gt.ir.instr import FORGET, FREE, Define
+from gt.ir.instr import END, FORGET, FREE, Define
 from gt.ir.layout import Layout, Mesh
 from gt.ir.text import PlanLine
 
@@ -106,8 +106,17 @@ class Emitter:
                 if len(worker.code) > MOST:
                     worker.cut()
 
+    def end(self) -> None:
+        """Have workers drop all that is this session's, whatever else was written and not sent."""
+        self.base = self.seq = self.cluster.seq
+        for worker in self.cluster.workers:
+            if worker.index in self.used and not worker.lost:
+                worker.code += (END, 0, 2, self.offset, self.offset + (1 << BASE_BITS))
+        self.forget(everything=True)
+
     def forget(self, everything: bool = False) -> None:
-        """Have workers drop the definitions that no plan names any more, or all of this session's."""
+        """Have workers drop the definitions that no plan names any more, or all of this session's. What this writes has to be
+        sent: it is not written again."""
         ended = {life.number for life in self._ended}
         self._ended.clear()
         gone = set(self._defined) if everything else ended

@@ -1,8 +1,8 @@
 """What a worker is told: definitions, sent once and numbered, and a flat stream of numbers that names them.
 
 A stream is `[number, seq, *operands, number, seq, *operands, ...]`: seq is the op's sequence number less the message's
-base, operands are tensor ids, scalars and keys, as many as the kind (and, for `op`, the definition) says. FREE and
-FORGET are of variable length.
+base, operands are tensor ids, scalars and keys, as many as the kind (and, for `op`, the definition) says. What is below
+FIRST says its own length.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ RECORD = 3  # from the client: [RECORD, slot, n, ids...], what follows may becom
 DISCARD = 4  # from the client: [DISCARD], what was recorded since does not
 LAUNCH = 5  # from the client: [LAUNCH, program, seed, counter]
 DROP = 6  # from the client: [DROP, program]
+END = 7  # to workers: [END, seq, 2, first, last], frees every tensor whose id is from first to below last
 FIRST = 16  # templates and definitions are numbered from here
 
 # kind -> (operands, keys of the definition's payload)

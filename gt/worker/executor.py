@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gt.errors import ProtocolError, UnsupportedOp
-from gt.ir.instr import FIRST, FORGET, FREE, KINDS, Define
+from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
 from gt.ir.spec import Spec, contiguous
 from gt.wire.messages import Trouble
 from gt.worker import exchange, local
@@ -127,11 +127,15 @@ class Executor:
         }
 
     def _drop(self, code: list[int], at: int) -> int:
-        """FREE or FORGET."""
-        if code[at] not in (FREE, FORGET):
+        """FREE, FORGET or END."""
+        if code[at] not in (FREE, FORGET, END):
             raise ProtocolError(f"instruction {code[at]} was never defined")
         first = at + 3
         last = first + code[at + 2]
+        if code[at] == END:
+            for number in [i for i in self.tensors if code[first] <= i < code[first + 1]]:
+                del self.tensors[number]
+            return last
         for table in (self._steps, self._made) if code[at] == FORGET else (self.tensors,):
             for number in code[first:last]:
                 table.pop(number, None)
