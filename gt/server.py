@@ -10,7 +10,7 @@ from pathlib import Path
 from gt import env, log
 from gt.dispatcher.server import Server
 from gt.errors import GTError
-from gt.wire.malloc import keep_freed
+from gt.wire.memory import tune_memory
 
 
 def port(text: str) -> int:
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, lambda got, _: server.stop(f"it got {signal.Signals(got).name}"))
     sys.stdout.write(f"gt.server: listening on {server.address}\n")
     sys.stdout.flush()
-    keep_freed()
+    tune_memory()
     server.run()
     return 0
 

@@ -56,9 +56,7 @@ def test_nothing_is_pickled() -> None:
 
 def test_one_module_reads_the_environment() -> None:
     reads = ("os.environ", "os.getenv", "os.putenv", "os.environb")
-    found = [
-        f"{name(p)}:{line}" for p in MODULES if name(p) != "gt/env.py" for what, line in attributes(p) if what in reads
-    ]
+    found = [f"{name(p)}:{line}" for p in MODULES if name(p) != "gt/env.py" for what, line in attributes(p) if what in reads]
     assert found == []
 
 

@@ -34,23 +34,22 @@ class Slow(scribe.Scribe):
         fields = {"op": known.template.op, "seq": self._emitter.seq, "group": origin.group, "origin": where(origin)}
         self._expect(Log("RECV", f"client{self._session.number}", " ".join(f"%{i}" for i in ins), fields))
 
-    def planned(self, known, plan, ins, outs, both=False):
-        super().planned(known, plan, ins, outs, both)
-        origin, workers = self._session.origin, self._session.cluster.workers
+    def planned(self, known, plan, origin, ins, outs):
+        super().planned(known, plan, origin, ins, outs)
+        workers = self._session.cluster.workers
         place = {"seq": self._emitter.seq, "group": origin.group, "origin": where(origin)}
-        if both:
-            operands = " ".join(f"%{i}" for i in ins)
-            self._expect(Log("RECV", f"client{self._session.number}", operands, {"op": known.template.op, **place}))
         for out, index in zip(outs, known.news, strict=True):
             spec, layout = known.template.outs[index].spec, plan.outs[index]
             op = known.template.op.removesuffix(".default")
-            step = PlanLine(out, spec.text(), str(layout), op, tuple(ins), layout.mesh.workers, self._session.note())
+            step = PlanLine(
+                out, spec.text(), str(layout), op, tuple(ins), layout.mesh.workers, self._session.note(origin=origin)
+            )
             names = ",".join(workers[i].name for i in layout.mesh.workers)
             self._expect(Log("WORKER_SEND", names, str(step), {"op": op, "layout": str(layout), **place}))
 
     def step(self, line):
         super().step(line)
-        self._expect(self._entry(line, self._emitter.seq))
+        self._expect(self._entry(line, self._emitter.seq, self._session.origin))
 
     def _expect(self, entry):
         self.expected.append(line(entry, 1.5, 0)[12:])
@@ -118,4 +117,4 @@ def test_lines_that_come_together_have_one_time(tmp_path):
     journal.write(Log("SEND", "w0"), 3.0)
     journal.close()
     rows = (tmp_path / "log").read_text().splitlines()
-    assert [row.split()[:2] for row in rows] == [["1.000000", "0"], ["2.000000", "a"], ["2.000000", "b"], ["3.000000", "3"]]
+    assert [row.split()[:2] for row in rows] == [["1.000000", "0"], ["2.000000", "a"], ["2.000000", "b"], ["3.000000", "1"]]

@@ -16,7 +16,7 @@ from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, Pe
 from gt.dispatcher.failures import op_failed, worker_lost
 from gt.dispatcher.intake import CREDIT
 from gt.dispatcher.requests import MOST
-from gt.dispatcher.scribe import Page, Scribe
+from gt.dispatcher.scribe import Scribe
 from gt.dispatcher.sessions import Session
 from gt.dispatcher.watch import Survey, Watch, counters
 from gt.errors import GTError, ProtocolError, Refused, SystemFailure
@@ -69,7 +69,7 @@ class Core:
         self.watch = Watch(self.cluster, heartbeat)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
-        self._page = Page()  # of the instruction log
+        self._page: list[str] = []  # of the instruction log
         self._next_session = 0
         self._now = 0.0
         self._on: dict[type[Message], Callable] = {
@@ -119,8 +119,9 @@ class Core:
 
     def _turn_page(self) -> None:
         """What scribes have written so far comes before what comes next."""
-        if self._page.forms:
-            self._actions.append(Lines(self._page.take()))
+        if self._page:
+            self._actions.append(Lines("".join(self._page)))
+            self._page.clear()
 
     def _name(self, peer: Peer) -> str:
         if peer in self.workers:

@@ -31,19 +31,21 @@ def line(entry: Log, elapsed: float, number: int) -> str:
 
 
 class Journal:
-    """Writes lines to a file, buffered; `flush` is called when there is time. `at`: seconds since the server started."""
+    """Writes lines to a file, buffered; `flush` is called when there is time. `at`: seconds since the server started.
+
+    Lines that are not of an op are numbered among themselves.
+    """
 
     def __init__(self, path: str) -> None:
-        self._file: IO[str] = open(path, "w", buffering=1 << 16, encoding="utf-8")  # noqa: SIM115
+        self._file: IO[bytes] = open(path, "wb", buffering=1 << 16)  # noqa: SIM115
         self._number = 0
 
     def write(self, entry: Log, at: float) -> None:
-        self._file.write(line(entry, at, self._number))
+        self._file.write(line(entry, at, self._number).encode(errors="backslashreplace"))
         self._number += 1
 
     def write_lines(self, lines: Lines, at: float) -> None:
-        self._file.write(lines.text.replace(MARK, f"{at:12.6f}"))
-        self._number += lines.text.count(MARK)
+        self._file.write(lines.text.replace(MARK, f"{at:12.6f}").encode(errors="backslashreplace"))
 
     def flush(self) -> None:
         self._file.flush()

@@ -43,7 +43,7 @@ class Plan:
     outs: tuple[Layout, ...]
     bound: list[Bound]
     direct: bool
-    forms: dict[Origin, tuple[str, str]] = field(default_factory=dict)  # its lines in the instruction log
+    forms: dict[Origin, str] = field(default_factory=dict)  # its lines in the instruction log
 
 
 class Planner:
@@ -58,8 +58,12 @@ class Planner:
         if plan is not None and plan.direct and not self.s.troubled:
             self.hits += 1
             ids = [t.id for t in ins]
-            if self.s.scribe is not None:
-                self.s.scribe.planned(known, plan, ids, outs, both=True)
+            scribe = self.s.scribe
+            if scribe is not None:
+                if outs:
+                    scribe.planned(known, plan, origin, ids, outs)
+                else:
+                    scribe.received(known, origin, ids)
             self._write(known, plan, ins, ids, values, outs)
             self._after(known, origin, ins, outs)
             return
@@ -125,7 +129,7 @@ class Planner:
     def emit(self, known: Known, plan: Plan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]) -> None:
         """Write the instruction, and say so; enter the outputs."""
         if self.s.scribe is not None and outs:
-            self.s.scribe.planned(known, plan, brought, outs)
+            self.s.scribe.planned(known, plan, self.s.origin, brought, outs)
         self._write(known, plan, ins, brought, values, outs)
 
     def _write(self, known: Known, plan: Plan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]) -> None:

@@ -1,7 +1,7 @@
 """The lines of the instruction log that come with every op, so fast that logging costs little.
 
 Two ops that differ in numbers only have lines that differ in numbers only: each kind is formatted once, by journal.text, with
-holes for the numbers; these are filled in for all lines of an event at once.
+holes for the numbers.
 """
 
 from __future__ import annotations
@@ -25,26 +25,16 @@ _HOLE: Any = "\ud800"
 _SEQ: Any = "\ud801"
 
 
-class Page:
-    """Lines of the event that is being dealt with: forms, and the numbers that fill them."""
-
-    def __init__(self) -> None:
-        self.forms: list[str] = []
-        self.numbers: list[int] = []
-
-    def take(self) -> str:
-        written = "".join(self.forms) % tuple(self.numbers)
-        self.forms.clear()
-        self.numbers.clear()
-        return written
-
-
 class Scribe:
-    """Writes one session's lines to a page."""
+    """Writes one session's lines to a page, a list that is made into text when the event has been dealt with.
 
-    def __init__(self, session: Session, page: Page) -> None:
+    An op that only passes through has one line for each tensor that it makes; if it waits, makes none, or takes more than
+    its own instruction, a line says that it has come.
+    """
+
+    def __init__(self, session: Session, page: list[str]) -> None:
         self._session, self._emitter = session, session.emitter
-        self._put, self._fill = page.forms.append, page.numbers.extend
+        self._put = page.append
         self._name = f"client{session.number}"
         self._received: dict[tuple, str] = {}
 
@@ -57,45 +47,36 @@ class Scribe:
                 self._received.clear()
             operands = " ".join([f"%{_HOLE}"] * len(ins))
             form = self._received[key] = _form(Log("RECV", self._name, operands, {"op": key[0], **_where(origin, _SEQ)}))
-        self._put(form)
-        self._fill((self._emitter.seq, *ins))
+        self._put(form % (self._emitter.seq, *ins))
 
-    def planned(self, known: Known, plan: Plan, ins: Sequence[int], outs: Sequence[int], both: bool = False) -> None:
-        """An op's instruction has been written, a line for each tensor that it makes; both: and before that it has come."""
-        origin, seq = self._session.origin, self._emitter.seq
-        forms = plan.forms.get(origin)
-        if forms is None:
-            forms = self._forms(known, plan, len(ins))
-        if both:
-            self._put(forms[1])
-            self._fill((seq, *ins))
+    def planned(self, known: Known, plan: Plan, origin: Origin, ins: Sequence[int], outs: Sequence[int]) -> None:
+        """An op's instruction has been written."""
+        form = plan.forms.get(origin) or self._forms(known, plan, origin, len(ins))
+        seq = self._emitter.seq
+        if len(outs) == 1:
+            self._put(form % (seq, outs[0], *ins))
         else:
-            self._put(forms[0])
-        for out in outs:
-            self._fill((seq, out, *ins))
+            self._put(form % tuple([n for out in outs for n in (seq, out, *ins)]))
 
     def step(self, line: PlanLine) -> None:
         """Anything else that is planned."""
-        self._put(_form(self._entry(line, self._emitter.seq)))
+        self._put(_form(self._entry(line, self._emitter.seq, self._session.origin)) % ())
 
-    def _forms(self, known: Known, plan: Plan, count: int) -> tuple[str, str]:
-        """Lines of a plan alone, and after that of the op's coming."""
-        origin, holes, lines = self._session.origin, (_HOLE,) * count, ""
+    def _forms(self, known: Known, plan: Plan, origin: Origin, count: int) -> str:
+        """Lines of a plan."""
+        holes, lines = (_HOLE,) * count, ""
         for index in known.news:
             spec, layout = known.template.outs[index].spec, plan.outs[index]
-            name, note = known.template.op.removesuffix(".default"), self._session.note()
+            name, note = known.template.op.removesuffix(".default"), self._session.note(origin=origin)
             step = PlanLine(_HOLE, spec.text() if spec else "?", str(layout), name, holes, layout.mesh.workers, note)
-            lines += _form(self._entry(step, _SEQ))
-        operands = " ".join([f"%{_HOLE}"] * count)
-        come = _form(Log("RECV", self._name, operands, {"op": known.template.op, **_where(origin, _SEQ)}))
+            lines += _form(self._entry(step, _SEQ, origin))
         if len(plan.forms) >= MOST_ORIGINS:
             plan.forms.clear()
-        plan.forms[origin] = lines, come + lines
-        return lines, come + lines
+        plan.forms[origin] = lines
+        return lines
 
-    def _entry(self, line: PlanLine, seq: Any) -> Log:
-        cluster, origin = self._session.cluster, self._session.origin
-        workers = ",".join(cluster.workers[i].name for i in line.workers)
+    def _entry(self, line: PlanLine, seq: Any, origin: Origin) -> Log:
+        workers = ",".join(self._session.cluster.workers[i].name for i in line.workers)
         moved = line.note.partition(" B")[0]
         fields = {"layout": line.layout, "bytes": int(moved) if moved.isdigit() else "", **_where(origin, seq)}
         return Log("WORKER_SEND", workers, str(line), {"op": line.op.partition(" ")[0], **fields})

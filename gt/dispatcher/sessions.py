@@ -376,9 +376,9 @@ class Session:
         """Where ungrouped work runs: the first worker that is there."""
         return Mesh((), (next((w.index for w in self.cluster.workers if not w.lost), 0),))
 
-    def note(self, extra: str = "") -> str:
+    def note(self, extra: str = "", origin: Origin | None = None) -> str:
         """Origin and group, for plan lines."""
-        origin = self.origin
+        origin = origin or self.origin
         where = f"{origin.file.rpartition('/')[2]}:{origin.line}" if origin.file else ""
         return " ".join(filter(None, (extra, where, origin.group.rpartition("/")[2], "backward" if origin.backward else "")))
 

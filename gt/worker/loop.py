@@ -19,7 +19,7 @@ from typing import Any
 from gt import env, errors
 from gt import log as logs
 from gt.wire.link import hello
-from gt.wire.malloc import keep_freed
+from gt.wire.memory import tune_memory
 from gt.wire.messages import (
     CHUNK,
     Abort,
@@ -191,7 +191,7 @@ def run(
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _terminated) if main else None
     if main:
-        keep_freed()
+        tune_memory()
     plane: Plane | None = None
     loop = None
     try:
