@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from gt.client import meta as metas
@@ -19,6 +20,7 @@ INLINE = 256 << 10  # bytes that travel with the ops; larger data is kept here u
 aten = torch.ops.aten
 _uploads: dict[Meta, int] = {}
 runtime.on_clear.append(_uploads.clear)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Pointwise ops that take a number where a 0-dim CPU tensor is given, and whose result is of the target's dtype anyway
 _TAKES_NUMBER = frozenset(f"aten.{op}_.Tensor" for op in ("add", "sub", "mul", "div", "remainder", "floor_divide"))
 
@@ -28,22 +30,31 @@ def upload(host: torch.Tensor) -> RemoteTensor:
     recorder = runtime.current()
     if recorder.tape is not None:
         recorder.tape.source(host)
-    host = host.detach().resolve_conj().resolve_neg()
     meta = metas.contiguous(tuple(host.shape), host.dtype)
     template = _uploads.get(meta)
     if template is None:
         number = recorder.define(Template("gt.upload.default", (), (), (), 1, (Out("new", meta.spec),)))
         template = _uploads[meta] = number
-    data = host.contiguous().reshape(-1).view(torch.uint8) if host.numel() else torch.empty(0, dtype=torch.uint8)
+    data = _values(host)
     number, origin = recorder.new_id(), Live.origins.here()
     row = [template, origin, -1, number]
-    if data.numel() <= INLINE:
-        recorder.emit_with_frame(row, data.numpy().tobytes(), 2)
+    if data.nbytes <= INLINE:
+        recorder.emit_with_frame(row, data.tobytes(), 2)
     else:
-        recorder.session.keep(number, data.numpy().copy().view(f"V{host.element_size()}").reshape(tuple(host.shape)))
+        recorder.session.keep(number, data.copy(order="C").view(f"V{data.itemsize}"))
         recorder.code.extend(row)
     recorder.ops += 1
     return make(meta, Ref(number, meta, origin, recorder.lives))
+
+
+def _values(host: torch.Tensor) -> np.ndarray:
+    """A host tensor's values as an array of the same shape; of integers where NumPy lacks the dtype."""
+    if host.is_conj() or host.is_neg():
+        host = host.resolve_conj().resolve_neg()
+    try:
+        return host.detach().numpy()
+    except TypeError:  # bfloat16, float8
+        return host.detach().contiguous().view(_INTEGERS[host.element_size()]).numpy()
 
 
 def fetch(tensor: RemoteTensor) -> torch.Tensor:
