@@ -22,8 +22,8 @@ from typing import Any
 from gt.dispatcher.server import Server
 from gt.errors import GTError, ProtocolError
 from gt.wire import codec
+from gt.wire.dealer import Dealer
 from gt.wire.link import hello
-from gt.wire.socket import Dealer
 from gt.worker.loop import run as work
 from tests.hostile import WILD, Field, Liar, mutated, rounds
 from tests.streams import Stream

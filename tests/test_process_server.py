@@ -20,9 +20,9 @@ from gt.dispatcher.events import Log, PeerLost
 from gt.dispatcher.journal import line
 from gt.dispatcher.server import Server
 from gt.errors import DispatcherLost, Refused
+from gt.wire.dealer import Dealer
 from gt.wire.link import hello
 from gt.wire.messages import Query, Report
-from gt.wire.socket import Dealer
 
 
 def command(*args: str) -> list[str]:

@@ -170,7 +170,7 @@ def test_a_fork_does_not_touch_the_link(session):
 
 def test_garbage_is_refused_and_the_server_goes_on(toy, session):
     from gt.wire import codec
-    from gt.wire.socket import Dealer
+    from gt.wire.dealer import Dealer
 
     heard = threading.Event()
     other = Dealer(toy.address, lambda *_: heard.set(), lambda reason: None)

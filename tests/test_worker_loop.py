@@ -33,7 +33,7 @@ from gt.wire.messages import (
     Welcome,
     World,
 )
-from gt.wire.socket import Arrived, Gone, Router
+from gt.wire.router import Arrived, Gone, Router
 from gt.worker import loop
 
 

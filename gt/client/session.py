@@ -24,8 +24,8 @@ from gt.client import host
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import link, messages
+from gt.wire.dealer import Dealer
 from gt.wire.messages import Describe, Fetch, Goodbye, Host, Inspect, Message, Ops, Seal, Stats
-from gt.wire.socket import Dealer
 
 log = logging.getLogger("gt.client")
 

@@ -16,7 +16,8 @@ from gt.errors import ProtocolError, Refused
 from gt.wire import codec
 from gt.wire.link import Gate
 from gt.wire.messages import Exit, Goodbye, Welcome
-from gt.wire.socket import Arrived, Gone, Router, resolve
+from gt.wire.router import Arrived, Gone, Router
+from gt.wire.socket import resolve
 
 log = logging.getLogger("gt.dispatcher")
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from gt import env, errors
 from gt import log as logs
+from gt.wire.dealer import Dealer
 from gt.wire.link import hello
 from gt.wire.memory import tune_memory
 from gt.wire.messages import (
@@ -39,7 +40,6 @@ from gt.wire.messages import (
     Welcome,
     World,
 )
-from gt.wire.socket import Dealer
 from gt.worker.engine.base import open_engine
 from gt.worker.executor import Executor, Poisoned
 from gt.worker.plane.base import ALL, Plane, open_plane
