@@ -23,7 +23,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
         )
     },
     "compile": ("gt.client.program", "compile"),
-    "microbatches": ("gt.client.program", "microbatches"),
+    "microbatches": ("gt.client.signal", "microbatches"),
     "nn": ("torch.nn", None),
     "no_grad": ("torch", "no_grad"),
     "optim": ("torch.optim", None),

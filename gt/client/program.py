@@ -11,7 +11,7 @@ import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,12 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from gt.client import hostops, random, runtime
+from gt.client.carry import Call, carried, detached, given, grads_of, key_of, make_capturable, modes, side_effect
 from gt.client.dispatch import call, info_of
-from gt.client.reach import SCALARS, Guard, Reach, reach, same
+from gt.client.reach import Guard, Reach, reach
 from gt.client.recorder import Recorder
-from gt.client.signal import stack
 from gt.client.tape import Difference, Tape, difference
-from gt.client.tensor import RemoteTensor, Shown
-from gt.errors import CaptureError
+from gt.client.tensor import RemoteTensor
 from gt.ir.instr import DISCARD, DROP, FREE, LAUNCH, RECORD
 
 log = logging.getLogger("gt")
@@ -34,7 +33,6 @@ MOST = 8  # programs of one function
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "auto")
 PATIENCE = 4  # recorded calls in a row that came to nothing; then a function runs eagerly for a while
 RESTS = 64  # calls of the longest while
-_OUTSIDE = ", and Python does not run in a replay: do it outside"
 _numbers, _slots = itertools.count(1), itertools.count(1)
 aten = torch.ops.aten
 
@@ -55,17 +53,6 @@ def compile(fn: Callable | None = None, *, schedule: str | None = None, backend:
     if schedule is not None and schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is not known: want one of {', '.join(SCHEDULES)}")
     return Compiled(fn, schedule or "")
-
-
-@dataclass
-class Call:
-    """One call that was recorded, and what its comparison with the next needs."""
-
-    tape: Tape
-    key: tuple
-    leaves: list  # the arguments as they came
-    names: dict[int, Any]  # tensors that were there -> what they are
-    inputs: dict[int, RemoteTensor]  # argument -> its tensor, which a replay fills
 
 
 @dataclass(eq=False)
@@ -161,7 +148,7 @@ class Compiled:
         if recorder.tape is not None:  # within another's recording: part of that
             return self.fn(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
-        key = (tree, *map(_key, leaves), *_modes())
+        key = (tree, *map(key_of, leaves), *modes())
         for n, program in enumerate(self._programs):
             if program.recorder is not recorder or program.key != key:
                 continue
@@ -173,8 +160,8 @@ class Compiled:
             self._why = why
         if self._rest:
             self._rest -= 1
-            args, kwargs = tree_unflatten(_given(leaves, None)[0], tree)
-            return tree_map(_detached, self.fn(*args, **kwargs))
+            args, kwargs = tree_unflatten(given(leaves, None)[0], tree)
+            return tree_map(detached, self.fn(*args, **kwargs))
         return self._record(recorder, key, leaves, tree)
 
     def explain(self) -> str:
@@ -194,13 +181,13 @@ class Compiled:
     def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec) -> Any:
         roots = {"": self.fn, "arguments": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]}
         entry = reach(roots)
-        if any([_make_capturable(optimizer) for optimizer in entry.optimizers]):
+        if any([make_capturable(optimizer) for optimizer in entry.optimizers]):
             entry = reach(roots)
         last = self._last if self._last is not None and self._last.key == key and self._last.tape.recorder is recorder else None
         self._last = None
-        given, inputs = _given(leaves, last)
+        taken, inputs = given(leaves, last)
         names: dict[int, Any] = {tensor._ref.id: path for path, tensor in reversed(list(entry.tensors()))}
-        names.update({t._ref.id: f"argument {k}" for k, t in enumerate(given) if isinstance(t, RemoteTensor)})
+        names.update({t._ref.id: f"argument {k}" for k, t in enumerate(taken) if isinstance(t, RemoteTensor)})
         recorder.flush()
         recorder.code.extend((RECORD, self._slot, len(inputs), *[t._ref.id for t in inputs.values()]))
         recorder.flush()
@@ -208,8 +195,8 @@ class Compiled:
         recorder.tape = tape
         kept = False
         try:
-            args, kwargs = tree_unflatten(given, tree)
-            results = tree_map(_detached, self.fn(*args, **kwargs))
+            args, kwargs = tree_unflatten(taken, tree)
+            results = tree_map(detached, self.fn(*args, **kwargs))
             del args, kwargs
             gc.collect()  # what is in cycles ends now, or it would seem to be kept
             recorder.flush()
@@ -239,7 +226,7 @@ class Compiled:
         if found is not None:
             self._say(str(found))
             return None
-        moved, found = _carried(now, entry, leaving)
+        moved, found = carried(now, entry, leaving)
         if found is not None:
             self._say(str(found))
             return None
@@ -258,7 +245,7 @@ class Compiled:
         program = Program(
             number, recorder, now.key, Guard(leaving), now.inputs,
             {k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
-            _grads(entry, leaving, read),
+            grads_of(entry, leaving, read),
             [_Result(r) if isinstance(r, RemoteTensor) and r._ref.id >= made else r for r in leaves], tree,
             tape.draws(), self._why, answer,
             [t for walk in (entry, leaving) for _, t in walk.tensors() if t._ref.id in read or t._ref.id >= made],
@@ -283,7 +270,7 @@ class Compiled:
                 op = tape.ops[n]
                 text = f"{op.name} uses a tensor that is not found from arguments, closure or globals; pass it as an argument"
                 return Difference(tape.origins.where(op.origin), text)
-        return _side_effect(entry, leaving, tape.first)
+        return side_effect(entry, leaving, tape.first)
 
     def _count(self, kept: bool) -> None:
         """After some calls in a row that came to nothing, say why, and try again only later."""
@@ -310,138 +297,3 @@ class Compiled:
 def _bubbles(order: dict) -> str:
     idle = ", ".join(f"{100 * part:.1f}%" for part in order["bubble"])
     return f"{order['stages']} stages, {order['micro_batches']} micro-batches; bubble by simulation {idle}"
-
-
-# ---- arguments
-
-
-def _key(leaf: Any) -> Any:
-    """What of an argument selects a program: a tensor's look, any other value itself."""
-    if isinstance(leaf, RemoteTensor):
-        return (leaf._ref.meta, leaf.requires_grad)
-    if isinstance(leaf, torch.Tensor):
-        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
-    return (type(leaf), leaf) if isinstance(leaf, SCALARS) else id(leaf)
-
-
-def _modes() -> tuple:
-    device = Shown.device.type
-    cast = torch.is_autocast_enabled(device) if device != "lazy" else False
-    return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, torch.get_autocast_dtype(device) if cast else None,
-        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), stack.names[-1],
-    )  # fmt: skip
-
-
-def _given(leaves: list, last: Call | None) -> tuple[list, dict[int, RemoteTensor]]:
-    """Arguments as the function gets them, and which of them a replay fills: all from the host, and those that vary."""
-    given, inputs = list(leaves), {}
-    for k, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        if isinstance(leaf, RemoteTensor):
-            if last is None or last.leaves[k] is leaf:
-                continue
-            if leaf.requires_grad:
-                raise CaptureError(f"argument {k} requires grad and is another tensor at each call: copy into one instead")
-            inputs[k] = given[k] = call(info_of(aten.clone.default), (leaf,))
-        else:
-            if leaf.requires_grad:
-                raise CaptureError(f"argument {k} is a CPU tensor that requires grad; move it to {Shown.device.type!r} first")
-            inputs[k] = given[k] = hostops.upload(leaf)
-    return given, inputs
-
-
-def _detached(result: Any) -> Any:
-    return result.detach() if isinstance(result, torch.Tensor) and result.requires_grad and not result.is_leaf else result
-
-
-# ---- what a call left behind
-
-
-def _side_effect(entry: Reach, leaving: Reach, made: int) -> Difference | None:
-    """Python state that the call changed: a replay would not."""
-    before = {item.path: item for item in entry.items}
-    after = {item.path: item for item in leaving.items}
-    for path in [*before, *after]:
-        if path not in after or path not in before:
-            return Difference("", f"it {'adds' if path in after else 'removes'} {path}{_OUTSIDE}")
-        old, new = before[path], after[path]
-        if isinstance(new.value, RemoteTensor):
-            if new.value is not old.value and new.value._ref.id < made:
-                return Difference("", f"it assigns to {path} a tensor that was there before; copy_() into it instead")
-        elif not same(old.value, new.value) or old.stamp != new.stamp:
-            return Difference("", f"it changes {path} from {_short(old.value)} to {_short(new.value)}{_OUTSIDE}")
-    return None
-
-
-def _short(value: Any) -> str:
-    return f"{value!r:.40}" if isinstance(value, SCALARS) else type(value).__name__
-
-
-def _carried(now: Call, entry: Reach, leaving: Reach) -> tuple[list[tuple[int, int]], Difference | None]:
-    """(read, made): names that hold another tensor after the call, which the next call reads."""
-    read, made = now.tape.read(), now.tape.made()
-    after = {path: tensor._ref.id for path, tensor in leaving.tensors()}
-    pairs: dict[int, int] = {}
-    for path, tensor in entry.tensors():
-        old, new = tensor._ref.id, after.get(path)
-        if old == new or old not in read or path.endswith(".grad"):
-            continue
-        if new is None or new not in made or pairs.get(old, new) != new:
-            return [], Difference("", f"{path} is read, and what it names afterwards is not made by this call alone")
-        pairs[old] = new
-    return list(pairs.items()), None
-
-
-def _grads(entry: Reach, leaving: Reach, read: dict) -> list[tuple[RemoteTensor, bool, Any, Any]]:
-    """leaf, whether it had a gradient, the one that was read, the one that is left; leaves come from both walks."""
-    had = {id(leaf): entry.grads.get(path) for path, leaf in entry.leaves}
-    found = []
-    for _, leaf in leaving.leaves:
-        start = had.get(id(leaf))
-        found.append((leaf, start is not None, start if start is not None and start._ref.id in read else None, leaf.grad))
-    return found
-
-
-def _make_capturable(optimizer: torch.optim.Optimizer) -> bool:
-    """Have a step count that is Python's kept on the device, where torch can; whether anything changed."""
-    changed = False
-    for group in optimizer.param_groups:
-        remote = [p for p in group["params"] if isinstance(p, RemoteTensor)]
-        if not remote or group.get("capturable", True) or group.get("fused"):
-            continue
-        group["capturable"] = changed = True
-        for p in remote:
-            step = optimizer.state.get(p, {}).get("step")
-            if isinstance(step, torch.Tensor) and not isinstance(step, RemoteTensor):
-                optimizer.state[p]["step"] = step.to(p.device)
-    return changed
-
-
-# ---- micro-batches
-
-
-def microbatches(batch: Any, n: int) -> Iterator[Any]:
-    """`batch` (a tensor, or tuples, lists and dicts of them) in n equal parts along dim 0, one after the other.
-
-    ValueError if a tensor's first dim is no multiple of n.
-    """
-    leaves, tree = tree_flatten(batch)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or n < 1 or leaf.shape[0] % n):
-            rows = leaf.shape[0] if leaf.dim() else "no"
-            raise ValueError(f"{rows} rows cannot be cut into {n} equal micro-batches: use a batch of a multiple of {n}")
-    parts = [leaf.chunk(n) if isinstance(leaf, torch.Tensor) else [leaf] * n for leaf in leaves]
-    return _marked(tree_unflatten(list(part), tree) for part in zip(*parts, strict=True))
-
-
-def _marked(parts: Iterator[Any]) -> Iterator[Any]:
-    """Ops between one part and the next belong to that micro-batch, and so do those that differentiate them."""
-    outer = stack.micro
-    try:
-        for n, part in enumerate(parts):
-            stack.micro = n
-            yield part
-    finally:
-        stack.micro = outer

@@ -1,4 +1,4 @@
-"""Signal groups: which part of the program runs where, named in the user's code.
+"""Signal groups: which part of the program runs where, named in the user's code; and which micro-batch it works on.
 
 Contexts nest and the innermost wins. What a name means is the config's business; nothing here knows it.
 """
@@ -6,10 +6,12 @@ Contexts nest and the innermost wins. What a name means is the config's business
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import ContextDecorator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class _Stack(threading.local):
@@ -81,3 +83,31 @@ def balance(modules: Any, stages: int, example: Any) -> list[tuple[int, int]]:
     from gt.client import placement
 
     return placement.balance(modules, stages, example)
+
+
+# ---- micro-batches
+
+
+def microbatches(batch: Any, n: int) -> Iterator[Any]:
+    """`batch` (a tensor, or tuples, lists and dicts of them) in n equal parts along dim 0, one after the other.
+
+    ValueError if a tensor's first dim is no multiple of n.
+    """
+    leaves, tree = tree_flatten(batch)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or n < 1 or leaf.shape[0] % n):
+            rows = leaf.shape[0] if leaf.dim() else "no"
+            raise ValueError(f"{rows} rows cannot be cut into {n} equal micro-batches: use a batch of a multiple of {n}")
+    parts = [leaf.chunk(n) if isinstance(leaf, torch.Tensor) else [leaf] * n for leaf in leaves]
+    return _marked(tree_unflatten(list(part), tree) for part in zip(*parts, strict=True))
+
+
+def _marked(parts: Iterator[Any]) -> Iterator[Any]:
+    """Ops between one part and the next belong to that micro-batch, and so do those that differentiate them."""
+    outer = stack.micro
+    try:
+        for n, part in enumerate(parts):
+            stack.micro = n
+            yield part
+    finally:
+        stack.micro = outer

@@ -1,0 +1,137 @@
+"""What goes into a recorded call and what it leaves: arguments, results, gradients, Python state, optimizers' step counts.
+
+Knows what is found below the function (reach.py) and on the tape; nothing of programs or of when a call is replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gt.client import hostops
+from gt.client.dispatch import call, info_of
+from gt.client.reach import SCALARS, Reach, same
+from gt.client.signal import stack
+from gt.client.tape import Difference, Tape
+from gt.client.tensor import RemoteTensor, Shown
+from gt.errors import CaptureError
+
+OUTSIDE = ", and Python does not run in a replay: do it outside"
+aten = torch.ops.aten
+
+
+@dataclass
+class Call:
+    """One call that was recorded, and what its comparison with the next needs."""
+
+    tape: Tape
+    key: tuple
+    leaves: list  # the arguments as they came
+    names: dict[int, Any]  # tensors that were there -> what they are
+    inputs: dict[int, RemoteTensor]  # argument -> its tensor, which a replay fills
+
+
+def key_of(leaf: Any) -> Any:
+    """What of an argument selects a program: a tensor's look, any other value itself."""
+    if isinstance(leaf, RemoteTensor):
+        return (leaf._ref.meta, leaf.requires_grad)
+    if isinstance(leaf, torch.Tensor):
+        return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+    return (type(leaf), leaf) if isinstance(leaf, SCALARS) else id(leaf)
+
+
+def modes() -> tuple:
+    device = Shown.device.type
+    cast = torch.is_autocast_enabled(device) if device != "lazy" else False
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, torch.get_autocast_dtype(device) if cast else None,
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), stack.names[-1],
+    )  # fmt: skip
+
+
+def given(leaves: list, last: Call | None) -> tuple[list, dict[int, RemoteTensor]]:
+    """Arguments as the function gets them, and which of them a replay fills: all from the host, and those that vary."""
+    taken, inputs = list(leaves), {}
+    for k, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if isinstance(leaf, RemoteTensor):
+            if last is None or last.leaves[k] is leaf:
+                continue
+            if leaf.requires_grad:
+                raise CaptureError(f"argument {k} requires grad and is another tensor at each call: copy into one instead")
+            inputs[k] = taken[k] = call(info_of(aten.clone.default), (leaf,))
+        else:
+            if leaf.requires_grad:
+                raise CaptureError(f"argument {k} is a CPU tensor that requires grad; move it to {Shown.device.type!r} first")
+            inputs[k] = taken[k] = hostops.upload(leaf)
+    return taken, inputs
+
+
+def detached(result: Any) -> Any:
+    return result.detach() if isinstance(result, torch.Tensor) and result.requires_grad and not result.is_leaf else result
+
+
+# ---- what a call left behind
+
+
+def side_effect(entry: Reach, leaving: Reach, made: int) -> Difference | None:
+    """Python state that the call changed: a replay would not."""
+    before = {item.path: item for item in entry.items}
+    after = {item.path: item for item in leaving.items}
+    for path in [*before, *after]:
+        if path not in after or path not in before:
+            return Difference("", f"it {'adds' if path in after else 'removes'} {path}{OUTSIDE}")
+        old, new = before[path], after[path]
+        if isinstance(new.value, RemoteTensor):
+            if new.value is not old.value and new.value._ref.id < made:
+                return Difference("", f"it assigns to {path} a tensor that was there before; copy_() into it instead")
+        elif not same(old.value, new.value) or old.stamp != new.stamp:
+            return Difference("", f"it changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}")
+    return None
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.40}" if isinstance(value, SCALARS) else type(value).__name__
+
+
+def carried(now: Call, entry: Reach, leaving: Reach) -> tuple[list[tuple[int, int]], Difference | None]:
+    """(read, made): names that hold another tensor after the call, which the next call reads."""
+    read, made = now.tape.read(), now.tape.made()
+    after = {path: tensor._ref.id for path, tensor in leaving.tensors()}
+    pairs: dict[int, int] = {}
+    for path, tensor in entry.tensors():
+        old, new = tensor._ref.id, after.get(path)
+        if old == new or old not in read or path.endswith(".grad"):
+            continue
+        if new is None or new not in made or pairs.get(old, new) != new:
+            return [], Difference("", f"{path} is read, and what it names afterwards is not made by this call alone")
+        pairs[old] = new
+    return list(pairs.items()), None
+
+
+def grads_of(entry: Reach, leaving: Reach, read: dict) -> list[tuple[RemoteTensor, bool, Any, Any]]:
+    """leaf, whether it had a gradient, the one that was read, the one that is left; leaves come from both walks."""
+    had = {id(leaf): entry.grads.get(path) for path, leaf in entry.leaves}
+    found = []
+    for _, leaf in leaving.leaves:
+        start = had.get(id(leaf))
+        found.append((leaf, start is not None, start if start is not None and start._ref.id in read else None, leaf.grad))
+    return found
+
+
+def make_capturable(optimizer: torch.optim.Optimizer) -> bool:
+    """Have a step count that is Python's kept on the device, where torch can; whether anything changed."""
+    changed = False
+    for group in optimizer.param_groups:
+        remote = [p for p in group["params"] if isinstance(p, RemoteTensor)]
+        if not remote or group.get("capturable", True) or group.get("fused"):
+            continue
+        group["capturable"] = changed = True
+        for p in remote:
+            step = optimizer.state.get(p, {}).get("step")
+            if isinstance(step, torch.Tensor) and not isinstance(step, RemoteTensor):
+                optimizer.state[p]["step"] = step.to(p.device)
+    return changed
