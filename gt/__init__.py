@@ -18,7 +18,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
         name: ("gt.api", name)
         for name in (
             "arange", "cat", "connect", "cpu_workers", "device", "empty", "empty_like", "eye", "from_numpy", "full",
-            "full_like", "gpu_workers", "inspect", "manual_seed", "ones", "ones_like", "rand", "rand_like", "randint",
+            "full_like", "gpu_workers", "inspect", "manual_seed", "ones", "ones_like", "plan", "rand", "rand_like", "randint",
             "randint_like", "randn", "randn_like", "shutdown", "stack", "stats", "tensor", "zeros", "zeros_like",
         )
     },

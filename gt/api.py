@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +16,9 @@ from gt.client import infer, random, runtime
 from gt.client.tensor import RemoteTensor, Shown
 from gt.errors import ConfigError
 
+if TYPE_CHECKING:
+    from gt.observe.plan import Plan
+
 log = logging.getLogger("gt")
 cat, stack = torch.cat, torch.stack
 
@@ -22,6 +27,7 @@ class _Started:
     """Processes that this program started, if any."""
 
     local: Any = None
+    plan: Callable[[str | None, int], None] | None = None  # while a plan is made: what takes the place of workers
 
 
 def __getattr__(name: str) -> Any:
@@ -46,6 +52,9 @@ def connect(
     disconnect()
     if name:
         device_.register()
+    if _Started.plan is not None:
+        _Started.plan(config, 0)
+        return
     path = env.get("GT_CONFIG") if config is None else config
     text = _read(path)
     session = Session(
@@ -91,6 +100,9 @@ def _start_local(n: int, gpu: bool, config: str | None, name: bool) -> None:
     if n < 1:
         raise ValueError(f"want at least one worker, got {n}")
     shutdown()
+    if _Started.plan is not None:
+        _Started.plan(config, n)
+        return
     started = local.start(n, gpu=gpu, backend=env.get("GT_BACKEND"), meanwhile=infer.warm)
     try:
         connect(started.address, config, token=started.token, name=name)
@@ -102,19 +114,27 @@ def _start_local(n: int, gpu: bool, config: str | None, name: bool) -> None:
 
 def start() -> None:
     """What the first remote tensor does: connects to GT_SERVER, or starts what this machine has."""
+    if _Started.plan is not None:
+        _Started.plan(None, 0)
+        return
     if address := env.get("GT_SERVER"):
         connect(address)
         return
-    path = env.get("GT_CONFIG")
-    from gt.config.load import load
-
-    named = [w + 1 for group in load(_read(path), path).groups.values() for w in group.flat]
     gpus = torch.cuda.device_count()
-    wanted = max([*named, gpus, 1])
+    wanted = max(_named(env.get("GT_CONFIG")), gpus, 1)
     _start_local(wanted, 0 < wanted <= gpus, None, True)
 
 
+def _named(path: str) -> int:
+    """How many workers a config's groups name."""
+    from gt.config.load import load
+
+    return max([w + 1 for group in load(_read(path), path).groups.values() for w in group.flat], default=0)
+
+
 def disconnect() -> None:
+    if _Started.plan is not None and runtime.Live.recorder is not None:
+        runtime.Live.recorder.flush()
     session = runtime.disconnect()
     if session is not None:
         session.close()
@@ -148,6 +168,55 @@ def inspect(tensor: torch.Tensor) -> dict[str, Any]:
     recorder = runtime.current()
     recorder.flush()
     return recorder.session.inspect(tensor._ref.id)
+
+
+def plan(fn: Callable, *args: Any, workers: int = 0, config: str | None = None) -> Plan:
+    """What fn(*args) would do on workers, of which none are needed: str() is the text, `.body` the data.
+
+    fn makes the model and everything else remote itself, and runs a few steps; its value is dropped. workers: how many there
+    would be, by default what fn asks for, or what the config (a path; GT_CONFIG if None) names. Values read as zeros.
+    """
+    with planning(workers, config) as made:
+        fn(*args)
+    return made(getattr(fn, "__qualname__", "function"))
+
+
+@contextmanager
+def planning(workers: int = 0, config: str | None = None) -> Iterator[Callable[[str], Plan]]:
+    """Inside, whatever connects or starts workers gets a dispatcher that only plans. The value gives the plan, afterwards."""
+    from gt.client import marks
+    from gt.observe.dry import Dry
+    from gt.observe.plan import Plan
+
+    found: list[Dry] = []
+    called: dict[int, str] = {}
+
+    def begin(given: str | None, wanted: int) -> None:
+        path = next(p for p in (config, given, env.get("GT_CONFIG")) if p is not None)
+        device_.register()
+        found.append(Dry(_read(path), path, max(workers or wanted, _named(path), 1)))
+        found[-1].living = lambda: list(marks.weights(called or marks.names()))
+        runtime.connect(found[-1], _read(path), path)
+
+    def stepped(optimizer: torch.optim.Optimizer) -> None:
+        recorder = runtime.Live.recorder
+        if recorder is None or recorder.session not in found:
+            return
+        if not called:
+            called.update(marks.names())
+        recorder.flush()
+        recorder.session.stepped(list(marks.rows(optimizer, called)))
+
+    before = _Started.plan, runtime.set_aside()
+    _Started.plan = begin
+    try:
+        with marks.after_steps(stepped):
+            yield lambda about: Plan(max(found, key=lambda dry: dry.state.ops) if found else None, about)
+            disconnect()
+    finally:
+        runtime.disconnect()
+        _Started.plan = before[0]
+        runtime.restore(before[1])
 
 
 # ---- tensors

@@ -1,4 +1,4 @@
-"""`gt server|worker|doctor|env`: the commands. Each imports what it needs when it is run."""
+"""`gt server|worker|plan|doctor|env`: the commands. Each imports what it needs when it is run."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ def worker(args: list[str]) -> int:
     return main(args)
 
 
+def plan(args: list[str]) -> int:
+    from gt.cli.plan import main
+
+    return main(args, COMMANDS["plan"][1])
+
+
 def doctor(args: list[str]) -> int:
     no_options("doctor", args)
     from gt.cli.doctor import main
@@ -62,6 +68,7 @@ def no_options(name: str, args: list[str]) -> None:
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "server": (server, "a dispatcher in the foreground (as python -m gt.server)"),
     "worker": (worker, "one worker in the foreground (as python -m gt.worker)"),
+    "plan": (plan, "what a program would do on workers, with none: layouts, traffic, memory, schedule"),
     "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),
     "env": (show_env, "environment variables and their values"),
 }

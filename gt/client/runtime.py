@@ -67,3 +67,17 @@ def disconnect() -> Any:
     recorder, Live.recorder = Live.recorder, None
     clear_caches()
     return recorder.session if recorder else None
+
+
+def set_aside() -> tuple:
+    """Stop recording for a while; what `restore` takes."""
+    held = Live.recorder, getattr(Live, "origins", None), Live.config, Live.fresh
+    Live.recorder, Live.fresh = None, None
+    clear_caches()
+    return held
+
+
+def restore(held: tuple) -> None:
+    """Go on where `set_aside` stopped."""
+    Live.recorder, Live.origins, Live.config, Live.fresh = held
+    clear_caches()

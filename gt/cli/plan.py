@@ -1,0 +1,50 @@
+"""`gt plan script.py args...`: runs the script with no workers and prints what they would be told, hold and send."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from gt.errors import GTError
+
+
+def main(args: list[str], text: str) -> int:
+    parser = argparse.ArgumentParser(prog="gt plan", description=text)
+    parser.add_argument("--workers", type=int, default=0, help="how many there would be; by default what script or config ask")
+    parser.add_argument("--config", help="YAML of signal groups, instead of the script's or GT_CONFIG")
+    parser.add_argument("--json", action="store_true", help="print data instead of text")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
+    given = parser.parse_args(args)
+    from gt.api import planning
+
+    try:
+        with planning(given.workers, given.config) as made:
+            run(given.script, given.args)
+        plan = made(Path(given.script).name)
+    except (GTError, ValueError, OSError) as error:
+        print(f"gt plan: {error}", file=sys.stderr)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    print(plan.json() if given.json else plan, end="\n" if given.json else "")
+    return 0
+
+
+def run(script: str, args: list[str]) -> None:
+    """A user's script as `python script args` has it; what it prints goes to standard error."""
+    argv, path = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [script, *args], str(Path(script).resolve().parent)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            print(f"{script} ended with {end.code}", file=sys.stderr)
+    finally:
+        sys.argv, sys.path[0] = argv, path

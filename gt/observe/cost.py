@@ -1,0 +1,35 @@
+"""What one worker's part of an op is worth: floating-point operations by its local shapes, bytes that it reads and writes.
+
+Times are those of a nominal GPU: only their ratios matter, for balance and for schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+FLOPS, BYTES, LINK = 4e14, 3e12, 3.9e11  # a second: of arithmetic (half precision), of memory, between two GPUs
+Shape = tuple[int, ...]
+_FACTORS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+_ATTENTION = {"gt.sdpa": (0, 1, 2, 4), "gt.sdpa_backward": (1, 2, 3, 10)}  # places of q, k, v; operations a score and channel
+
+
+def flops(op: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
+    """Of matmuls, convolutions and attention by the formula; of everything else one an element."""
+    name = op.removeprefix("aten.").rpartition(".")[0]
+    if name in _FACTORS:
+        left, right = (ins[i] for i in _FACTORS[name])
+        return 2.0 * prod(left) * right[-1]
+    if name in _ATTENTION:
+        q, k, _, each = _ATTENTION[name]
+        return float(each * prod(ins[q]) * ins[k][-2])
+    if name in ("convolution", "convolution_backward"):
+        backward = name != "convolution"
+        weight, made = (ins[2], ins[0]) if backward else (ins[1], outs[0])
+        return (4.0 if backward else 2.0) * prod(made) * prod(weight[1:])
+    return float(max([*map(prod, ins), *map(prod, outs)], default=0))
+
+
+def seconds(operations: float, nbytes: float) -> float:
+    """Whichever of arithmetic and memory takes longer."""
+    return max(operations / FLOPS, nbytes / BYTES)

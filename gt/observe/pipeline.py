@@ -1,0 +1,229 @@
+"""What a step with micro-batches would take in a pipeline: costs of its stages, schedules, balance. By nominal times."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gt.dispatcher import schedule
+from gt.dispatcher.plan.groups import SUFFIXES
+from gt.dispatcher.schedule import Action, Costs
+from gt.errors import ConfigError
+from gt.observe import cost
+from gt.observe.dry import Dry, Step
+from gt.observe.standin import Place, Row, Stretch
+
+WORTH = 0.02  # of a step: a cut that gains less is not proposed
+
+
+@dataclass
+class Stages:
+    """Stages in forward order. places: of each, the number of its workers' mesh; followed: the worker that stands for it."""
+
+    names: list[str]
+    places: list[int]
+    followed: list[int]
+    micro: int
+
+
+def describe(dry: Dry, step: Step) -> dict[str, Any]:
+    """Schedule, bubble and balance of a step; {} if it is no pipeline."""
+    stages = _stages(dry, step)
+    if stages is None:
+        return {}
+    costs = costs_of(stages, step)
+    found: dict[str, Any] = {"stages": stages.names, "places": stages.places, "micro_batches": stages.micro}
+    name, rows, why = _rows(stages, step, costs)
+    found.update(schedule=name, why=why)
+    if rows:
+        line = schedule.simulate(rows, costs)
+        found.update(
+            rows=schedule.text(rows), makespan=line.makespan, bubble=[b / line.makespan for b in line.bubble], idle=line.idle,
+            activations=list(line.peak), grid=schedule.show(rows, costs, 120),
+        )  # fmt: skip
+    found["choices"] = _choices(stages, costs)
+    found["balance"] = _balance(stages, step, costs, name)
+    return found
+
+
+def _stages(dry: Dry, step: Step) -> Stages | None:
+    names = list(dict.fromkeys(place.stage for place in step.journal if not place.backward and not place.micro))
+    meshes = [members(dry, name) for name in names]
+    different = list(dict.fromkeys(meshes))
+    if len(different) < 2:
+        return None
+    followed = [next(i for i in sorted(mesh) if i in dry.followed) for mesh in meshes]
+    return Stages(names, [different.index(m) for m in meshes], followed, 1 + max(place.micro for place in step.journal))
+
+
+def members(dry: Dry, stage: str) -> tuple[int, ...]:
+    """Workers of a stage."""
+    groups = dry.state.config.groups
+    return next(groups[stage + end].flat for end in ("", *SUFFIXES) if stage + end in groups)
+
+
+# ---- costs
+
+
+def costs_of(stages: Stages, step: Step) -> Costs:
+    """Nominal times and bytes of one micro-batch in each stage."""
+    forward, input, weight, activation = [], [], [], []
+    for name, worker in zip(stages.names, stages.followed):
+        stretch = step.stretches[worker]
+        ahead, back = (_seconds(stretch, name, backward, stages.micro) for backward in (False, True))
+        part = _of_weights(stretch, name)
+        forward.append(ahead)
+        input.append(back * (1 - part))
+        weight.append(back * part)
+        activation.append(float(_activations(stretch, name)))
+    transfer = [_transfer(stages, step, n) for n in range(len(stages.names) - 1)]
+    kept = activation
+    times = (tuple(forward), tuple(input), tuple(weight), tuple(transfer), tuple(activation), tuple(kept))
+    return Costs(*times)
+
+
+def _seconds(stretch: Stretch, name: str, backward: bool, micro: int) -> float:
+    work = stretch.work.items()
+    return sum(w[2] for p, w in work if p.stage == name and p.backward == backward and p.micro >= 0) / micro
+
+
+def _of_weights(stretch: Stretch, name: str) -> float:
+    """What part of a stage's backward no other stage waits for."""
+    rows = [row for row in stretch.first if row.by.backward]
+    needed: set[int] = set()
+    total = late = 0.0
+    for row in reversed(rows):
+        leads = row.sends or not needed.isdisjoint(row.makes)
+        if leads:
+            needed.update(row.reads)
+        if row.by.stage == name:
+            total += row.seconds
+            late += 0.0 if leads else row.seconds
+    return late / total if total else 0.0
+
+
+def _activations(stretch: Stretch, name: str) -> int:
+    """Bytes that the first micro-batch's forward leaves for its backward."""
+    here = Place(name, False, 0)
+    return sum(b.nbytes for b in stretch.made if b.by == here and b.last_by.backward)
+
+
+def _transfer(stages: Stages, step: Step, n: int) -> float:
+    """Time between stages n and n + 1, by what one worker receives of a micro-batch."""
+    if stages.places[n] == stages.places[n + 1]:
+        return 0.0
+    received = step.stretches[stages.followed[n + 1]].received
+    senders = max(1, len(received))
+    return sum(received.values()) / senders / stages.micro / cost.LINK
+
+
+# ---- schedules
+
+
+def _rows(stages: Stages, step: Step, costs: Costs) -> tuple[str, Any, str]:
+    """The schedule that was asked for, or the order as it is written."""
+    asked = step.answer.get("schedule") or {}
+    if asked.get("why"):
+        return asked["name"], None, asked["why"]
+    if asked.get("rows"):
+        return asked["name"], schedule.parse(asked["rows"]), ""
+    try:
+        if step.schedule:
+            made = schedule.make(
+                step.schedule, stages=len(stages.names), workers=stages.places, micro_batches=stages.micro, costs=costs
+            )
+            return made.name, made.rows, ""
+        rows = _as_written(stages, step.journal)
+        schedule.check(rows)
+        return "as written", rows, ""
+    except (ConfigError, ValueError) as error:
+        return step.schedule or "as written", None, str(error)
+
+
+def _as_written(stages: Stages, journal: Sequence[Place]) -> list[list[Action]]:
+    rows: dict[int, dict[Action, None]] = defaultdict(dict)
+    for place in journal:
+        if place.stage in stages.names:
+            stage = stages.names.index(place.stage)
+            rows[stages.places[stage]].setdefault(Action(stage, "B" if place.backward else "F", place.micro))
+    return [list(rows[n]) for n in range(1 + max(stages.places))]
+
+
+def _choices(stages: Stages, costs: Costs) -> dict[str, dict[str, float]]:
+    """Every schedule that these stages can have."""
+    found = {}
+    for name in schedule.NAMES:
+        with suppress(ConfigError):
+            made = schedule.make(name, stages=len(stages.names), workers=stages.places, micro_batches=stages.micro, costs=costs)
+            line = schedule.simulate(made.rows, costs)
+            found[name] = {"makespan": line.makespan, "bubble": line.idle, "activations": max(line.peak)}
+    return found
+
+
+# ---- balance
+
+
+def _balance(stages: Stages, step: Step, costs: Costs, name: str) -> dict[str, Any]:
+    """What stages cost beside one another, and the best cut between two ops of the forward, if that would gain something."""
+    totals = [f + i + w for f, i, w in zip(costs.forward, costs.input, costs.weight)]
+    found: dict[str, Any] = {"seconds": totals, "share": [t / sum(totals) if sum(totals) else 0.0 for t in totals]}
+    units = _units(stages, step, totals)
+    ends = cut([unit[0] for unit in units], len(totals))
+    better = [sum(unit[0] for unit in units[a:b]) for a, b in zip([0, *ends], [*ends, len(units)])]
+    known = name if name in schedule.NAMES else "1f1b"
+    scale = [new / old if old else 1.0 for new, old in zip(better, totals)]
+    moved = replace(
+        costs, forward=_by(costs.forward, scale), input=_by(costs.input, scale), weight=_by(costs.weight, scale)
+    )  # fmt: skip
+    with suppress(ConfigError):
+        spans = []
+        for one in (costs, moved):
+            made = schedule.make(known, stages=len(totals), workers=stages.places, micro_batches=stages.micro, costs=one)
+            spans.append(schedule.simulate(made.rows, one).makespan)
+        gain = 1 - spans[1] / spans[0] if spans[0] else 0.0
+        if gain >= WORTH:
+            begins = [next((unit[1] for unit in units[at:] if unit[1]), "") for at in ends]
+            share = [t / sum(better) for t in better]
+            found["better"] = {"gain": gain, "schedule": known, "share": share, "begins": begins}
+    return found
+
+
+def _by(times: Sequence[float], scale: Sequence[float]) -> tuple[float, ...]:
+    return tuple(time * factor for time, factor in zip(times, scale))
+
+
+def _units(stages: Stages, step: Step, totals: Sequence[float]) -> list[tuple[float, str]]:
+    """Ops of the first forward in order, each with its share of its stage's cost, and the weight it reads."""
+    units: list[tuple[float, str]] = []
+    for name, worker, total in zip(stages.names, stages.followed, totals):
+        stretch = step.stretches[worker]
+        names = {id(block): block.name for block in (*stretch.start, *stretch.made) if block.name}
+        rows: list[Row] = [row for row in stretch.first if row.by == Place(name, False, 0) and row.seconds]
+        whole = sum(row.seconds for row in rows)
+        for row in rows:
+            label = next((names[i] for i in row.reads if i in names), "")
+            units.append((row.seconds / whole * total, label))
+    return units
+
+
+def cut(costs: Sequence[float], parts: int) -> list[int]:
+    """Where to end all but the last of so many runs, so that the dearest is as cheap as can be."""
+    low, high = max(costs, default=0.0), sum(costs)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_filled(costs, middle)) < parts else (middle, high)
+    ends = _filled(costs, high)
+    return [*ends, *[len(costs)] * (parts - 1 - len(ends))]
+
+
+def _filled(costs: Sequence[float], most: float) -> list[int]:
+    ends, now = [], 0.0
+    for n, one in enumerate(costs):
+        if now + one > most * (1 + 1e-12) and n:
+            ends.append(n)
+            now = 0.0
+        now += one
+    return ends

@@ -1,0 +1,194 @@
+"""The plan of a program as data and as text: what `gt plan` prints. Lines that do not begin with # are of plan notation."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from gt.ir.layout import Replicate
+from gt.ir.text import PlanLine
+from gt.observe import pipeline
+from gt.observe.dry import Dry, Step
+from gt.observe.standin import GRADIENTS, OPTIMIZER, WEIGHTS
+
+MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+LOCAL = ("place", "shard", "keep")
+KINDS = ("captured", "optimizer", "all")
+STEP = {
+    "captured": "the step that gt.compile captured", "optimizer": "from one optimizer step to the next",
+    "all": "everything from start to end",
+}  # fmt: skip
+LARGE, PART = 1 << 20, 0.02  # a weight that every worker has whole is worth a word from this size, and part of all weights
+
+
+class Plan:
+    """What a program would do on workers. `body` is what `--json` prints; str() is the text."""
+
+    def __init__(self, dry: Dry | None, about: str = "") -> None:
+        kind = next((kind for kind in KINDS if dry is not None and kind in dry.steps), "")
+        if dry is None or not kind:
+            raise ValueError("nothing was planned: the program did nothing with remote tensors")
+        self.body = _body(dry, kind, about)
+
+    def json(self) -> str:
+        return json.dumps(self.body, indent=1)
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self.body)) + "\n"
+
+
+# ---- data
+
+
+def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
+    step = dry.steps[kind]
+    pipe = pipeline.describe(dry, step)
+    lines = sorted(step.moves.items(), key=lambda item: -_nbytes(item[0]) * item[1])
+    moves = [(line, count) for line, count in lines if not line.op.startswith(LOCAL)]
+    body: dict[str, Any] = {
+        "program": about, "workers": len(dry.workers), "step": STEP[kind], "values": dry.values,
+        "weights": [{"plan": str(line), "name": name, "bytes": _nbytes(line)} for line, name, _ in dry.weights],
+        "collectives": [_move(line, count) for line, count in moves if line.op.startswith(MOVES)],
+        "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(MOVES)],
+        "memory": [_worker(dry, step, i) for i in dry.followed],
+        "pipeline": pipe,
+    }  # fmt: skip
+    _scheduled(body, pipe, dry)
+    body["warnings"] = _warnings(dry, step, body)
+    return body
+
+
+def _nbytes(line: PlanLine) -> int:
+    first = line.note.partition(" B")[0]
+    return int(first) if first.isdigit() else 0
+
+
+def _move(line: PlanLine, count: int) -> dict[str, Any]:
+    nbytes, said = _nbytes(line), line.note.partition(" B")[2].strip()
+    kind, _, axis = line.op.partition(" over ")
+    shown = replace(line, note=f"{nbytes} B x {count} {said}".strip())
+    return {
+        "plan": str(shown), "kind": kind, "axis": axis, "bytes": nbytes, "count": count, "workers": list(line.workers),
+        "where": said,
+    }  # fmt: skip
+
+
+def _worker(dry: Dry, step: Step, index: int) -> dict[str, Any]:
+    stretch, known = step.stretches[index], (WEIGHTS, GRADIENTS, OPTIMIZER)
+    held: Counter[str] = Counter(step.held.get(index))
+    if not step.held:  # no optimizer: weights by themselves
+        for block in (*stretch.start, *stretch.made):
+            held[block.kind] += block.nbytes
+    found: dict[str, Any] = {
+        "workers": dry.alike[index],
+        **{kind: held[kind] for kind in known},
+        "activations": stretch.peak(but=known),
+        "peak": stretch.peak(),
+        "arena": dry.core.cluster.heap_used,
+        "sent": {str(peer): n for peer, n in sorted(stretch.sent.items())},
+        "received": {str(peer): n for peer, n in sorted(stretch.received.items())},
+        "collectives": {kind: n for kind, n in sorted(stretch.collectives.items()) if n},
+        "flops": sum(work[0] for work in stretch.work.values()),
+    }
+    return found
+
+
+def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
+    """Activations as the schedule has them, beside those of the order that is written."""
+    if not pipe.get("activations") or pipe["schedule"] == "as written":
+        return
+    where = dict(zip(pipe["places"], pipe["stages"]))
+    for place, peak in enumerate(pipe["activations"]):
+        members = pipeline.members(dry, where[place])
+        for row in body["memory"]:
+            if row["workers"][0] in members:
+                row["activations_scheduled"] = round(peak)
+
+
+def _warnings(dry: Dry, step: Step, body: dict[str, Any]) -> list[str]:
+    found = []
+    gathers: dict[str, list[dict[str, Any]]] = {}
+    for row in body["collectives"]:
+        if row["kind"] in ("all_gather", "all_to_all"):
+            gathers.setdefault(row["where"], []).append(row)
+    for where, rows in gathers.items():
+        count, nbytes = sum(row["count"] for row in rows), sum(row["count"] * row["bytes"] for row in rows)
+        kinds = " and ".join(sorted({f"{row['kind']} over {row['axis']}" for row in rows}))
+        found.append(
+            f"{where}: {count} x {kinds}, {_size(nbytes)}: an op there needs whole what is split: put it into the group that "
+            "ends the split (_rowpar after _colpar), split another dim, or say how many weights are fused (parts)"
+        )
+    total = sum(row["bytes"] for row in body["weights"])
+    for line, name, layout in dry.weights:
+        whole = [a for (a, n), p in zip(layout.mesh.axes, layout.placements) if a == "tp" and isinstance(p, Replicate)]
+        nbytes = _nbytes(line)
+        if whole and nbytes >= max(LARGE, PART * total):
+            found.append(f"{name or line.spec}, {nbytes} B, lies whole on each tp worker: use it in a _colpar group")
+    if dry.values:
+        found.append(f"{dry.values} values were asked for and read as zeros: what the program does by them may be otherwise")
+    if len(dry.followed) < len(dry.workers):
+        found.append("workers of the same groups are taken to be alike: the first, which has the largest pieces, is shown")
+    return found
+
+
+# ---- text
+
+
+def _text(body: dict[str, Any]) -> list[str]:
+    pipe = body["pipeline"]
+    lines = [f"# plan of {body['program']} on {body['workers']} workers: {body['step']}"]
+    for title, rows in (("weights", body["weights"]), ("collectives", body["collectives"]), ("transfers", body["transfers"])):
+        total = sum(row["bytes"] * row.get("count", 1) for row in rows)
+        lines += ["#", f"# {title}: {len(rows)} lines, {_size(total)}"] + [row["plan"] for row in rows]
+    lines += ["#", "# memory a worker: weights, gradients, optimizer, activations at most, all at once; arena; sent, received"]
+    for row in body["memory"]:
+        sizes = ", ".join(_size(row[k]) for k in (WEIGHTS, GRADIENTS, OPTIMIZER, "activations", "peak"))
+        moved = ", ".join(_size(sum(row[k].values())) for k in ("sent", "received"))
+        order = f"; activations in the schedule {_size(row['activations_scheduled'])}" if "activations_scheduled" in row else ""
+        lines.append(f"# {_range(row['workers'])}: {sizes}; {_size(row['arena'])}; {moved}{order}")
+    if pipe:
+        lines += _pipeline(pipe)
+    lines += ["#", *[f"# warning: {warning}" for warning in body["warnings"]]] if body["warnings"] else []
+    return lines
+
+
+def _pipeline(pipe: dict[str, Any]) -> list[str]:
+    count = f"{len(pipe['stages'])} stages, {pipe['micro_batches']} micro-batches"
+    lines = ["#", f"# pipeline: {count}, schedule {pipe['schedule']}"]
+    if pipe["why"]:
+        lines.append(f"# not used: {pipe['why']}")
+    if "grid" in pipe:
+        lines.append(f"# predicted bubble {pipe['idle']:.2%} of {pipe['makespan'] * 1e3:.3f} ms (nominal)")
+        lines += [f"# {row}" for row in pipe["grid"].splitlines()]
+    for name, row in pipe["choices"].items():
+        took = f"{row['makespan'] * 1e3:.3f} ms, {row['bubble']:.2%} bubble"
+        lines.append(f"# with {name}: {took}, {_size(round(row['activations']))} of activations")
+    balance = pipe["balance"]
+    lines.append("# balance: " + ", ".join(f"{n} {s:.1%}" for n, s in zip(pipe["stages"], balance["share"])))
+    if "better" in balance:
+        better = balance["better"]
+        share = ", ".join(f"{s:.1%}" for s in better["share"])
+        begins = ", ".join(f"{n} from {b}" for n, b in zip(pipe["stages"][1:], better["begins"]) if b)
+        lines.append(f"# a better cut gains {better['gain']:.1%} in {better['schedule']}: {share} ({begins})")
+    return lines
+
+
+def _range(workers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for worker in workers:
+        if runs and runs[-1][1] == worker - 1:
+            runs[-1][1] = worker
+        else:
+            runs.append([worker, worker])
+    return "worker " + ",".join(f"{a}-{b}" if a < b else str(a) for a, b in runs)
+
+
+def _size(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
