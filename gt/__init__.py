@@ -19,7 +19,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
         for name in (
             "arange", "cat", "connect", "cpu_workers", "device", "empty", "empty_like", "eye", "from_numpy", "full",
             "full_like", "gpu_workers", "inspect", "manual_seed", "ones", "ones_like", "plan", "rand", "rand_like", "randint",
-            "randint_like", "randn", "randn_like", "shutdown", "stack", "stats", "tensor", "zeros", "zeros_like",
+            "randint_like", "randn", "randn_like", "shutdown", "stack", "stats", "tensor", "trace", "zeros", "zeros_like",
         )
     },
     "compile": ("gt.client.program", "compile"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ class _Started:
     """Processes that this program started, if any."""
 
     local: Any = None
+    trace: Callable[[], None] | None = None  # before a session ends
     plan: Callable[[str | None, int], None] | None = None  # while a plan is made: what takes the place of workers
 
 
@@ -135,6 +137,8 @@ def _named(path: str) -> int:
 def disconnect() -> None:
     if _Started.plan is not None and runtime.Live.recorder is not None:
         runtime.Live.recorder.flush()
+    elif _Started.trace is not None and runtime.Live.recorder is not None:
+        _Started.trace()
     session = runtime.disconnect()
     if session is not None:
         session.close()
@@ -158,6 +162,28 @@ def stats() -> dict[str, Any]:
     found = recorder.session.stats()
     client = {"ops": recorder.ops, **found.get("client", {}), "fetches": recorder.fetches}
     return {**found, "client": client}
+
+
+def trace(path: str | Path) -> dict[str, Any]:
+    """Write the last replay as a Chrome trace, as measured and as predicted; what stats() has of its schedule. Waits."""
+    from gt.observe import timeline
+
+    zeros(()).item()  # answered when every worker has done what was asked before
+    found = timeline.chrome(stats())
+    Path(path).write_text(json.dumps(found))
+    return found["otherData"]
+
+
+@contextmanager
+def tracing(path: str | Path) -> Iterator[dict[str, Any]]:
+    """A trace of what ran last inside, whichever way its session ends. The value is what trace() gives, afterwards."""
+    order: dict[str, Any] = {}
+    _Started.trace = lambda: order.update(trace(path))
+    try:
+        yield order
+        disconnect()
+    finally:
+        _Started.trace = None
 
 
 def inspect(tensor: torch.Tensor) -> dict[str, Any]:

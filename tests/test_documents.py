@@ -123,7 +123,7 @@ ELSEWHERE = {  # shell lines of the documents that do what another test does
     r"python examples/tuning_demo/train.py --connect localhost:\d+": "test_the_demo_by_hand",
     r"GT_INSTRUCTION_LOG=/tmp/trace.log python examples/tuning_demo/train_simple.py": "test_the_log_and_its_greps",
     r"python benchmarks/bench_dispatch.py": "a benchmark",
-    r"gt plan .*": "test_plan.py",
+    r"gt (plan|trace) .*": "test_plan.py and test_trace.py",
 }
 BY_HAND = r"python -m gt.(server|worker)\b.*|GT_SERVER=localhost:\d+ python \w+.py|ps aux \| grep gt.worker"
 LOGGED = r"GT_\w+=\S+ python program.py|grep .* /tmp/trace.log"

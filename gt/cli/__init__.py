@@ -1,4 +1,4 @@
-"""`gt server|worker|plan|doctor|env`: the commands. Each imports what it needs when it is run."""
+"""`gt server|worker|plan|trace|doctor|env`: the commands. Each imports what it needs when it is run."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ def plan(args: list[str]) -> int:
     return main(args, COMMANDS["plan"][1])
 
 
+def trace(args: list[str]) -> int:
+    from gt.cli.trace import main
+
+    return main(args, COMMANDS["trace"][1])
+
+
 def doctor(args: list[str]) -> int:
     no_options("doctor", args)
     from gt.cli.doctor import main
@@ -69,6 +75,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "server": (server, "a dispatcher in the foreground (as python -m gt.server)"),
     "worker": (worker, "one worker in the foreground (as python -m gt.worker)"),
     "plan": (plan, "what a program would do on workers, with none: layouts, traffic, memory, schedule"),
+    "trace": (trace, "run a program, and write its last replay as a Chrome trace, measured beside predicted"),
     "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),
     "env": (show_env, "environment variables and their values"),
 }

@@ -18,7 +18,7 @@ from gt.dispatcher.intake import CREDIT
 from gt.dispatcher.requests import MOST
 from gt.dispatcher.scribe import Scribe
 from gt.dispatcher.sessions import Session
-from gt.dispatcher.watch import Survey, Watch, counters
+from gt.dispatcher.watch import Survey, Watch, answer
 from gt.errors import GTError, ProtocolError, Refused, SystemFailure
 from gt.log import Sparse
 from gt.wire.link import examine
@@ -394,6 +394,7 @@ class Core:
     def _surveyed(self, survey: Survey) -> None:
         """Every worker has answered a Stats request."""
         if survey.session.peer in self.sessions:
-            workers = [survey.reports[i] for i in sorted(survey.reports)]
-            body = {"dispatcher": counters(survey.session, self.sent, self.received, self.relayed), "workers": workers}
+            body, said = answer(survey, self.sent, self.received, self.relayed)
+            if said:
+                self._log("SCHEDULE", self._name(survey.session.peer), said)
             self.send(survey.session.peer, Report(survey.number, body))

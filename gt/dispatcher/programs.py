@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gt.dispatcher.arrange import arrange
@@ -43,6 +43,7 @@ class Program:
     constants: list[tuple[list[int], int]]
     size: int
     launches: int = 0
+    order: dict = field(default_factory=dict)  # what arranging it said
     failed: Cause | None = None  # a worker of it is lost: a process that takes its place knows nothing of it
 
 
@@ -53,6 +54,7 @@ class Programs:
         self.s = session
         self.tape: Tape | None = None
         self.all: dict[int, Program] = {}
+        self.order: dict = {}  # of the program that was launched last
         self.launches = self.kept = 0  # replays, and instructions of all programs
         self._hints: dict[int, list[Layout | None]] = {}  # slot -> how its inputs came to lie
 
@@ -130,6 +132,7 @@ class Programs:
         else:
             order = arrange(tape, message.schedule) if message.schedule else {}
             self._make(tape, pairs, message)
+            self.all[message.program].order = order
         s.cut()
         counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order}
@@ -203,6 +206,7 @@ class Programs:
             raise ProtocolError(f"Ops.code launches {number!r:.40}, which is no program")
         s = self.s
         program.launches += 1
+        self.order = program.order
         self.launches += 1
         for tensor, layout in program.layouts:
             if tensor.layout is not layout and program.failed is None:

@@ -13,6 +13,7 @@ from typing import Any
 from gt import errors
 from gt.dispatcher.cluster import Cluster, Worker
 from gt.dispatcher.intake import CREDIT
+from gt.dispatcher.schedule.measure import measured
 from gt.dispatcher.sessions import Session
 from gt.errors import WorkerStuck
 from gt.wire.messages import Failed, Query, Report
@@ -151,6 +152,29 @@ class Watch:
             what = f"{where}{row.known.template.op}{group}"
         kind = f" ({place.at[3]})" if place.at[3] in MEETING else ""
         return f"worker {name} is alive and has been at {what}{kind} for {seconds:.1f} s"
+
+
+def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict[str, Any], str]:
+    """The body of a Stats answer; what it says of the newest replay's schedule, "" if it was in none."""
+    workers = [survey.reports[i] for i in sorted(survey.reports)]
+    body: dict[str, Any] = {"dispatcher": counters(survey.session, sent, received, relayed), "workers": workers}
+    order, ran = survey.session.programs.order, measured([_stamps(row) for row in workers])
+    if not order.get("rows") or not ran:
+        return body, ""
+    bubble = order["bubble"]
+    predicted = {"bubble": bubble, "idle": round(sum(bubble) / len(bubble), 4)}
+    body["schedule"] = {"name": order["name"], "rows": order["rows"], "predicted": predicted, "measured": ran}
+    took = f"{ran['makespan'] * 1e3:.3f} ms"
+    return body, f"{order['name']}: bubble {ran['idle']:.2%} of {took} measured, {predicted['idle']:.2%} predicted"
+
+
+def _stamps(row: dict[str, Any]) -> list:
+    """A worker's actions, if they are such: what a worker says is not trusted."""
+    rows = row.get("actions")
+    fit = isinstance(rows, list) and all(
+        isinstance(one, (list, tuple)) and [type(part) for part in one] == [str, float, float] for one in rows
+    )
+    return rows if isinstance(rows, list) and fit else []
 
 
 def counters(session: Session, sent: int, received: int, relayed: int) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""`gt trace OUT.json script.py args...`: runs the script, and writes the last replay of its captured step as a Chrome trace."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+
+from gt.cli.plan import run
+from gt.errors import GTError
+
+
+def main(args: list[str], text: str) -> int:
+    parser = argparse.ArgumentParser(prog="gt trace", description=text)
+    parser.add_argument("out", help="the trace, for chrome://tracing or ui.perfetto.dev")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
+    given = parser.parse_args(args)
+    from gt import shutdown
+    from gt.api import tracing
+    from gt.observe import timeline
+
+    try:
+        with tracing(given.out) as order:
+            run(given.script, given.args)
+    except (GTError, OSError) as error:
+        print(f"gt trace: {error}", file=sys.stderr)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    finally:
+        shutdown()
+    if not order:
+        print(f"gt trace: {given.script} did nothing with remote tensors", file=sys.stderr)
+        return 1
+    print(f"{given.out}: {timeline.said(order)}")
+    return 0

@@ -1,0 +1,68 @@
+"""What gt.stats() says of the last replay as a Chrome trace (chrome://tracing, ui.perfetto.dev), the prediction beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gt.dispatcher import schedule
+from gt.errors import ProgramError
+
+KINDS = {
+    "F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights", "L": "loss", "R": "all-reduce",
+    "O": "optimizer",
+}  # fmt: skip
+MEASURED, PREDICTED = 1, 2  # processes of the trace
+
+
+def chrome(stats: dict[str, Any]) -> dict[str, Any]:
+    """The trace: a thread a worker under "measured", a thread a row of the schedule under "predicted", times in microseconds.
+
+    The prediction is in the unit in which workers are busy as long as they were. ProgramError without a scheduled replay.
+    """
+    order = stats.get("schedule")
+    if order is None:
+        raise ProgramError(
+            "there is no replay in a schedule to show: give gt.compile a schedule, and call the step until it is replayed "
+            "(the function's explain() says why it is not)"
+        )
+    workers = [(row["name"], row["actions"]) for row in stats["workers"] if row["actions"]]
+    begin = min(start for _, actions in workers for _, start, _ in actions)
+    measured = [(name, [(a, start - begin, end - begin) for a, start, end in actions]) for name, actions in workers]
+    events = _process(MEASURED, "measured", measured) + _process(PREDICTED, "predicted", _predicted(order))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": order}
+
+
+def _predicted(order: dict[str, Any]) -> list[tuple[str, list[tuple[str, float, float]]]]:
+    rows = schedule.parse(order["rows"])
+    line = schedule.simulate(rows, schedule.uniform(1 + max(action.stage for row in rows for action in row)))
+    ran = order["measured"]
+    unit = ran["makespan"] * (1 - ran["idle"]) / (line.makespan * (1 - line.idle))
+    found = []
+    for n, row in enumerate(rows):
+        spans = zip(row, line.start[n], line.end[n])
+        found.append((f"row {n}", [(str(action), start * unit, end * unit) for action, start, end in spans]))
+    return found
+
+
+def _process(pid: int, name: str, threads: list[tuple[str, list]]) -> list[dict[str, Any]]:
+    events = [_meta("process_name", pid, 0, name)]
+    for tid, (thread, actions) in enumerate(threads):
+        events.append(_meta("thread_name", pid, tid, thread))
+        for action, start, end in actions:
+            kind = next((KINDS[letter] for letter in action if letter in KINDS), "")
+            at = {"ts": round(start * 1e6, 3), "dur": round((end - start) * 1e6, 3)}
+            events.append({"name": action, "cat": kind, "ph": "X", "pid": pid, "tid": tid, **at})
+    return events
+
+
+def _meta(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def said(order: dict[str, Any]) -> str:
+    """One line."""
+    ran = order["measured"]
+    return (
+        f"{order['name']}: {ran['makespan'] * 1e3:.3f} ms, bubble {ran['idle']:.2%} measured, "
+        f"{order['predicted']['idle']:.2%} predicted"
+    )
