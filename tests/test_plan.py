@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_compile_memory import ROWS, peak, peaks  # noqa: F401 - a fixture
 from test_parity import mini
 
 import gt
@@ -191,12 +192,45 @@ def test_a_gather_and_a_large_whole_weight_are_warned_of(tmp_path: Path) -> None
     assert any("lies whole on each tp worker" in w and str(512 * 1024 * 4) in w for w in warnings), warnings
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["", "gpipe", "1f1b"])
+@pytest.mark.usefixtures("plain_threads")
+def test_the_planned_peak_is_that_of_a_replay(name: str, peaks: dict, tmp_path: Path) -> None:  # noqa: F811
+    """In bytes held after any instruction."""
+    path = tmp_path / "stages.yaml"
+    measured = peak(path, peaks, 8, name)
+    rows = gt.plan(descent, 8, name or None, config=str(path)).body["memory"]
+    said = sorted(row["peak_scheduled" if name else "peak"] for row in rows)
+    assert all(abs(a / b - 1) < 0.05 for a, b in zip(said, measured, strict=True)), (said, measured)
+
+
+def descent(parts: int, schedule: str | None) -> None:
+    """The training that `peak` measures."""
+    model = mini(gt.signal.groups()).to("remote")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        total = torch.zeros((), device="remote")
+        for a, b in gt.microbatches((x, y), parts):
+            loss = model(a, b) / parts
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        return total
+
+    run = gt.compile(step, schedule=schedule)
+    for _ in range(5):
+        run(*torch.randint(64, (2, parts * ROWS, 16)))
+
+
 def test_values_read_as_zeros_and_shapes_that_depend_on_them_are_an_error() -> None:
     seen: list[Any] = []
 
     def program() -> None:
         x = torch.randn(3, device="remote")
         seen.extend([x.sum().item(), (x > 5).any().item(), x.tolist()])
+        assert [row["name"] for row in gt.stats()["workers"]] == ["w0"] and gt.stats()["dispatcher"]["ops_planned"]
 
     body = gt.plan(program).body
     assert seen == [0.0, False, [0.0, 0.0, 0.0]]

@@ -21,6 +21,7 @@ from gt.dispatcher.intake import Origin
 from gt.dispatcher.plan.groups import stem
 from gt.dispatcher.sessions import Session
 from gt.dispatcher.stream import Emitter
+from gt.dispatcher.watch import counters
 from gt.errors import UnsupportedOp
 from gt.ir.instr import Define
 from gt.ir.layout import Layout
@@ -203,7 +204,11 @@ class Dry:
         return self._reports.pop(1)
 
     def stats(self) -> dict[str, Any]:
-        return {"dispatcher": {"ops_planned": self.state.ops}, "workers": [], "client": {}}
+        """Of the form that a server gives; workers have done nothing."""
+        row = {"instructions": 0, "collectives": {}, "live_tensors": 0, "live_bytes": 0, "definitions": 0, "actions": []}
+        workers = [{"name": name, **row, "bytes_sent": {}, "bytes_received": {}} for name in self.workers]
+        core = self.core
+        return {"dispatcher": counters(self.state, core.sent, core.received, 0), "workers": workers, "client": {}}
 
     def close(self) -> None:
         self.known(self.living())

@@ -36,6 +36,8 @@ def describe(dry: Dry, step: Step) -> dict[str, Any]:
         return {}
     costs = costs_of(stages, step)
     found: dict[str, Any] = {"stages": stages.names, "places": stages.places, "micro_batches": stages.micro}
+    one = [sum(a for a, at in zip(costs.activation, stages.places) if at == place) for place in range(1 + max(stages.places))]
+    found["micro_batch"] = one  # bytes that one leaves on each row's workers
     name, rows, why = _rows(stages, step, costs)
     found.update(schedule=name, why=why)
     if rows:

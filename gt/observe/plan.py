@@ -96,7 +96,7 @@ def _worker(dry: Dry, step: Step, index: int) -> dict[str, Any]:
 
 
 def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
-    """Activations as the schedule has them, beside those of the order that is written."""
+    """Activations and peak as the schedule has them, beside those of the order that is written."""
     if not pipe.get("activations") or pipe["schedule"] == "as written":
         return
     where = dict(zip(pipe["places"], pipe["stages"]))
@@ -104,7 +104,9 @@ def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
         members = pipeline.members(dry, where[place])
         for row in body["memory"]:
             if row["workers"][0] in members:
-                row["activations_scheduled"] = round(peak)
+                beside = max(0, row["activations"] - round(pipe["micro_batch"][place]))  # within an action
+                row["activations_scheduled"] = round(peak) + beside
+                row["peak_scheduled"] = row["activations_scheduled"] + sum(row[k] for k in (WEIGHTS, GRADIENTS, OPTIMIZER))
 
 
 def _warnings(dry: Dry, step: Step, body: dict[str, Any]) -> list[str]:
@@ -146,7 +148,9 @@ def _text(body: dict[str, Any]) -> list[str]:
     for row in body["memory"]:
         sizes = ", ".join(_size(row[k]) for k in (WEIGHTS, GRADIENTS, OPTIMIZER, "activations", "peak"))
         moved = ", ".join(_size(sum(row[k].values())) for k in ("sent", "received"))
-        order = f"; activations in the schedule {_size(row['activations_scheduled'])}" if "activations_scheduled" in row else ""
+        order = ""
+        if "peak_scheduled" in row:
+            order = f"; in the schedule {_size(row['activations_scheduled'])}, {_size(row['peak_scheduled'])}"
         lines.append(f"# {_range(row['workers'])}: {sizes}; {_size(row['arena'])}; {moved}{order}")
     if pipe:
         lines += _pipeline(pipe)
