@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import gt
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,6 +49,22 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, parts: int, to_none: bool = True) -> Callable:
+    """A step on (inputs, targets) in so many micro-batches, in the plainest loop: its loss."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=to_none)
+        total = torch.zeros((), device="remote")
+        for a, b in gt.microbatches((x, y), parts):
+            loss = model(a, b) / parts
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        return total
+
+    return step
 
 
 def demo() -> ModuleType:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import accumulating
 from test_parity import mini
 
 import gt
@@ -58,17 +59,7 @@ def peak(config: Path, peaks: dict, parts: int, schedule: str | None) -> list[in
         try:
             model = mini(gt.signal.groups()).to("remote")
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-
-            def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-                optimizer.zero_grad(set_to_none=False)  # so that the peak has gradients in any schedule
-                total = torch.zeros((), device="remote")
-                for a, b in gt.microbatches((x, y), parts):
-                    loss = model(a, b) / parts
-                    loss.backward()
-                    total = total + loss.detach()
-                optimizer.step()
-                return total
-
+            step = accumulating(model, optimizer, parts, to_none=False)  # so that the peak has gradients in any schedule
             run = step if schedule is None else gt.compile(step, schedule=schedule or None)
             for _ in range(5):
                 tokens = torch.randint(64, (parts * ROWS, 17))

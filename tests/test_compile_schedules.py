@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import accumulating
 from test_parity import mini
 
 import gt
@@ -34,17 +35,7 @@ def trained(data: list, compile: Callable[[Callable], Callable]) -> tuple[Any, l
     gt.manual_seed(0)
     model = mini(gt.signal.groups()).to("remote")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        total = torch.zeros((), device="remote")
-        for a, b in gt.microbatches((x, y), PARTS):
-            loss = model(a, b) / PARTS
-            loss.backward()
-            total = total + loss.detach()
-        optimizer.step()
-        return total
-
+    step = accumulating(model, optimizer, PARTS)
     run = compile(step)
     losses = [run(x, y) if run is not step else step(x.to("remote"), y.to("remote")) for x, y in data]
     return run, [t.detach().cpu() for t in (*losses, *model.parameters())]
