@@ -93,6 +93,13 @@ class FusedStored(nn.Module):
         return [heads(t) for t in y.split(C, 2)]
 
 
+class FusedSum(FusedStored):
+    """The bias added by an op of its own."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [heads(t) for t in (x @ self.weight + self.bias).split(C, 2)]
+
+
 class Chunked(Fused):
     """split after the batch of ops has been handed over: the planner could not look ahead."""
 
@@ -112,7 +119,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None, x: torch.Ten
 MOVES = ("all_gather", "all_to_all", "shard over")
 
 
-@pytest.mark.parametrize("attention", [Separate, Fused, FusedView, FusedStored, Chunked])
+@pytest.mark.parametrize("attention", [Separate, Fused, FusedView, FusedStored, FusedSum, Chunked])
 def test_a_block_costs_two_all_reduces_forward_and_two_backward(attention):
     with planned(stages(1, 2), 2) as plan:
         block = Block(attention(), "pp_stage0").to("remote")
@@ -130,7 +137,7 @@ def test_a_block_costs_two_all_reduces_forward_and_two_backward(attention):
         assert [plan.count(word) for word in MOVES] == [0, 0, 0], plan.text()
 
 
-@pytest.mark.parametrize("attention", [Separate, Fused, FusedView, FusedStored])
+@pytest.mark.parametrize("attention", [Separate, Fused, FusedView, FusedStored, FusedSum])
 def test_nothing_is_gathered_from_the_first_step_on(attention):
     with planned(stages(1, 2), 2) as plan:
         block = Block(attention(), "pp_stage0").to("remote")

@@ -389,6 +389,8 @@ class Planner:
                 if wanted and wanted[0] == last:
                     return wanted[1] if known.name.startswith("split") or wanted[1] == 3 else 1
                 found.update(ids[1 + known.values :])
+            elif known.name == "add" and ids[0] in found:  # its bias
+                found.update(ids[known.tensors + known.values :])
             at += 2 + known.length
         return 1
 
