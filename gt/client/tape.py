@@ -173,9 +173,10 @@ def _constants(a: Tape, b: Tape, old: Op, new: Op) -> str | None:
     if old.template.op in RANDOM:
         (seed_a, seed_b), (one, two) = pairs[-2:]
         del pairs[-2:]
-        if seed_a != a.seed or seed_b != b.seed:
+        drawn = any((seed_a, one, seed_b, two))  # attention without dropout draws nothing, and says so with zeros
+        if drawn and (seed_a != a.seed or seed_b != b.seed):
             return f"{new.name} draws from a generator of its own; leave it out"
-        if one - a.counter != two - b.counter:
+        if drawn and one - a.counter != two - b.counter:
             return f"{new.name} draws other random numbers: the generator was seeded inside; seed it outside"
     for x, y in pairs:
         if isinstance(x, bytes):
