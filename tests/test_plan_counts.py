@@ -109,6 +109,15 @@ class Chunked(Fused):
         return [heads(t) for t in y.split(C, 2)]
 
 
+class ChunkedSum(FusedStored):
+    """The same, the bias added by an op of its own."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        y = x @ self.weight + self.bias
+        runtime.current().flush()
+        return [heads(t) for t in y.split(C, 2)]
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer | None, x: torch.Tensor) -> None:
     model(x).sum().backward()
     if optimizer is not None:
@@ -119,7 +128,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None, x: torch.Ten
 MOVES = ("all_gather", "all_to_all", "shard over")
 
 
-@pytest.mark.parametrize("attention", [Separate, Fused, FusedView, FusedStored, FusedSum, Chunked])
+@pytest.mark.parametrize("attention", [Separate, Fused, FusedView, FusedStored, FusedSum, Chunked, ChunkedSum])
 def test_a_block_costs_two_all_reduces_forward_and_two_backward(attention):
     with planned(stages(1, 2), 2) as plan:
         block = Block(attention(), "pp_stage0").to("remote")

@@ -18,7 +18,7 @@ from gt.dispatcher.plan.rules import Decision, decide, whole
 from gt.dispatcher.plan.views import VIEWS, wanted_parts
 from gt.dispatcher.stream import Bound, lost_in
 from gt.dispatcher.tensors import Tensor
-from gt.ir.instr import FIRST, FREE
+from gt.ir.instr import FREE, PARAM
 from gt.ir.layout import Layout, Mesh, Placement, R, Shard, replicated
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Planner:
                 self.s.mover.settle(t.storage)  # before any is brought: another operand may view the same terms
         brought = [self.s.mover.bring(t, want) for t, want in zip(ins, plan.wants, strict=True)]
         self.emit(known, plan, ins, brought, values, outs)
-        if known.name in WEIGHTS and origin.meaning is not None and origin.meaning.kind == COLUMN:
+        if origin.meaning is not None and origin.meaning.kind == COLUMN:
             self._note_maker(known, ins, outs)
 
     def _mean_of_rows(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
@@ -345,10 +345,17 @@ class Planner:
 
     def _note_maker(self, known: Known, ins: list[Tensor], outs: list[int]) -> None:
         """Remember the projection that made a tensor, in case a later split shows that it is a fused one."""
-        right = WEIGHTS[known.name][1]
-        if right >= 0 and ins[right].storage.param:
-            bias = ins[0] if known.name == "addmm" and ins[0].storage.param else None
-            self.s.table.rows[outs[0]].storage.made_by = (ins[right], bias)
+        maker = None
+        if known.name in WEIGHTS:
+            right = WEIGHTS[known.name][1]
+            if right >= 0 and ins[right].storage.param:
+                maker = ins[right], ins[0] if known.name == "addmm" and ins[0].storage.param else None
+        elif known.name == "_unsafe_view":
+            maker = ins[0].storage.made_by
+        elif known.name == "add" and len(ins) == 2 and ins[1].storage.param and ins[0].storage.made_by:
+            maker = ins[0].storage.made_by[0], ins[1]
+        if maker is not None:
+            self.s.table.rows[outs[0]].storage.made_by = maker
 
     def _relay_projection(self, base: Tensor, parts: int) -> bool:
         """Lay a fused projection out by its parts, once and for good: weight, bias and the result at hand."""
@@ -375,13 +382,15 @@ class Planner:
         found = {outs[0]}
         code, at, templates = self.s.ahead()
         for _ in range(LOOK_AHEAD):
-            if at >= len(code):
+            if at + 1 >= len(code) or type(code[at]) is not int:
                 return 1
             number = code[at]
-            if number < FIRST:
-                at += 2 + code[at + 1] if number == FREE else 2
+            if number in (FREE, PARAM) and type(code[at + 1]) is int:
+                at += 2 + (code[at + 1] if number == FREE else 0)
                 continue
-            known = templates[number]
+            known = templates.get(number)
+            if known is None:  # something else, or a lie, which will be met in its turn
+                return 1
             ids = code[at + 2 : at + 2 + known.length]
             if known.name in VIEWS and known.tensors == 1 and ids[0] in found:
                 wanted = wanted_parts(known)
