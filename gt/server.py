@@ -10,7 +10,7 @@ from pathlib import Path
 from gt import env, log
 from gt.dispatcher.server import Server
 from gt.errors import GTError
-from gt.wire.memory import tune_memory
+from gt.wire.memory import collect_less, keep_freed
 
 
 def port(text: str) -> int:
@@ -45,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, lambda got, _: server.stop(f"it got {signal.Signals(got).name}"))
     sys.stdout.write(f"gt.server: listening on {server.address}\n")
     sys.stdout.flush()
-    tune_memory()
+    keep_freed()
+    collect_less()
     server.run()
     return 0
 

@@ -176,7 +176,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     """The dispatcher: tells its port, then how many workers it has."""
     from gt import errors
     from gt.dispatcher.server import Server
-    from gt.wire.memory import tune_memory
+    from gt.wire.memory import collect_less, keep_freed
 
     def tell(**what: Any) -> None:
         with contextlib.suppress(OSError):
@@ -192,7 +192,8 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server.on_workers = lambda count: tell(workers=count)
     tell(port=server.port)
-    tune_memory()
+    keep_freed()
+    collect_less()
     server.run()
 
 

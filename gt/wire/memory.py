@@ -12,11 +12,15 @@ LARGE = 8 << 20  # bytes from which an allocation is the system's
 YOUNG = 50_000  # objects; of so many made in a row most are gone again, and the collector passes over the rest less often
 
 
-def tune_memory() -> None:
-    """Freed memory is kept for the next message, as taking it from the system costs more than copying into it (nothing is done
-    where the C library has no such setting); and the collector looks for cycles less often."""
+def keep_freed() -> None:
+    """Freed memory is kept for the next message, as taking it from the system costs more than copying into it. Does nothing
+    where the C library has no such setting."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_TRIM_THRESHOLD, KEPT)
         libc.mallopt(_MMAP_THRESHOLD, LARGE)
+
+
+def collect_less() -> None:
+    """Look for cycles less often: for a process that makes many small objects, and holds nothing large in them."""
     gc.set_threshold(YOUNG, *gc.get_threshold()[1:])

@@ -20,7 +20,7 @@ from gt import env, errors
 from gt import log as logs
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
-from gt.wire.memory import tune_memory
+from gt.wire.memory import keep_freed
 from gt.wire.messages import (
     CHUNK,
     Abort,
@@ -191,7 +191,7 @@ def run(
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _terminated) if main else None
     if main:
-        tune_memory()
+        keep_freed()
     plane: Plane | None = None
     loop = None
     try:
