@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import accumulating
 from test_compile_memory import ROWS, peak, peaks  # noqa: F401 - a fixture
 from test_parity import mini
 
@@ -26,17 +27,7 @@ def training(steps: int, schedule: str = "", after: Callable[[], None] = lambda:
     gt.manual_seed(0)
     model = mini(gt.signal.groups()).to("remote")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        total = torch.zeros((), device="remote")
-        for a, b in gt.microbatches((x, y), PARTS):
-            loss = model(a, b) / PARTS
-            loss.backward()
-            total = total + loss.detach()
-        optimizer.step()
-        return total
-
+    step = accumulating(model, optimizer, PARTS)
     run = gt.compile(step, schedule=schedule) if schedule else step
     for _ in range(steps):
         x, y = torch.randint(64, (2, 8, 16))
@@ -215,17 +206,7 @@ def descent(parts: int, schedule: str | None) -> None:
     """The training that `peak` measures."""
     model = mini(gt.signal.groups()).to("remote")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=False)
-        total = torch.zeros((), device="remote")
-        for a, b in gt.microbatches((x, y), parts):
-            loss = model(a, b) / parts
-            loss.backward()
-            total = total + loss.detach()
-        optimizer.step()
-        return total
-
+    step = accumulating(model, optimizer, parts, to_none=False)
     run = gt.compile(step, schedule=schedule)
     for _ in range(5):
         run(*torch.randint(64, (2, parts * ROWS, 16)))
