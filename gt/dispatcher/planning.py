@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gt.dispatcher.failures import Planned
+from gt.dispatcher.fused import WEIGHTS, lay_out_again, note_maker, parts_ahead
 from gt.dispatcher.moving import same_terms
 from gt.dispatcher.plan.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.plan.known import Known
@@ -18,21 +19,12 @@ from gt.dispatcher.plan.rules import Decision, decide, whole
 from gt.dispatcher.plan.views import VIEWS, wanted_parts
 from gt.dispatcher.stream import Bound, lost_in
 from gt.dispatcher.tensors import Tensor
-from gt.ir.instr import FREE, PARAM
 from gt.ir.layout import Layout, Mesh, Placement, R, Shard, replicated
 
 if TYPE_CHECKING:
     from gt.dispatcher.sessions import Origin, Session
 
 log = logging.getLogger("gt.dispatcher")
-WEIGHTS = {
-    "mm": (0, 1),
-    "addmm": (1, 2),
-    "bmm": (0, 1),
-    "baddbmm": (1, 2),
-    "embedding": (0, -1),
-}  # op -> its two factors
-LOOK_AHEAD = 24  # ops of the batch that are searched for the split of a fused projection
 
 
 @dataclass(slots=True)
@@ -112,7 +104,7 @@ class Planner:
         brought = [self.s.mover.bring(t, want) for t, want in zip(ins, plan.wants, strict=True)]
         self.emit(known, plan, ins, brought, values, outs)
         if origin.meaning is not None and origin.meaning.kind == COLUMN:
-            self._note_maker(known, ins, outs)
+            note_maker(self.s, known, ins, outs)
 
     def _mean_of_rows(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Sum and weight of each worker's rows, added up over the mesh, and their quotient."""
@@ -291,7 +283,7 @@ class Planner:
         assert base.layout is not None
         parts = wanted_parts(known) if known.name in VIEWS else None
         made_by = base.storage.made_by
-        if parts and made_by and self._relay_projection(base, parts[1]):
+        if parts and made_by and lay_out_again(self.s, base, parts[1]):
             return
         self._gathered(known, list(base.layout.placements))
         self.s.mover.relayout(base.storage, replicated(mesh))
@@ -319,7 +311,7 @@ class Planner:
                 dim = -1  # looking up a table whose rows are split needs the whole table
             parts = 1
             if meaning.kind == COLUMN and right >= 0 and not t.placed:
-                parts = meaning.parts or self._parts(outs)
+                parts = meaning.parts or parts_ahead(self.s, outs)
             self._settle_home(t, self._split(meaning, rank, dim, parts, t))
             if known.name == "addmm" and meaning.kind == COLUMN and ins[0].storage.param:
                 bias = ins[0]
@@ -342,66 +334,6 @@ class Planner:
         elif storage.default:
             self.s.mover.relayout(storage, self.s.placer.root_layout(t, want))
         storage.default = False
-
-    def _note_maker(self, known: Known, ins: list[Tensor], outs: list[int]) -> None:
-        """Remember the projection that made a tensor, in case a later split shows that it is a fused one."""
-        maker = None
-        if known.name in WEIGHTS:
-            right = WEIGHTS[known.name][1]
-            if right >= 0 and ins[right].storage.param:
-                maker = ins[right], ins[0] if known.name == "addmm" and ins[0].storage.param else None
-        elif known.name == "_unsafe_view":
-            maker = ins[0].storage.made_by
-        elif known.name == "add" and len(ins) == 2 and ins[1].storage.param and ins[0].storage.made_by:
-            maker = ins[0].storage.made_by[0], ins[1]
-        if maker is not None:
-            self.s.table.rows[outs[0]].storage.made_by = maker
-
-    def _relay_projection(self, base: Tensor, parts: int) -> bool:
-        """Lay a fused projection out by its parts, once and for good: weight, bias and the result at hand."""
-        weight, bias = base.storage.made_by or (None, None)
-        root = next(t for t in base.storage.tensors.values() if t.base is None)
-        layout = root.layout
-        assert layout is not None and weight is not None
-        split = [p for p in layout.placements if isinstance(p, Shard)]
-        if len(split) != 1 or split[0].parts > 1 or split[0].dim != len(root.spec.shape) - 1:
-            return False
-        size = dict(zip(layout.placements, layout.mesh.sizes, strict=True))[split[0]]
-        if root.spec.shape[-1] % (parts * size):
-            return False
-        log.info("a projection into %d parts was split plainly: it is laid out again, once", parts)
-        for t in (weight, bias, root):
-            if t is not None and t.layout is not None:
-                again = tuple(Shard(p.dim, parts) if isinstance(p, Shard) else p for p in t.layout.placements)
-                self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, Layout(layout.mesh, again)))
-        base.storage.made_by = None
-        return True
-
-    def _parts(self, outs: list[int]) -> int:
-        """How many equal pieces the result of a fused projection is split into, later in this batch."""
-        found = {outs[0]}
-        code, at, templates = self.s.ahead()
-        for _ in range(LOOK_AHEAD):
-            if at + 1 >= len(code) or type(code[at]) is not int:
-                return 1
-            number = code[at]
-            if number in (FREE, PARAM) and type(code[at + 1]) is int:
-                at += 2 + (code[at + 1] if number == FREE else 0)
-                continue
-            known = templates.get(number)
-            if known is None:  # something else, or a lie, which will be met in its turn
-                return 1
-            ids = code[at + 2 : at + 2 + known.length]
-            if known.name in VIEWS and known.tensors == 1 and ids[0] in found:
-                wanted = wanted_parts(known)
-                last = len(known.template.ins[0].shape) - 1
-                if wanted and wanted[0] == last:
-                    return wanted[1] if known.name.startswith("split") or wanted[1] == 3 else 1
-                found.update(ids[1 + known.values :])
-            elif known.name == "add" and ids[0] in found:  # its bias
-                found.update(ids[known.tensors + known.values :])
-            at += 2 + known.length
-        return 1
 
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:
