@@ -100,6 +100,21 @@ def test_a_replays_bubble_is_in_stats_and_in_the_trace(session: Callable, tmp_pa
     assert all(e["dur"] > 0 for e in body["traceEvents"] if e["ph"] == "X")
 
 
+@pytest.mark.usefixtures("plain_threads")
+def test_a_replay_of_another_session_is_not_in_it(session: Callable) -> None:
+    """Neither one on workers that this session does not use, nor a newer one on those that it uses."""
+    session(CONFIGS / "pp8.yaml")
+    training(6, "gpipe")
+    gt.shutdown()
+    session(CONFIGS / "pp2.yaml")
+    training(2)
+    assert not any(worker["actions"] for worker in gt.stats()["workers"])
+    training(6, "1f1b")
+    gt.zeros(()).item()
+    rows = [[action for action, _, _ in worker["actions"]] for worker in gt.stats()["workers"]]
+    assert [",".join(row) for row in rows if row] == gt.stats()["schedule"]["rows"].split()
+
+
 def test_the_command_runs_a_script_and_says_its_bubble(
     server: object, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,9 +42,13 @@ class Program:
     makes: list[Storage]
     constants: list[tuple[list[int], int]]
     size: int
+    numbers: dict[int, list[int]] = field(init=False)  # of its definitions
     launches: int = 0
     order: dict = field(default_factory=dict)  # what arranging it said
     failed: Cause | None = None  # a worker of it is lost: a process that takes its place knows nothing of it
+
+    def __post_init__(self) -> None:
+        self.numbers = {worker: [define.number for define in defines] for worker, defines in self.code.items()}
 
 
 class Programs:
@@ -54,7 +58,8 @@ class Programs:
         self.s = session
         self.tape: Tape | None = None
         self.all: dict[int, Program] = {}
-        self.order: dict = {}  # of the program that was launched last
+        self.order: dict = {}  # of the program that was launched last, and its definitions by worker
+        self.newest: dict[int, list[int]] = {}
         self.launches = self.kept = 0  # replays, and instructions of all programs
         self._hints: dict[int, list[Layout | None]] = {}  # slot -> how its inputs came to lie
 
@@ -206,7 +211,7 @@ class Programs:
             raise ProtocolError(f"Ops.code launches {number!r:.40}, which is no program")
         s = self.s
         program.launches += 1
-        self.order = program.order
+        self.order, self.newest = program.order, program.numbers
         self.launches += 1
         for tensor, layout in program.layouts:
             if tensor.layout is not layout and program.failed is None:
@@ -317,6 +322,6 @@ class _Writer:
 
     def _end(self) -> None:
         if self._code:
-            made = {"code": self._code, "randoms": self._randoms, "actions": self._actions, "part": len(self.parts)}
+            made = {"code": self._code, "randoms": self._randoms, "actions": self._actions}
             self.parts.append(made)
             self._code, self._randoms, self._actions = [], [], [[0, self._name]] if self._name else []

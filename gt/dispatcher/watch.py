@@ -57,7 +57,7 @@ class Watch:
         key = self.cluster.key()
         alive = [w for w in self.cluster.workers if not w.lost]
         self.surveys[key] = Survey(session, number, {w.index for w in alive})
-        return self.surveys[key], [(w.peer, Query(key)) for w in alive]
+        return self.surveys[key], [(w.peer, Query(key, True, session.programs.newest.get(w.index, []))) for w in alive]
 
     def answered(self, worker: Worker, report: Report) -> Survey | None:
         """A worker's Report: the survey that it completes, if any."""

@@ -54,7 +54,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # A recorded stream, carried out at once. randoms: places in `code` of a seed and, after it, a counter, which is relative
     # to the one given. actions: [place, name] where an action of a schedule begins ("" for what is between two). A long one
     # is several, the part-th of them
-    "program": (("seed", "counter"), ("code", "randoms", "actions", "part")),
+    "program": (("seed", "counter"), ("code", "randoms", "actions")),
 }
 
 

@@ -6,7 +6,7 @@ Field types are checked by the codec from the annotations; whatever does not fit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Numbers = list  # of numbers only: a stream
 
@@ -284,11 +284,13 @@ class Query(Message):
     """Dispatcher -> worker, answered by Report from its I/O thread.
 
     {"done": last Run carried out, "stats": {...}, "at": [Run, place in it, op's seq, kind] of the instruction being carried
-    out, or None}: two answers with the same `at` say that it is taking long. stats: whether they are wanted.
+    out, or None}: two answers with the same `at` say that it is taking long. stats: whether they are wanted; programs: the
+    definitions whose last replay they are to tell of.
     """
 
     request: int
     stats: bool = True
+    programs: list = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from gt.errors import ProtocolError, UnsupportedOp
@@ -28,6 +29,7 @@ log = logging.getLogger("gt.worker")
 
 Send = Callable[..., None]  # (message, frames=())
 LONGEST = 4000  # characters of an error's text
+STAMPED = 256  # definitions of programs whose last replay is known, forgotten ones among them
 
 
 class Poisoned(BaseException):
@@ -47,7 +49,7 @@ class Executor:
         self._send = send
         self._steps: dict[int, tuple[Step, int]] = {}  # number -> what to call, numbers it takes in the stream
         self._made: dict[int, tuple[str, list[Blank]]] = {}  # number -> its kind and outputs, for placeholders
-        self._stamps: dict[str, Stamp] = {}  # actions of the last replay that had any
+        self._stamps: dict[int, list[Stamp]] = {}  # by definition of a program, actions of its last replay
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
         self._base = self._place = 0
 
@@ -58,7 +60,7 @@ class Executor:
             made = _made(define)
             try:
                 if define.kind == "program":
-                    step = program(define.payload, self._steps, self.tensors, self._play, self._stamps)
+                    step = program(define.payload, self._steps, self.tensors, self._play, partial(self._stamp, define.number))
                 else:
                     step = BIND[define.kind](self.worker, define.payload)
             except Exception as error:
@@ -112,8 +114,8 @@ class Executor:
         made = self._made.get(code[at]) if at + 1 < len(code) else None
         return None if made is None else (at, base + code[at + 1], made[0])
 
-    def stats(self) -> dict[str, Any]:
-        """The worker's part of gt.stats(), without its name."""
+    def stats(self, programs: Sequence[int] = ()) -> dict[str, Any]:
+        """The worker's part of gt.stats(), without its name; actions of the last replay of these definitions."""
         held = list(self.tensors.values())
         memory = dict(map(self._engine.storage, held))
         return {
@@ -122,9 +124,22 @@ class Executor:
             "live_tensors": len(held),
             "live_bytes": sum(memory.values()),
             "definitions": len(self._steps),
-            "actions": sorted(self._stamps.values(), key=lambda stamp: stamp[1]),
+            "actions": self._actions(programs),
             **self.worker.plane.counters(),
         }
+
+    def _stamp(self, number: int, stamps: list[Stamp]) -> None:
+        self._stamps.pop(number, None)
+        self._stamps[number] = stamps
+        if len(self._stamps) > STAMPED:
+            del self._stamps[next(iter(self._stamps))]
+
+    def _actions(self, programs: Sequence[int]) -> list[Stamp]:
+        """Each action once, from where it first began to where it last ended."""
+        found: dict[str, Stamp] = {}
+        for name, start, end in (stamp for number in programs for stamp in self._stamps.get(number, ())):
+            found[name] = (name, found[name][1] if name in found else start, end)
+        return sorted(found.values(), key=lambda stamp: stamp[1])
 
     def _drop(self, code: list[int], at: int) -> int:
         """FREE, FORGET or END."""

@@ -90,8 +90,8 @@ class Loop:
                     self.send(Took(message.key, message.offset + len(frames[0])))
             case Run() | Switch() | World():
                 self._inbox.put((message, uploads.epoch))
-            case Query(request, wanted):
-                stats = {"name": self.name, **self.executor.stats()} if wanted else {}
+            case Query(request, wanted, programs):
+                stats = {"name": self.name, **self.executor.stats(programs)} if wanted else {}
                 self.send(Report(request, {"done": self.done, "at": self._at(), "stats": stats}))
             case More(key, upto):
                 self.executor.outgoing.more(key, upto)

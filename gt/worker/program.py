@@ -51,11 +51,11 @@ def program(
     steps: Bound,
     tensors: dict[int, Any],
     play: Callable[[list[Row], list, int], None],
-    stamps: dict[str, Stamp],
+    stamp: Callable[[list[Stamp]], None],
 ) -> Step:
     """The step that carries out a program: `play(rows, code, offset of its seqs)`, action by action.
 
-    stamps: when the actions of the newest replay were.
+    stamp: is told when the actions of a replay were, in the order in which they began.
     """
     code = list(payload["code"])
     parts = _cut(rows(code, steps, tensors), payload["actions"])
@@ -65,13 +65,13 @@ def program(
         seed, counter = stream[at], stream[at + 1]
         for place, relative in randoms:
             code[place], code[place + 1] = seed, counter + relative
-        if not payload["part"]:
-            stamps.clear()
+        found: list[Stamp] = []
         for name, part in parts:
             start = monotonic()
             play(part, code, stream[at - 1])
             if name:
-                stamps[name] = (name, stamps[name][1] if name in stamps else start, monotonic())
+                found.append((name, start, monotonic()))
+        stamp(found)
 
     return step
 
