@@ -14,7 +14,7 @@ from gt.dispatcher.core import Core
 from gt.dispatcher.events import MARK, Lines, Received, Send
 from gt.ir.text import PlanLine, parse
 from gt.wire.link import hello
-from gt.wire.messages import Done, Failed, Need, Ops, Run
+from gt.wire.messages import Done, Failed, Need, Ops, Query, Report, Run, Stats
 
 
 class PlanSession:
@@ -50,6 +50,8 @@ class PlanSession:
                     self.runs.append((action.peer, action.message))
                     if not self.slow:
                         pending.append(Received(action.peer, Done(action.message.seq)))
+                elif isinstance(action, Send) and isinstance(action.message, Query):
+                    pending.append(Received(action.peer, Report(action.message.request, {"stats": {}})))
                 elif isinstance(action, Send) and isinstance(action.message, Need):
                     self.needs.append(action.message)
                 elif isinstance(action, Send) and (isinstance(action.message, Failed) or hasattr(action.message, "error")):
@@ -64,9 +66,14 @@ class PlanSession:
     def keep(self, tensor, array) -> None:
         pass
 
+    def ask(self) -> None:
+        """Everything recorded so far is planned, as before any question of a client."""
+        runtime.current().flush()
+        self.handle(Received(b"client", Stats(1)))
+
     def tensor(self, remote):
         """The dispatcher's row of a remote tensor."""
-        runtime.current().flush()
+        self.ask()
         return self.core.sessions[b"client"].table.rows[remote._ref.id]
 
     def layout(self, remote) -> str:
@@ -74,11 +81,11 @@ class PlanSession:
         return "unplaced" if row.layout is None else f"{row.layout} on {','.join(map(str, row.layout.mesh.workers))}"
 
     def count(self, word: str) -> int:
-        runtime.current().flush()
+        self.ask()
         return sum(word in line.op for line in self.lines)
 
     def text(self) -> str:
-        runtime.current().flush()
+        self.ask()
         return "\n".join(map(str, self.lines))
 
 

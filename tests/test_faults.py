@@ -183,7 +183,7 @@ def test_a_batch_that_waited_for_a_lost_worker_is_acknowledged_also_when_that_co
     bench.feed(PeerLost(b"w1", "killed"))
     bench.give(b"new", hello("worker", info={"name": "w1", "heap_bytes": 1 << 30}))
     bench.give(b"w0", Done(bench.core.cluster.workers[0].runs))
-    assert not bench.core.sessions[b"c"].pending
+    assert not bench.core.sessions[b"c"].batches.pending
 
 
 def test_new_work_without_a_group_goes_to_a_worker_that_is_there():

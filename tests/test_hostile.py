@@ -404,7 +404,7 @@ def test_what_a_batch_makes_is_cut_to_fit_bodies(bench):
     runs = bench.to(b"w0", Run)
     assert len(runs) > 1 and max(len(run.code) for run in runs) < 140_000
     assert [run.seq for run in runs] == list(range(1, len(runs) + 1))
-    assert session.pending[0].runs == {0: len(runs)}
+    assert session.batches.pending[0].runs == {0: len(runs)}
     bench.feed(PeerLost(b"c", "gone"))
     assert max(len(run.code) for run in bench.to(b"w0", Run)) < 140_000
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gt
 from gt.client import runtime
+from gt.dispatcher.intake import CREDIT
 from tests.planned import planned
 
 B, T, C, H = 2, 6, 16, 4
@@ -101,11 +104,11 @@ class FusedSum(FusedStored):
 
 
 class Chunked(Fused):
-    """split after the batch of ops has been handed over: the planner could not look ahead."""
+    """split after a question: the planner could not look ahead."""
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         y = self.qkv(x)
-        runtime.current().flush()
+        runtime.current().session.ask()
         return [heads(t) for t in y.split(C, 2)]
 
 
@@ -114,7 +117,7 @@ class ChunkedSum(FusedStored):
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         y = x @ self.weight + self.bias
-        runtime.current().flush()
+        runtime.current().session.ask()
         return [heads(t) for t in y.split(C, 2)]
 
 
@@ -165,6 +168,46 @@ def test_a_fused_projection_met_too_late_is_laid_out_again_once():
         assert plan.layout(block.attention.qkv.weight) == "[S(0,3)] on 0,1"
         state = optimizer.state[block.attention.qkv.weight]
         assert plan.layout(state["exp_avg"]) == "[S(0,3)] on 0,1"
+
+
+class Flushing(TorchDispatchMode):
+    """A batch ends after every op."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        runtime.current().flush()
+        return result
+
+
+def test_where_batches_end_changes_no_layout():
+    """They end by chance where a program pauses: what is planned by what follows waits for that."""
+
+    def planned_with(flush: bool) -> list[str]:
+        with planned(stages(1, 2), 2) as plan:
+            block = Block(Fused(), "pp_stage0").to("remote")
+            with Flushing() if flush else nullcontext():
+                step(block, torch.optim.AdamW(block.parameters()), torch.ones(B, T, C).to("remote"))
+            plan.ask()
+            assert not plan.core.sessions[b"client"].batches.coming
+            return [re.sub(r"%\d+|\S+\.py:\d+", "", str(line)) for line in plan.lines]
+
+    assert planned_with(True) == planned_with(False)
+
+
+def test_nothing_waits_longer_than_a_client_has_credit():
+    """Batches of no ops bring no decision nearer."""
+    with planned(stages(1, 2), 2) as plan:
+        linear = nn.Linear(C, 3 * C).to("remote")
+        spare = [torch.ones(3).to("remote") for _ in range(CREDIT)]
+        coming = plan.core.sessions[b"client"].batches.coming
+        with gt.signal.context("pp_stage0_colpar"):
+            y = linear(torch.ones(B, C).to("remote"))
+        runtime.current().flush()
+        assert len(coming) == 1
+        while coming and spare:
+            spare.pop()
+            runtime.current().flush()
+        assert spare and plan.layout(y).startswith("[S(1)]"), plan.text()
 
 
 @pytest.mark.parametrize("move", [False, True], ids=["x = x", "gt.signal.move"])

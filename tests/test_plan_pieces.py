@@ -138,8 +138,8 @@ class Recorded:
 
     @staticmethod
     def _scalars(session, known):
-        end = session._at - known.results
-        return session._code[end - known.values : end]
+        end = session.batches._at - known.results
+        return session.batches.coming[0].code[end - known.values : end]
 
 
 def places(shape):

@@ -96,9 +96,7 @@ class Block(nn.Module):
         batch, length, hidden = x.shape
         with within(self.place.colpar):  # splits output features: each worker has its heads of q, k and v
             qkv = x @ self.qkv_weight + self.qkv_bias
-        q, k, v = (
-            part.view(batch, length, self.heads, hidden // self.heads).transpose(1, 2) for part in qkv.split(hidden, -1)
-        )
+        q, k, v = (part.view(batch, length, self.heads, hidden // self.heads).transpose(1, 2) for part in qkv.split(hidden, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, hidden)
         with within(self.place.rowpar):  # splits input features: the sum over workers is one all-reduce
             return y @ self.out_weight + self.out_bias

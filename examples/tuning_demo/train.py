@@ -113,9 +113,7 @@ def passes(order: str, microbatches: int, stages: int) -> list[tuple[str, int]]:
     return rows + [("B", i) for i in range(microbatches - warmup, microbatches)]
 
 
-def step(
-    model: MiniGPT, optimizer: torch.optim.Optimizer, batch: Sequence[torch.Tensor], args: argparse.Namespace
-) -> float:
+def step(model: MiniGPT, optimizer: torch.optim.Optimizer, batch: Sequence[torch.Tensor], args: argparse.Namespace) -> float:
     """One optimizer step over all micro-batches of (tokens, targets); waits for its loss and returns it."""
     parts = list(zip(*(part.to(args.device).chunk(args.microbatches) for part in batch), strict=True))
     optimizer.zero_grad()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from gt import errors
 from gt.dispatcher.admission import Admission, Waiting, shared_out, worker_info
+from gt.dispatcher.batches import MOST_WAITING
 from gt.dispatcher.cluster import Cluster, Worker
 from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, Peer, PeerLost, Received, Send, Tick
 from gt.dispatcher.failures import op_failed, worker_lost
@@ -98,6 +99,7 @@ class Core:
         for session in self.sessions.values():
             session.table.check()
             assert len(session.inbox) <= MOST_DEFERRED and (session.stalled or not session.inbox)
+            assert len(session.batches.coming) <= MOST_WAITING
             assert bool(session.held) == session.stalled and session.uploads.awaited <= len(session.uploads.open)
         for worker in self.cluster.workers:
             assert not worker.code and not worker.cuts and not worker.defines, f"half a batch is left for {worker.name}"
@@ -131,31 +133,50 @@ class Core:
     def _receive(self, event: Received) -> None:
         self.received += 1
         session = self.sessions.get(event.peer)
-        if session is not None and session.stalled and isinstance(event.message, DEFERRED):
-            if len(session.inbox) >= MOST_DEFERRED:
-                self._refuse(event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already"))
+        if session is not None and isinstance(event.message, DEFERRED):
+            if self._stalled(event.peer, session, event.message):
+                if len(session.inbox) >= MOST_DEFERRED:
+                    self._refuse(
+                        event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already")
+                    )
+                else:
+                    session.inbox.append((event.message, event.frames))
                 return
-            session.inbox.append((event.message, event.frames))
-            return
+            if event.peer not in self.sessions:
+                return  # what it sent before was refused
         self._take(event.peer, event.message, event.frames)
         self._resume(event.peer)
 
     def _take(self, peer: Peer, message: Message, frames: tuple) -> None:
         """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
         handler = self._on.get(type(message))
+        if handler is None:
+            self._refuse(peer, ProtocolError(f"{type(message).__name__} is not for the dispatcher"))
+        else:
+            self._attempt(peer, type(message).__name__, handler, peer, message, frames)
+
+    def _attempt(self, peer: Peer, what: str, call: Callable, *args: object) -> None:
+        """Do what a peer asked; it alone has the harm."""
         try:
-            if handler is None:
-                raise ProtocolError(f"{type(message).__name__} is not for the dispatcher")
-            handler(peer, message, frames)
+            call(*args)
         except GTError as error:
             self._refuse(peer, error)
         except Exception as error:
-            self._fault(peer, type(message).__name__, error)
+            self._fault(peer, what, error)
 
     def _resume(self, peer: Peer) -> None:
         """What came while a session was stalled."""
-        while (session := self.sessions.get(peer)) is not None and session.inbox and not session.stalled:
-            self._take(peer, *session.inbox.popleft())
+        while (session := self.sessions.get(peer)) is not None and session.inbox:
+            if self._stalled(peer, session, session.inbox[0][0]):
+                return
+            if session.inbox:  # or the session has just ended
+                self._take(peer, *session.inbox.popleft())
+
+    def _stalled(self, peer: Peer, session: Session, message: Message) -> bool:
+        """Whether a message has to wait; a question ends the waiting of what was sent before it."""
+        if not session.stalled and not isinstance(message, Ops):
+            self._attempt(peer, "Ops", session.batches.finish)
+        return session.stalled
 
     def _fault(self, peer: Peer, what: str, error: Exception) -> None:
         """A fault of ours, or of a message in a way that nobody thought of: it ends the one peer that it came with."""
@@ -293,7 +314,7 @@ class Core:
     def _ops(self, peer: Peer, message: Ops, frames: tuple) -> None:
         session = self._session(peer)
         self._log("RECV", self._name(peer), f"Ops {message.seq}", bytes=sum(len(f) for f in frames))
-        session.run(message, frames)
+        session.batches.take(message, frames)
 
     def _fetch(self, peer: Peer, message: Fetch, frames: tuple) -> None:
         self._log("RECV", self._name(peer), f"Fetch %{message.tensor}")

@@ -1,7 +1,7 @@
 """Fused projections: one matmul whose result is split into parts, each of which is split over the workers by itself.
 
-Whether a projection is one is known when its result is split: mostly later in the same batch, else what was laid out plainly
-is laid out again, once.
+Whether a projection is one is known when its result is split: mostly a few ops later, which are waited for; else what was laid
+out plainly is laid out again, once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from gt.dispatcher.plan.groups import COLUMN
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.plan.views import VIEWS, wanted_parts
 from gt.dispatcher.tensors import Tensor
@@ -16,6 +17,7 @@ from gt.ir.instr import FREE, PARAM
 from gt.ir.layout import Layout, Shard
 
 if TYPE_CHECKING:
+    from gt.dispatcher.intake import Origin
     from gt.dispatcher.sessions import Session
 
 log = logging.getLogger("gt.dispatcher")
@@ -26,7 +28,11 @@ WEIGHTS = {
     "baddbmm": (1, 2),
     "embedding": (0, -1),
 }  # op -> its two factors
-LOOK_AHEAD = 24  # ops of the batch that are searched for the split of a fused projection
+LOOK_AHEAD = 24  # ops that are searched for the split of a fused projection
+
+
+class Unseen(Exception):
+    """How an op is planned depends on ops that are still to come."""
 
 
 def note_maker(s: Session, known: Known, ins: list[Tensor], outs: list[int]) -> None:
@@ -65,28 +71,53 @@ def lay_out_again(s: Session, base: Tensor, parts: int) -> bool:
     return True
 
 
+def undecided(s: Session, known: Known, origin: Origin, ins: list[Tensor], outs: list[int]) -> bool:
+    """Whether this is the first use of a weight that is split by its columns, and what follows is still to come."""
+    meaning = origin.meaning
+    if meaning is None or meaning.kind != COLUMN or meaning.parts or known.name not in WEIGHTS:
+        return False
+    right = WEIGHTS[known.name][1]
+    if right < 0 or not ins[right].storage.param or ins[right].placed:
+        return False
+    try:
+        parts_ahead(s, outs)
+    except Unseen:
+        return True
+    return False
+
+
 def parts_ahead(s: Session, outs: list[int]) -> int:
-    """How many equal pieces the result of a fused projection is split into, later in this batch."""
-    found = {outs[0]}
-    code, at, templates = s.ahead()
-    for _ in range(LOOK_AHEAD):
-        if at + 1 >= len(code) or type(code[at]) is not int:
+    """How many equal pieces the result of a fused projection is split into; Unseen where that may be still to come."""
+    found, left = {outs[0]}, LOOK_AHEAD
+    for code, start in s.batches.ahead():
+        at = start
+        while left and at < len(code):
+            number = code[at]
+            if at + 1 >= len(code) or type(number) is not int:
+                return 1
+            if number in (FREE, PARAM) and type(code[at + 1]) is int:
+                at += 2 + (max(code[at + 1], 0) if number == FREE else 0)
+                continue
+            known = s.templates.get(number)
+            if known is None:  # something else, or a lie, which will be met in its turn
+                return 1
+            parts = _follow(known, code[at + 2 : at + 2 + known.length], found)
+            if parts:
+                return parts
+            at, left = at + 2 + known.length, left - 1
+        if not left:
             return 1
-        number = code[at]
-        if number in (FREE, PARAM) and type(code[at + 1]) is int:
-            at += 2 + (code[at + 1] if number == FREE else 0)
-            continue
-        known = templates.get(number)
-        if known is None:  # something else, or a lie, which will be met in its turn
-            return 1
-        ids = code[at + 2 : at + 2 + known.length]
-        if known.name in VIEWS and known.tensors == 1 and ids[0] in found:
-            wanted = wanted_parts(known)
-            last = len(known.template.ins[0].shape) - 1
-            if wanted and wanted[0] == last:
-                return wanted[1] if known.name.startswith("split") or wanted[1] == 3 else 1
-            found.update(ids[1 + known.values :])
-        elif known.name == "add" and ids[0] in found:  # its bias
-            found.update(ids[known.tensors + known.values :])
-        at += 2 + known.length
     return 1
+
+
+def _follow(known: Known, ids: list, found: set[int]) -> int:
+    """Into how many parts an op splits what is followed, 0 if it does not; what it makes of that is followed too."""
+    if known.name in VIEWS and known.tensors == 1 and ids[:1] and ids[0] in found:
+        wanted = wanted_parts(known)
+        last = len(known.template.ins[0].shape) - 1
+        if wanted and wanted[0] == last:
+            return wanted[1] if known.name.startswith("split") or wanted[1] == 3 else 1
+        found.update(ids[1 + known.values :])
+    elif known.name == "add" and ids[:1] and ids[0] in found:  # its bias
+        found.update(ids[known.tensors + known.values :])
+    return 0

@@ -47,7 +47,8 @@ def admit(session: Session, message: Ops) -> None:
     if message.seq != session.next_batch:
         raise ProtocolError(f"Ops.seq is {message.seq}, want {session.next_batch}")
     session.next_batch += 1
-    if len(session.pending) >= CREDIT or len(session.journal.rows) > MOST_OPS:
+    batches = session.batches
+    if len(batches.pending) + len(batches.coming) >= CREDIT or len(session.journal.rows) > MOST_OPS:
         raise ProtocolError(f"Ops.seq {message.seq} is beyond the credit of {CREDIT} batches and {MOST_OPS} ops")
     if len(message.code) > LONGEST:
         raise ProtocolError(f"Ops.code has {len(message.code)} numbers, at most {LONGEST} are taken")

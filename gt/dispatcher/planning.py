@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gt.dispatcher.failures import Planned
-from gt.dispatcher.fused import WEIGHTS, lay_out_again, note_maker, parts_ahead
+from gt.dispatcher.fused import WEIGHTS, Unseen, lay_out_again, note_maker, parts_ahead, undecided
 from gt.dispatcher.moving import same_terms
 from gt.dispatcher.plan.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.plan.known import Known
@@ -45,7 +45,7 @@ class Planner:
         self.hits = 0
 
     def op(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
-        """Plan and emit one op."""
+        """Plan and emit one op; Unseen, and nothing is done, if it has to wait for what follows."""
         plan = known.plans.get(_key(origin, ins))
         if plan is not None and plan.direct and not self.s.troubled:
             self.hits += 1
@@ -59,6 +59,8 @@ class Planner:
             self._write(known, plan, ins, ids, values, outs)
             self._after(known, origin, ins, outs)
             return
+        if undecided(self.s, known, origin, ins, outs):
+            raise Unseen
         if self.s.scribe is not None:
             self.s.scribe.received(known, origin, [t.id for t in ins])
         if self.s.placer.defers(known, ins, origin.meaning is not None):

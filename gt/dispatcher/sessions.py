@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gt.config.schema import Config
-from gt.dispatcher import intake
+from gt.dispatcher.batches import Batches
 from gt.dispatcher.cluster import Cluster, Worker
 from gt.dispatcher.failures import Cause, Journal, Launched, Planned, worker_lost
 from gt.dispatcher.intake import Origin
@@ -28,29 +28,19 @@ from gt.dispatcher.planning import Planner
 from gt.dispatcher.programs import Programs
 from gt.dispatcher.requests import Requests
 from gt.dispatcher.scribe import Scribe
-from gt.dispatcher.stream import TEMPORARY, Emitter
+from gt.dispatcher.stream import Emitter
 from gt.dispatcher.tensors import Storage, Table, Tensor
 from gt.dispatcher.uploads import Uploads
 from gt.errors import GTError, ProtocolError
 from gt.ir.boxes import shape, take
-from gt.ir.instr import DISCARD, DROP, FIRST, FREE, LAUNCH, PARAM, RECORD
 from gt.ir.layout import Box, Layout, Mesh
 from gt.ir.spec import Spec
-from gt.wire.messages import CHUNK, Ack, Data, Message, Ops, Release, Run, Switch
+from gt.wire.messages import CHUNK, Ack, Data, Message, Release, Run, Switch
 
 log = logging.getLogger("gt.dispatcher")
 
 MOST_UNREPORTED = 64  # failures that nobody has been told of
 UNSENT = 1 << 62  # number of a Run that is held back, until it has one
-
-
-@dataclass(slots=True)
-class Batch:
-    """A batch that workers are carrying out: acknowledged when each has come to its `runs`."""
-
-    seq: int
-    end: int
-    runs: dict[int, int]
 
 
 @dataclass(slots=True)
@@ -82,6 +72,7 @@ class Session:
         self.requests = Requests(self)
         self.programs = Programs(self)
         self.uploads = Uploads(self)
+        self.batches = Batches(self)
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.held: list[Held] = []
         self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which was sent takes, and for whom
@@ -90,106 +81,21 @@ class Session:
         self.templates: dict[int, Known] = {}
         self.origins: dict[int, Origin] = {0: Origin("", 0, "", False)}
         self.origin = self.origins[0]
-        self.pending: deque[Batch] = deque()
         self.troubled = False  # some storage may be failed: ops take the careful path
         self.unreported: deque[Cause] = deque()
         self.ops = self.uploaded = self.plan_hits = 0
         self.scribe: Scribe | None = None  # where an instruction log is kept
         self._layouts: dict[Layout, Layout] = {}
         self.known_names: set[str] = set()
-        self._code: list = []
-        self._at = 0
-        self._frames: tuple = ()
         self._losses: dict[int, Cause] = {}
         self._failed_ops: set[int] = set()
 
-    # ---- the op stream
-
-    def run(self, message: Ops, frames: tuple) -> None:
-        """Carry out one batch: definitions, then the stream. After an error the session has to end: half is not sent."""
-        intake.admit(self, message)
-        for row in message.templates:
-            intake.define(self, row)
-        for row in message.origins:
-            intake.origin(self, row)
-        self._frames = frames
-        self._code = message.code
-        self.emitter.base = self.cluster.seq
-        try:
-            self._stream(message.code)
-        finally:
-            self.emitter.seq = self.cluster.seq
-            self._code, self._frames = [], ()
-        runs = self.flush(self.emitter.base)
-        self.pending.append(Batch(message.seq, self.cluster.seq, runs))
-        self.settle_batches()
-
-    def _stream(self, code: list) -> None:
-        templates, origins, rows = self.templates, self.origins, self.table.rows
-        emitter, cluster, op = self.emitter, self.cluster, self.planner.op
-        at, end = 0, len(code)
-        while at < end:
-            self._at = at
-            number = code[at]
-            if number < FIRST:
-                at = self._special(number, code, at)
-                continue
-            try:
-                known = templates[number]
-                first = at + 2
-                second = first + known.tensors
-                third = second + known.values
-                self.origin = origin = origins[code[at + 1]]
-                ins = [rows[i] for i in code[first:second]]
-                at = self._at = third + known.results
-            except (IndexError, KeyError, TypeError) as error:
-                raise ProtocolError(f"Ops.code names nothing of this session at {self._at}: {error!r}") from error
-            if at > end:
-                raise ProtocolError(f"Ops.code ends within an op, at {end}")
-            for i in code[third:at]:
-                if type(i) is not int or not 0 < i < TEMPORARY or i in rows:
-                    raise ProtocolError(f"Ops.code has {i!r:.40} at {third} as the id of a new tensor")
-            emitter.seq = cluster.seq
-            op(known, origin, ins, tuple(code[second:third]), code[third:at])
-            cluster.seq += 1
-            self.ops += 1
-
-    def _special(self, number: int, code: list, at: int) -> int:
-        operand = code[at + 1] if at + 1 < len(code) else None
-        if number == FREE:
-            if type(operand) is not int or not 0 <= operand <= len(code) - at - 2:
-                raise ProtocolError(f"Ops.code frees {operand!r:.40} tensors at {at} of {len(code)}")
-            self.mover.release(code[at + 2 : at + 2 + operand])
-            return at + 2 + operand
-        if number == PARAM:
-            self.row(operand).storage.param = True
-            return at + 2
-        return self._program(number, code, at)
-
-    def _program(self, number: int, code: list, at: int) -> int:
-        """What has to do with programs."""
-        if number == LAUNCH and at + 4 <= len(code):
-            self.programs.launch(*code[at + 1 : at + 4])
-            return at + 4
-        if number == RECORD and at + 3 <= len(code) and type(code[at + 2]) is int and 0 <= code[at + 2] <= len(code) - at - 3:
-            self.programs.record(code[at + 1], code[at + 3 : at + 3 + code[at + 2]])
-            return at + 3 + code[at + 2]
-        if number == DISCARD:
-            self.programs.discard()
-            return at + 1
-        if number == DROP and at + 2 <= len(code):
-            self.programs.drop(code[at + 1])
-            return at + 2
-        raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, which names nothing")
+    # ---- to workers
 
     def cut(self) -> None:
         """Send what is written so far apart from what follows."""
         self.flush(self.emitter.base)
         self.emitter.seq = self.emitter.base
-
-    def ahead(self) -> tuple[list, int, dict[int, Known]]:
-        """The rest of the batch, for planning that looks ahead."""
-        return self._code, self._at, self.templates
 
     def flush(self, base: int) -> dict[int, int]:
         """Send what is written for workers, or hold it back for its uploads; the number of each one's last Run, once sent."""
@@ -246,9 +152,9 @@ class Session:
 
     def settle_batches(self) -> None:
         """Acknowledge the batches that all workers have carried out, and forget their journal."""
-        last = None
-        while self.pending and self.reached(self.pending[0].runs):
-            last = self.pending.popleft()
+        last, pending = None, self.batches.pending
+        while pending and self.reached(pending[0].runs):
+            last = pending.popleft()
         if last is not None:
             self.told_stuck = False
             self.journal.forget(last.end)
@@ -267,14 +173,14 @@ class Session:
         """Where the bytes of an upload are: in this batch, or kept by the client under the tensor's id."""
         if known.name != "gt.upload":
             return None
-        spec, index = known.template.outs[0].spec, values[0]
-        if type(index) is not int or index >= len(self._frames):
-            raise ProtocolError(f"Ops.code uploads frame {index!r:.40} of {len(self._frames)}")
+        spec, index, frames = known.template.outs[0].spec, values[0], self.batches.frames
+        if type(index) is not int or index >= len(frames):
+            raise ProtocolError(f"Ops.code uploads frame {index!r:.40} of {len(frames)}")
         if index < 0:
             return "host", outs[0]
-        if spec is None or len(self._frames[index]) != spec.nbytes:
-            raise ProtocolError(f"frame {index} has {len(self._frames[index])} bytes, want those of {spec and spec.text()}")
-        return "inline", self._frames[index]
+        if spec is None or len(frames[index]) != spec.nbytes:
+            raise ProtocolError(f"frame {index} has {len(frames[index])} bytes, want those of {spec and spec.text()}")
+        return "inline", frames[index]
 
     def upload(self, source: tuple, spec: Spec, parts: list[Box], workers: list[Worker]) -> int:
         """Key under which these workers will get the boxes of an upload."""
@@ -399,6 +305,7 @@ class Session:
         self.switches = lambda worker: worker.switches  # type: ignore[assignment,return-value]  # freeing needs none
         self.held.clear()
         self.inbox.clear()
+        self.batches.coming.clear()
         self.requests.close()
         orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in self._unsent}}
         for key, indices in orphans.items():

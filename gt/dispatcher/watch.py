@@ -117,8 +117,9 @@ class Watch:
                 waits = {index for index, run in request.runs.items() if self._behind(index, run)}
                 if now - request.since >= ENOUGH * self.heartbeat and (error := self._error(session, waits, now)):
                     session.requests.give_up(request, error)
-            if len(session.pending) >= CREDIT and not session.told_stuck:
-                first = session.pending[0]
+            pending, coming = session.batches.pending, session.batches.coming
+            if pending and len(pending) + len(coming) >= CREDIT and not session.told_stuck:
+                first = pending[0]
                 waits = {index for index, run in first.runs.items() if self._behind(index, run)}
                 if error := self._error(session, waits, now):
                     session.told_stuck = True

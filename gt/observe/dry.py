@@ -29,7 +29,7 @@ from gt.ir.spec import DTYPES, Spec
 from gt.ir.text import PlanLine
 from gt.observe.standin import WEIGHTS, Place, StandIn, Stretch
 from gt.wire.link import hello
-from gt.wire.messages import Done, Failed, Inspect, Message, Ops, Reject, Report, Run, Seal
+from gt.wire.messages import Done, Failed, Inspect, Message, Ops, Query, Reject, Report, Run, Seal, Stats
 
 FEW = 16  # workers that are all followed
 CLIENT = b"client"
@@ -148,7 +148,12 @@ class Dry:
             self._error = self._error or message.error
         elif isinstance(message, Report):
             self._reports[message.request] = message.body
-        return None
+        return Received(action.peer, Report(message.request, {})) if isinstance(message, Query) else None
+
+    def _ask(self) -> None:
+        """What has been sent is planned to its end, as before any question of a client."""
+        if self.state.batches.coming:
+            self._handle(Received(CLIENT, Stats(2)))
 
     def step(self, line: PlanLine) -> None:
         """A line of the plan that is no op: the same one comes again for every layer and micro-batch."""
@@ -181,6 +186,7 @@ class Dry:
         """Nobody will ask for it."""
 
     def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
+        self._ask()
         spec = self.state.row(tensor).spec
         self.values += 1
         return spec.shape, spec.dtype, np.zeros(spec.numel * DTYPES[spec.dtype][0], np.uint8)
@@ -211,6 +217,7 @@ class Dry:
         return {"dispatcher": counters(self.state, core.sent, core.received, 0), "workers": workers, "client": {}}
 
     def close(self) -> None:
+        self._ask()
         self.known(self.living())
         self._mark("all")
 
@@ -241,6 +248,7 @@ class Dry:
 
     def stepped(self, tensors: Sequence[tuple[int, str, str]]) -> None:
         """An optimizer, which knows these tensors, has stepped; within a recording that is no mark."""
+        self._ask()
         self.told = True
         self.known(tensors)
         ids = [self.state.emitter.offset + row[0] for row in tensors]

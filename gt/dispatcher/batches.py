@@ -1,0 +1,164 @@
+"""One session's op stream: batches as they come, carried out in order, as far as it can be planned.
+
+How an op is planned may depend on ops that follow (fused.py). Where a batch ends by chance, because its client had nothing to
+do, must not change that: such an op and what is behind it wait for the next batch, or for a question of the client.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gt.dispatcher import intake
+from gt.dispatcher.fused import Unseen
+from gt.dispatcher.stream import TEMPORARY
+from gt.errors import ProtocolError
+from gt.ir.instr import DISCARD, DROP, FIRST, FREE, LAUNCH, PARAM, RECORD
+from gt.wire.messages import Ops
+
+if TYPE_CHECKING:
+    from gt.dispatcher.sessions import Session
+
+MOST_WAITING = intake.CREDIT // 2  # batches: a client without credit could not send the next
+
+
+@dataclass(slots=True)
+class Batch:
+    """A batch that workers are carrying out: acknowledged when each has come to its `runs`."""
+
+    seq: int
+    end: int
+    runs: dict[int, int]
+
+
+@dataclass(slots=True)
+class Coming:
+    """A batch that is not planned to its end."""
+
+    seq: int
+    code: list
+    frames: tuple
+    at: int = 0
+
+
+class Batches:
+    """The stream of a session. final: nothing follows that a decision could wait for."""
+
+    def __init__(self, session: Session) -> None:
+        self.s = session
+        self.coming: deque[Coming] = deque()
+        self.pending: deque[Batch] = deque()
+        self.frames: tuple = ()  # of the batch that is being planned
+        self._at = 0  # behind the op that is being planned
+        self._final = False
+
+    def take(self, message: Ops, frames: tuple) -> None:
+        """Carry out a batch: definitions, then the stream. After an error the session has to end: half is not sent."""
+        s = self.s
+        intake.admit(s, message)
+        if self.coming and any(type(row) is list and row and row[0] in s.templates for row in message.templates):
+            self.finish()  # the client's table has started again: what waits is by the old one
+        for row in message.templates:
+            intake.define(s, row)
+        for row in message.origins:
+            intake.origin(s, row)
+        self.coming.append(Coming(message.seq, message.code, frames))
+        self._advance(len(self.coming) > MOST_WAITING)
+
+    def finish(self) -> None:
+        """Plan what waits for more: the client asks something, and what it asks is of all that it has sent."""
+        if self.coming:
+            self._advance(True)
+
+    def ahead(self) -> Iterator[tuple[list, int]]:
+        """Code behind the op that is being planned, and where it begins; Unseen at its end if more may come."""
+        for n, batch in enumerate(self.coming):
+            yield batch.code, batch.at if n else self._at
+        if not self._final:
+            raise Unseen
+
+    def _advance(self, final: bool) -> None:
+        s, self._final = self.s, final
+        while self.coming:
+            batch = self.coming[0]
+            s.emitter.base = s.cluster.seq
+            self.frames = batch.frames
+            try:
+                ended = self._stream(batch)
+            finally:
+                s.emitter.seq = s.cluster.seq
+                self.frames = ()
+            runs = s.flush(s.emitter.base)
+            if not ended:
+                break
+            self.coming.popleft()
+            self.pending.append(Batch(batch.seq, s.cluster.seq, runs))
+        s.settle_batches()
+
+    def _stream(self, batch: Coming) -> bool:
+        """Plan a batch from where it stands; whether to its end."""
+        s, code = self.s, batch.code
+        templates, origins, rows = s.templates, s.origins, s.table.rows
+        emitter, cluster, op = s.emitter, s.cluster, s.planner.op
+        at, end = batch.at, len(code)
+        while at < end:
+            start = at
+            number = code[at]
+            if number < FIRST:
+                at = self._special(number, code, at)
+                continue
+            try:
+                known = templates[number]
+                first = at + 2
+                second = first + known.tensors
+                third = second + known.values
+                s.origin = origin = origins[code[at + 1]]
+                ins = [rows[i] for i in code[first:second]]
+                at = self._at = third + known.results
+            except (IndexError, KeyError, TypeError) as error:
+                raise ProtocolError(f"Ops.code names nothing of this session at {at}: {error!r}") from error
+            if at > end:
+                raise ProtocolError(f"Ops.code ends within an op, at {end}")
+            for i in code[third:at]:
+                if type(i) is not int or not 0 < i < TEMPORARY or i in rows:
+                    raise ProtocolError(f"Ops.code has {i!r:.40} at {third} as the id of a new tensor")
+            emitter.seq = cluster.seq
+            try:
+                op(known, origin, ins, tuple(code[second:third]), code[third:at])
+            except Unseen:
+                batch.at = start
+                return False
+            cluster.seq += 1
+            s.ops += 1
+        return True
+
+    def _special(self, number: int, code: list, at: int) -> int:
+        operand = code[at + 1] if at + 1 < len(code) else None
+        if number == FREE:
+            if type(operand) is not int or not 0 <= operand <= len(code) - at - 2:
+                raise ProtocolError(f"Ops.code frees {operand!r:.40} tensors at {at} of {len(code)}")
+            self.s.mover.release(code[at + 2 : at + 2 + operand])
+            return at + 2 + operand
+        if number == PARAM:
+            self.s.row(operand).storage.param = True
+            return at + 2
+        return self._program(number, code, at)
+
+    def _program(self, number: int, code: list, at: int) -> int:
+        """What has to do with programs."""
+        programs = self.s.programs
+        if number == LAUNCH and at + 4 <= len(code):
+            programs.launch(*code[at + 1 : at + 4])
+            return at + 4
+        if number == RECORD and at + 3 <= len(code) and type(code[at + 2]) is int and 0 <= code[at + 2] <= len(code) - at - 3:
+            programs.record(code[at + 1], code[at + 3 : at + 3 + code[at + 2]])
+            return at + 3 + code[at + 2]
+        if number == DISCARD:
+            programs.discard()
+            return at + 1
+        if number == DROP and at + 2 <= len(code):
+            programs.drop(code[at + 1])
+            return at + 2
+        raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, which names nothing")
