@@ -144,3 +144,30 @@ def test_random_networks_train_as_in_torch(seeds, session):
     session(CONFIG)
     for seed in seeds:
         compare(seed)
+
+
+NORMS = {
+    "1d": ((6, 8), lambda: nn.BatchNorm1d(8)),
+    "2d": ((2, 3, 4, 5), lambda: nn.BatchNorm2d(3)),
+    "not affine": ((2, 3, 4, 5), lambda: nn.BatchNorm2d(3, affine=False)),
+    "no running statistics": ((2, 3, 4, 5), lambda: nn.BatchNorm2d(3, track_running_stats=False)),
+    "instance": ((2, 3, 4, 5), lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True)),
+    "of nothing": ((0, 3, 4, 4), lambda: nn.BatchNorm2d(3)),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_batch_norm_has_torchs_bits(kind: str, training: bool) -> None:
+    torch.manual_seed(0)
+    shape, make = NORMS[kind]
+    plain = make().train(training)
+    remote, data = copy.deepcopy(plain).to("remote"), torch.randn(shape)
+    found = []
+    for module, x in ((plain, data.clone()), (remote, data.to("remote"))):
+        x.requires_grad_()
+        y = module(x)
+        (y * y.detach().sin()).sum().backward()
+        found.append([t.detach().cpu() for t in (y, x.grad, *[p.grad for p in module.parameters()], *module.buffers())])
+    assert all(map(torch.equal, *found))

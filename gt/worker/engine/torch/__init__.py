@@ -67,7 +67,8 @@ class TorchEngine:
         op = getattr(packet, overload, None)
         if op is None:
             raise UnsupportedOp(f"torch {torch.__version__} has no {name}")
-        return getattr(op, "_op", op)
+        op = getattr(op, "_op", op)
+        return _batch_norm(op) if name == "aten.native_batch_norm.default" else op
 
     def _constant(self, const: Const) -> Any:
         if const.kind == "device":
@@ -189,6 +190,16 @@ COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 def _hidden(tensor: torch.Tensor) -> bool:
     """Whether a memoryview cannot show the tensor as it lies."""
     return not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg()
+
+
+def _batch_norm(op: Callable) -> Callable:
+    """With statistics of the batch also where it has none, as on other devices: the CPU's evaluation saves empty ones."""
+
+    def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        out, *saved = op(x, *args, **kwargs)
+        return (out, *[s if s.numel() else s.new_zeros(x.shape[1]) for s in saved])
+
+    return call
 
 
 def _on_alias(op: Callable) -> Callable:
