@@ -5,14 +5,16 @@ Knows what is found below the function (reach.py) and on the tape; nothing of pr
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from gt.client import hostops
 from gt.client.dispatch import call, info_of
-from gt.client.reach import SCALARS, Reach, same
+from gt.client.reach import Reach, exact, look, plain, same
 from gt.client.signal import stack
 from gt.client.tape import Difference, Tape
 from gt.client.tensor import RemoteTensor, Shown
@@ -33,13 +35,32 @@ class Call:
     inputs: dict[int, RemoteTensor]  # argument -> its tensor, which a replay fills
 
 
+class Draws:
+    """The state of the host's random numbers and what was drawn of them since."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        name, keys, at, *rest = np.random.get_state()
+        return {
+            "Python's random": random.getstate(),
+            "numpy.random": (name, bytes(keys), at, *rest),  # type: ignore[arg-type]
+            "torch's CPU generator": bytes(torch.get_rng_state().numpy()),
+        }
+
+    def found(self) -> str:
+        """Names of those that were drawn from, or ""."""
+        return " and ".join(name for name, state in self._now().items() if state != self._before[name])
+
+
 def key_of(leaf: Any) -> Any:
     """What of an argument selects a program: a tensor's look, any other value itself."""
     if isinstance(leaf, RemoteTensor):
         return (leaf._ref.meta, leaf.requires_grad)
     if isinstance(leaf, torch.Tensor):
         return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
-    return (type(leaf), leaf) if isinstance(leaf, SCALARS) else id(leaf)
+    return (type(leaf), exact(leaf)) if plain(leaf) else id(leaf)
 
 
 def modes() -> tuple:
@@ -47,7 +68,9 @@ def modes() -> tuple:
     cast = torch.is_autocast_enabled(device) if device != "lazy" else False
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, torch.get_autocast_dtype(device) if cast else None,
-        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), stack.names[-1],
+        torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"), torch.is_anomaly_enabled(), torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(), stack.names[-1],
     )  # fmt: skip
 
 
@@ -88,13 +111,19 @@ def side_effect(entry: Reach, leaving: Reach, made: int) -> Difference | None:
         if isinstance(new.value, RemoteTensor):
             if new.value is not old.value and new.value._ref.id < made:
                 return Difference("", f"it assigns to {path} a tensor that was there before; copy_() into it instead")
-        elif not same(old.value, new.value) or old.stamp != new.stamp:
+        elif not same(old.value, new.value):
             return Difference("", f"it changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}")
+    for path, (_, then) in entry.stamps.items():
+        if path not in leaving.stamps or leaving.stamps[path][1] != then:
+            return Difference("", f"it changes {path}{OUTSIDE}")
+    for path, (tensor, then) in entry.looks.items():
+        if look(tensor) != then:
+            return Difference("", f"it gives {path} other memory, requires_grad or hooks{OUTSIDE}; values are set by copy_()")
     return None
 
 
 def _short(value: Any) -> str:
-    return f"{value!r:.40}" if isinstance(value, SCALARS) else type(value).__name__
+    return f"{value!r:.40}" if plain(value) else type(value).__name__
 
 
 def carried(now: Call, entry: Reach, leaving: Reach) -> tuple[list[tuple[int, int]], Difference | None]:

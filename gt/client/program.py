@@ -19,9 +19,10 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from gt.client import hostops, random, runtime
-from gt.client.carry import Call, carried, detached, given, grads_of, key_of, make_capturable, modes, side_effect
+from gt.client.carry import Call, Draws, carried, detached, given, grads_of, key_of, make_capturable, modes, side_effect
 from gt.client.dispatch import call, info_of
-from gt.client.reach import Guard, Reach, reach
+from gt.client.guard import Guard
+from gt.client.reach import Reach, reach
 from gt.client.recorder import Recorder
 from gt.client.tape import Difference, Tape, difference
 from gt.client.tensor import RemoteTensor
@@ -115,7 +116,7 @@ class Program:
 
 @dataclass(slots=True)
 class _Result:
-    """A tensor that the program makes anew each time."""
+    """A tensor that the program makes or fills anew each time."""
 
     tensor: RemoteTensor
 
@@ -193,6 +194,7 @@ class Compiled:
         recorder.flush()
         tape = Tape(recorder, runtime.Live.origins, random.initial_seed(), random._State.counter)
         recorder.tape = tape
+        draws = Draws()
         kept = False
         try:
             args, kwargs = tree_unflatten(taken, tree)
@@ -203,7 +205,7 @@ class Compiled:
             tape.finish()
             recorder.tape = None
             now = Call(tape, key, leaves, names, inputs)
-            program = self._seal(last, now, entry, reach(roots), results)
+            program = self._seal(last, now, entry, reach(roots), results, draws)
             kept = program is not None
             self._last = None if kept else now  # what it holds is no longer needed
             self._count(kept)
@@ -216,9 +218,9 @@ class Compiled:
                 recorder.code.extend((FREE, len(ended), *ended))
         return results if program is None else program.take()
 
-    def _seal(self, last: Call | None, now: Call, entry: Reach, leaving: Reach, results: Any) -> Program | None:
+    def _seal(self, last: Call | None, now: Call, entry: Reach, leaving: Reach, results: Any, draws: Draws) -> Program | None:
         """The program of this call, if it agrees with the one before and nothing prevents it."""
-        found = self._prevented(now, entry, leaving)
+        found = self._prevented(now, entry, leaving, draws)
         if found is None and last is None:
             return None
         if found is None and last is not None:
@@ -242,19 +244,20 @@ class Compiled:
         read = tape.read()
         leaves, tree = tree_flatten(results)
         made = tape.first
+        own = {t._ref.id for t in now.inputs.values()}
         program = Program(
             number, recorder, now.key, Guard(leaving), now.inputs,
             {k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
             grads_of(entry, leaving, read),
-            [_Result(r) if isinstance(r, RemoteTensor) and r._ref.id >= made else r for r in leaves], tree,
-            tape.draws(), self._why, answer,
+            [_Result(r) if isinstance(r, RemoteTensor) and (r._ref.id >= made or r._ref.id in own) else r for r in leaves],
+            tree, tape.draws(), self._why, answer,
             [t for walk in (entry, leaving) for _, t in walk.tensors() if t._ref.id in read or t._ref.id >= made],
         )  # fmt: skip
         self._programs.insert(0, program)
         del self._programs[MOST:]
         return program
 
-    def _prevented(self, now: Call, entry: Reach, leaving: Reach) -> Difference | None:
+    def _prevented(self, now: Call, entry: Reach, leaving: Reach, draws: Draws) -> Difference | None:
         """What this call did that a replay would not do, or could not see."""
         tape = now.tape
         if not tape.ops:
@@ -263,8 +266,10 @@ class Compiled:
             return tape.prevents[0]
         if entry.overflow or leaving.overflow:
             return Difference("", "it can reach too many objects to see whether they change")
-        if entry.arrays and any(op.template.op == "gt.upload.default" for op in tape.ops):
-            return Difference("", f"it uploads data, and {entry.arrays[0]} is a large NumPy array; pass it as an argument")
+        if entry.opaque or leaving.opaque:
+            return Difference("", f"{(entry.opaque or leaving.opaque)[0]}; pass what it needs of it as an argument")
+        if draws.found():
+            return Difference("", f"it draws from {draws.found()}, and Python does not run in a replay: draw outside")
         for tensor, n in tape.read().items():
             if tensor not in now.names:
                 op = tape.ops[n]

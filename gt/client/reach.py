@@ -6,11 +6,16 @@ name. Values that Python compares cheaply are compared; objects are walked into;
 
 from __future__ import annotations
 
+import datetime
 import functools
+import pathlib
+import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -22,12 +27,44 @@ from gt.client.tensor import RemoteTensor
 
 MOST = 200_000  # items of one walk
 LARGEST = 1 << 16  # bytes of a NumPy array that is compared
-SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, type(...), slice)
+_PLAIN = frozenset({
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...), slice, range,
+    datetime.date, datetime.datetime, datetime.timedelta, pathlib.PosixPath,
+})  # fmt: skip
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "gt", "numpy", "pytest", "_pytest"})
-_STATE = ("torch.nn", "torch.optim", "torch.ao.nn")  # of foreign packages, those whose objects are the user's state
+_STATE = (
+    "torch.nn",
+    "torch.optim",
+    "torch.ao.nn",
+    "torch.amp",
+    "torch.cuda.amp",
+    "torch.distributions",
+)  # of foreign packages, those whose objects are the user's state
 _SAID = frozenset({"__module__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__qualname__", "__slots__"})
-_DYNAMIC = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter", "__getattr__", "__getattribute__"})
+_QUIET = frozenset({
+    "logging", "typing", "abc", "_abc", "dataclasses", "enum", "inspect", "importlib", "re", "unittest", "contextlib",
+    "builtins", "threading", "functools", "operator", "weakref", "warnings",
+})  # of no consequence  # fmt: skip
+_DYNAMIC = frozenset(
+    {"asdict", "astuple", "getattr", "setattr", "vars", "__dict__", "attrgetter", "__getattr__", "__getattribute__"}
+)
+_GLOBAL = [
+    (f"{module.__name__}.{name}", value)
+    for module in (sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"])
+    for name, value in vars(module).items()
+    if name.startswith("_global") and isinstance(value, dict)
+]  # hooks of all modules and optimizers
 _HOOKS = frozenset(key for key in torch.nn.Module().__dict__ if key.startswith("_")) - {"_parameters", "_buffers", "_modules"}
+
+
+def plain(value: Any) -> bool:
+    """Whether a value is compared as a whole: it has neither parts that change nor code of the user's."""
+    return type(value) in _PLAIN or isinstance(value, (Enum, np.generic))
+
+
+def exact(value: Any) -> Any:
+    """What two plain values have to share to be the same: the sign of zero counts, and one NaN is like another."""
+    return repr(value) if isinstance(value, (float, complex, np.generic)) else value
 
 
 def _foreign(module: str | None) -> bool:
@@ -37,14 +74,13 @@ def _foreign(module: str | None) -> bool:
 
 @dataclass(slots=True)
 class Item:
-    """holder[key] or, where `attribute`, getattr(holder, key); `value` when walked, `stamp` what else has to be the same."""
+    """holder[key] or, where `attribute`, getattr(holder, key), and its value when walked."""
 
     path: str
     holder: Any
     key: Any
     attribute: bool
     value: Any
-    stamp: Any = None
 
     def now(self) -> Any:
         return getattr(self.holder, self.key) if self.attribute else self.holder[self.key]
@@ -52,13 +88,17 @@ class Item:
 
 @dataclass
 class Reach:
-    """One walk's result. lengths: containers that must not grow or shrink."""
+    """One walk's result."""
 
     items: list[Item] = field(default_factory=list)
-    sized: list[tuple[Any, int, str]] = field(default_factory=list)
+    sized: list[tuple[Any, int, str]] = field(default_factory=list)  # containers that must not grow or shrink
+    stamps: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # things with values of their own, and these
+    orders: list[tuple[str, dict, list[int]]] = field(default_factory=list)  # keys of dictionaries, by identity
+    looks: dict[str, tuple[RemoteTensor, tuple]] = field(default_factory=dict)
+    kinds: list[tuple[str, Any, type]] = field(default_factory=list)
     leaves: list[tuple[str, RemoteTensor]] = field(default_factory=list)  # remote tensors that may have a .grad
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    arrays: list[str] = field(default_factory=list)  # NumPy arrays too large to compare
+    opaque: list[str] = field(default_factory=list)  # what cannot be compared: iterators, large host data
     grads: dict[str, RemoteTensor] = field(default_factory=dict)  # path of a leaf -> the gradient it had
     overflow: bool = False
 
@@ -92,10 +132,13 @@ class Walk:
         self.names: set[str] = set()  # that the functions which were met use
         self._seen: dict[int, Any] = {}
         self._queue: deque[tuple[str, Any]] = deque()
+        self._looked: set[int] = set()  # tensors, by identity
+        self._unordered: set[int] = set()  # dictionaries whose order is of no consequence, by identity
+        self._queue.extend(_GLOBAL)
         for name, root in roots.items():
             if isinstance(root, RemoteTensor):
                 self._leaf(name, root)
-            elif not isinstance(root, SCALARS):
+            elif not plain(root):
                 self._queue.append((name, root))
 
     def run(self) -> Reach:
@@ -111,50 +154,86 @@ class Walk:
         return self.found
 
     def _open(self, path: str, thing: Any) -> None:
-        if isinstance(thing, dict):
+        kind = type(thing)
+        if isinstance(thing, (dict, types.MappingProxyType)):
+            self._dict(path, thing)
+        elif isinstance(thing, (list, tuple, deque)):
             self._sized(path, thing)
-            for n, (key, value) in enumerate(list(thing.items())):
-                name = repr(key) if isinstance(key, SCALARS) else str(n)
-                self._item(f"{path}[{name}]", thing, key, False, value)
-                if not isinstance(key, (*SCALARS, torch.Tensor)):
-                    self._queue.append((f"{path} key {n}", key))
-        elif isinstance(thing, (list, tuple)):
-            self._sized(path, thing)
-            for n, value in enumerate(thing):
+            for n, value in enumerate(list(thing)):
                 self._item(f"{path}[{n}]", thing, n, False, value)
-        elif isinstance(thing, (set, frozenset, deque)):
-            self._sized(path, thing)
+        elif isinstance(thing, (set, frozenset)):
+            if thing:
+                self._stamp(path, thing)
+            else:
+                self._sized(path, thing)
             for n, value in enumerate(list(thing)):
                 self._queue.append((f"{path}[{n}]", value))
         elif isinstance(thing, types.FunctionType):
             self._function(path, thing)
         elif isinstance(thing, types.MethodType):
-            self._queue.append((path, thing.__self__))
-            self._queue.append((path, thing.__func__))
+            self._queue.extend([(path, thing.__self__), (path, thing.__func__)])
         elif isinstance(thing, functools.partial):
             self._queue.extend([(path, thing.func), (path, thing.args), (path, thing.keywords)])
         elif isinstance(thing, type):
             self._class(path, thing)
-        elif not isinstance(thing, (types.ModuleType, types.BuiltinFunctionType, np.ndarray, torch.Tensor, torch.Generator)):
+        elif isinstance(thing, types.ModuleType):
+            self._module(path, thing)
+        elif isinstance(thing, weakref.ref):
+            self._queue.append((path, thing()))
+        elif not isinstance(thing, RemoteTensor) and stamp(thing) is not None:
+            self._stamp(path, thing)
+        elif hasattr(kind, "__next__") and _foreign(kind.__module__):
+            self.found.opaque.append(f"{path} is a {kind.__name__}, and where it stands cannot be seen")
+        elif not isinstance(thing, (types.BuiltinFunctionType, torch.Tensor)):
             self._object(path, thing)
+        if isinstance(thing, (dict, list, tuple, set, frozenset, deque, functools.partial)) and kind.__module__ not in _FOREIGN:
+            self._object(path, thing)
+        elif not isinstance(thing, (type, types.ModuleType, types.MethodType)):
+            wrapped = getattr(thing, "__dict__", {}).get("__wrapped__")  # lru_cache, gt.compile
+            if wrapped is not None:
+                self._queue.append((path, wrapped))
+
+    def _dict(self, path: str, thing: Any) -> None:
+        self._sized(path, thing)
+        if id(thing) in self._unordered:
+            self._unordered.update(id(value) for value in thing.values() if isinstance(value, dict))
+        elif len(thing) > 1:
+            self.found.orders.append((path, thing, list(map(id, thing))))
+        for n, (key, value) in enumerate(list(thing.items())):
+            name = repr(key) if plain(key) else str(n)
+            self._item(f"{path}[{name}]", thing, key, False, value)
+            if not plain(key) and not isinstance(key, torch.Tensor):
+                self._queue.append((f"{path} key {n}", key))
+
+    def _stamp(self, path: str, thing: Any) -> None:
+        if isinstance(thing, np.ndarray) and thing.nbytes > LARGEST and not thing.flags.writeable:
+            return  # a file's, mostly
+        if isinstance(thing, (np.ndarray, torch.Tensor)) and thing.nbytes > LARGEST:
+            self.found.opaque.append(f"{path} is a large {'array' if isinstance(thing, np.ndarray) else 'CPU tensor'}")
+        else:
+            self.found.stamps[f"{path}, {type(thing).__name__}"] = (thing, stamp(thing))
 
     def _sized(self, path: str, thing: Any) -> None:
         self.found.sized.append((thing, len(thing), path))
 
     def _item(self, path: str, holder: Any, key: Any, attribute: bool, value: Any) -> None:
-        stamp = None
         if isinstance(value, RemoteTensor):
-            self._leaf(path, value)
-        elif isinstance(value, torch.Tensor):
-            stamp = 0 if value.is_inference() else value._version
-        elif isinstance(value, np.ndarray):
-            if value.nbytes > LARGEST:
-                self.found.arrays.append(path)
-            else:
-                stamp = value.tobytes()
-        elif not isinstance(value, SCALARS):
+            self._look(path, value)
+        elif isinstance(value, Enum):
+            self._queue.append((type(value).__name__, type(value)))
+        elif not plain(value):
             self._queue.append((path, value))
-        self.found.items.append(Item(path, holder, key, attribute, value, stamp))
+        self.found.items.append(Item(path, holder, key, attribute, value))
+
+    def _look(self, path: str, tensor: RemoteTensor) -> None:
+        if id(tensor) in self._looked:
+            return
+        self._looked.add(id(tensor))
+        self.found.looks[path] = tensor, look(tensor)
+        for hooks in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
+            if hooks is not None:
+                self._sized(f"{path}'s hooks", hooks)
+        self._leaf(path, tensor)
 
     def _leaf(self, path: str, tensor: RemoteTensor) -> None:
         if id(tensor) not in self._seen and tensor.requires_grad and tensor.is_leaf:
@@ -169,28 +248,31 @@ class Walk:
                 self._item(f"{path}.{name}" if path else name, cell, "cell_contents", True, cell.cell_contents)
             except ValueError:  # empty
                 continue
-        for n, value in enumerate(function.__defaults__ or ()):
-            self._queue.append((f"{path} default {n}", value))
-        if function.__kwdefaults__:
-            self._queue.append((f"{path} defaults", function.__kwdefaults__))
-        if function.__dict__:
-            self._queue.append((path, function.__dict__))
+        self._queue.append((f"{path or function.__qualname__}'s attributes", function.__dict__))
         if _foreign(function.__module__):
             return
+        for name in ("__defaults__", "__kwdefaults__", "__code__"):
+            value = getattr(function, name)
+            self.found.items.append(Item(f"{path or function.__qualname__}.{name}", function, name, True, value))
+            if name != "__code__" and value:
+                self._queue.append((f"{path or function.__qualname__}.{name}", value))
         names = _names(function.__code__)
         self.names |= names
         for name in sorted(names & function.__globals__.keys()):
-            value = function.__globals__[name]
-            if isinstance(value, types.ModuleType):
-                self._module(name, value, names)
-            else:
-                self._item(name, function.__globals__, name, False, value)
+            self._item(name, function.__globals__, name, False, function.__globals__[name])
+        package = function.__globals__.get("__package__") or ""
+        for name in names:  # imported within
+            module = sys.modules.get(name) or sys.modules.get(f"{package}.{name}")
+            if module is not None and not _foreign(module.__name__):
+                self._queue.append((name, module))
 
-    def _module(self, path: str, module: types.ModuleType, names: set[str]) -> None:
+    def _module(self, path: str, module: types.ModuleType) -> None:
         """What user code names of a user's module."""
         if not _foreign(module.__name__):
-            for name in sorted(names & module.__dict__.keys()):
-                self._item(f"{path}.{name}", module, name, True, module.__dict__[name])
+            every = self.used is None
+            for name, value in list(module.__dict__.items()):
+                if name == "__getattr__" or (not name.startswith("__") and (every or name in self.used)):  # type: ignore[operator]
+                    self._item(f"{path}.{name}", module.__dict__, name, False, value)
 
     def _class(self, path: str, cls: type) -> None:
         if _foreign(cls.__module__):
@@ -200,26 +282,30 @@ class Walk:
             if every or name in self.used or (name.startswith("__") and name not in _SAID):  # type: ignore[operator]
                 if name in ("__init__", "__new__") and self.used is not None and cls.__name__ not in self.used:
                     continue  # it is made elsewhere
-                if isinstance(value, (classmethod, staticmethod)):
-                    value = value.__func__
-                elif isinstance(value, property):
-                    value = value.fget
-                if isinstance(value, types.FunctionType):
+                self.found.items.append(Item(f"{path}.{name}", vars(cls), name, False, value))
+                for part in ("__func__", "fget", "fset", "func", "__wrapped__"):
+                    inner = getattr(value, part, None) if not isinstance(value, (type, types.FunctionType)) else None
+                    if isinstance(inner, types.FunctionType):
+                        self._queue.append((f"{path}.{name}", inner))
+                if not plain(value) and not isinstance(value, (classmethod, staticmethod, property, torch.Tensor)):
                     self._queue.append((f"{path}.{name}", value))
-                elif isinstance(value, SCALARS) or not hasattr(value, "__get__"):
-                    self._item(f"{path}.{name}", cls, name, True, getattr(cls, name))
+                elif isinstance(value, RemoteTensor):
+                    self._look(f"{path}.{name}", value)
         for base in cls.__bases__:
             self._queue.append((path, base))
 
     def _object(self, path: str, thing: Any) -> None:
         kind = type(thing)
-        if _foreign(kind.__module__) and not kind.__module__.startswith(_STATE):
+        top = kind.__module__.partition(".")[0]
+        if _foreign(top) and not kind.__module__.startswith(_STATE) and (top not in sys.stdlib_module_names or top in _QUIET):
             return
+        self.found.kinds.append((path, thing, kind))
         if isinstance(thing, torch.optim.Optimizer):
             self.found.optimizers.append(thing)
         self._queue.append((kind.__name__, kind))
         own = getattr(thing, "__dict__", None)
         if isinstance(own, dict):
+            self._sized(f"{path}'s attributes", own)
             self._attributes(path, thing, own)
         for cls in kind.__mro__:
             slots = vars(cls).get("__slots__", ())
@@ -237,6 +323,8 @@ class Walk:
             elif module and name in _HOOKS and isinstance(value, dict) and not value:
                 self._sized(f"{path}.{name}", value)
             elif self.used is None or name in self.used or _foreign_base(type(thing)):
+                if isinstance(value, dict) and type(thing).__module__.startswith(_STATE):
+                    self._unordered.add(id(value))
                 self._item(f"{path}.{name}", own, name, False, value)
 
 
@@ -251,59 +339,46 @@ def _names(code: types.CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found |= _names(constant)
+        elif isinstance(constant, tuple):  # of a class pattern
+            found |= {name for name in constant if isinstance(name, str)}
     return found
+
+
+def stamp(thing: Any) -> Any:
+    """The value of what changes in place and is compared as a whole; None if it is no such thing."""
+    if isinstance(thing, np.ndarray):
+        return (thing.shape, thing.dtype.str, thing.tobytes() if thing.nbytes <= LARGEST else b"")
+    if isinstance(thing, torch.Tensor):
+        if thing.device.type != "cpu" or thing.layout is not torch.strided or thing.nbytes > LARGEST:
+            return (thing.shape, 0 if thing.is_inference() else thing._version)
+        return (thing.shape, thing.dtype, bytes(thing.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+    if isinstance(thing, (set, frozenset)):
+        return frozenset((type(e), exact(e)) if plain(e) else id(e) for e in thing)
+    if isinstance(thing, random.Random):
+        return thing.getstate()
+    if isinstance(thing, torch.Generator):
+        return bytes(thing.get_state().numpy()) if thing.device.type == "cpu" else None
+    if isinstance(thing, (np.random.Generator, np.random.RandomState)):
+        bits = thing.bit_generator if isinstance(thing, np.random.Generator) else thing._bit_generator  # type: ignore[attr-defined]
+        return repr(bits.state)
+    if isinstance(thing, ContextVar):
+        return exact(thing.get(None))
+    if isinstance(thing, bytearray) or type(thing).__module__ in ("array", "ctypes", "_ctypes"):
+        try:
+            return bytes(memoryview(thing))
+        except TypeError:
+            return None
+    return None
+
+
+def look(tensor: RemoteTensor) -> tuple:
+    """What of a tensor decides which ops follow: which memory it names, whether it is differentiated, its hooks."""
+    hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return (tensor._ref, tensor.requires_grad, len(hooks[0] or ()), len(hooks[1] or ()))
 
 
 def same(old: Any, new: Any) -> bool:
     """Whether a value is what it was: the same object, or an equal scalar."""
     if old is new:
         return True
-    return type(old) is type(new) and isinstance(old, SCALARS) and (old == new or (old != old and new != new))
-
-
-class Guard:
-    """Whether everything that was reached is as it was. Called before every replay: one list comprehension, mostly."""
-
-    def __init__(self, reach: Reach) -> None:
-        self._items = [item for item in reach.items if not item.attribute]
-        self._attributes = [item for item in reach.items if item.attribute]
-        self._pairs = [(item.holder, item.key) for item in self._items]
-        self._ids = [id(item.value) for item in self._items]
-        self._named = [(item.holder, item.key) for item in self._attributes]
-        self._named_ids = [id(item.value) for item in self._attributes]
-        self._reach = reach
-        self._sized = [thing for thing, length, _ in reach.sized if length]
-        self._lengths = [length for _, length, _ in reach.sized if length]
-        self._empty = [thing for thing, length, _ in reach.sized if not length]
-        self._stamped = [item for item in reach.items if item.stamp is not None]
-
-    def broken(self) -> str:
-        """What is not as it was, or ""."""
-        try:
-            if [id(holder[key]) for holder, key in self._pairs] != self._ids and (why := _changed(self._items)):
-                return why
-            if [id(getattr(h, k)) for h, k in self._named] != self._named_ids and (why := _changed(self._attributes)):
-                return why
-        except (LookupError, AttributeError, ValueError, TypeError):
-            return _changed(self._items) or _changed(self._attributes) or "something that it uses is gone"
-        if any(self._empty) or list(map(len, self._sized)) != self._lengths:
-            path, old, new = next((path, n, len(thing)) for thing, n, path in self._reach.sized if len(thing) != n)
-            return f"{path} had {old} elements and has {new}"
-        for item in self._stamped:
-            value = item.value
-            if (value.tobytes() if isinstance(value, np.ndarray) else value._version) != item.stamp:
-                return f"{item.path} was changed in place"
-        return ""
-
-
-def _changed(items: list[Item]) -> str:
-    for item in items:
-        try:
-            value = item.now()
-        except (LookupError, AttributeError, ValueError, TypeError):
-            return f"{item.path} is gone"
-        if not same(item.value, value):
-            if isinstance(item.value, SCALARS) and isinstance(value, SCALARS):
-                return f"{item.path} was {item.value!r:.60} and is {value!r:.60}"
-            return f"{item.path} is another {type(value).__name__}"
-    return ""
+    return type(old) is type(new) and plain(old) and bool(exact(old) == exact(new))

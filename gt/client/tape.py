@@ -182,6 +182,6 @@ def _constants(a: Tape, b: Tape, old: Op, new: Op) -> str | None:
         if isinstance(x, bytes):
             if x != y:
                 return "the data that is uploaded here differs from call to call; pass it as an argument"
-        elif type(x) is not type(y) or (x != y and (x == x or y == y)):
+        elif type(x) is not type(y) or repr(x) != repr(y):  # the sign of zero counts, and one NaN is like another
             return f"a constant of {new.name} was {x!r} and is {y!r}: Python does not run in a replay, so it would stay"
     return None

@@ -1,0 +1,555 @@
+"""A compiled function never replays a stale constant: programs in which something changes between calls, against eager runs.
+
+Each row makes a function and what is done before each call; every result, and every parameter at the end, has eager's bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import contextvars
+import dataclasses
+import enum
+import functools
+import itertools
+import logging
+import random
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gt
+
+CALLS = 9
+CHANGES = (4, 7)  # before these calls; a program is there from the third
+ROWS: dict[str, Callable[[], tuple[Callable, Callable[[int], None]]]] = {}
+RATE = 1.0
+settings = types.ModuleType("settings_of_a_user")
+settings.RATE = 1.0  # type: ignore[attr-defined]
+settings.inner = types.ModuleType("inner_of_a_user")  # type: ignore[attr-defined]
+settings.inner.RATE = 1.0  # type: ignore[attr-defined]
+weight = None
+
+
+def row(make: Callable) -> Callable:
+    ROWS[make.__name__] = make
+    return make
+
+
+def value(n: int) -> float:
+    return 1.0 + sum(n >= change for change in CHANGES)
+
+
+class Holder:
+    """An object of a user's."""
+
+    rate = 1.0
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    @property
+    def twice(self) -> float:
+        return 2 * self.scale
+
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 1.0
+    name: str = "add"
+
+
+class Rate(float):
+    extra = 0.0
+
+    def total(self) -> float:
+        return float(self) + self.extra
+
+
+class Mode(enum.Enum):
+    ADD = 1
+    MUL = 2
+
+    def factor(self) -> float:
+        return FACTORS[self]
+
+
+FACTORS = {Mode.ADD: 1.0, Mode.MUL: 2.0}
+Pair = collections.namedtuple("Pair", "scale rest")
+
+
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Answers:
+    def __init__(self) -> None:
+        self.table = {"scale": 1.0}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["table"][name]
+
+
+def simple(build: Callable[[], Any], read: Callable[[Any], float], change: Callable[[Any, float], None]) -> Callable:
+    """A row in which x is multiplied by a number found in a thing."""
+
+    def make() -> tuple[Callable, Callable]:
+        thing = build()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return x * read(thing) + 1
+
+        return step, lambda n: change(thing, value(n))
+
+    return make
+
+
+def at(key: Any) -> Callable:
+    def change(thing: Any, v: float) -> None:
+        thing[key] = v
+
+    return change
+
+
+def named(name: str) -> Callable:
+    return lambda thing, v: setattr(thing, name, v)
+
+
+def read_only(v: float) -> np.ndarray:
+    array = np.full(100_000, v)
+    array.flags.writeable = False
+    return array
+
+
+def in_set(thing: set, v: float) -> None:
+    thing.clear()
+    thing.add(v)
+
+
+def reordered(thing: dict, v: float) -> None:
+    if v == 2.0:
+        thing["a"] = thing.pop("a")
+
+
+THINGS: dict[str, tuple[Callable, Callable, Callable]] = {
+    "attribute": (Holder, lambda t: t.scale, named("scale")),
+    "property": (Holder, lambda t: t.twice, named("scale")),
+    "attribute that hides the class's": (Holder, lambda t: t.rate, lambda t, v: setattr(t, "rate", v) if v > 1 else None),
+    "nested object": (
+        lambda: types.SimpleNamespace(inner=Holder()), lambda t: t.inner.scale, lambda t, v: named("scale")(t.inner, v)
+    ),
+    "SimpleNamespace": (lambda: types.SimpleNamespace(scale=1.0), lambda t: t.scale, named("scale")),
+    "argparse": (lambda: argparse.Namespace(scale=1.0), lambda t: t.scale, named("scale")),
+    "dataclass": (Config, lambda t: t.scale, named("scale")),
+    "asdict": (Config, lambda t: dataclasses.asdict(t)["scale"], named("scale")),
+    "string flag": (
+        Config, lambda t: 2.0 if t.name == "mul" else 1.0, lambda t, v: setattr(t, "name", "mul" if v == 2 else "add")
+    ),
+    "namedtuple": (lambda: [Pair(1.0, 0)], lambda t: t[0].scale, lambda t, v: at(0)(t, Pair(v, 0))),
+    "dict": (lambda: {"scale": 1.0}, lambda t: t["scale"], at("scale")),
+    "dict in dict": (lambda: {"a": {"scale": 1.0}}, lambda t: t["a"]["scale"], lambda t, v: at("scale")(t["a"], v)),
+    "dict subclass": (lambda: Attributes(scale=1.0), lambda t: t.scale, at("scale")),
+    "mapping proxy": (
+        lambda: (d := {"scale": 1.0}, types.MappingProxyType(d)), lambda t: t[1]["scale"], lambda t, v: at("scale")(t[0], v)
+    ),
+    "UserDict": (lambda: collections.UserDict(scale=1.0), lambda t: t["scale"], at("scale")),
+    "ChainMap": (lambda: collections.ChainMap({}, {"scale": 1.0}), lambda t: t["scale"], at("scale")),
+    "order of a dict": (lambda: {"a": 2.0, "b": 3.0}, lambda t: next(iter(t.values())), reordered),
+    "list": (lambda: [1.0], lambda t: t[0], at(0)),
+    "list that grows": (lambda: [1.0], sum, lambda t, v: t.append(v) if len(t) < v else None),
+    "deque": (lambda: collections.deque([1.0]), lambda t: t[0], at(0)),
+    "set": (lambda: {1.0}, lambda t: max(t), in_set),
+    "NumPy scalar": (lambda: [np.float32(1)], lambda t: float(t[0]), lambda t, v: at(0)(t, np.float32(v))),
+    "NumPy array": (lambda: np.ones(3), lambda t: float(t[0]), at(0)),
+    "NumPy array of a file": (lambda: [read_only(1.0)], lambda t: float(t[0][0]), lambda t, v: at(0)(t, read_only(v))),
+    "large NumPy array": (lambda: np.ones(100_000), lambda t: float(t[0]), at(0)),
+    "CPU tensor read": (lambda: torch.ones(3), lambda t: t[0].item(), lambda t, v: t.data.fill_(v)),
+    "CPU tensor by NumPy": (lambda: torch.ones(3), lambda t: t[0].item(), lambda t, v: at(0)(t.numpy(), v)),
+    "large CPU tensor": (lambda: torch.ones(100_000), lambda t: t[0].item(), lambda t, v: at(0)(t.numpy(), v)),
+    "array": (lambda: array.array("d", [1.0]), lambda t: t[0], at(0)),
+    "bytearray": (lambda: bytearray(b"\1"), lambda t: t[0], lambda t, v: at(0)(t, int(v))),
+    "sign of zero": (lambda: [0.0], lambda t: t[0], lambda t, v: at(0)(t, -0.0 if v == 2 else 0.0)),
+    "int and float": (lambda: [1], lambda t: t[0], lambda t, v: at(0)(t, 1.0 if v == 2 else 1)),
+    "subclass of float": (lambda: Rate(1.0), lambda t: t.total(), named("extra")),
+    "Enum": (lambda: [Mode.ADD], lambda t: t[0].factor(), lambda t, v: at(0)(t, Mode.MUL if v == 2 else Mode.ADD)),
+    "what an Enum's method reads": (lambda: Mode.ADD, lambda t: t.factor(), lambda t, v: FACTORS.update({Mode.ADD: v})),
+    "__getattr__": (Answers, lambda t: t.scale, lambda t, v: at("scale")(t.table, v)),
+    "context variable": (lambda: contextvars.ContextVar("scale", default=1.0), lambda t: t.get(), lambda t, v: t.set(v)),
+    "iterator": (lambda: iter([1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0]), next, lambda t, v: None),
+    "counter": (lambda: itertools.cycle([1.0, 1.0, 1.0, 2.0]), next, lambda t, v: None),
+    "generator": (lambda: (1.0 + (n > 4) for n in range(99)), next, lambda t, v: None),
+    "generator of its own": (lambda: random.Random(3), lambda t: t.choice([1.0, 1.0, 2.0]), lambda t, v: None),
+    "NumPy generator": (lambda: np.random.default_rng(3), lambda t: float(t.integers(2)), lambda t, v: None),
+    "method of an object": (lambda: Holder(), lambda t: t.scaled(2.0), named("scale")),
+    "class of an object": (
+        Holder, lambda t: 3.0 if type(t) is Holder else 1.0, lambda t, v: setattr(t, "__class__", Other if v == 2 else Holder)
+    ),
+}  # fmt: skip
+
+
+class Other(Holder):
+    pass
+
+
+for _name, _parts in THINGS.items():
+    ROWS[_name] = simple(*_parts)
+
+
+@row
+def random_of_python() -> tuple[Callable, Callable]:
+    return lambda x: x * random.choice([1.0, 1.0, 1.0, 2.0]), lambda n: random.seed(3) if n == 0 else None
+
+
+@row
+def random_of_torch_on_the_host() -> tuple[Callable, Callable]:
+    return lambda x: x * torch.randint(2, ()).item(), lambda n: torch.manual_seed(0) if n == 0 else None
+
+
+@row
+def random_of_numpy() -> tuple[Callable, Callable]:
+    return lambda x: x * float(np.random.randint(2)), lambda n: np.random.seed(0) if n == 0 else None
+
+
+@row
+def a_global() -> tuple[Callable, Callable]:
+    def change(n: int) -> None:
+        global RATE
+        RATE = value(n)
+
+    return lambda x: x * RATE, change
+
+
+@row
+def a_global_tensor_that_is_rebound() -> tuple[Callable, Callable]:
+    def change(n: int) -> None:
+        global weight
+        if n == 0 or n in CHANGES:
+            weight = torch.full((4,), value(n), device="remote")
+
+    return lambda x: x * weight, change
+
+
+@row
+def a_modules_constant() -> tuple[Callable, Callable]:
+    return lambda x: x * settings.RATE, lambda n: setattr(settings, "RATE", value(n))
+
+
+@row
+def a_constant_of_a_module_in_a_module() -> tuple[Callable, Callable]:
+    return lambda x: x * settings.inner.RATE, lambda n: setattr(settings.inner, "RATE", value(n))
+
+
+@row
+def a_module_imported_inside() -> tuple[Callable, Callable]:
+    sys.modules["settings_of_a_user"] = settings
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        from settings_of_a_user import RATE as rate
+
+        return x * rate
+
+    return step, lambda n: setattr(settings, "RATE", value(n))
+
+
+@row
+def default_arguments() -> tuple[Callable, Callable]:
+    def step(x: torch.Tensor, scale: float = 1.0, *, shift: float = 1.0) -> torch.Tensor:
+        return x * scale + shift
+
+    def change(n: int) -> None:
+        step.__defaults__ = (value(n),)
+        step.__kwdefaults__ = {"shift": 2 * value(n)}
+
+    return step, change
+
+
+@row
+def an_attribute_of_the_function() -> tuple[Callable, Callable]:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x * getattr(inner, "scale", 5.0)
+
+    return inner, lambda n: setattr(inner, "scale", value(n)) if n >= CHANGES[0] else None
+
+
+@row
+def a_partial() -> tuple[Callable, Callable]:
+    table = {"scale": 1.0}
+    return functools.partial(lambda t, x: x * t["scale"], table), lambda n: at("scale")(table, value(n))
+
+
+@row
+def a_bound_method() -> tuple[Callable, Callable]:
+    holder = Holder()
+    return holder.scaled, lambda n: named("scale")(holder, value(n))
+
+
+@row
+def a_class_attribute() -> tuple[Callable, Callable]:
+    kind = type("Kind", (Holder,), {"rate": 1.0})
+    holder = kind()
+    return lambda x: x * holder.rate, lambda n: setattr(kind, "rate", value(n))
+
+
+@row
+def a_method_that_is_replaced() -> tuple[Callable, Callable]:
+    kind = type("Kind", (Holder,), {"scaled": lambda self, x: x * 1})
+    holder = kind()
+
+    def change(n: int) -> None:
+        if n in CHANGES:
+            kind.scaled = lambda self, x: x * value(n)
+
+    return lambda x: holder.scaled(x), change
+
+
+@row
+def a_cached_function() -> tuple[Callable, Callable]:
+    table = {"scale": 1.0}
+
+    @functools.lru_cache(maxsize=1)
+    def scale() -> float:
+        return table["scale"]
+
+    def change(n: int) -> None:
+        table["scale"] = value(n)
+        scale.cache_clear()
+
+    return lambda x: x * scale(), change
+
+
+@row
+def a_compiled_function_within() -> tuple[Callable, Callable]:
+    table = {"scale": 1.0}
+    inner = gt.compile(lambda x: x * table["scale"])
+    return lambda x: inner(x) + 1, lambda n: at("scale")(table, value(n))
+
+
+@row
+def an_argument_that_is_returned() -> tuple[Callable, Callable]:
+    return lambda x: [x, x * 2], lambda n: None
+
+
+@row
+def a_class_pattern() -> tuple[Callable, Callable]:
+    config = Config()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        match config:
+            case Config(scale=s):
+                return x * s
+        return x
+
+    return step, lambda n: named("scale")(config, value(n))
+
+
+@row
+def losses_kept_in_a_list() -> tuple[Callable, Callable]:
+    losses: list = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        losses.append((x * 2).sum())
+        return torch.stack(losses)
+
+    return step, lambda n: None
+
+
+@row
+def a_default_dtype() -> tuple[Callable, Callable]:
+    def change(n: int) -> None:
+        torch.set_default_dtype(torch.float64 if n == CHANGES[0] else torch.float32)
+
+    return lambda x: x + torch.ones(4, device="remote"), change
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_a_change_between_calls_is_seen(name: str) -> None:
+    def run(compiled: bool) -> tuple[list, Any]:
+        FACTORS.update({Mode.ADD: 1.0})
+        step, change = ROWS[name]()
+        called = gt.compile(step) if compiled else step
+        found: list = []
+        for n in range(CALLS):
+            change(n)
+            x = torch.arange(4.0) + n
+            found.append(called(x if compiled else x.to("remote")))
+        return [[t.cpu() for t in (r if isinstance(r, list) else [r])] for r in found], called
+
+    want, _ = run(False)
+    got, called = run(True)
+    for n, (a, b) in enumerate(zip(want, got, strict=True)):
+        for one, two in zip(a, b, strict=True):
+            assert one.dtype == two.dtype and torch.equal(one, two), f"call {n}\n{called.explain()}"
+            assert torch.equal(torch.signbit(one), torch.signbit(two)), f"call {n}\n{called.explain()}"
+    refused = "before: " in called.explain()
+    assert refused or sum(p.replays for p in called._programs) >= 2, called.explain()
+
+
+# ---- training
+
+
+class Training:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        gt.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)).to("remote")
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.extra: Any = None
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(x).square().mean()
+        if loss.requires_grad:
+            loss.backward()
+            self.optimizer.step()
+        return loss
+
+
+def group(key: str, new: Any) -> Callable:
+    return lambda t: t.optimizer.param_groups[0].update({key: new})
+
+
+def frozen(t: Training) -> None:
+    t.model[0].weight.requires_grad_(False)
+
+
+def replaced(t: Training) -> None:
+    t.model[3].weight = nn.Parameter(torch.ones(2, 8, device="remote"))
+    t.optimizer.add_param_group({"params": [t.model[3].weight]})
+
+
+def doubled(p: torch.Tensor) -> None:
+    p.grad.mul_(2)
+
+
+def new_data(t: Training) -> None:
+    t.model[3].weight.data = torch.ones(2, 8, device="remote")
+
+
+TRAININGS: dict[str, Callable[[Training], Any]] = {
+    "lr": group("lr", 0.01),
+    "momentum": group("momentum", 0.5),
+    "weight decay": group("weight_decay", 0.1),
+    "nesterov": group("nesterov", True),
+    "eval": lambda t: t.model.eval(),
+    "dropout's p": lambda t: setattr(t.model[2], "p", 0.1),
+    "momentum of a norm": lambda t: setattr(t.model[1], "momentum", 0.5),
+    "frozen": frozen,
+    "hook on a module": lambda t: t.model[0].register_forward_hook(lambda m, i, o: o * 2),
+    "hook on a parameter": lambda t: t.model[0].weight.register_hook(lambda g: g * 2),
+    "hook after accumulation": lambda t: t.model[0].weight.register_post_accumulate_grad_hook(doubled),
+    "hook on the optimizer": lambda t: t.optimizer.register_step_pre_hook(lambda o, a, k: doubled(t.model[0].weight)),
+    "parameter replaced": replaced,
+    "parameter's data": new_data,
+    "buffer rebound": lambda t: setattr(t.model[1], "running_mean", torch.ones(8, device="remote")),
+    "module replaced": lambda t: t.model.__setitem__(2, nn.ReLU()),
+    "module added": lambda t: t.model.append(nn.Tanh()),
+    "a global hook": lambda t: setattr(
+        t, "extra", nn.modules.module.register_module_forward_hook(lambda m, i, o: o * 2 if type(m) is nn.Linear else o)
+    ),
+    "gradients zeroed": lambda t: [p.grad.zero_() for p in t.model.parameters()],
+    "gradients none": lambda t: t.optimizer.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_a_change_of_the_training_is_seen(name: str) -> None:
+    def run(compiled: bool) -> tuple[list, list]:
+        training = Training()
+        step = gt.compile(training.step) if compiled else training.step
+        found = []
+        try:
+            for n in range(CALLS):
+                if n == 5:
+                    TRAININGS[name](training)
+                x = torch.linspace(-1, 1, 24).reshape(6, 4) * (n + 1)
+                found.append(step(x if compiled else x.to("remote")).detach().cpu())
+        finally:
+            if hasattr(training.extra, "remove"):
+                training.extra.remove()
+        return found, [t.cpu() for t in training.model.state_dict().values()]
+
+    for a, b in zip(run(False), run(True), strict=True):
+        for n, (one, two) in enumerate(zip(a, b, strict=True)):
+            torch.testing.assert_close(two, one, rtol=0, atol=0, msg=lambda text, n=n: f"call or parameter {n}: {text}")
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "autocast", "inference", "anomaly"])
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_a_mode_is_seen(mode: str) -> None:
+    w = nn.Parameter(torch.linspace(0, 1, 16).reshape(4, 4).to("remote"))
+    entered = {
+        "no_grad": torch.no_grad,
+        "autocast": lambda: torch.autocast("remote", torch.bfloat16),
+        "inference": torch.inference_mode,
+        "anomaly": functools.partial(torch.autograd.set_detect_anomaly, False),
+    }[mode]
+    step = gt.compile(lambda x: (x @ w).relu() * (2.0 if torch.is_grad_enabled() else 3.0))
+    for n in range(CALLS):
+        x = torch.randn(2, 4)
+        if n in (4, 5, 8):
+            with entered():
+                got, want = step(x), (x.to("remote") @ w).relu() * (2.0 if torch.is_grad_enabled() else 3.0)
+        else:
+            got, want = step(x), (x.to("remote") @ w).relu() * 2.0
+        assert got.dtype == want.dtype and torch.equal(got.cpu(), want.detach().cpu()), n
+
+
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_memory_assigned_inside_is_not_lost() -> None:
+    w = nn.Parameter(torch.ones(4, device="remote"))
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        w.data = w.data * 0.5
+        return x * w
+
+    for n in range(6):
+        assert step(torch.ones(4)).tolist() == [0.5 ** (n + 1)] * 4
+    assert "gives w other memory" in step.explain()
+
+
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_two_compiled_functions_share_what_one_rebinds() -> None:
+    state = {"h": torch.ones(4, device="remote")}
+
+    @gt.compile
+    def grow(x: torch.Tensor) -> torch.Tensor:
+        state["h"] = state["h"] * 2
+        return state["h"] + x
+
+    @gt.compile
+    def add(x: torch.Tensor) -> torch.Tensor:
+        state["h"] = state["h"] + x
+        return state["h"] * 1
+
+    want = torch.ones(4)
+    for n in range(8):
+        x = torch.full((4,), float(n))
+        want = want * 2
+        assert torch.equal(grow(x).cpu(), want + x), n
+        want = want + x
+        assert torch.equal(add(x).cpu(), want), n
+
+
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_a_miss_says_what_was_and_is_and_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    table = {"scale": 1.0}
+    step = gt.compile(lambda x: x * table["scale"])
+    with caplog.at_level(logging.WARNING, logger="gt"):
+        for n in range(16):
+            table["scale"] = float(n)
+            assert step(torch.ones(2)).tolist() == [float(n)] * 2
+    assert "test_compile_guards.py" in step.explain() and "a constant of" in step.explain()
+    assert len([r for r in caplog.records if "runs eagerly" in r.message]) <= 2
