@@ -15,6 +15,7 @@ import functools
 import itertools
 import logging
 import random
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -483,6 +484,37 @@ def test_a_change_of_the_training_is_seen(name: str) -> None:
     for a, b in zip(run(False), run(True), strict=True):
         for n, (one, two) in enumerate(zip(a, b, strict=True)):
             torch.testing.assert_close(two, one, rtol=0, atol=0, msg=lambda text, n=n: f"call or parameter {n}: {text}")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_a_learning_rate_that_a_scheduler_changes_is_offered_its_cure_and_the_cure_works(kind: type) -> None:
+    def run(lr: Any, **more: Any) -> tuple[list, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).to("remote")
+        optimizer = kind(model.parameters(), lr=lr, **more)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        @gt.compile
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        losses = []
+        for _ in range(CALLS):
+            losses.append(step(torch.ones(3, 4)).item())
+            scheduler.step()
+        return losses, step
+
+    want, step = run(0.1)
+    cure = re.search(r"gets (lr=torch\.tensor\([^)]*\))( and fused=True)?", step.explain())
+    assert cure, step.explain()
+    got, step = run(torch.tensor(0.1, device="remote"), **({"fused": True} if cure[2] else {}))
+    assert len(step._programs) == 1 and step._programs[0].replays >= CALLS - 4, step.explain()
+    assert got == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "autocast", "inference", "anomaly"])

@@ -33,6 +33,7 @@ class Call:
     leaves: list  # the arguments as they came
     names: dict[int, Any]  # tensors that were there -> what they are
     inputs: dict[int, RemoteTensor]  # argument -> its tensor, which a replay fills
+    settings: dict[str, tuple[dict, str, Any]]  # path -> group, key and value of what optimizers are told beside tensors
 
 
 class Draws:
@@ -120,6 +121,31 @@ def side_effect(entry: Reach, leaving: Reach, made: int) -> Difference | None:
         if look(tensor) != then:
             return Difference("", f"it gives {path} other memory, requires_grad or hooks{OUTSIDE}; values are set by copy_()")
     return None
+
+
+def settings(entry: Reach) -> dict[str, tuple[dict, str, Any]]:
+    """Values in the param_groups of optimizers: path -> group, key, value."""
+    groups = {id(group) for optimizer in entry.optimizers for group in optimizer.param_groups}
+    return {
+        item.path: (item.holder, item.key, item.value)
+        for item in entry.items
+        if id(item.holder) in groups and plain(item.value)
+    }
+
+
+def cure(last: Call, now: Call) -> str:
+    """What to do about a setting of an optimizer that changed between two calls, or ""."""
+    for path, (group, key, new) in now.settings.items():
+        old = last.settings.get(path, (group, key, new))[2]
+        if same(old, new):
+            continue
+        told = f"; {path} was {_short(old)} and is {_short(new)}"
+        if key != "lr":
+            return f"{told}: each value is a program of its own"
+        fused = "" if "capturable" in group or "fused" not in group else " and fused=True"
+        tensor = f"lr=torch.tensor({new!r}, device='remote'){fused}"
+        return f"{told}: one program serves all learning rates if the optimizer gets {tensor}"
+    return ""
 
 
 def _short(value: Any) -> str:

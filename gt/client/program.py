@@ -19,7 +19,20 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from gt.client import hostops, random, runtime
-from gt.client.carry import Call, Draws, carried, detached, given, grads_of, key_of, make_capturable, modes, side_effect
+from gt.client.carry import (
+    Call,
+    Draws,
+    carried,
+    cure,
+    detached,
+    given,
+    grads_of,
+    key_of,
+    make_capturable,
+    modes,
+    settings,
+    side_effect,
+)
 from gt.client.dispatch import call, info_of
 from gt.client.guard import Guard
 from gt.client.reach import Reach, reach
@@ -204,7 +217,7 @@ class Compiled:
             recorder.flush()
             tape.finish()
             recorder.tape = None
-            now = Call(tape, key, leaves, names, inputs)
+            now = Call(tape, key, leaves, names, inputs, settings(entry))
             program = self._seal(last, now, entry, reach(roots), results, draws)
             kept = program is not None
             self._last = None if kept else now  # what it holds is no longer needed
@@ -225,6 +238,8 @@ class Compiled:
             return None
         if found is None and last is not None:
             found = difference(last.tape, now.tape, last.names, now.names)
+            if found is not None:
+                found.what += cure(last, now)
         if found is not None:
             self._say(str(found))
             return None
