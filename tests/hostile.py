@@ -240,7 +240,8 @@ class Liar:
         if rng.random() < 0.05:
             carried = mutated(rng, carried) if carried else [[]]
         schedule = rng.choice(["", "", "1f1b", "zb-v", "auto", "no schedule"])
-        return Seal(rng.randrange(1 << 30), number, schedule, carried, rng.choice([0, 7]), rng.choice([0, 5, -1]))
+        backend = rng.choice(["eager", "eager", "inductor", "x"])
+        return Seal(rng.randrange(1 << 30), number, schedule, backend, carried, rng.choice([0, 7]), rng.choice([0, 5, -1]))
 
     def op(self, number: int, form: Any, frames: list) -> list:
         rng = self.rng

@@ -154,6 +154,24 @@ def test_who_waits_for_a_stuck_worker_is_not_blamed():
     assert len(texts) == 2 and all("worker w0" in text and "worker w1" not in text for text in texts)
 
 
+def test_a_worker_that_compiles_is_not_stuck_nor_is_who_waits_for_it():
+    bench = Bench()
+    grouped(bench)
+    bench.give(b"c", Fetch(1, 2))
+    bench.give(b"c", Fetch(2, 4))
+    places = {b"w0": [1, 0, 1, "compile"], b"w1": [1, 0, 3, "recv"]}
+    now, told = 0.0, []
+    while not told and now < 60:
+        now += 0.25
+        if now == 40:  # done, and then really stuck: as long again until that is said
+            places[b"w0"] = [1, 5, 1, "op"]
+        queries = [(p, m) for p, m in bench.feed(Tick(now)) if isinstance(m, Query)]
+        told = bench.to(b"c", Failed)
+        for peer, query in queries:
+            bench.give(peer, Report(query.request, {"at": places[peer]}), at=now)
+    assert 46 < now <= 52 and all("worker w0 is alive and has been at m.py:1" in failed.error["message"] for failed in told)
+
+
 def test_a_worker_that_comes_back_serves_new_work_and_what_was_lost_stays_lost():
     bench = Bench()
     grouped(bench)

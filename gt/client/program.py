@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from gt.client import hostops, random, runtime
+from gt.client import backends, hostops, random, runtime
 from gt.client.carry import (
     Call,
     Draws,
@@ -39,7 +39,7 @@ from gt.client.reach import Reach, reach
 from gt.client.recorder import Recorder
 from gt.client.tape import Difference, Tape, difference
 from gt.client.tensor import RemoteTensor
-from gt.ir.instr import DISCARD, DROP, FREE, LAUNCH, RECORD
+from gt.ir.instr import BACKENDS, DISCARD, DROP, FREE, LAUNCH, RECORD
 
 log = logging.getLogger("gt")
 
@@ -57,16 +57,20 @@ def compile(fn: Callable | None = None, *, schedule: str | None = None, backend:
     CPU tensors among the arguments are uploaded at each call; remote ones are read where they are; everything else is a guard:
     another value is another program. Results are remote tensors, detached. Decorator or call. `.explain()` says what became
     of it. CaptureError if a value is read inside.
+
+    backend: "eager" (the default) carries ops out one by one, to the bit as without gt.compile; "inductor" compiles what lies
+    between communications, after the first replay, each distinct piece once; "cudagraphs" has a GPU replay that as CUDA
+    graphs. What cannot be done so is done as the one before would, and `.explain()` says why.
     """
     if fn is None:
         return functools.partial(compile, schedule=schedule, backend=backend)
     if not callable(fn):
         raise TypeError(f"gt.compile takes a function, got {type(fn).__name__}")
-    if backend not in (None, "eager"):
-        raise ValueError(f"backend {backend!r} is not known: want 'eager'")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not known: want one of {', '.join(BACKENDS)}")
     if schedule is not None and schedule not in SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is not known: want one of {', '.join(SCHEDULES)}")
-    return Compiled(fn, schedule or "")
+    return Compiled(fn, schedule or "", backend or "eager")
 
 
 @dataclass(eq=False)
@@ -142,9 +146,9 @@ def _drop(recorder: Recorder, number: int) -> None:
 class Compiled:
     """What gt.compile gives."""
 
-    def __init__(self, fn: Callable, schedule: str = "") -> None:
+    def __init__(self, fn: Callable, schedule: str = "", backend: str = "eager") -> None:
         functools.update_wrapper(self, fn)
-        self.fn, self.schedule = fn, schedule
+        self.fn, self.schedule, self.backend = fn, schedule, backend
         self._programs: list[Program] = []  # the one used last comes first
         self._last: Call | None = None
         self._slot = next(_slots)
@@ -187,6 +191,9 @@ class Compiled:
             lines.append(f"  program {program.number}: {ops} ops, {program.replays} replays; made for {program.why}")
             if order:
                 lines.append(f"    schedule {order['name']}: {order['why'] or _bubbles(order)}")
+            if self.backend != "eager":
+                told = backends.lines(program.recorder.session, program.number, self.backend)
+                lines += [f"    {line}" for line in told]
         lines += [f"  before: {reason}" for reason in self._reasons]
         return "\n".join(lines)
 
@@ -249,7 +256,8 @@ class Compiled:
             return None
         tape, recorder = now.tape, now.tape.recorder
         number = next(_numbers)
-        answer = recorder.session.seal(number, self.schedule, [list(pair) for pair in moved], tape.seed, tape.counter)
+        pairs = [list(pair) for pair in moved]
+        answer = recorder.session.seal(number, self.schedule, self.backend, pairs, tape.seed, tape.counter)
         if answer["why"]:
             self._say(answer["why"])
             return None

@@ -145,17 +145,17 @@ class Session:
         """Specs of the outputs of a dynamic op."""
         return [Spec.from_wire(row) for row in self._ask(lambda request: Describe(request, tensors))]
 
-    def seal(self, program: int, schedule: str, carried: list, seed: int, counter: int) -> dict[str, Any]:
+    def seal(self, program: int, schedule: str, backend: str, carried: list, seed: int, counter: int) -> dict[str, Any]:
         """Make a program of what was recorded; see messages.Seal for the answer."""
-        return self._ask(lambda request: Seal(request, program, schedule, carried, seed, counter))
+        return self._ask(lambda request: Seal(request, program, schedule, backend, carried, seed, counter))
 
     def inspect(self, tensor: int) -> dict[str, Any]:
         """Layout, mesh and pieces of a tensor."""
         return self._ask(lambda request: Inspect(request, tensor))
 
-    def stats(self) -> dict[str, Any]:
-        """The dispatcher's and workers' counters, and under "client" this link's."""
-        body = self._ask(Stats)
+    def stats(self, program: int = -1) -> dict[str, Any]:
+        """The dispatcher's and workers' counters, and under "client" this link's. program: see messages.Stats."""
+        body = self._ask(lambda request: Stats(request, program))
         mine = {
             "messages_sent": self._link.messages_sent,
             "bytes_sent": self._link.bytes_sent,

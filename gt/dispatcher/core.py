@@ -335,7 +335,7 @@ class Core:
         session = self._session(peer)
         if sum(survey.session is session for survey in self.watch.surveys.values()) >= MOST:
             raise ProtocolError(f"Stats.request {message.request} is one of more than {MOST} under way")
-        survey, asked = self.watch.survey(session, message.request)
+        survey, asked = self.watch.survey(session, message.request, message.program)
         for worker, query in asked:
             self.send(worker, query)
         if not survey.left:

@@ -15,7 +15,7 @@ from gt.dispatcher.arrange import arrange
 from gt.dispatcher.failures import Cause, Launched, Planned
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ProtocolError
-from gt.ir.instr import FORGET, FREE, Define
+from gt.ir.instr import BACKENDS, FORGET, FREE, Define
 from gt.ir.layout import Layout
 from gt.wire.messages import Seal
 
@@ -129,6 +129,8 @@ class Programs:
             raise ProtocolError(f"Seal.program is {number}, and nothing was recorded")
         if number in self.all or len(self.all) >= MOST:
             raise ProtocolError(f"Seal.program is {number}, which there is already, or one of more than {MOST}")
+        if message.backend not in BACKENDS:
+            raise ProtocolError(f"Seal.backend is {message.backend!r:.40}, want one of {', '.join(BACKENDS)}")
         pairs = _pairs(message.carried, s.table.rows)
         why = self._prevents(tape, pairs)
         order: dict = {}
@@ -172,7 +174,7 @@ class Programs:
         carried = [(offset + read, offset + made) for read, made in pairs]
         code: dict[int, list[Define]] = {}
         for worker, rows in tape.code.items():
-            writer = _Writer(index, lasting, message.seed, message.counter, tape.names)
+            writer = _Writer(index, lasting, message, tape.names)
             writer.write([row for row in rows if row.define.kind != "upload"])
             held = {i for row in rows for i in row.ids()[1]}
             writer.alias(alias, [(made, read) for read, made in carried if made in held])
@@ -268,8 +270,9 @@ def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:
 class _Writer:
     """One worker's stream of a program. index: op by sequence number; lasting: tensors that are there afterwards."""
 
-    def __init__(self, index: dict[int, int], lasting: set[int], seed: int, counter: int, names: dict[int, str]) -> None:
-        self.index, self.lasting, self.seed, self.counter, self.names = index, lasting, seed, counter, names
+    def __init__(self, index: dict[int, int], lasting: set[int], seal: Seal, names: dict[int, str]) -> None:
+        self.index, self.lasting, self.names = index, lasting, names
+        self.seed, self.counter, self.backend = seal.seed, seal.counter, seal.backend
         self.parts: list[dict] = []
         self._code: list = []
         self._randoms: list[int] = []
@@ -322,6 +325,6 @@ class _Writer:
 
     def _end(self) -> None:
         if self._code:
-            made = {"code": self._code, "randoms": self._randoms, "actions": self._actions}
+            made = {"code": self._code, "randoms": self._randoms, "actions": self._actions, "backend": self.backend}
             self.parts.append(made)
             self._code, self._randoms, self._actions = [], [], [[0, self._name]] if self._name else []

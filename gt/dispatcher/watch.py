@@ -20,6 +20,7 @@ from gt.wire.messages import Failed, Query, Report
 
 LOOKS = 8  # looks at a busy worker a heartbeat
 ENOUGH = 0.75  # of a heartbeat at one place; with the time between looks it is told within one
+COMPILE = "compile"  # kind of what a worker is at while it compiles a program, which may take long
 MEETING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv", "merge"})
 
 
@@ -52,12 +53,14 @@ class Watch:
 
     # ---- counters
 
-    def survey(self, session: Session, number: int) -> tuple[Survey, list[tuple[bytes, Query]]]:
+    def survey(self, session: Session, number: int, program: int) -> tuple[Survey, list[tuple[bytes, Query]]]:
         """Begin to answer a Stats request: what to ask whom."""
+        told = session.programs.all.get(program)
+        numbers = session.programs.newest if told is None else told.numbers
         key = self.cluster.key()
         alive = [w for w in self.cluster.workers if not w.lost]
         self.surveys[key] = Survey(session, number, {w.index for w in alive})
-        return self.surveys[key], [(w.peer, Query(key, True, session.programs.newest.get(w.index, []))) for w in alive]
+        return self.surveys[key], [(w.peer, Query(key, True, numbers.get(w.index, []))) for w in alive]
 
     def answered(self, worker: Worker, report: Report) -> Survey | None:
         """A worker's Report: the survey that it completes, if any."""
@@ -101,8 +104,13 @@ class Watch:
 
     def _seen(self, worker: Worker, at: list | None) -> None:
         place = self.places.get(worker.index)
+        compiles = any(_compiles(p) for p in self.places.values())
         if place is not None and place.at != at:
             place.at, place.since = at, self.cluster.now if place.at is not None else place.since
+        if compiles or (place is not None and _compiles(place)):  # which is to get on, and so do those who may wait for it
+            for one in self.places.values():
+                if _compiles(one) or (one.at and one.at[3] in MEETING):
+                    one.since = self.cluster.now
 
     def stuck(self, now: float) -> list[Place]:
         """Places where a worker has been for too long."""
@@ -153,6 +161,10 @@ class Watch:
             what = f"{where}{row.known.template.op}{group}"
         kind = f" ({place.at[3]})" if place.at[3] in MEETING else ""
         return f"worker {name} is alive and has been at {what}{kind} for {seconds:.1f} s"
+
+
+def _compiles(place: Place) -> bool:
+    return bool(place.at and place.at[3] == COMPILE)
 
 
 def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict[str, Any], str]:

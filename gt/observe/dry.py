@@ -195,10 +195,10 @@ class Dry:
         where = next((f"{o.file}:{o.line}: " for o in [self.state.origin] if o.file), "")
         raise UnsupportedOp(f"{where}a shape depends on values, and a plan has none: leave this op out while planning")
 
-    def seal(self, program: int, schedule: str, carried: list, seed: int, counter: int) -> dict[str, Any]:
+    def seal(self, program: int, schedule: str, backend: str, carried: list, seed: int, counter: int) -> dict[str, Any]:
         """A recording is over: it is the step. Where not all workers are followed its order is not checked."""
         every = len(self.followed) == len(self.workers)
-        self._handle(Received(CLIENT, Seal(0, program, schedule if every else "", carried, seed, counter)))
+        self._handle(Received(CLIENT, Seal(0, program, schedule if every else "", backend, carried, seed, counter)))
         answer = self._reports.pop(0)
         self._mark("captured", schedule)
         self.steps["captured"].answer = answer
@@ -209,7 +209,7 @@ class Dry:
         self._handle(Received(CLIENT, Inspect(1, tensor)))
         return self._reports.pop(1)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, program: int = -1) -> dict[str, Any]:
         """Of the form that a server gives; workers have done nothing."""
         row = {"instructions": 0, "collectives": {}, "live_tensors": 0, "live_bytes": 0, "definitions": 0, "actions": []}
         workers = [{"name": name, **row, "bytes_sent": {}, "bytes_received": {}} for name in self.workers]

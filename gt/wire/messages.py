@@ -80,14 +80,16 @@ class Describe(Message):
 class Seal(Message):
     """Client -> dispatcher: what was recorded since RECORD is `program` from now on. Answered by Report or Failed.
 
-    schedule: name of the order in which micro-batches pass the stages, "" for that of the calls. carried: [[read, made],
-    ...]: the next replay reads what this one made. seed, counter: of random numbers when it began. Report.body: {"why": ""
-    or what prevents it, "ops": how many it has, "instructions": by worker, "schedule": what came of it, {} without one}.
+    schedule: name of the order in which micro-batches pass the stages, "" for that of the calls. backend: of ir.instr.BACKENDS.
+    carried: [[read, made], ...]: the next replay reads what this one made. seed, counter: of random numbers when it began.
+    Report.body: {"why": "" or what prevents it, "ops": how many it has, "instructions": by worker, "schedule": what came of
+    it, {} without one}.
     """
 
     request: int
     program: int
     schedule: str
+    backend: str
     carried: list
     seed: int
     counter: int
@@ -103,9 +105,10 @@ class Inspect(Message):
 
 @dataclass(frozen=True, slots=True)
 class Stats(Message):
-    """Client -> dispatcher. Answered by Report."""
+    """Client -> dispatcher. Answered by Report. program: the one whose last replay workers tell of, -1 for the newest."""
 
     request: int
+    program: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +287,8 @@ class Query(Message):
     """Dispatcher -> worker, answered by Report from its I/O thread.
 
     {"done": last Run carried out, "stats": {...}, "at": [Run, place in it, op's seq, kind] of the instruction being carried
-    out, or None}: two answers with the same `at` say that it is taking long. stats: whether they are wanted; programs: the
-    definitions whose last replay they are to tell of.
+    out, or None}: two answers with the same `at` say that it is taking long, unless kind is "compile". stats: whether they are
+    wanted; programs: the definitions whose last replay they are to tell of, and what of them is compiled.
     """
 
     request: int

@@ -16,12 +16,14 @@ from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
 from gt.ir.spec import Spec, contiguous
 from gt.wire.messages import Trouble
 from gt.worker import exchange, local
+from gt.worker.compiled import Plan
 from gt.worker.engine.base import Engine
 from gt.worker.outgoing import Outgoing
 from gt.worker.pieces import as_boxes
 from gt.worker.pieces import local as local_shape
 from gt.worker.plane.base import PeerGone, Plane
-from gt.worker.program import Row, Stamp, program
+from gt.worker.program import Stamp, program
+from gt.worker.segments import Row
 from gt.worker.steps import Binder, Blank, Step, Worker
 from gt.worker.store import Cancelled, Uploads
 
@@ -48,7 +50,10 @@ class Executor:
         self._engine = engine
         self._send = send
         self._steps: dict[int, tuple[Step, int]] = {}  # number -> what to call, numbers it takes in the stream
-        self._made: dict[int, tuple[str, list[Blank]]] = {}  # number -> its kind and outputs, for placeholders
+        # number -> its kind and outputs, for placeholders, and itself where it may be compiled
+        self._made: dict[int, tuple[str, list[Blank], Define | None]] = {}
+        self._plans: dict[int, Plan] = {}  # by definition of a program, what of it is compiled
+        self._compiling = False
         self._stamps: dict[int, list[Stamp]] = {}  # by definition of a program, actions of its last replay
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
         self._base = self._place = 0
@@ -60,13 +65,26 @@ class Executor:
             made = _made(define)
             try:
                 if define.kind == "program":
-                    step = program(define.payload, self._steps, self.tensors, self._play, partial(self._stamp, define.number))
+                    step = self._program(define)
                 else:
                     step = BIND[define.kind](self.worker, define.payload)
             except Exception as error:
                 step = _failing(error)
             self._steps[define.number] = (step, 2 + define.operands)
-            self._made[define.number] = (define.kind, made)
+            kept = define if define.kind in ("op", "alias") else None
+            self._made[define.number] = (define.kind, made, kept)
+
+    def _program(self, define: Define) -> Step:
+        fold, prepare = _unfolded, _nothing
+        if define.payload["backend"] != "eager":
+            plan = Plan(define.payload["backend"], self._engine, self.tensors, self._each, self._fail_segment)
+            self._plans[define.number] = plan
+            fold, prepare = partial(plan.fold, definition=self._definition), partial(self._prepare, plan)
+        stamp = partial(self._stamp, define.number)
+        return program(define.payload, self._steps, self.tensors, self._play, stamp, fold, prepare)
+
+    def _definition(self, number: int) -> Define | None:
+        return self._made[number][2]
 
     def run(self, code: list[int], base: int, epoch: int = 0) -> None:
         """Carry out a stream, seqs counting from base. ProtocolError for a number that was never defined."""
@@ -98,21 +116,37 @@ class Executor:
         base = self._base + offset
         self._code, self._base = code, base
         try:
-            for at, step in rows:
-                self._place = at
-                try:
-                    step(code, at + 2)
-                except Exception as error:
-                    self._fail(code[at], code, at, base, error)
+            self._each(rows)
         finally:
             self._code, self._base, self._place = outer
+
+    def _each(self, rows: Sequence[Row]) -> bool:
+        """Carry out rows of the code under way; whether none failed."""
+        code, base, well = self._code, self._base, True
+        for at, step in rows:
+            self._place = at
+            try:
+                step(code, at + 2)
+            except Exception as error:
+                self._fail(code[at], code, at, base, error)
+                well = False
         self.instructions += len(rows)
+        return well
+
+    def _prepare(self, plan: Plan) -> None:
+        """Compile what waits for it, which may take long."""
+        if plan.waiting:
+            self._compiling = True
+            try:
+                plan.prepare()
+            finally:
+                self._compiling = False
 
     def where(self) -> tuple[int, int, str] | None:
         """(place in its Run, its op's seq, its kind) of the instruction that is being carried out; by any thread."""
         code, base, at = self._code, self._base, self._place
         made = self._made.get(code[at]) if at + 1 < len(code) else None
-        return None if made is None else (at, base + code[at + 1], made[0])
+        return None if made is None else (at, base + code[at + 1], "compile" if self._compiling else made[0])
 
     def stats(self, programs: Sequence[int] = ()) -> dict[str, Any]:
         """The worker's part of gt.stats(), without its name; actions of the last replay of these definitions."""
@@ -125,6 +159,7 @@ class Executor:
             "live_bytes": sum(memory.values()),
             "definitions": len(self._steps),
             "actions": self._actions(programs),
+            "plans": [self._plans[number].report() for number in programs if number in self._plans],
             **self.worker.plane.counters(),
         }
 
@@ -151,23 +186,43 @@ class Executor:
             for number in [i for i in self.tensors if code[first] <= i < code[first + 1]]:
                 del self.tensors[number]
             return last
-        for table in (self._steps, self._made) if code[at] == FORGET else (self.tensors,):
+        for table in (self._steps, self._made, self._plans) if code[at] == FORGET else (self.tensors,):
             for number in code[first:last]:
                 table.pop(number, None)
         return last
 
     def _fail(self, number: int, code: list[int], at: int, base: int, error: Exception) -> None:
-        name, made = self._made[number]
+        name, made, _ = self._made[number]
         seq = base + code[at + 1]
         log.debug("%s of op %d failed", name, seq, exc_info=error)
-        self._send(Trouble(seq, _kind(error), _text(error)))
-        if self._engine.poisoned(error):
-            raise Poisoned(_text(error)) from error
+        self._trouble(seq, error, _text(error))
         for blank in made:
             try:
                 blank.make(self.worker, code, at + 2)
             except Exception as why:  # no room for a placeholder either: what uses it fails in its turn
                 log.debug("no placeholder for op %d", seq, exc_info=why)
+
+    def _fail_segment(self, code: list, at: int, error: Exception, outs: Sequence[tuple[int, Spec]]) -> None:
+        """Compiled code failed, that may have written by then: its first op stands for all of them."""
+        self._trouble(self._base + code[at - 1], error, f"{_text(error)} (in compiled code that begins with this op)")
+        for tensor, spec in outs:
+            try:
+                self.tensors[tensor] = self._engine.zeros(spec)
+            except Exception as why:
+                log.debug("no placeholder for tensor %d", tensor, exc_info=why)
+
+    def _trouble(self, seq: int, error: Exception, text: str) -> None:
+        self._send(Trouble(seq, _kind(error), text))
+        if self._engine.poisoned(error):
+            raise Poisoned(text) from error
+
+
+def _unfolded(rows: list[Row], code: list) -> list[Row]:
+    return rows
+
+
+def _nothing() -> None:
+    pass
 
 
 def _kind(error: Exception) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 from gt.errors import ProtocolError
 from gt.ir.instr import FIRST, FREE
+from gt.worker.segments import Row
 from gt.worker.steps import Step
 
-Row = tuple[int, Step]  # place of an instruction in the code, and what to call with the place of its first operand
 Bound = dict[int, tuple[Step, int]]  # definition -> what to call, and how many numbers it takes
 
 
@@ -52,13 +52,16 @@ def program(
     tensors: dict[int, Any],
     play: Callable[[list[Row], list, int], None],
     stamp: Callable[[list[Stamp]], None],
+    fold: Callable[[list[Row], list], list[Row]],
+    prepare: Callable[[], None],
 ) -> Step:
     """The step that carries out a program: `play(rows, code, offset of its seqs)`, action by action.
 
-    stamp: is told when the actions of a replay were, in the order in which they began.
+    stamp: is told when the actions of a replay were, in the order in which they began. fold: rows with what is compiled as
+    one; prepare: called after a replay.
     """
     code = list(payload["code"])
-    parts = _cut(rows(code, steps, tensors), payload["actions"])
+    parts = [(name, fold(part, code)) for name, part in _cut(rows(code, steps, tensors), payload["actions"])]
     randoms = [(place, code[place + 1]) for place in payload["randoms"]]
 
     def step(stream: list, at: int) -> None:
@@ -72,6 +75,7 @@ def program(
             if name:
                 found.append((name, start, monotonic()))
         stamp(found)
+        prepare()
 
     return step
 

@@ -5,22 +5,60 @@ A tensor is the engine's own kind of array; the executor only indexes it with sl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gt.errors import ConfigError
 from gt.ir.spec import Spec
+
+if TYPE_CHECKING:
+    from gt.worker.segments import Wired
 
 Tensor = Any
 Call = Callable[..., Any]  # (*tensors, *values) -> None, one tensor, or a tuple: one for each `new` or `view` output
 Combine = Callable[[memoryview, memoryview], None]  # dst = dst op src
 
+
+
+class Misfit(Exception):
+    """Compiled code was given what it was not compiled for; it has done nothing."""
+
+
+class Compiled(Protocol):
+    """A segment as compiled code: called with its inputs it gives its outputs; Misfit for others, else as its ops fail."""
+
+    key: Hashable  # the same for the same code
+    writes: bool  # whether it changes what it is given
+    specs: Sequence[Spec]  # of its outputs
+    note: str  # why it is not all that was asked for, "" if it is
+
+    def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]: ...
+
+
+class Compiler(Protocol):
+    """What an engine may have: segments (gt.worker.segments) as code of their own."""
+
+    name: str
+
+    def fits(self, payload: dict[str, Any]) -> bool:
+        """Whether an `op` definition can be in a segment."""
+
+    def seen(self, inputs: Sequence[Tensor]) -> Hashable:
+        """All that code made for these inputs may depend on, their values left out."""
+
+    def compile(self, wired: Wired, seen: Any) -> Compiled:
+        """The code of a segment for inputs that were seen so; what it raises is why there is none."""
+
+
 IDENTITY = {"sum": 0.0, "norm2": 0.0, "product": 1.0, "max": float("-inf"), "min": float("inf")}
 
 
 class Engine(Protocol):
-    """The numpy-like core that a backend has to have; errors of an op are raised as they are, UnsupportedOp by name."""
+    """The numpy-like core that a backend has to have; errors of an op are raised as they are, UnsupportedOp by name.
+
+    It may have `compiler(backend) -> (Compiler or None, why it is not what the backend's name says)` too.
+    """
 
     name: str
 

@@ -16,10 +16,11 @@ from gt.errors import ConfigError, UnsupportedOp
 from gt.ir.ops import RANDOM, known
 from gt.ir.spec import Spec
 from gt.ir.template import Const
-from gt.worker.engine.base import IDENTITY, Call, Combine
+from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
 from gt.worker.engine.calls import function
 from gt.worker.engine.torch import attention, random
 from gt.worker.engine.torch.calls import DTYPE, NAME, UNLESS, checked, conform
+from gt.worker.engine.torch.inductor import Inductor
 
 # They change the metadata of their operand, which may go by other ids too: they get a tensor object of their own.
 META = {
@@ -40,6 +41,7 @@ class TorchEngine:
         """device: "cpu" or "cuda:0"; "" is the GPU if there is one."""
         self.device = _device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         self.host = self.device.type == "cpu"
+        self._compilers: dict[str, Compiler] = {}
 
     def guard(self) -> AbstractContextManager:
         return torch.no_grad()
@@ -48,12 +50,12 @@ class TorchEngine:
 
     def bind(self, payload: dict[str, Any]) -> Call:
         name, outs = payload["op"], payload["outs"]
-        op = self._resolve(name, payload)
+        op = self.resolve(name, payload)
         if name in META and any(out[0] != "same" for out in outs):
             op = _on_alias(op)
         return function(op, payload, self._constant, checked, UNLESS)
 
-    def _resolve(self, name: str, payload: dict[str, Any]) -> Callable:
+    def resolve(self, name: str, payload: dict[str, Any]) -> Callable:
         if not known(name):
             raise UnsupportedOp(f"{name} is not an op that gt knows")
         if name in attention.OPS:
@@ -69,6 +71,13 @@ class TorchEngine:
             raise UnsupportedOp(f"torch {torch.__version__} has no {name}")
         op = getattr(op, "_op", op)
         return _batch_norm(op) if name == "aten.native_batch_norm.default" else op
+
+    def compiler(self, backend: str) -> tuple[Compiler | None, str]:
+        """What compiles segments, and why that is not what was asked for."""
+        why = "" if backend != "cudagraphs" or self.device.type == "cuda" else "no CUDA device, so inductor"
+        if backend not in self._compilers:
+            self._compilers[backend] = Inductor(self)
+        return self._compilers[backend], why
 
     def _constant(self, const: Const) -> Any:
         if const.kind == "device":

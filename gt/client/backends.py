@@ -1,0 +1,42 @@
+"""What workers say of a program's backend, as lines for explain()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gt.client.session import Session
+from gt.errors import GTError
+
+
+def lines(session: Session, program: int, asked: str) -> list[str]:
+    """Which backend carries out a program where, how much of it is compiled, and why the rest is not."""
+    try:
+        workers = session.stats(program)["workers"]
+    except GTError as error:
+        return [f"backend {asked}: workers cannot be asked, {error}"]
+    said: dict[tuple[str, ...], list[str]] = {}
+    for worker in workers:
+        if worker.get("plans"):
+            said.setdefault(tuple(_worker(worker["plans"])), []).append(worker["name"])
+    found = []
+    for (backend, *rest), names in said.items():
+        found.append(f"backend {backend} on {', '.join(names)}: {rest[0]}")
+        found += [f"  {line}" for line in rest[1:]]
+    return found
+
+
+def _worker(plans: list[dict[str, Any]]) -> list[str]:
+    """Its backend, then lines. A long program has several plans."""
+    first = plans[0]
+    if first["backend"] == "eager":
+        return ["eager", first["why"]]
+    count = {key: sum(plan[key] for plan in plans) for key in ("segments", "distinct", "compiled")}
+    text = f"{count['segments']} segments, {count['compiled']} compiled, {count['distinct']} distinct"
+    if not all(plan["ready"] or not plan["segments"] for plan in plans):
+        text = f"{count['segments']} segments, compiled when its first replay is over"
+    if first["why"]:
+        text = f"{first['why']}; {text}"
+    reasons: dict[str, int] = {}
+    for number, why in (row for plan in plans for row in plan["reasons"]):
+        reasons[why] = reasons.get(why, 0) + number
+    return [first["backend"], text, *(f"{number} not as asked for: {why}" for why, number in reasons.items())]

@@ -1,0 +1,154 @@
+"""Compiled segments in a program: instructions at the first replay, from then on calls, and what became of each.
+
+A program's segments are compiled when its first replay is over, so that workers compile side by side and none waits for
+another's. Whatever cannot be compiled, or does not fit what was compiled, is carried out as instructions. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gt.ir.instr import FREE, Define
+from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit
+from gt.worker.segments import Known, Row, Wired, cut, known, wire
+
+TRIES = 3  # times that a segment is compiled, since what it is given may come to lie otherwise
+SAID = 300  # characters of a reason
+REASONS = 8  # told of one program
+
+Each = Callable[[Sequence[Row]], bool]  # carries rows out, failures and all; whether all went well
+Fail = Callable[[list, int, Exception, Sequence[tuple[int, Any]]], None]  # (code, place, error, (id, spec) of each output)
+
+
+class Segment:
+    """One place in a program where compiled code may stand for instructions."""
+
+    def __init__(self, rows: list[Row], wired: Wired, tensors: dict[int, Any], each: Each, fail: Fail) -> None:
+        self.rows, self.wired = rows, wired
+        self.compiled: Compiled | None = None
+        self.seen: Any = None  # of its inputs, while it waits to be compiled
+        self.why = ""  # it stays as it is
+        self.tries = 0
+        self._held, self._each, self._fail = tensors, each, fail
+
+    def __call__(self, code: list, at: int) -> None:
+        compiled, held = self.compiled, self._held
+        if compiled is None:
+            self._each(self.rows)
+            return
+        wired = self.wired
+        for tensor in wired.dropped:
+            held.pop(tensor, None)
+        if wired.before:
+            self._each(wired.before)
+        try:
+            made = compiled([held[i] for i in wired.inputs])
+        except (Misfit, KeyError):
+            self.compiled = None
+            self.why = "" if self.tries < TRIES else "what it is given lies otherwise from one replay to the next"
+            self._each(self.rows)
+            return
+        except Exception as error:
+            self._failed(compiled, code, at, error)
+        else:
+            held.update(zip(wired.outputs, made, strict=True))
+        for tensor in wired.ended:
+            held.pop(tensor, None)
+
+    def _failed(self, compiled: Compiled, code: list, at: int, error: Exception) -> None:
+        """Where nothing can have been written the instructions say which of them it was, or do better."""
+        if compiled.writes:
+            self._fail(code, at, error, list(zip(self.wired.outputs, compiled.specs, strict=True)))
+        elif self._each(self.rows):
+            self.compiled, self.why = None, f"compiled code failed: {_short(error)}"
+
+    def look(self, compiler: Compiler) -> None:
+        """Before it is carried out as instructions: what it is given."""
+        if self.compiled is None and not self.why and self._each(self.wired.before):
+            inputs = [self._held.get(i) for i in self.wired.inputs]
+            self.seen = None if any(t is None for t in inputs) else compiler.seen(inputs)
+
+
+class Plan:
+    """The segments of one program on this worker. `report` may be called by any thread."""
+
+    def __init__(self, backend: str, engine: Engine, tensors: dict[int, Any], each: Each, fail: Fail) -> None:
+        self.backend, self.why = backend, ""
+        self.segments: list[Segment] = []
+        self.compiler: Compiler | None = None
+        self.looking = False
+        self._ready = False
+        self._held, self._each, self._fail = tensors, each, fail
+        opened = getattr(engine, "compiler", None)
+        if opened is None:
+            self.why = f"the {engine.name} engine has no compiler"
+        else:
+            self.compiler, self.why = opened(backend)
+
+    def fold(self, rows: list[Row], code: Sequence, definition: Callable[[int], Define | None]) -> list[Row]:
+        """Rows with each segment as one."""
+        compiler = self.compiler
+        if compiler is None:
+            return rows
+        asked: dict[int, Known] = {}
+
+        def ask(number: int) -> Known:
+            if number not in asked:
+                asked[number] = known(definition(number), compiler.fits)
+            return asked[number]
+
+        found: list[Row] = []
+        for fits, run in cut(rows, code, ask):
+            if not fits:
+                found += run
+                continue
+            segment = Segment(run, wire(run, code, definition, ask), self._held, self._each, self._fail)
+            self.segments.append(segment)
+            first = next(at for at, _ in run if code[at] != FREE)
+            found.append((first, self._step(segment)))
+        return found
+
+    def _step(self, segment: Segment) -> Callable[[list, int], None]:
+        def step(code: list, at: int) -> None:
+            if segment.compiled is None and self.compiler is not None:
+                segment.look(self.compiler)
+            segment(code, at)
+
+        return step
+
+    @property
+    def waiting(self) -> list[Segment]:
+        return [s for s in self.segments if s.compiled is None and s.seen is not None and not s.why]
+
+    def prepare(self) -> None:
+        """Compile what can be, now that it is known what each segment is given."""
+        assert self.compiler is not None
+        for segment in self.waiting:
+            segment.tries += 1
+            try:
+                segment.compiled = self.compiler.compile(segment.wired, segment.seen)
+            except Exception as error:
+                segment.why = _short(error)
+            segment.seen = None
+        self._ready = True
+
+    def report(self) -> dict[str, Any]:
+        """For explain(): what runs, how many segments there are, how many forms, and what stayed as instructions, why."""
+        compiled = [s.compiled for s in self.segments if s.compiled is not None]
+        reasons = Counter(s.why for s in self.segments if s.why) + Counter(one.note for one in compiled if one.note)
+        return {
+            "backend": "eager" if self.compiler is None else self.compiler.name,
+            "why": self.why,
+            "segments": len(self.segments),
+            "compiled": len(compiled),
+            "distinct": len({one.key for one in compiled}),
+            "ready": self._ready,
+            "reasons": [[count, why] for why, count in reasons.most_common(REASONS)],
+        }
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= SAID else text[:SAID] + "..."
