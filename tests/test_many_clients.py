@@ -97,7 +97,7 @@ def test_killed_clients_leave_nothing_and_the_others_go_on():
         assert conftest.wait_until(lambda: len(core.sessions) == 1)  # the kernel's word for it takes a moment
         assert conftest.wait_until(lambda: live(stayer) == before)
         (left,) = core.sessions.values()
-        assert all(w.known <= set(left.emitter._defined) for w in core.cluster.workers)
+        assert all(w.known <= set(left.emitter.defined) for w in core.cluster.workers)
         stayer.session.close()
 
 

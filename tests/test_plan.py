@@ -110,7 +110,8 @@ def test_a_captured_step_is_planned_in_its_schedule(workers: int, followed: int)
     body = planned("pp2", 4, "1f1b", workers=workers)
     pipe = body["pipeline"]
     assert body["step"] == "the step that gt.compile captured" and len(body["memory"]) == followed
-    assert pipe["rows"].split() == ["0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3", "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"]
+    rows = [row.removesuffix(f",{n}O") for n, row in enumerate(pipe["rows"].split())]
+    assert rows == ["0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3", "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"]
     assert len(pipe["grid"].splitlines()) == 2 and 0 < pipe["idle"] < 1
     assert pipe["choices"]["auto"]["makespan"] <= min(row["makespan"] for row in pipe["choices"].values()) * 1.0001
     first, second = body["memory"][:2]

@@ -53,7 +53,7 @@ def test_time_is_counted_once_where_actions_overlap() -> None:
 def test_the_trace_has_every_action_twice_as_measured_and_as_predicted() -> None:
     made, costs = schedule.make("1f1b", stages=2, micro_batches=3), schedule.uniform(2)
     rows = stamps(made, costs, 0.5, 70.0)
-    order = {"name": "1f1b", "rows": str(made), "predicted": {"idle": 0.25}, "measured": measured(rows)}
+    order = {"name": "1f1b", "rows": str(made), "predicted": {"idle": 0.25}, "measured": measured(rows), "costs": costs.wire()}
     body = timeline.chrome({"workers": [{"name": f"w{n}", "actions": row} for n, row in enumerate(rows)], "schedule": order})
     events = [e for e in body["traceEvents"] if e["ph"] == "X"]
     for pid in (timeline.MEASURED, timeline.PREDICTED):
@@ -70,7 +70,8 @@ def test_the_instruction_log_says_what_stats_say_unless_a_worker_lies(lie: Any) 
     made, costs = schedule.make("1f1b", stages=2, micro_batches=3), schedule.uniform(2)
     rows: list = [lie, lie] if lie is not None else stamps(made, costs, 0.5, 70.0)
     with planned("", 2) as plan:
-        plan.core.sessions[b"client"].programs.order = {"name": "1f1b", "rows": str(made), "bubble": [0.25, 0.25]}
+        order = {"name": "1f1b", "rows": str(made), "bubble": [0.25, 0.25], "makespan": 6.0, "costs": costs.wire()}
+        plan.core.sessions[b"client"].programs.order = order
         plan.core.handle(Received(b"client", Stats(5)))
         key = next(iter(plan.core.watch.surveys))
         plan.core.handle(Received(b"w0", Report(key, {"stats": {"actions": rows[0]}})))
@@ -91,7 +92,7 @@ def test_a_replays_bubble_is_in_stats_and_in_the_trace(session: Callable, tmp_pa
     training(6, "1f1b")
     order = gt.trace(tmp_path / "out.json")
     assert order == gt.stats()["schedule"]
-    timeline_ = schedule.simulate(schedule.parse(order["rows"]), schedule.uniform(2))
+    timeline_ = schedule.simulate(schedule.parse(order["rows"]), schedule.Costs.from_wire(order["costs"]))
     assert order["name"] == "1f1b" and order["predicted"]["idle"] == pytest.approx(timeline_.idle, abs=1e-3)
     assert len(order["measured"]["bubble"]) == 2 and all(0 < b < 1 for b in order["measured"]["bubble"])
     body = json.loads((tmp_path / "out.json").read_text())

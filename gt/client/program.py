@@ -40,11 +40,11 @@ from gt.client.recorder import Recorder
 from gt.client.tape import Difference, Tape, difference
 from gt.client.tensor import RemoteTensor
 from gt.ir.instr import BACKENDS, DISCARD, DROP, FREE, LAUNCH, RECORD
+from gt.ir.schedules import asked
 
 log = logging.getLogger("gt")
 
 MOST = 8  # programs of one function
-SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "auto")
 PATIENCE = 4  # recorded calls in a row that came to nothing; then a function runs eagerly for a while
 RESTS = 64  # calls of the longest while
 _numbers, _slots = itertools.count(1), itertools.count(1)
@@ -68,8 +68,8 @@ def compile(fn: Callable | None = None, *, schedule: str | None = None, backend:
         raise TypeError(f"gt.compile takes a function, got {type(fn).__name__}")
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not known: want one of {', '.join(BACKENDS)}")
-    if schedule is not None and schedule not in SCHEDULES:
-        raise ValueError(f"schedule {schedule!r} is not known: want one of {', '.join(SCHEDULES)}")
+    if schedule is not None:
+        asked(schedule)  # or a ValueError
     return Compiled(fn, schedule or "", backend or "eager")
 
 
@@ -191,6 +191,7 @@ class Compiled:
             lines.append(f"  program {program.number}: {ops} ops, {program.replays} replays; made for {program.why}")
             if order:
                 lines.append(f"    schedule {order['name']}: {order['why'] or _bubbles(order)}")
+                lines += [f"    {line}" for line in order.get("said", ())]
             if self.backend != "eager":
                 told = backends.lines(program.recorder.session, program.number, self.backend)
                 lines += [f"    {line}" for line in told]

@@ -1,9 +1,9 @@
 """Instructions of a recorded step in the order of a pipeline schedule, each worker's for itself.
 
 Stages and micro-batches are known from where ops come from. A worker's rows become actions (forward, backward, gradients
-of inputs or weights of one stage and micro-batch) and transfers; both are put in the order in which a simulation of the
-schedule has them, which is one order for all workers, so that nobody waits in a circle. What depends on what is checked
-afterwards: an order that would change a value is not taken.
+of inputs or weights of one stage and micro-batch; what is done once a step) and transfers; both are put in the order in which
+a simulation of the schedule has them, which is one order for all workers, so that nobody waits in a circle. What depends on
+what is checked afterwards: an order that would change a value is not taken.
 """
 
 from __future__ import annotations
@@ -11,80 +11,68 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from gt.dispatcher import schedule
-from gt.dispatcher.depends import COLLECTIVES, Unfit, check, flow, viewed, written
+from gt.dispatcher.account import account
+from gt.dispatcher.depends import Unfit, check, flow, written
+from gt.dispatcher.ending import ending
 from gt.dispatcher.failures import Planned
+from gt.dispatcher.parts import EARLY, LATE, Bases, Key, Part, Parts, bases, pairs, together
 from gt.dispatcher.plan.groups import stem
+from gt.dispatcher.schedule.auto import NoRoom
+from gt.dispatcher.stagecosts import Lies, price, stage_costs
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ConfigError
+from gt.ir.schedules import asked, size
 
-LATE = (float("inf"), 0)  # after all actions
-EARLY = (-1.0, 0)  # before them
 SENT = frozenset((0, 1))  # leads to another stage, which is more than one end
-
-
-class Key(NamedTuple):
-    """An action: its stage, whether it is backward, its micro-batch."""
-
-    stage: int
-    backward: bool
-    micro: int
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """A row with its place: which action it belongs to, or None; `when` orders it among all of its worker's."""
-
-    row: Row
-    number: int
-    op: Planned
-    key: Key | None = None
-    moves: bool = False  # sends or receives
-    when: tuple = LATE
-    weight: bool = False  # of the gradients of weights only
 
 
 @dataclass
 class Stages:
-    """Workers of each stage, and the action of each op that lies in one."""
+    """Workers of each stage, their groups, and the action of each op that lies in one."""
 
     meshes: list[tuple[int, ...]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     keys: dict[int, Key] = field(default_factory=dict)
     micro: int = 0
 
 
-def arrange(tape: Tape, name: str) -> dict:
-    """Put the rows of a tape in the order of the schedule of this name; what was done, or "why" it could not be."""
+def arrange(tape: Tape, text: str, times: dict[int, float], lies: Lies) -> dict:
+    """Put the rows of a tape in the order of the schedule that is asked for; what was done, or "why" it could not be.
+
+    times: seconds of definitions, as far as they were measured. lies: how a tensor lies that was there before.
+    """
     try:
+        name, limit = asked(text)
         ops = {row.seq: row for row in tape.journal}
         stages = _stages(tape.journal)
         parts = {worker: _parts(worker, rows, ops, stages) for worker, rows in tape.code.items()}
         _Needs(parts, stages.meshes).assign()
+        memory = {worker: bases(rows) for worker, rows in parts.items()}
+        _weights(parts, ops, memory)
+        end = ending(parts, stages.meshes, memory, ops)
+        found = stage_costs(parts, stages.meshes, stages.micro, price(parts, times, lies), memory, end)
         meshes = list(dict.fromkeys(stages.meshes))
         places = [meshes.index(mesh) for mesh in stages.meshes]
-        costs = schedule.uniform(len(places))
-        made = schedule.make(name, stages=len(places), workers=places, micro_batches=stages.micro, costs=costs)
+        made = schedule.make(
+            name, stages=len(places), workers=places, micro_batches=stages.micro, costs=found.costs, limit=limit
+        )  # fmt: skip
+        timeline = schedule.simulate(made.rows, found.costs)
         split = any(action.kind == "I" for row in made.rows for action in row)
-        found = _times(made.rows, schedule.simulate(made.rows, costs))
-        if split:
-            _weights(parts, ops)
-        _when(parts, found, split)
+        _when(parts, _times(made.rows, timeline), split)
         code = {worker: [p.row for p in sorted(mine, key=lambda p: (*p.when, p.number))] for worker, mine in parts.items()}
         for worker, mine in parts.items():
             check(worker, [p.row for p in mine], code[worker], ops)
         flow(code)
-    except (Unfit, ConfigError) as error:
-        return {"name": name, "why": str(error)}
+    except NoRoom as error:
+        return {"name": name, "why": error.said(size)}
+    except (Unfit, ConfigError, ValueError) as error:
+        return {"name": text, "why": str(error)}
     tape.code.update(code)
-    named = [p for mine in parts.values() for p in mine if p.key is not None and not p.moves]
-    tape.names.update((id(p.row), str(schedule.Action(*_action(p, split)))) for p in named)
-    timeline = schedule.simulate(made.rows, costs)
-    return {
-        "name": made.name, "why": "", "stages": len(places), "micro_batches": stages.micro, "rows": str(made),
-        "bubble": [round(b / timeline.makespan, 4) for b in timeline.bubble], "peak": list(timeline.peak),
-    }  # fmt: skip
+    named = [(p.row, action) for mine in parts.values() for p in mine if not p.moves and (action := p.action(split))]
+    tape.names.update((id(row), str(schedule.Action(*action))) for row, action in named)
+    return account(made, timeline, found, stages.names, stages.micro, name, limit)
 
 
 # ---- stages
@@ -109,6 +97,7 @@ def _stages(journal: Sequence[Planned]) -> Stages:
         raise Unfit("no op lies in a signal group within gt.microbatches")
     found.micro = 1 + max(micro for _, micro in paths)
     names, count = paths[False, 0], len(found.meshes)
+    found.names = names
     if len(set(found.meshes)) < 2:
         raise Unfit("there is one stage only: name groups on different workers for the stages")
     for (backward, micro), path in paths.items():
@@ -135,6 +124,8 @@ def _parts(worker: int, rows: Sequence[Row], ops: dict[int, Planned], stages: St
             part.when = EARLY
         elif op.seq <= last:
             part.when = ()
+        else:
+            part.tail = True
         found.append(part)
     return found
 
@@ -145,9 +136,9 @@ class _Needs:
     def __init__(self, parts: dict[int, list[Part]], meshes: Sequence[tuple[int, ...]]) -> None:
         self.parts, self.meshes = parts, meshes
         self.maker: dict[int, dict[int, Part]] = {}  # part -> of each id that it reads, what made it; by identity
-        self.pairs = _pairs(parts)
+        self.pairs = pairs(parts)
         self.given: set[Part] = set()  # parts whose action was found here
-        self.together = list(_together(parts).values())
+        self.together = together(parts)
 
     def assign(self) -> None:
         """Sends go with what made their data; everything else with the first action that needs it, or to the end."""
@@ -232,34 +223,6 @@ def _order(key: Key) -> tuple:
     return key.micro, key.backward, -key.stage if key.backward else key.stage
 
 
-def _pairs(parts: dict[int, list[Part]]) -> list[tuple[Part, Part]]:
-    """Sends with what receives them: the n-th on a channel with the n-th."""
-    sends: dict[tuple[int, int], list[Part]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[Part]] = defaultdict(list)
-    for worker, rows in parts.items():
-        for part in rows:
-            payload = part.row.define.payload
-            if part.row.define.kind == "send":
-                sends[worker, payload["channel"]["peer"]].append(part)
-            elif part.moves:
-                for channel, _ in payload["parts"]:
-                    receives[channel["peer"], worker].append(part)
-    return [pair for way, rows in sends.items() for pair in zip(rows, receives[way], strict=True)]
-
-
-def _together(parts: dict[int, list[Part]]) -> dict[tuple, list[Part]]:
-    """Rows that are one collective: of one op, by their number among the team's of that op."""
-    found: dict[tuple, list[Part]] = defaultdict(list)
-    for rows in parts.values():
-        count: dict[tuple, int] = defaultdict(int)
-        for part in rows:
-            if part.row.define.kind in COLLECTIVES:
-                team = part.row.seq, tuple(part.row.define.payload["team"]["workers"])
-                found[team, count[team]].append(part)
-                count[team] += 1
-    return found
-
-
 # ---- order
 
 
@@ -272,71 +235,51 @@ def _times(rows: Sequence[Sequence[schedule.Action]], timeline: schedule.Timelin
     }
 
 
-def _when(parts: dict[int, list[Part]], times: dict, split: bool) -> None:
+def _when(parts: Parts, times: dict, split: bool) -> None:
     """Actions at their start, transfers at the end of what made their data: the same order for everybody."""
     ready: dict[int, float] = defaultdict(float)  # by op: its transfer between two meshes is one
     for rows in parts.values():
         for part in rows:
             if part.key is not None and part.row.define.kind == "send":
-                ready[part.op.seq] = max(ready[part.op.seq], times[_action(part, split)][1])
+                ready[part.op.seq] = max(ready[part.op.seq], times[part.action(split)][1])
     for rows in parts.values():
         for part in rows:
+            action = part.action(split)
             if part.moves and part.when == () and part.op.seq in ready:
                 part.when = (ready[part.op.seq], 0, part.op.seq)
-            elif part.key is not None:
-                part.when = (times[_action(part, split)][0], 1, *_action(part, split))
+            elif action is not None and part.when != LATE:
+                part.when = (times[action][0], 1, *action)
             elif part.when == ():
                 part.when = LATE
 
 
-def _action(part: Part, split: bool) -> tuple[int, str, int]:
-    assert part.key is not None
-    stage, backward, micro = part.key
-    return stage, ("W" if part.weight else "I") if backward and split else "B" if backward else "F", micro
-
-
-def _weights(parts: dict[int, list[Part]], ops: dict[int, Planned]) -> None:
+def _weights(parts: Parts, ops: dict[int, Planned], memory: dict[int, Bases]) -> None:
     """Mark the backward rows from which no other stage gets anything, and at most one gradient comes."""
     chain: set[Part] = set()
     while True:
-        for rows in parts.values():
-            _mark(rows, ops, chain)
-        split = [some for some in _together(parts).values() if len({part.weight for part in some}) > 1]
+        for worker, rows in parts.items():
+            _mark(rows, ops, memory[worker], chain)
+        split = [some for some in together(parts) if len({part.weight for part in some}) > 1]
         if not split:
             return
         chain.update(part for some in split for part in some)
 
 
-def _mark(rows: Sequence[Part], ops: dict[int, Planned], chain: set[Part]) -> None:
+def _mark(rows: Sequence[Part], ops: dict[int, Planned], memory: Bases, chain: set[Part]) -> None:
     """chain: rows that are none of weights, whatever comes from them."""
-    bases = _bases(rows)
     leads: dict[tuple[Key, int], frozenset[int]] = {}  # memory -> where it leads within an action: SENT, or up to two ends
     stages: dict[int, set[int]] = defaultdict(set)  # memory -> stages that read it
     for part in reversed(rows):
         if part.key is None or not part.key.backward:
             continue
         reads, makes = part.row.ids()
-        touched = {bases[id(part), i] for i in makes} | {bases[id(part), reads[k]] for k in written(part.row, ops)}
+        touched = {memory[id(part), i] for i in makes} | {memory[id(part), reads[k]] for k in written(part.row, ops)}
         found: frozenset[int] = frozenset().union(*[leads.get((part.key, base), frozenset()) for base in touched])
         if part.row.define.kind == "send" or part in chain or any(stages[base] - {part.key.stage} for base in touched):
             found = SENT
         found = found or frozenset((id(part),))
         part.weight = len(found) < 2
         for i in reads:
-            stages[bases[id(part), i]].add(part.key.stage)
-            key = part.key, bases[id(part), i]
+            stages[memory[id(part), i]].add(part.key.stage)
+            key = part.key, memory[id(part), i]
             leads[key] = leads.get(key, frozenset()) | found
-
-
-def _bases(rows: Sequence[Part]) -> dict[tuple[int, int], int]:
-    """(part, id that it reads or makes) -> the memory."""
-    memory: dict[int, int] = {}
-    found: dict[tuple[int, int], int] = {}
-    for part in rows:
-        reads, makes = part.row.ids()
-        found.update({(id(part), i): memory.get(i, i) for i in reads})
-        views = viewed(part.row)
-        for n, i in enumerate(makes):
-            memory[i] = memory.get(reads[views[n]], reads[views[n]]) if n in views else -id(part) * 64 - n
-            found[id(part), i] = memory[i]
-    return found

@@ -19,6 +19,7 @@ from gt.dispatcher.intake import CREDIT
 from gt.dispatcher.requests import MOST
 from gt.dispatcher.scribe import Scribe
 from gt.dispatcher.sessions import Session
+from gt.dispatcher.times import tell
 from gt.dispatcher.watch import Survey, Watch, answer
 from gt.errors import GTError, ProtocolError, Refused, SystemFailure
 from gt.log import Sparse
@@ -382,6 +383,7 @@ class Core:
         worker = self._worker(peer)
         if not worker.done <= message.seq <= worker.runs:
             raise ProtocolError(f"Done.seq is {message.seq}, of {worker.runs} Runs {worker.done} were done")
+        tell(self.sessions.values(), message.times)
         worker.done = message.seq
         self._log("WORKER_RECV", worker.name, f"Done {message.seq}")
         for session in list(self.sessions.values()):

@@ -60,22 +60,23 @@ class Lists:
         for place, index in enumerate(lead):
             t = ins[index]
             if t.layout is None:
-                self.s.placer.place(t.storage, self._home(known, origin, ins, place))
+                home = self._home(known, origin, ins, place)
+                self.s.placer.place(t.storage, home or replicated(self.s.default_mesh()))
+                t.storage.default = home is None
             assert t.layout is not None
             if t.layout.partial:
                 self.s.mover.settle(t.storage)
             buckets.setdefault(t.layout, []).append(place)
         return buckets
 
-    def _home(self, known: Known, origin: Origin, ins: list[Tensor], place: int) -> Layout:
-        """An unplaced leader goes where another list has a tensor beside it, else where its group says."""
+    def _home(self, known: Known, origin: Origin, ins: list[Tensor], place: int) -> Layout | None:
+        """An unplaced leader goes where another list has a tensor beside it, else where its group says, if it has one."""
         for column in known.columns[1:]:
             items = column.indices(T)
             beside = ins[items[place]] if place < len(items) else None
             if beside is not None and beside.layout is not None:
                 return beside.layout
-        mesh = origin.meaning.mesh if origin.meaning else self.s.default_mesh()
-        return replicated(mesh)
+        return replicated(origin.meaning.mesh) if origin.meaning else None
 
     def _cut(
         self, layout: Layout, indices: list[int], whole_op: Known, all_ins: list[Tensor], values: tuple, outs: list[int]
@@ -93,6 +94,11 @@ class Lists:
             t = ins[index]
             if t.layout is not None and t.layout != wants[index]:  # for good, as far as its root can give it that layout
                 self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, wants[index]))
+        for index in known.listed:
+            t = ins[index]
+            if t.storage.default and not t.spec.shape and t.layout != wants[index]:  # a step count that was placed by itself
+                self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, wants[index]))
+                t.storage.default = False
         brought = [self.s.mover.bring(t, want) for t, want in zip(ins, wants, strict=True)]
         makes = tuple(self.s.intern(self._made(known, layout, i)) for i in range(len(known.template.outs)))
         key = (layout, *map(id, wants))

@@ -16,7 +16,7 @@ from gt.dispatcher.failures import Cause, Launched, Planned
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, FORGET, FREE, Define
-from gt.ir.layout import Layout
+from gt.ir.layout import Layout, local_shape
 from gt.wire.messages import Seal
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Programs:
         self.all: dict[int, Program] = {}
         self.order: dict = {}  # of the program that was launched last, and its definitions by worker
         self.newest: dict[int, list[int]] = {}
+        self.times: dict[int, float] = {}  # of its definitions: the least seconds that one took while something was recorded
         self.launches = self.kept = 0  # replays, and instructions of all programs
         self._hints: dict[int, list[Layout | None]] = {}  # slot -> how its inputs came to lie
 
@@ -69,6 +70,7 @@ class Programs:
         """Keep what follows. Inputs that lie nowhere yet are placed as those of the call before came to lie."""
         self.discard()
         s = self.s
+        self.times = {number: took for number, took in self.times.items() if number in s.emitter.defined}
         inputs = [s.row(i) for i in ids]
         for tensor, layout in zip(inputs, self._hints.get(slot, ()), strict=False):
             if tensor.layout is None and layout is not None:
@@ -137,7 +139,7 @@ class Programs:
         if why:
             self._free(tape.constants)
         else:
-            order = arrange(tape, message.schedule) if message.schedule else {}
+            order = arrange(tape, message.schedule, self.times, self._lies) if message.schedule else {}
             self._make(tape, pairs, message)
             self.all[message.program].order = order
         s.cut()
@@ -195,6 +197,14 @@ class Programs:
         uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
         journal = [Planned(n, row.known, row.origin, (), (), ()) for n, row in enumerate(tape.journal)]
         return Program(code, [*uses], journal, layouts, [*reads], [*writes], [*makes], tape.constants, tape.size)
+
+    def _lies(self, worker: int, name: int) -> tuple[tuple[int, ...], int] | None:
+        """Local shape and itemsize of a tensor of the table."""
+        tensor = self.s.table.rows.get(name - self.s.emitter.offset)
+        if tensor is None or tensor.layout is None or worker not in tensor.layout.mesh.workers:
+            return None
+        rank = tensor.layout.mesh.workers.index(worker)
+        return local_shape(tensor.layout, tensor.spec.shape, rank), tensor.spec.itemsize
 
     def _alias(self, source: int, target: int) -> None:
         """Now too, so that the first replay reads what the recorded call made."""

@@ -50,6 +50,7 @@ class Held:
     base: int
     rows: list[tuple[Worker, int, list, list]]
     runs: dict[int, int]
+    timed: bool
 
 
 class Session:
@@ -107,7 +108,7 @@ class Session:
                 self.programs.take(worker.index, base, code)
         self.emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
         self.emitter.base = self.cluster.seq
-        held = Held(base, rows, {index: UNSENT for index in self.emitter.used})
+        held = Held(base, rows, {index: UNSENT for index in self.emitter.used}, self.programs.tape is not None)
         if self.uploads.awaited:
             self.held.append(held)
         else:
@@ -125,7 +126,7 @@ class Session:
                 worker.switches = wanted
                 self.out(worker.peer, Switch(wanted), ())
             worker.runs += 1
-            self.out(worker.peer, Run(worker.runs, held.base, defines, code), ())
+            self.out(worker.peer, Run(worker.runs, held.base, defines, code, held.timed), ())
         held.runs.clear()
         workers = self.cluster.workers
         held.runs.update({index: workers[index].runs for index in self.emitter.used if not workers[index].lost})

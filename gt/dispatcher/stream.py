@@ -39,7 +39,7 @@ class Emitter:
         self.scribe: Scribe | None = None  # where an instruction log is kept
         self.kept: dict[int, Define] | None = None  # while a program is recorded, what it names
         self._shared: dict[str, Define] = {}
-        self._defined: dict[int, _Life] = {}
+        self.defined: dict[int, _Life] = {}
         self._ended: list[_Life] = []
 
     def temporary(self) -> int:
@@ -48,7 +48,7 @@ class Emitter:
 
     def define(self, kind: str, payload: dict) -> Define:
         define = Define(self.cluster.number(), kind, payload)
-        life = self._defined[define.number] = _Life(define, self._ended.append)
+        life = self.defined[define.number] = _Life(define, self._ended.append)
         life.number = define.number
         return define
 
@@ -119,9 +119,9 @@ class Emitter:
         sent: it is not written again."""
         ended = {life.number for life in self._ended}
         self._ended.clear()
-        gone = set(self._defined) if everything else ended
+        gone = set(self.defined) if everything else ended
         for number in gone:
-            self._defined.pop(number, None)
+            self.defined.pop(number, None)
         for worker in self.cluster.workers if gone else ():
             numbers = worker.known & gone
             if numbers and not worker.lost:

@@ -175,8 +175,8 @@ def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict
     if not order.get("rows") or not ran:
         return body, ""
     bubble = order["bubble"]
-    predicted = {"bubble": bubble, "idle": round(sum(bubble) / len(bubble), 4)}
-    body["schedule"] = {"name": order["name"], "rows": order["rows"], "predicted": predicted, "measured": ran}
+    predicted = {"bubble": bubble, "idle": round(sum(bubble) / len(bubble), 4), "makespan": order["makespan"]}
+    body["schedule"] = {**{k: order[k] for k in ("name", "rows", "costs")}, "predicted": predicted, "measured": ran}
     took = f"{ran['makespan'] * 1e3:.3f} ms"
     return body, f"{order['name']}: bubble {ran['idle']:.2%} of {took} measured, {predicted['idle']:.2%} predicted"
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gt.dispatcher import schedule
+from gt.dispatcher.plan import cost
 from gt.dispatcher.plan.groups import SUFFIXES
 from gt.dispatcher.schedule import Action, Costs
+from gt.dispatcher.schedule.auto import NoRoom
+from gt.dispatcher.schedule.balance import Unit, balance
 from gt.errors import ConfigError
-from gt.observe import cost
+from gt.ir.schedules import asked, size
 from gt.observe.dry import Dry, Step
 from gt.observe.standin import Place, Row, Stretch
-
-WORTH = 0.02  # of a step: a cut that gains less is not proposed
 
 
 @dataclass
@@ -47,7 +48,8 @@ def describe(dry: Dry, step: Step) -> dict[str, Any]:
             activations=list(line.peak), grid=schedule.show(rows, costs, 120),
         )  # fmt: skip
     found["choices"] = _choices(stages, costs)
-    found["balance"] = _balance(stages, step, costs, name)
+    name, limit = asked(step.schedule) if step.schedule else ("1f1b", None)
+    found["balance"] = balance(costs, _units(stages, step), stages.places, stages.micro, name, limit)
     return found
 
 
@@ -127,20 +129,23 @@ def _transfer(stages: Stages, step: Step, n: int) -> float:
 
 def _rows(stages: Stages, step: Step, costs: Costs) -> tuple[str, Any, str]:
     """The schedule that was asked for, or the order as it is written."""
-    asked = step.answer.get("schedule") or {}
-    if asked.get("why"):
-        return asked["name"], None, asked["why"]
-    if asked.get("rows"):
-        return asked["name"], schedule.parse(asked["rows"]), ""
+    order = step.answer.get("schedule") or {}
+    if order.get("why"):
+        return order["name"], None, order["why"]
+    if order.get("rows"):
+        return order["name"], schedule.parse(order["rows"]), ""
     try:
         if step.schedule:
+            wanted, limit = asked(step.schedule)
             made = schedule.make(
-                step.schedule, stages=len(stages.names), workers=stages.places, micro_batches=stages.micro, costs=costs
+                wanted, stages=len(stages.names), workers=stages.places, micro_batches=stages.micro, costs=costs, limit=limit
             )
             return made.name, made.rows, ""
         rows = _as_written(stages, step.journal)
         schedule.check(rows)
         return "as written", rows, ""
+    except NoRoom as error:
+        return step.schedule, None, error.said(size)
     except (ConfigError, ValueError) as error:
         return step.schedule or "as written", None, str(error)
 
@@ -168,64 +173,12 @@ def _choices(stages: Stages, costs: Costs) -> dict[str, dict[str, float]]:
 # ---- balance
 
 
-def _balance(stages: Stages, step: Step, costs: Costs, name: str) -> dict[str, Any]:
-    """What stages cost beside one another, and the best cut between two ops of the forward, if that would gain something."""
-    totals = [f + i + w for f, i, w in zip(costs.forward, costs.input, costs.weight)]
-    found: dict[str, Any] = {"seconds": totals, "share": [t / sum(totals) if sum(totals) else 0.0 for t in totals]}
-    units = _units(stages, step, totals)
-    ends = cut([unit[0] for unit in units], len(totals))
-    better = [sum(unit[0] for unit in units[a:b]) for a, b in zip([0, *ends], [*ends, len(units)])]
-    known = name if name in schedule.NAMES else "1f1b"
-    scale = [new / old if old else 1.0 for new, old in zip(better, totals)]
-    moved = replace(
-        costs, forward=_by(costs.forward, scale), input=_by(costs.input, scale), weight=_by(costs.weight, scale)
-    )  # fmt: skip
-    with suppress(ConfigError):
-        spans = []
-        for one in (costs, moved):
-            made = schedule.make(known, stages=len(totals), workers=stages.places, micro_batches=stages.micro, costs=one)
-            spans.append(schedule.simulate(made.rows, one).makespan)
-        gain = 1 - spans[1] / spans[0] if spans[0] else 0.0
-        if gain >= WORTH:
-            begins = [next((unit[1] for unit in units[at:] if unit[1]), "") for at in ends]
-            share = [t / sum(better) for t in better]
-            found["better"] = {"gain": gain, "schedule": known, "share": share, "begins": begins}
-    return found
-
-
-def _by(times: Sequence[float], scale: Sequence[float]) -> tuple[float, ...]:
-    return tuple(time * factor for time, factor in zip(times, scale))
-
-
-def _units(stages: Stages, step: Step, totals: Sequence[float]) -> list[tuple[float, str]]:
-    """Ops of the first forward in order, each with its share of its stage's cost, and the weight it reads."""
-    units: list[tuple[float, str]] = []
-    for name, worker, total in zip(stages.names, stages.followed, totals):
+def _units(stages: Stages, step: Step) -> list[list[Unit]]:
+    """Ops of each stage's first forward in order, with what they take and the weight they read."""
+    found = []
+    for name, worker in zip(stages.names, stages.followed):
         stretch = step.stretches[worker]
         names = {id(block): block.name for block in (*stretch.start, *stretch.made) if block.name}
         rows: list[Row] = [row for row in stretch.first if row.by == Place(name, False, 0) and row.seconds]
-        whole = sum(row.seconds for row in rows)
-        for row in rows:
-            label = next((names[i] for i in row.reads if i in names), "")
-            units.append((row.seconds / whole * total, label))
-    return units
-
-
-def cut(costs: Sequence[float], parts: int) -> list[int]:
-    """Where to end all but the last of so many runs, so that the dearest is as cheap as can be."""
-    low, high = max(costs, default=0.0), sum(costs)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if len(_filled(costs, middle)) < parts else (middle, high)
-    ends = _filled(costs, high)
-    return [*ends, *[len(costs)] * (parts - 1 - len(ends))]
-
-
-def _filled(costs: Sequence[float], most: float) -> list[int]:
-    ends, now = [], 0.0
-    for n, one in enumerate(costs):
-        if now + one > most * (1 + 1e-12) and n:
-            ends.append(n)
-            now = 0.0
-        now += one
-    return ends
+        found.append([(row.seconds, next((names[i] for i in row.reads if i in names), "")) for row in rows])
+    return found

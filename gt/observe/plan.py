@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from gt.dispatcher.schedule.balance import said
 from gt.ir.layout import Replicate
 from gt.ir.text import PlanLine
 from gt.observe import pipeline
@@ -176,6 +177,7 @@ def _pipeline(pipe: dict[str, Any]) -> list[str]:
         share = ", ".join(f"{s:.1%}" for s in better["share"])
         begins = ", ".join(f"{n} from {b}" for n, b in zip(pipe["stages"][1:], better["begins"]) if b)
         lines.append(f"# a better cut gains {better['gain']:.1%} in {better['schedule']}: {share} ({begins})")
+        lines.append(f"# {said(better['moves'], pipe['stages'])}")
     return lines
 
 

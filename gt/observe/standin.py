@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
+from gt.dispatcher.plan import cost
 from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
 from gt.ir.spec import DTYPES
-from gt.observe import cost, traffic
+from gt.observe import traffic
 from gt.worker.pieces import as_boxes, local
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -34,7 +34,7 @@ def chrome(stats: dict[str, Any]) -> dict[str, Any]:
 
 def _predicted(order: dict[str, Any]) -> list[tuple[str, list[tuple[str, float, float]]]]:
     rows = schedule.parse(order["rows"])
-    line = schedule.simulate(rows, schedule.uniform(1 + max(action.stage for row in rows for action in row)))
+    line = schedule.simulate(rows, schedule.Costs.from_wire(order["costs"]))
     ran = order["measured"]
     unit = ran["makespan"] * (1 - ran["idle"]) / (line.makespan * (1 - line.idle))
     found = []

@@ -13,6 +13,7 @@ Numbers = list  # of numbers only: a stream
 VERSION = 1
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has taken any in
+TIMES = 4096  # definitions that one Done tells of, at most
 MAX_BODY = 16 << 20  # bytes of one msgpack body
 
 
@@ -243,12 +244,13 @@ class World(Message):
 
 @dataclass(frozen=True, slots=True)
 class Run(Message):
-    """Dispatcher -> worker. Instructions in order; answered by Done. defines: Define.wire()."""
+    """Dispatcher -> worker. Instructions in order; answered by Done. defines: Define.wire(); timed: with what they took."""
 
     seq: int
     base: int
     defines: list
     code: Numbers
+    timed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,9 +310,13 @@ class Exit(Message):
 
 @dataclass(frozen=True, slots=True)
 class Done(Message):
-    """Worker -> dispatcher: every Run up to `seq` has been carried out (its failures were sent before)."""
+    """Worker -> dispatcher: every Run up to `seq` has been carried out (its failures were sent before).
+
+    times: [number, seconds, ...] of definitions that timed Runs named: the least that each took.
+    """
 
     seq: int
+    times: Numbers = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

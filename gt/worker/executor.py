@@ -22,10 +22,11 @@ from gt.worker.outgoing import Outgoing
 from gt.worker.pieces import as_boxes
 from gt.worker.pieces import local as local_shape
 from gt.worker.plane.base import PeerGone, Plane
-from gt.worker.program import Stamp, program
+from gt.worker.program import Bound, Stamp, program
 from gt.worker.segments import Row
 from gt.worker.steps import Binder, Blank, Step, Worker
 from gt.worker.store import Cancelled, Uploads
+from gt.worker.timed import Timed
 
 log = logging.getLogger("gt.worker")
 
@@ -49,7 +50,8 @@ class Executor:
         self.worker = Worker(engine, plane, send, self.tensors, self.uploads, self.outgoing)
         self._engine = engine
         self._send = send
-        self._steps: dict[int, tuple[Step, int]] = {}  # number -> what to call, numbers it takes in the stream
+        self.times: dict[int, float] = {}  # number -> the least that it took in timed Runs, until it is told
+        self._steps: Bound = {}  # number -> what to call, numbers it takes in the stream
         # number -> its kind and outputs, for placeholders, and itself where it may be compiled
         self._made: dict[int, tuple[str, list[Blank], Define | None]] = {}
         self._plans: dict[int, Plan] = {}  # by definition of a program, what of it is compiled
@@ -86,9 +88,12 @@ class Executor:
     def _definition(self, number: int) -> Define | None:
         return self._made[number][2]
 
-    def run(self, code: list[int], base: int, epoch: int = 0) -> None:
+    def run(self, code: list[int], base: int, epoch: int = 0, timed: bool = False) -> None:
         """Carry out a stream, seqs counting from base. ProtocolError for a number that was never defined."""
-        steps, at, end, done = self._steps, 0, len(code), 0
+        steps: Bound | Timed = self._steps
+        at, end, done = 0, len(code), 0
+        if timed and self._engine.clock is not None:
+            steps = Timed(self._steps, self._engine.clock, self.times)
         self.worker.epoch = epoch
         self._code, self._base = code, base
         with self._engine.guard():

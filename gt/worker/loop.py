@@ -43,6 +43,7 @@ from gt.wire.messages import (
 from gt.worker.engine.base import open_engine
 from gt.worker.executor import Executor, Poisoned
 from gt.worker.plane.base import ALL, Plane, open_plane
+from gt.worker.timed import take
 
 log = logging.getLogger("gt.worker")
 TOGETHER = 8  # Runs that one Done answers, at most
@@ -151,7 +152,7 @@ class Loop:
             self.executor.outgoing.settle()
             if message.defines:
                 self.executor.define(message.defines)
-            self.executor.run(message.code, message.base, epoch)
+            self.executor.run(message.code, message.base, epoch, message.timed)
             self.done = message.seq
             self._untold += 1
             if self._untold >= TOGETHER or self._inbox.empty():
@@ -168,7 +169,7 @@ class Loop:
 
     def _tell_done(self) -> None:
         if self._untold:
-            self.send(Done(self.done))
+            self.send(Done(self.done, take(self.executor.times)))
             self._untold = 0
 
 

@@ -18,15 +18,9 @@ from gt.dispatcher.schedule.show import show
 from gt.dispatcher.schedule.simulate import Timeline, simulate
 from gt.dispatcher.schedule.zero_bubble import zb_h1, zb_v
 from gt.errors import ConfigError
+from gt.ir.schedules import NAMES
 
-SCHEDULES: dict[str, auto.Table] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "zb-h1": zb_h1,
-    "interleaved": interleaved,
-    "zb-v": zb_v,
-}
-NAMES = (*SCHEDULES, "auto")
+SCHEDULES: dict[str, auto.Table] = dict(zip(NAMES, (gpipe, one_f_one_b, zb_h1, interleaved, zb_v)))
 __all__ = [
     "NAMES", "SCHEDULES", "Action", "Costs", "Schedule", "Timeline",
     "check", "finish", "make", "parse", "show", "simulate", "text", "uniform",

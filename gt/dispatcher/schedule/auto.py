@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from gt.dispatcher.schedule.actions import Rows
+from gt.dispatcher.schedule.actions import Action, Rows
 from gt.dispatcher.schedule.blocks import Placement, blocks, expand, mates, turns
 from gt.dispatcher.schedule.costs import Costs
 from gt.dispatcher.schedule.fill import fill
@@ -23,6 +23,21 @@ Judged = tuple[float, float, str, Rows]  # makespan, largest peak, name, rows
 LATE = (0.0, 0.5, 1.0)  # by what part of its time a weight gradient may exceed the gap it takes
 AHEAD = (1.0, 1.5, 2.0, 3.0)  # forwards that a stage runs ahead for every stage after it: 2 hides transfers as long as a stage
 CLOSE = 1 + 1e-9
+
+
+class NoRoom(ConfigError):
+    """No schedule keeps within the limit of memory."""
+
+    def __init__(self, m: int, limit: float, least: float) -> None:
+        self.m, self.limit, self.least = m, limit, least
+        super().__init__(self.said(lambda amount: f"{amount:g}"))
+
+    def said(self, size: Callable[[float], str]) -> str:
+        """In words; size writes an amount in the unit of the costs."""
+        return (
+            f"no schedule of {self.m} micro-batches keeps within {size(self.limit)} of activations a worker; the least that "
+            f"was found is {size(self.least)}: try smaller micro-batches, or another cut into stages"
+        )
 
 
 def choose(tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float]) -> tuple[str, Rows]:
@@ -41,10 +56,7 @@ def choose(tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs
         if best is None or made[0] * CLOSE < best[0] or (made[0] <= best[0] * CLOSE and made[1] * CLOSE < best[1]):
             best = made
     if best is None:
-        raise ConfigError(
-            f"no schedule of {m} micro-batches keeps within {min(limits):g} of activations a worker; the least that was found "
-            f"is {least:g}: try smaller micro-batches, or another cut into stages"
-        )
+        raise NoRoom(m, min(limits), least)
     return best[2], best[3]
 
 
@@ -69,7 +81,15 @@ def candidates(
                 if filled is not None:
                     yield f"auto, {name}", expand(filled, found)
         if len(runs) == len(workers):
-            return
+            break
+    if min(limits) < float("inf"):  # what takes least memory of all
+        yield (
+            "auto, one by one",
+            [
+                [Action(stage, kind, i) for i in range(m) for kind, order in (("F", own), ("B", own[::-1])) for stage in order]
+                for own in mates(workers)
+            ],
+        )
 
 
 def single(workers: Placement) -> list[list[int]]:

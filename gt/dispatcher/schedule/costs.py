@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 PerStage = tuple[float, ...]
 MayBe = tuple[float | None, ...]  # None: the stage has no such action
@@ -15,7 +16,8 @@ class Costs:
 
     `activation` is held from F until B; where a schedule has I and W, `kept` of it is held from I until W.
     `loss`, `reduce` and `optimizer` are times of L, R and O, once a step; None where a stage has none. With `overlap` an
-    all-reduce runs beside its worker's compute; with `joint` every optimizer waits for all stages' gradients (clipping).
+    all-reduce runs beside its worker's compute; with `joint` every optimizer waits for all stages' gradients (clipping), with
+    `own` for those of its worker's stages.
     """
 
     forward: PerStage
@@ -29,6 +31,7 @@ class Costs:
     optimizer: MayBe = ()
     overlap: bool = True
     joint: bool = False
+    own: bool = False
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -48,6 +51,15 @@ class Costs:
         """Time of a stage's L, R or O; None where it has none."""
         values = {"L": self.loss, "R": self.reduce, "O": self.optimizer}[kind]
         return values[stage] if values else None
+
+    def wire(self) -> dict[str, Any]:
+        """As a Report has it."""
+        return {f.name: v if isinstance(v := getattr(self, f.name), bool) else list(v) for f in fields(self)}
+
+    @classmethod
+    def from_wire(cls, row: dict[str, Any]) -> Costs:
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in row.items()}
+        return cls(**values)
 
     def merged(self, blocks: Sequence[Sequence[int]]) -> Costs:
         """Costs of runs of stages, each taken as one stage. Of what is done once a step nothing is left."""

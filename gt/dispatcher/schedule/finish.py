@@ -66,8 +66,9 @@ def _slots(row: Row, line: Timeline, worker: int, costs: Costs) -> list[Slot]:
 
 def _first(slots: list[Slot], costs: Costs, kind: str, stage: int) -> int:
     """The place after the last action of its row that a stage's L, R or O needs."""
-    every = kind == "O" and costs.joint
-    needed = (place for place, (_, _, action) in enumerate(slots) if action.kind in NEEDS[kind] and action.stage == stage)
+    every, own = kind == "O" and costs.joint, kind == "O" and costs.own
+    mine = ((place, action) for place, (_, _, action) in enumerate(slots) if own or action.stage == stage)
+    needed = (place for place, action in mine if action.kind in NEEDS[kind])
     return len(slots) if every else 1 + max(needed, default=-1)
 
 
@@ -78,7 +79,12 @@ def _ready(rows: Rows, line: Timeline, costs: Costs, kind: str) -> list[float]:
         for action, end in zip(row, times):
             if action.kind in NEEDS[kind]:
                 found[action.stage] = max(found[action.stage], end)
-    return [max(found)] * costs.stages if kind == "O" and costs.joint else found
+    if kind != "O" or not (costs.joint or costs.own):
+        return found
+    if costs.joint:
+        return [max(found)] * costs.stages
+    last = {stage: max(found[action.stage] for action in row) for row in rows for stage in {a.stage for a in row}}
+    return [last[stage] for stage in range(costs.stages)]
 
 
 def _in_a_gap(slots: list[Slot], first: int, ready: float, took: float) -> tuple[int, float]:

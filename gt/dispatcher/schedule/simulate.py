@@ -6,6 +6,7 @@ another worker; W for its I; L, R and O for all their stage has before them. Kno
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gt.dispatcher.schedule.actions import ONCE, Action, Rows, micro_batches, placement
@@ -140,7 +141,7 @@ class _Run:
         if self.lacks(stage, kind) is not None:
             return False
         if kind == "O":
-            begin = max([begin, *(self.ready if self.costs.joint else self.ready[stage : stage + 1])])
+            begin = max([begin, *(self.ready[other] for other in self.awaits(stage))])
         if kind == "R":
             begin = max(begin, self.link[worker])
             self.link[worker] = self.ready[stage] = begin + took
@@ -151,12 +152,18 @@ class _Run:
             self.clock[worker] = begin + took
         return True
 
+    def awaits(self, stage: int) -> Sequence[int]:
+        """Stages whose gradients an optimizer needs."""
+        if self.costs.joint:
+            return range(len(self.workers))
+        return [s for s, worker in enumerate(self.workers) if worker == self.workers[stage]] if self.costs.own else [stage]
+
     def lacks(self, stage: int, kind: str) -> Action | None:
         """What an L, R or O still waits for."""
         if kind == "L":
             missing = [i for i in range(self.m) if self.forward[(stage + 1) * self.m + i] == NEVER]
             return Action(stage, "F", missing[0]) if missing else None
-        for other in range(len(self.workers)) if kind == "O" and self.costs.joint else [stage]:
+        for other in self.awaits(stage) if kind == "O" else [stage]:
             if self.left[other]:
                 return self.undone(other, "BW")
             if kind == "O" and other in self.to_reduce:

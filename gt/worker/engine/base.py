@@ -62,6 +62,10 @@ class Engine(Protocol):
 
     name: str
 
+    @property
+    def clock(self) -> Callable[[], float] | None:
+        """Seconds; None where an op goes on after its call has returned."""
+
     def guard(self) -> AbstractContextManager:
         """Around a batch of instructions: nothing is recorded for autograd."""
 

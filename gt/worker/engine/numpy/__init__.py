@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class NumpyEngine:
     """An engine.base.Engine. NumPy's floating point errors are not errors, as they are not torch's."""
 
     name = "numpy"
+    clock = staticmethod(perf_counter)
 
     def __init__(self, device: str = "") -> None:
         if device not in ("", "cpu"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class TorchEngine:
         """device: "cpu" or "cuda:0"; "" is the GPU if there is one."""
         self.device = _device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         self.host = self.device.type == "cpu"
+        self.clock = perf_counter if self.host else None
         self._compilers: dict[str, Compiler] = {}
 
     def guard(self) -> AbstractContextManager:

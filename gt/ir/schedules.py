@@ -1,0 +1,26 @@
+"""How a schedule is asked for: its name, and after a colon what a worker may hold of activations, `auto:2GiB`."""
+
+from __future__ import annotations
+
+import re
+
+NAMES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "auto")
+UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SIZE = re.compile(rf"(?a:(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)}))")
+
+
+def asked(text: str) -> tuple[str, float | None]:
+    """Name and limit in bytes, None without one; ValueError for what is neither."""
+    name, colon, size = text.partition(":")
+    if name not in NAMES:
+        raise ValueError(f"schedule {name!r} is not known: want one of {', '.join(NAMES)}")
+    found = _SIZE.fullmatch(size.strip())
+    if colon and (found is None or not float(found[1])):
+        raise ValueError(f"schedule {text!r}: {size!r} is no size; want bytes of activations a worker, as in {name}:2GiB")
+    return name, float(found[1]) * UNITS[found[2]] if found else None
+
+
+def size(count: float) -> str:
+    """A number of bytes for a reader."""
+    unit, by = next(((u, b) for u, b in reversed(UNITS.items()) if count >= b and u), ("B", 1))
+    return f"{count / by:.4g} {unit}"
