@@ -40,7 +40,7 @@ def random_costs(rng: random.Random, stages: int, once: bool = False) -> Costs:
     kept = tuple(rng.randint(0, int(2 * size)) / 2 for size in activation)
     return Costs(
         some(0), some(0), some(0), some(0, stages - 1), activation, kept, maybe(), maybe(), maybe(),
-        overlap=rng.random() < 0.5, joint=rng.random() < 0.5,
+        overlap=rng.random() < 0.5, joint=rng.random() < 0.5, own=int(2 * sum(activation)) % 3 == 0,
     )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def random_rows(rng: random.Random, workers: list[int], m: int, costs: Costs) ->
     every, done = frozenset(left), set()
     rows: list[list[Action]] = [[] for _ in range(1 + max(workers))]
     while left:
-        able = sorted(action for action in left if needs(action, every, costs) <= done)
+        able = sorted(action for action in left if needs(action, every, costs, workers) <= done)
         action = rng.choice(able)
         rows[workers[action.stage]].append(action)
         left.remove(action)
@@ -63,7 +63,7 @@ def random_rows(rng: random.Random, workers: list[int], m: int, costs: Costs) ->
     return rows
 
 
-def needs(action: Action, every: frozenset[Action], costs: Costs) -> set[Action]:
+def needs(action: Action, every: frozenset[Action], costs: Costs, workers: list[int]) -> set[Action]:
     """What has to be done before an action, of the actions that there are."""
     stage, kind, micro = action
     if kind == "F":
@@ -74,7 +74,10 @@ def needs(action: Action, every: frozenset[Action], costs: Costs) -> set[Action]
         found = {Action(stage, "I", micro)}
     else:
         before = {"L": "F", "R": "BW", "O": "BWR"}[kind]
-        found = {a for a in every if a.kind in before and (a.stage == stage or (kind == "O" and costs.joint))}
+        beside = {
+            other for other, at in enumerate(workers) if kind == "O" and (costs.joint or (costs.own and at == workers[stage]))
+        }
+        found = {a for a in every if a.kind in before and (a.stage == stage or a.stage in beside)}
     return found & every
 
 
@@ -91,7 +94,7 @@ def slow_ends(rows: list[list[Action]], costs: Costs) -> tuple[dict[Action, floa
         # an all-reduce is begun in its row's order, and holds up nothing there where it overlaps
         edges += [(a, b, 0.0 if a.kind == "R" and costs.overlap else took[a]) for a, b in pairwise(row) if b.kind == "R"]
     for action in every:
-        for other in needs(action, every, costs):
+        for other in needs(action, every, costs, [worker[stage] for stage in sorted(worker)]):
             far = worker[action.stage] != worker[other.stage] and abs(action.stage - other.stage) == 1 and action.kind in "FBI"
             lag = costs.transfer[min(action.stage, other.stage)] if far else 0.0
             edges.append((other, action, took[other] + lag))

@@ -356,7 +356,7 @@ def test_a_pipeline_compiled_is_the_same_within_rounding(session: Callable) -> N
     run, got = train(partial(gt.compile, backend="inductor", schedule="1f1b"))
     close(got, want)
     said = run.explain()
-    assert run._programs[0].replays >= 16 and "backend inductor on w0, w1: " in said, said
+    assert run._programs[0].replays >= 16 and "backend inductor on w0" in said, said
 
 
 @pytest.mark.usefixtures("plain_threads", "one")

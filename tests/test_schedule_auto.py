@@ -66,6 +66,22 @@ def test_auto_is_never_worse_than_a_named_one_and_keeps_within_memory(
     assert last_ones(made.rows) == wanted(costs)
 
 
+@pytest.mark.parametrize(
+    ("placement", "p", "m"), [("line", 16, 64), ("turns", 8, 64), ("vee", 8, 33), ("pairs", 16, 24), ("thrice", 5, 64)]
+)
+def test_with_many_stages_auto_is_no_worse_than_a_named_one_and_keeps_within_memory(placement: str, p: int, m: int) -> None:
+    rng = random.Random(f"{placement} {p} {m}")
+    workers = PLACEMENTS[placement](p)
+    costs = random_costs(rng, len(workers), once=True)
+    one = [sum(a for a, w in zip(costs.activation, workers) if w == worker) for worker in range(p)]
+    for limit in (float("inf"), max(one) * p / 2):
+        made = auto(workers, m, costs, limit=limit)
+        line = simulate(made.rows, costs)
+        check(made.rows, m)
+        assert line.makespan <= best_named(workers, m, costs, limit) * (1 + 1e-9)
+        assert max(line.peak) <= limit * (1 + 1e-9) and last_ones(made.rows) == wanted(costs)
+
+
 @pytest.mark.parametrize(("placement", "name"), [("line", "zb-h1"), ("turns", "zb-h1"), ("vee", "zb-v"), ("pairs", "zb-h1")])
 def test_at_equal_times_auto_is_the_best_named_one(placement: str, name: str) -> None:
     workers = PLACEMENTS[placement](4)
