@@ -122,3 +122,46 @@ def test_large_messages_and_unlike_stages_do_not_block_one_another(session: Call
     for name in ("gpipe", "1f1b", "zb-h1"):
         for a, b in zip(train(name), want, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.usefixtures("plain_threads", "session")
+def test_a_weight_that_two_stages_share_is_sent_once_a_step(name: str, session: Callable) -> None:
+    session(stages(0, 1))
+    torch.manual_seed(0)
+    start, between = torch.randn(24, 8), torch.randn(8, 8)
+    batches = torch.randint(24, (CALLS, 8, 4))
+
+    def train(name: str | None) -> tuple[Any, list[torch.Tensor]]:
+        held = [torch.nn.Parameter(w.to("remote")) for w in (start, between)]
+        tied, weight = held
+        optimizer = torch.optim.SGD(held, lr=0.1)
+
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            total = torch.zeros((), device="remote")
+            for part in gt.microbatches(tokens, PARTS):
+                with gt.signal.context("pp_stage0"):
+                    x = torch.tanh(torch.nn.functional.embedding(part, tied) @ weight)
+                with gt.signal.context("pp_stage1"):
+                    loss = torch.nn.functional.linear(x, tied).flatten(0, 1).square().mean()
+                loss.backward()
+                total = total + loss.detach()
+            optimizer.step()
+            return total
+
+        run = gt.compile(step, schedule=name) if name else step
+        losses = [run(tokens if name else tokens.to("remote")) for tokens in batches]
+        return run, [t.detach().cpu() for t in (*losses, *held)]
+
+    def sent() -> int:
+        first, second = gt.stats()["workers"][:2]
+        return first["bytes_sent"].get(second["name"], 0)
+
+    _, want = train(None)
+    run, got = train(name)
+    assert not run._programs[0].answer["schedule"]["why"], run.explain()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    before = sent()
+    run(batches[0]).item()
+    assert sent() - before == 4 * (24 * 8 + 8 * 4 * 8)  # the weight, and the activations of the whole batch

@@ -237,6 +237,7 @@ def _times(rows: Sequence[Sequence[schedule.Action]], timeline: schedule.Timelin
 
 def _when(parts: Parts, times: dict, split: bool) -> None:
     """Actions at their start, transfers at the end of what made their data: the same order for everybody."""
+    _first(parts)
     ready: dict[int, float] = defaultdict(float)  # by op: its transfer between two meshes is one
     for rows in parts.values():
         for part in rows:
@@ -247,10 +248,21 @@ def _when(parts: Parts, times: dict, split: bool) -> None:
             action = part.action(split)
             if part.moves and part.when == () and part.op.seq in ready:
                 part.when = (ready[part.op.seq], 0, part.op.seq)
-            elif action is not None and part.when != LATE:
+            elif action is not None and part.when not in (LATE, EARLY):
                 part.when = (times[action][0], 1, *action)
             elif part.when == ():
                 part.when = LATE
+
+
+def _first(parts: Parts) -> None:
+    """What is sent before all actions, such as a weight that a later stage uses too, is received so: messages keep their order."""
+    sends: dict[int, list[Part]] = defaultdict(list)
+    for send, receive in pairs(parts):
+        sends[id(receive)].append(send)
+    for rows in parts.values():
+        for part in rows:
+            if id(part) in sends and all(send.when == EARLY for send in sends[id(part)]):
+                part.when = EARLY
 
 
 def _weights(parts: Parts, ops: dict[int, Planned], memory: dict[int, Bases]) -> None:

@@ -50,20 +50,25 @@ class Mover:
         return made
 
     def _view_of_copy(self, tensor: Tensor, want: Layout) -> int | None:
-        """A view is copied to another mesh by copying its whole base once and viewing that."""
-        base, via = tensor.base, tensor.via
-        if base is None or via is None or base.layout is None or base.layout.mesh == want.mesh:
+        """A view is copied to another mesh by copying its whole base once and viewing that, and so is a view of a view."""
+        if not want.replicated or tensor.base is None or tensor.base.layout is None or tensor.base.layout.mesh == want.mesh:
             return None
-        if base.spec.numel != tensor.spec.numel or not want.replicated or len(via[0].news) != 1:
+        views = [tensor]
+        while (base := views[-1].base) is not None and not row_major(base.spec):
+            views.append(base)  # a copy of this would not have its strides
+        if base is None or any(t.via is None or len(t.via[0].news) != 1 or t.spec.numel != base.spec.numel for t in views):
             return None
-        if not row_major(base.spec):  # as its copy would be
-            return None
-        known, values, _ = via
-        source = self.bring(base, Layout(want.mesh, (R,) * len(want.mesh.axes)))
-        made = self.s.emitter.temporary()
-        ins = [base.layout if i else Layout(want.mesh, want.placements) for i in range(known.tensors)]
-        self.compute(known, ins, [want], [source], values, [made])
-        return made
+        lies = self.s.intern(Layout(want.mesh, (R,) * len(want.mesh.axes)))
+        now = first = self.bring(base, lies)
+        for view in reversed(views):
+            assert view.via is not None
+            known, values, _ = view.via
+            made = self.s.emitter.temporary()
+            self.compute(known, [lies] * known.tensors, [want if view is tensor else lies], [now], values, [made])
+            if now != first:
+                self.s.emitter.free(want.mesh.workers, [now])
+            now = made
+        return now
 
     def convert(self, source: int, tensor: Tensor, have: Layout, want: Layout) -> int:
         """A new tensor that holds `source` in another layout. Terms must have been added up."""

@@ -1,0 +1,236 @@
+"""GPT-2 as a plain nn.Module, and how it is cut into stages; signal groups around its pieces are all that GT needs.
+
+The model runs anywhere: with no groups it is a plain torch program. It knows nothing about files and training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gt
+
+PAD = 128  # the vocabulary is padded to a multiple of this, which matmuls like
+# depth -> (width, heads) of the published sizes; between them, heads of 64 as in those
+PUBLISHED = {12: (768, 12), 24: (1024, 16), 36: (1280, 20), 48: (1600, 25)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a GPT-2. vocab is what tokens may be; weights have `padded` rows."""
+
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    context: int = 1024
+    vocab: int = 50257
+    padded: int = 50304
+
+    @property
+    def parameters(self) -> int:
+        """How many there are, the padded vocabulary not counted."""
+        c = self.width
+        return (self.vocab + self.context) * c + self.layers * (12 * c * c + 13 * c) + 2 * c
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or self.heads < 1 or self.width % self.heads or not 0 < self.vocab <= self.padded:
+            raise ValueError(f"no GPT-2 has these sizes: {self}")
+
+
+def fresh(name: str, vocab: int = 50257) -> Config:
+    """The sizes that `d12` and the like stand for: so many layers, d2 to d48."""
+    depth = int(name[1:]) if re.fullmatch(r"d\d{1,3}", name) else 0
+    if not 2 <= depth <= 48:
+        raise ValueError(f"-e {name}: want a checkpoint file, or d2 to d48 for a fresh model of so many layers")
+    known = [(0, 0), *((d, h) for d, (_, h) in PUBLISHED.items())]
+    (d0, h0), (d1, h1) = next((a, b) for a, b in zip(known, known[1:]) if a[0] < depth <= b[0])
+    heads = h0 + round((depth - d0) * (h1 - h0) / (d1 - d0))
+    return Config(depth, heads, 64 * heads, 1024, vocab, math.ceil(vocab / PAD) * PAD)
+
+
+def within(group: str) -> contextlib.AbstractContextManager:
+    """The signal group as a context; without one, ops run where their inputs are."""
+    return gt.signal.context(group) if group else contextlib.nullcontext()
+
+
+# ---- the pieces
+
+
+class Embed(nn.Module):
+    """Tokens and their positions."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.padded, config.width)
+        self.wpe = nn.Embedding(config.context, config.width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+
+
+class Block(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        width, self.heads = config.width, config.heads
+        self.ln1, self.qkv, self.attproj = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.ln2, self.fc, self.fcproj = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        heads = (batch, length, self.heads, width // self.heads)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.ln1(x)).split(width, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attproj(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.fcproj(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
+
+
+class Head(nn.Module):
+    """The last norm, and logits by the token embedding's weight, which the two share."""
+
+    def __init__(self, config: Config, wte: nn.Embedding) -> None:
+        super().__init__()
+        self.lnf, self.unembed = nn.LayerNorm(config.width), nn.Linear(config.width, config.padded, bias=False)
+        self.unembed.weight = wte.weight
+        # tokens that are none must not have a share in the softmax; as a bias, that is part of the matmul
+        self.register_buffer("nothing", torch.zeros(config.padded) if config.vocab < config.padded else None, persistent=False)
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(self.lnf(x), self.unembed.weight if weight is None else weight, self.nothing)
+
+
+class GPT2(nn.Module):
+    """Made on the meta device: `materialize` and then `initialize`, or load weights into it.
+
+    groups: the signal group of each piece (embedding, every layer, head), or none.
+    """
+
+    def __init__(self, config: Config, groups: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):
+            self.embed = Embed(config)
+            self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
+            self.head = Head(config, self.embed.wte)
+        self.groups = list(groups) or [""] * (config.layers + 2)
+
+    def pieces(self) -> list[nn.Module]:
+        """In order; each takes what the one before it gives."""
+        return [self.embed, *self.h, self.head]
+
+    def logits(self, tokens: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """[batch, length] int64 to [batch, length, padded]. weight: the head's, if not the embedding's."""
+        x = tokens
+        for piece, group in zip([self.embed, *self.h], self.groups):
+            with within(group):
+                x = piece(x)
+        with within(self.groups[-1]):
+            return self.head(x, weight)
+
+    def twin(self) -> torch.Tensor:
+        """The embedding's weight as another leaf: the last stage adds up its gradient there, and it is moved once a step."""
+        return self.embed.wte.weight.detach().requires_grad_()
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """The mean cross-entropy, in fp32: bf16 has too few digits for a mean, but enough for its terms."""
+        logits = self.logits(tokens, weight)
+        with within(self.groups[-1]):
+            losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+            return losses.float().mean()
+
+    def next_token(self, tokens: torch.Tensor, place: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
+        """The token drawn for [place + 1] of tokens [1, length], as [1]: coin in [0, 1) picks it by inverse distribution."""
+        logits = self.logits(tokens)
+        with within(self.groups[-1]):
+            odds = logits[0].index_select(0, place)[0, : self.config.vocab].float().softmax(0).cumsum(0)
+            return (odds < coin * odds[-1:]).sum(0, keepdim=True).clamp(max=self.config.vocab - 1)
+
+    def materialize(self, dtype: torch.dtype = torch.float32) -> GPT2:
+        """Memory on the CPU for every parameter, and the values of what is no parameter."""
+        self.to(dtype).to_empty(device="cpu")
+        if self.head.nothing is not None:
+            self.head.nothing.zero_()[self.config.vocab :] = float("-inf")
+        return self
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> GPT2:
+        """As GPT-2's: normal with 0.02, projections into the residual smaller by the root of how many there are."""
+        generator = torch.Generator().manual_seed(seed)
+        residual = 0.02 / math.sqrt(2 * self.config.layers)
+        for name, p in self.named_parameters():
+            if p.dim() > 1:
+                p.normal_(0, residual if "proj." in name else 0.02, generator=generator)
+            else:
+                p.fill_(1 if ".ln" in name and name.endswith("weight") else 0)
+        self.embed.wte.weight[self.config.vocab :] = 0
+        return self
+
+
+# ---- stages
+
+
+def cut(model: GPT2, stages: int, batch: int, length: int) -> list[int]:
+    """How many pieces each stage gets, by cost: the head alone weighs more than five layers of GPT-2 124M."""
+    example = torch.empty(batch, length, dtype=torch.int64, device="meta")
+    return [stop - start for start, stop in gt.signal.balance(model.pieces(), stages, example)]
+
+
+def layers_cut(counts: Sequence[int]) -> list[int]:
+    """Pieces a stage from layers a stage: the embedding is the first one's, the head the last one's."""
+    return [n + (k == 0) + (k == len(counts) - 1) for k, n in enumerate(counts)]
+
+
+def placed(pieces: Sequence[int]) -> list[str]:
+    """The signal group of each piece."""
+    return [f"stage{stage}" for stage, n in enumerate(pieces) for _ in range(n)]
+
+
+def workers_of(stages: int, schedule: str) -> list[int]:
+    """Which worker each stage is on. zb-v wants a V of stages, interleaved turns: both have two stages a worker."""
+    name = schedule.partition(":")[0]
+    if name not in ("zb-v", "interleaved") or stages == 1:
+        return list(range(stages))
+    if stages % 2:
+        raise ValueError(f"--schedule {name} has two stages on each worker: want an even number of --stages, got {stages}")
+    half = stages // 2
+    return [*range(half), *(reversed(range(half)) if name == "zb-v" else range(half))]
+
+
+def yaml(workers: Sequence[int]) -> str:
+    """The signal groups of stages on these workers."""
+    return "".join(f"stage{n}: {{shard: {{axis: 0, workers: [{w}]}}}}\n" for n, w in enumerate(workers))
+
+
+# ---- memory
+
+
+def activation_bytes(model: GPT2, batch: int, length: int) -> list[int]:
+    """What autograd keeps of each piece for the backward pass of [batch, length] tokens; nothing is computed."""
+    twin, found = GPT2(model.config).to(next(model.parameters()).dtype), []
+    weights = {p.untyped_storage()._cdata for p in twin.parameters()}
+    x = torch.empty(batch, length, dtype=torch.int64, device="meta")
+    seen: set[int] = set()
+    held: list[torch.Tensor] = []  # so that no storage's address is used twice
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights | seen:
+            seen.add(storage._cdata)
+            held.append(tensor)
+            found[-1] += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        for piece in twin.pieces():
+            found.append(0)
+            x = piece(x)
+        F.cross_entropy(x.flatten(0, 1), torch.empty(batch * length, dtype=torch.int64, device="meta"))
+    return found

@@ -1,0 +1,188 @@
+"""Token files from any text, and GPT-2's published weights as llm.c's: see README.md.
+
+    prepare_data.py TEXT... [--to FOLDER] [--vocabulary FOLDER]     NAME_train.bin, NAME_val.bin, gpt2_tokenizer.bin
+    prepare_data.py --weights FOLDER [--to FOLDER]                  gpt2_124M.bin from a Hugging Face folder
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from checkpoint import BadFile, Tokenizer, in_order, write_tokenizer, write_tokens, write_weights  # noqa: E402
+from model import PAD, Config  # noqa: E402
+
+FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # a GPT-2 vocabulary, as Hugging Face and OpenAI name it
+Encode = Callable[[str], Sequence[int]]
+
+
+# ---- text
+
+
+def characters() -> dict[str, int]:
+    """The byte that each character of GPT-2's vocabulary files stands for: printable ones themselves, others from 256 on."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [n for n in range(256) if n not in plain]
+    return {**{chr(n): n for n in plain}, **{chr(256 + k): n for k, n in enumerate(rest)}}
+
+
+def by_bytes() -> tuple[Tokenizer, Encode]:
+    """256 tokens and an end of text."""
+    return Tokenizer([bytes([n]) for n in range(256)] + [b""], 256), lambda text: text.encode()
+
+
+def by_pairs(folder: Path) -> tuple[Tokenizer, Encode]:
+    """GPT-2's byte pairs, from the vocabulary in a folder, carried out by tiktoken or transformers."""
+    names = next((n for n in FILES if all((folder / name).exists() for name in n)), None)
+    if names is None:
+        raise BadFile(f"{folder}: no GPT-2 vocabulary: want {' or '.join(' and '.join(n) for n in FILES)}")
+    vocabulary, merges = (folder / name for name in names)
+    numbers = json.loads(vocabulary.read_text("utf-8"))
+    known = characters()
+    tokens = [b""] * (max(numbers.values()) + 1)
+    end = numbers.get("<|endoftext|>", len(tokens) - 1)
+    for text, number in numbers.items():
+        tokens[number] = b"" if number == end else bytes(known[c] for c in text)
+    if tiktoken := found("tiktoken"):
+        ranks = {token: n for n, token in enumerate(tokens) if n != end}
+        words = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+        return Tokenizer(tokens, end), tiktoken.Encoding(
+            "gpt2", pat_str=words, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end}
+        ).encode_ordinary
+    if transformers := found("transformers"):
+        tokenizer = transformers.GPT2TokenizerFast(vocab_file=str(vocabulary), merges_file=str(merges))
+        return Tokenizer(tokens, end), tokenizer.encode
+    raise BadFile(f"{folder} has a GPT-2 vocabulary, but there is no library to use it: pip install tiktoken")
+
+
+def found(name: str):
+    """A module, or None where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return None
+
+
+def text(args: argparse.Namespace) -> list[str]:
+    """Writes token files and tokenizer; a line about each."""
+    tokenizer, encode = by_pairs(args.vocabulary) if args.vocabulary else by_bytes()
+    pieces = []
+    for path in args.text:
+        try:
+            pieces.append(np.array([tokenizer.end, *encode(path.read_text("utf-8", "replace"))], np.uint16))
+        except OSError as error:
+            raise BadFile(f"{path}: cannot read the text ({(error.strerror or 'error').lower()})") from None
+    tokens = np.concatenate(pieces)
+    held = args.val_tokens if args.val_tokens is not None else min(32768, len(tokens) // 10)
+    if not 0 < held < len(tokens):
+        raise BadFile(f"{len(tokens)} tokens: cannot hold back {held} of them for validation (--val-tokens)")
+    lines, name = [], args.name or args.text[0].stem
+    train = tokens[held:]
+    shards = [train[at : at + args.shard] for at in range(0, len(train), args.shard)] if args.shard else [train]
+    files = [(f"{name}_val.bin", tokens[:held])]
+    files += [(f"{name}_train{f'_{n:06d}' if args.shard else ''}.bin", shard) for n, shard in enumerate(shards)]
+    for file, part in files:
+        write_tokens(args.to / file, part)
+        lines.append(f"{args.to / file}: {len(part)} tokens")
+    write_tokenizer(args.to / "gpt2_tokenizer.bin", tokenizer)
+    kind = "byte pairs" if args.vocabulary else "bytes (--vocabulary FOLDER for GPT-2's byte pairs)"
+    return [*lines, f"{args.to / 'gpt2_tokenizer.bin'}: {len(tokenizer.tokens)} tokens, {kind}"]
+
+
+# ---- weights
+
+NAMES = {  # of ours -> of Hugging Face's
+    "embed.wte": "wte", "embed.wpe": "wpe", "head.lnf": "ln_f", "ln1": "ln_1", "ln2": "ln_2", "qkv": "attn.c_attn",
+    "attproj": "attn.c_proj", "fc": "mlp.c_fc", "fcproj": "mlp.c_proj",
+}  # fmt: skip
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """A file's tensors: 8 bytes with the length of a JSON header, which says where in the rest each lies."""
+    data = np.memmap(path, np.uint8, "r")
+    size = int(data[:8].view("<u8")[0]) if len(data) >= 8 else 0
+    if not 0 < size <= len(data) - 8:
+        raise BadFile(f"{path}: truncated, or no safetensors file")
+    rows = json.loads(data[8 : 8 + size].tobytes())
+    tensors = {}
+    for name, row in rows.items():
+        if name == "__metadata__" or row["dtype"] not in STORED:
+            continue  # a causal mask is stored as bytes
+        a, b = (8 + size + n for n in row["data_offsets"])
+        if b > len(data):
+            raise BadFile(f"{path}: truncated: {name} ends at byte {b}, the file at {len(data)}")
+        tensors[name] = torch.from_numpy(data[a:b].copy()).view(STORED[row["dtype"]]).view(row["shape"])
+    return tensors
+
+
+def theirs(name: str) -> str:
+    """Hugging Face's name of a parameter."""
+    layer, _, rest = name.removeprefix("h.").partition(".") if name.startswith("h.") else ("", "", name)
+    module, _, kind = rest.rpartition(".")
+    return f"{f'h.{layer}.' if layer else ''}{NAMES[module]}.{kind}"
+
+
+def weights(args: argparse.Namespace) -> list[str]:
+    """Writes the file; a line about it."""
+    folder = args.weights
+    if (folder / "model.safetensors").exists():
+        read = safetensors(folder / "model.safetensors")
+    elif (folder / "pytorch_model.bin").exists():
+        read = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    else:
+        raise BadFile(f"{folder}: want a folder with config.json and model.safetensors or pytorch_model.bin")
+    read = {name.removeprefix("transformer."): tensor for name, tensor in read.items()}
+    try:
+        said = json.loads((folder / "config.json").read_text("utf-8"))
+        sizes = [int(said[key]) for key in ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")]
+    except (OSError, KeyError, ValueError) as error:
+        raise BadFile(f"{folder}/config.json: is none of a GPT-2 ({error})") from None
+    config = Config(*sizes, padded=-(-sizes[-1] // PAD) * PAD)
+    dtype, made = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype], {}
+    for name in in_order(config.layers):
+        tensor = read.get(theirs(name))
+        if tensor is None:
+            raise BadFile(f"{folder}: has no tensor {theirs(name)}: not a GPT-2")
+        if tensor.dim() == 2 and name.startswith("h."):  # stored [in, out] there
+            tensor = tensor.t()
+        if name == "embed.wte.weight":
+            tensor = torch.cat([tensor, tensor.new_zeros(config.padded - config.vocab, config.width)])
+        made[name] = tensor.to(dtype)
+    path = args.to / (args.name or ("gpt2_124M.bin" if args.dtype == "fp32" else "gpt2_124M_bf16.bin"))
+    write_weights(path, config, made)
+    return [f"{path}: {config.parameters} parameters, {config.layers} layers, {args.dtype}"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", nargs="*", type=Path, help="text files, read as UTF-8")
+    parser.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="where files go; default: here")
+    parser.add_argument("--name", help="of the files; default: that of the first text, or gpt2_124M.bin")
+    parser.add_argument("--vocabulary", type=Path, metavar="FOLDER", help="GPT-2's vocab.json and merges.txt; default: bytes")
+    parser.add_argument("--val-tokens", type=int, metavar="N", help="first N tokens to validate on; default: 32768, or a tenth")
+    parser.add_argument("--shard", type=int, default=0, metavar="N", help="several training files of N tokens")
+    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="a Hugging Face GPT-2 folder, instead of text")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of --weights")
+    args = parser.parse_args(argv)
+    if bool(args.text) == bool(args.weights):
+        parser.error("want text files, or --weights")
+    try:
+        for line in (weights if args.weights else text)(args):
+            print(line)
+    except ValueError as error:
+        raise SystemExit(f"prepare_data.py: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
