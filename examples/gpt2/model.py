@@ -6,6 +6,7 @@ The model runs anywhere: with no groups it is a plain torch program. It knows no
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def fresh(name: str, vocab: int = 50257) -> Config:
     if not 2 <= depth <= 48:
         raise ValueError(f"-e {name}: want a checkpoint file, or d2 to d48 for a fresh model of so many layers")
     known = [(0, 0), *((d, h) for d, (_, h) in PUBLISHED.items())]
-    (d0, h0), (d1, h1) = next((a, b) for a, b in zip(known, known[1:]) if a[0] < depth <= b[0])
+    (d0, h0), (d1, h1) = next((a, b) for a, b in itertools.pairwise(known) if a[0] < depth <= b[0])
     heads = h0 + round((depth - d0) * (h1 - h0) / (d1 - d0))
     return Config(depth, heads, 64 * heads, 1024, vocab, math.ceil(vocab / PAD) * PAD)
 

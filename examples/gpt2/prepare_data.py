@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from checkpoint import BadFile, Tokenizer, in_order, write_tokenizer, write_tokens, write_weights  # noqa: E402
-from model import PAD, Config  # noqa: E402
+from checkpoint import BadFile, Tokenizer, in_order, write_tokenizer, write_tokens, write_weights
+from model import PAD, Config
 
 FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # a GPT-2 vocabulary, as Hugging Face and OpenAI name it
 Encode = Callable[[str], Sequence[int]]

@@ -19,7 +19,7 @@ import torch
 import gt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from checkpoint import (  # noqa: E402
+from checkpoint import (
     BadFile,
     Progress,
     Tokenizer,
@@ -32,7 +32,7 @@ from checkpoint import (  # noqa: E402
     write_state,
     write_weights,
 )
-from model import GPT2, Config, activation_bytes, cut, fresh, layers_cut, placed, workers_of, yaml  # noqa: E402
+from model import GPT2, Config, activation_bytes, cut, fresh, layers_cut, placed, workers_of, yaml
 
 DATA = "dev/data/tinyshakespeare/tiny_shakespeare_{}.bin"
 NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -341,7 +341,7 @@ def train(args: argparse.Namespace, model: GPT2, data: Sequence[Tokens], tokeniz
 
 
 def prepared(args: argparse.Namespace) -> tuple[GPT2, list[Tokens], Tokenizer | None, list[int]]:
-    """All that can be found wrong before anything is started: model, training and validation data, tokenizer, stages' workers."""
+    """Model, both sets of data, tokenizer, workers of stages: what can be wrong is found before anything is started."""
     config = sizes(args)
     gpus = torch.cuda.device_count() if args.device == "remote" and not args.connect else 0
     workers = settle(args, config, gpus)
@@ -376,7 +376,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     except gt.OpFailed as error:
         if "out of memory" not in str(error):
             raise
-        raise SystemExit(f"train.py: {error}\ntrain.py: use a smaller -b or -t, more micro-batches (-M) or more --stages") from None
+        todo = "use a smaller -b or -t, more micro-batches (-M) or more --stages"
+        raise SystemExit(f"train.py: {error}\ntrain.py: {todo}") from None
     finally:
         gt.shutdown()
 

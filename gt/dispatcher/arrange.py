@@ -255,7 +255,7 @@ def _when(parts: Parts, times: dict, split: bool) -> None:
 
 
 def _first(parts: Parts) -> None:
-    """What is sent before all actions, such as a weight that a later stage uses too, is received so: messages keep their order."""
+    """What is sent before all actions, a weight that a later stage shares, is received so: messages keep their order."""
     sends: dict[int, list[Part]] = defaultdict(list)
     for send, receive in pairs(parts):
         sends[id(receive)].append(send)
