@@ -298,3 +298,24 @@ def test_local_torch_is_undisturbed() -> None:
     x = torch.ones(3, requires_grad=True)
     checkpoint(lambda t: F.dropout(t, 0.5) * 2, x, use_reentrant=False).sum().backward()
     assert torch.Generator().manual_seed(3).initial_seed() == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", ["layer", "plain layer", "mixed layer", "batch"])
+def test_norms_in_half_precision_have_torchs_bits(one: None, norm: str, dtype: torch.dtype) -> None:
+    calls = {
+        "layer": lambda x, w, b: F.layer_norm(x, (8,), w, b),
+        "plain layer": lambda x, w, b: F.layer_norm(x, (8,)) * w + b,
+        "mixed layer": lambda x, w, b: F.layer_norm(x, (8,), w.float(), b.float()),
+        "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+    }
+    torch.manual_seed(0)
+    given = [torch.randn(shape).to(dtype) for shape in ((5, 8), (8,), (8,))]
+    slope = torch.randn(5, 8)
+    found = []
+    for device in ("cpu", "remote"):
+        leaves = [t.clone().to(device).requires_grad_() for t in given]
+        y = calls[norm](*leaves)
+        y.backward(slope.to(y.dtype).to(device))
+        found.append([y.detach().cpu(), *[leaf.grad.cpu() for leaf in leaves]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -93,23 +93,24 @@ def shapes(config: Config) -> dict[str, torch.Size]:
 
 
 def read_config(path: str | Path) -> tuple[Config, torch.dtype]:
-    """Sizes and dtype of a weights file."""
+    """Sizes and dtype of a weights file, which has as many bytes as they want."""
     head = header(path, WEIGHTS, tuple(DTYPES), "weights")
     sizes = {name: int(head[2 + n]) for n, name in enumerate(SIZES)}
+    dtype = DTYPES[int(head[1])]
     try:
-        return Config(**sizes), DTYPES[int(head[1])]
+        config = Config(**sizes)
     except ValueError as error:
         raise BadFile(f"{path}: {error}") from None
+    sized(path, HEADER + dtype.itemsize * sum(s.numel() for s in shapes(config).values()), "weights")
+    return config, dtype
 
 
 def read_weights(path: str | Path) -> tuple[Config, dict[str, torch.Tensor]]:
     """Sizes, and parameters by name, in the file's dtype."""
     config, dtype = read_config(path)
-    wanted = shapes(config)
-    sized(path, HEADER + dtype.itemsize * sum(s.numel() for s in wanted.values()), "weights")
     with open(path, "rb") as file:
         file.seek(HEADER)
-        return config, {name: _tensor(file, shape, dtype) for name, shape in wanted.items()}
+        return config, {name: _tensor(file, shape, dtype) for name, shape in shapes(config).items()}
 
 
 def _tensor(file: BinaryIO, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

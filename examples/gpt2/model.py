@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gt
 
@@ -114,10 +115,10 @@ class GPT2(nn.Module):
     groups: the signal group of each piece (embedding, every layer, head), or none.
     """
 
-    def __init__(self, config: Config, groups: Sequence[str] = ()) -> None:
+    def __init__(self, config: Config, groups: Sequence[str] = (), device: str = "meta") -> None:
         super().__init__()
         self.config = config
-        with torch.device("meta"):
+        with torch.device(device):
             self.embed = Embed(config)
             self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.head = Head(config, self.embed.wte)
@@ -215,23 +216,25 @@ def yaml(workers: Sequence[int]) -> str:
 
 def activation_bytes(model: GPT2, batch: int, length: int) -> list[int]:
     """What autograd keeps of each piece for the backward pass of [batch, length] tokens; nothing is computed."""
-    twin, found = GPT2(model.config).to(next(model.parameters()).dtype), []
-    weights = {p.untyped_storage()._cdata for p in twin.parameters()}
-    x = torch.empty(batch, length, dtype=torch.int64, device="meta")
-    seen: set[int] = set()
-    held: list[torch.Tensor] = []  # so that no storage's address is used twice
+    found: list[int] = []
+    held: dict[int, torch.Tensor] = {}  # kept, so that no storage's address comes twice
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in weights | seen:
-            seen.add(storage._cdata)
-            held.append(tensor)
-            found[-1] += storage.nbytes()
+        if storage._cdata not in held:
+            held[storage._cdata] = tensor
+            found[-1] += storage.nbytes() // (tensor.itemsize // size if tensor.is_floating_point() else 1)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        for piece in twin.pieces():
-            found.append(0)
-            x = piece(x)
-        F.cross_entropy(x.flatten(0, 1), torch.empty(batch * length, dtype=torch.int64, device="meta"))
+    size = model.embed.wte.weight.itemsize  # fake modules cannot be converted: what is counted is fp32
+    with FakeTensorMode():  # meta tensors would have attention keep all its scores
+        twin = GPT2(model.config, device="cpu")
+        held.update((p.untyped_storage()._cdata, p) for p in twin.parameters())
+        x = torch.empty(batch, length, dtype=torch.int64)
+        targets = x.flatten()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            for piece in twin.pieces():
+                found.append(0)
+                x = piece(x)
+            F.cross_entropy(x.flatten(0, 1), targets, reduction="none")
     return found

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import gt
+from gt.ir.schedules import asked
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from checkpoint import (
@@ -40,7 +41,7 @@ OFTEN = 0.25  # seconds: losses are read together, so that workers never wait fo
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("-e", dest="model", default="gpt2_124M.bin", metavar="FILE|dN", help="weights, or d2 to d48: a fresh model of N layers")
@@ -70,7 +71,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--explain", action="store_true", help="say at the end what became of the captured step")
     add("--connect", default="", metavar="HOST:PORT", help="of a running server")
     add("--device", choices=["remote", "cpu"], default="remote")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    args = flags().parse_args(argv)
     for name, least in (("batch", 1), ("length", 1), ("val_every", 1), ("val_batches", 1), ("sample_every", 0), ("sample", 1)):
         if getattr(args, name) < least:
             raise SystemExit(f"train.py: want at least {least} for {name.replace('_', ' ')}, got {getattr(args, name)}")
@@ -95,6 +100,7 @@ def sizes(args: argparse.Namespace) -> Config:
 
 def settle(args: argparse.Namespace, config: Config, gpus: int) -> list[int]:
     """Fills in what depends on the machine and the model, and checks it; the worker of each stage."""
+    asked(args.schedule)
     counts = [int(n) for n in args.cut.split(",")] if args.cut else []
     if args.device == "cpu":
         args.stages = 1

@@ -19,7 +19,7 @@ from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
 from gt.worker.engine.calls import function
-from gt.worker.engine.torch import attention, random
+from gt.worker.engine.torch import attention, norms, random
 from gt.worker.engine.torch.calls import DTYPE, NAME, UNLESS, checked, conform
 from gt.worker.engine.torch.inductor import Inductor
 
@@ -72,7 +72,8 @@ class TorchEngine:
         if op is None:
             raise UnsupportedOp(f"torch {torch.__version__} has no {name}")
         op = getattr(op, "_op", op)
-        return _batch_norm(op) if name == "aten.native_batch_norm.default" else op
+        op = _batch_norm(op) if name == "aten.native_batch_norm.default" else op
+        return norms.host(name, op) if self.host else op
 
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:
         """What compiles segments, and why that is not what was asked for."""
