@@ -93,6 +93,24 @@ def test_accumulation_goes_to_the_parameters_home(inline: InlineSession) -> None
     assert groups(inline, "aten.add") == [("stage1", True), ("stage0", True)]
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_backward_inherits_the_micro_batch_wherever_it_is_called(inline: InlineSession, outside: bool) -> None:  # noqa: F811
+    _, v, w = parameters()
+    losses = []
+    for part in gt.microbatches(torch.ones(6, 3, device="remote"), 3):
+        losses.append(two_stages(part, v, w))
+        if not outside:
+            losses[-1].backward()
+    for loss in losses if outside else []:
+        loss.backward()
+    gt.stats()
+    found = [(op, inline.origins[n]) for op, n in inline.log]
+    backward = [(op, row[-1]) for op, row in found if row[4]]
+    assert {micro for _, micro in backward} == {0, 1, 2}, backward
+    assert [micro for _, micro in backward] == sorted(micro for _, micro in backward), backward
+    assert [micro for op, micro in backward if op.startswith("aten.add")] == [1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_ops_take_the_context_entered_there(inline: InlineSession, reentrant: bool) -> None:  # noqa: F811
     def part(y: torch.Tensor) -> torch.Tensor:

@@ -165,3 +165,41 @@ def test_a_weight_that_two_stages_share_is_sent_once_a_step(name: str, session: 
     before = sent()
     run(batches[0]).item()
     assert sent() - before == 4 * (24 * 8 + 8 * 4 * 8)  # the weight, and the activations of the whole batch
+
+
+@pytest.mark.usefixtures("plain_threads", "session")
+def test_backward_may_come_after_the_loop_and_a_stage_may_begin_and_end_with_a_matmul(session: Callable) -> None:
+    """Two data-parallel stages: what one gets of the other is used in views (x.t(), dy.t()) of it."""
+    session("stage0: {workers: [0, 1]}\nstage1: {workers: [2, 3]}\n")
+    torch.manual_seed(0)
+    weights, batch = [torch.randn(8, 8) / 3 for _ in range(3)], torch.randn(16, 8)
+
+    def train(device: str, name: str | None) -> list[torch.Tensor]:
+        held = [torch.nn.Parameter(w.clone().to(device)) for w in weights]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            losses = []
+            for part in gt.microbatches(x, 4):
+                with gt.signal.context("stage0"):
+                    part = torch.nn.functional.linear(part @ held[0], held[1])
+                with gt.signal.context("stage1"):
+                    losses.append((part @ held[2]).square().mean())
+            for loss in losses:
+                loss.backward()
+            with torch.no_grad():
+                for w in held:
+                    w.sub_(w.grad, alpha=0.1)
+                    w.grad = None
+            return torch.stack([loss.detach() for loss in losses]).sum()
+
+        run = gt.compile(step, schedule=name) if name else step
+        losses = [run(batch if name else batch.to(device)) for _ in range(5)]
+        if name:
+            assert run._programs[0].replays and not run._programs[0].answer["schedule"]["why"], run.explain()
+        return [t.detach().cpu() for t in (*losses, *held)]
+
+    want, exact = train("cpu", None), train("remote", None)
+    torch.testing.assert_close(exact, want, rtol=1e-5, atol=1e-6)
+    for name in ("1f1b", "zb-h1"):
+        for a, b in zip(train("remote", name), exact, strict=True):
+            assert torch.equal(a, b), name

@@ -228,3 +228,48 @@ def test_each_piece_crosses_a_stage_boundary_once(move):
         assert backward == ["stage3_to_stage2", "stage2_to_stage1", "stage1_to_stage0"], plan.text()
         size = B * T * C * 4 * 2  # both workers of a stage get the whole activation
         assert all(line.note.startswith(f"{size} B") for line in crossings)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(C, C)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Stored(nn.Module):
+    """A weight stored [in, out]: its gradient is that of x.t() @ dy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(C, C))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("shape", [(2 * B, C), (2 * B, T, C)], ids=["2 dims", "3 dims"])
+@pytest.mark.parametrize("made", [lambda: nn.Linear(C, C), Stored, Residual], ids=["Linear", "Stored", "Residual"])
+def test_data_parallel_stages_exchange_an_activation_and_its_gradient_once(made, shape):
+    """Views of what comes from another stage (x.view, dy.t()) are views of its copy, split as that is."""
+    config = "".join(f"stage{i}: {{workers: [{2 * i}, {2 * i + 1}]}}\n" for i in range(3))
+    with planned(config, 6) as plan:
+        parts = [made().to("remote") for _ in range(3)]
+        x = torch.randn(*shape).to("remote")
+        for i, part in enumerate(parts):
+            with gt.signal.context(f"stage{i}"):
+                x = part(x)
+        with gt.signal.context("stage2"):
+            loss = x.square().mean()
+        loss.backward()
+        plan.text()
+        lines = [line for line in plan.lines if "_to_stage" in line.op]
+        ways = ["stage0_to_stage1", "stage1_to_stage2", "stage2_to_stage1", "stage1_to_stage0"]
+        assert [line.op for line in lines] == ways, plan.text()
+        assert all(line.note.startswith(f"{torch.Size(shape).numel() * 4} B") for line in lines), plan.text()
+        assert [plan.count(word) for word in MOVES[:2]] == [0, 0], plan.text()
+        for part in parts:
+            for parameter in part.parameters():
+                assert plan.layout(parameter.grad).startswith(("[P]", "[R]")), plan.text()

@@ -42,7 +42,9 @@ class Origins:
         self._codes: list[CodeType] = []  # keeps ids unique
         self._numbers: dict[tuple[int, int, str, int], int] = {}
         self._rows: dict[tuple[str, int, str, bool, int], int] = {}
-        self._backward: dict[tuple[int, int], int] = {}
+        self._backward: dict[tuple[int, int | None], int] = {}
+        self._micros: dict[int, int] = {}  # micro-batch of backward origins
+        self._last = 0  # origin of the last backward op that was no leaf's
         self._forward: dict[int, tuple[str, int, str, int]] = {}  # file, line, group and micro-batch of those of forward ops
         self._places: dict[int, str] = {}
 
@@ -89,14 +91,21 @@ class Origins:
             if not number:
                 return 0
             node.metadata[MARK] = number
-        leaf = hasattr(node, "variable")  # the home of its parameter knows one micro-batch of many
-        key = (number, stack.micro if leaf else -1)
+        if hasattr(node, "variable"):  # the home of its parameter knows one micro-batch of many
+            return self._back(number, stack.micro if stack.micro >= 0 else self._micros.get(self._last, -1))
+        self._last = self._back(number, None)
+        return self._last
+
+    def _back(self, number: int, micro: int | None) -> int:
+        """Origin of what differentiates a forward op: of its micro-batch, or of another."""
+        key = (number, micro)
         back = self._backward.get(key)
         if back is None:
             where = self._forward.get(number)
             if where is None:  # already one of a backward pass
                 return number
-            back = self._backward[key] = self._intern(*where[:3], key[1] if leaf else where[3], True)
+            back = self._backward[key] = self._intern(*where[:3], where[3] if micro is None else micro, True)
+            self._micros[back] = where[3] if micro is None else micro
         return back
 
     def _classify(self, code: CodeType) -> bool:

@@ -50,25 +50,45 @@ class Mover:
         return made
 
     def _view_of_copy(self, tensor: Tensor, want: Layout) -> int | None:
-        """A view is copied to another mesh by copying its whole base once and viewing that, and so is a view of a view."""
-        if not want.replicated or tensor.base is None or tensor.base.layout is None or tensor.base.layout.mesh == want.mesh:
+        """A view is copied to another mesh by copying its whole base once and viewing that, and so is a view of a view.
+
+        Whole, or split as the base is where the view then lies as it is wanted.
+        """
+        if tensor.base is None or tensor.base.layout is None or tensor.base.layout.mesh == want.mesh:
             return None
         views = [tensor]
         while (base := views[-1].base) is not None and not row_major(base.spec):
             views.append(base)  # a copy of this would not have its strides
         if base is None or any(t.via is None or len(t.via[0].news) != 1 or t.spec.numel != base.spec.numel for t in views):
             return None
-        lies = self.s.intern(Layout(want.mesh, (R,) * len(want.mesh.axes)))
-        now = first = self.bring(base, lies)
-        for view in reversed(views):
+        lies = self._of_copies(base, views, want)
+        if lies is None:
+            return None
+        now = first = self.bring(base, lies[0])
+        for view, have, made_so in zip(reversed(views), lies, lies[1:]):
             assert view.via is not None
             known, values, _ = view.via
             made = self.s.emitter.temporary()
-            self.compute(known, [lies] * known.tensors, [want if view is tensor else lies], [now], values, [made])
+            self.compute(known, [have] * known.tensors, [made_so], [now], values, [made])
             if now != first:
                 self.s.emitter.free(want.mesh.workers, [now])
             now = made
         return now
+
+    def _of_copies(self, base: Tensor, views: Sequence[Tensor], want: Layout) -> list[Layout] | None:
+        """Layouts of a copy of the base, and of each view of that in turn, the last as it is wanted."""
+        whole = self.s.intern(Layout(want.mesh, (R,) * len(want.mesh.axes)))
+        if want.replicated:
+            return [whole] * len(views) + [want]
+        if base.layout is None or base.layout.mesh.axes != want.mesh.axes or base.layout.partial:
+            return None
+        lies = [self.s.intern(Layout(want.mesh, base.layout.placements))]
+        for view in reversed(views):
+            made = self.view_layouts(view.via[0], lies[-1]) if view.via is not None else None
+            if made is None or view.via is None:
+                return None
+            lies.append(made[view.via[2]])
+        return lies if lies[-1] == want else None
 
     def convert(self, source: int, tensor: Tensor, have: Layout, want: Layout) -> int:
         """A new tensor that holds `source` in another layout. Terms must have been added up."""
