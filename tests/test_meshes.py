@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -135,3 +137,37 @@ def test_a_parameter_made_in_place_has_the_same_numbers_wherever_it_is_split(ses
         made.append(layer.weight.detach().cpu())
     assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
     assert made[0].std() > 0.1
+
+
+BOTH = """
+d: {shard: {axis: 0, workers: [0, 1]}}
+two: {shard: {axis: 0, workers: [[0, 1], [2, 3]]}}
+last: {shard: {axis: 0, workers: [2, 3, 4]}}
+"""
+LOSSES = {
+    "mse": F.mse_loss, "smooth l1": F.smooth_l1_loss, "huber": F.huber_loss, "l1": F.l1_loss,
+    "soft margin": lambda a, t, reduction: F.soft_margin_loss(a, t.sign(), reduction=reduction),
+    "binary": lambda a, t, reduction: F.binary_cross_entropy(a.sigmoid(), t.sigmoid(), reduction=reduction),
+    "weighted binary": lambda a, t, reduction: F.binary_cross_entropy(a.sigmoid(), t.sigmoid(), t.abs(), reduction=reduction),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_over_split_rows_is_the_loss(name, session):
+    """Its mean is over all rows, and so is its gradient; across stages too."""
+    session(BOTH)
+    for reduction, rows, group in itertools.product(("mean", "sum", "none"), (8, 7, 1), ("d", "two", "last")):
+        torch.manual_seed(0)
+        w, x, y = torch.randn(6, 6), torch.randn(rows, 6), torch.randn(rows, 6)
+        found = []
+        for device in ("remote", "cpu"):
+            leaf = torch.nn.Parameter(w.clone().to(device))
+            with gt.signal.context("d" if group != "two" else "two"):
+                made = x.to(device) @ leaf
+            with gt.signal.context(group):
+                loss = LOSSES[name](made, y.to(device), reduction=reduction)
+                total = loss if loss.dim() == 0 else (loss * 3).sum()
+            total.backward()
+            found.append([loss.detach().cpu(), leaf.grad.cpu()])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda m, c=(reduction, rows, group): f"{c}: {m}")

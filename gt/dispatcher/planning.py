@@ -15,7 +15,8 @@ from gt.dispatcher.fused import WEIGHTS, Unseen, lay_out_again, note_maker, part
 from gt.dispatcher.moving import same_terms
 from gt.dispatcher.plan.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.plan.known import Known
-from gt.dispatcher.plan.lower import mean_of_rows, quotient, sums
+from gt.dispatcher.plan.losses import mean_backward
+from gt.dispatcher.plan.lower import mean_of_rows, parts_of, quotient, share, sums
 from gt.dispatcher.plan.rules import Decision, decide, whole
 from gt.dispatcher.plan.views import VIEWS, wanted_parts
 from gt.dispatcher.stream import Bound, lost_in
@@ -87,6 +88,10 @@ class Planner:
             if lost_in(self.s.cluster, mesh):
                 self.abandon(known, mesh, ins, outs)
                 return
+            parts = parts_of(known, mesh, self._start(ins[1], mesh, _own(origin, mesh), False)) if mean_backward(known) else 1
+            if parts > 1:
+                self._part_of_mean(*share(known, parts), origin, ins, values, outs)
+                return
             before = _key(origin, ins)
             plan = self._plan(known, origin, ins, outs, mesh)
             key = _key(origin, ins)
@@ -120,6 +125,15 @@ class Planner:
                 self.s.mover.settle(t.storage)
         self._planned(quotient(known), origin, pair, (), [outs[0]], None)
         self.s.mover.release([total])
+
+    def _part_of_mean(
+        self, divide: Known, part: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]
+    ) -> None:
+        """The gradient of a mean of equal parts is that of each part's mean, divided by how many there are."""
+        grad = self.s.emitter.temporary()
+        self._planned(divide, origin, ins[:1], (), [grad], None)
+        self._planned(part, origin, [self.s.table.rows[grad], *ins[1:]], values, outs, None)
+        self.s.mover.release([grad])
 
     def emit(self, known: Known, plan: Plan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]) -> None:
         """Write the instruction, and say so; enter the outputs."""
@@ -205,7 +219,7 @@ class Planner:
     def _place_targets(self, known: Known, origin: Origin, ins: list[Tensor]) -> None:
         """What is written in place has to lie somewhere before it is planned how: a copy would take the write."""
         mesh = self._mesh(known, origin, ins)
-        meaning = origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None
+        meaning = _own(origin, mesh)
         for index in known.template.writes:
             target = ins[index]
             if target.layout is None and not lost_in(self.s.cluster, mesh):
@@ -216,7 +230,7 @@ class Planner:
     # ---- which layouts
 
     def _plan(self, known: Known, origin: Origin, ins: list[Tensor], outs: list[int], mesh: Mesh) -> Plan:
-        meaning = origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None
+        meaning = _own(origin, mesh)
         if meaning is not None:
             self._place_weights(known, meaning, ins, outs)
         for index in known.template.writes:
@@ -353,6 +367,11 @@ class Planner:
         elif storage.default:
             self.s.mover.relayout(storage, self.s.placer.root_layout(t, want))
         storage.default = False
+
+
+def _own(origin: Origin, mesh: Mesh) -> Meaning | None:
+    """What the op's group means, if it is done on the group's mesh."""
+    return origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None
 
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:

@@ -5,8 +5,12 @@ A mean over split rows is a sum over a sum; everything else in the planner stays
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from gt.dispatcher.plan.base import alike, even
 from gt.dispatcher.plan.known import Known
-from gt.ir.layout import Layout, Shard
+from gt.dispatcher.plan.losses import PART
+from gt.ir.layout import Layout, Mesh, Placement, Shard
 from gt.ir.template import Out, T, Template
 
 MEAN, SUM = 1, 2  # torch's reduction codes
@@ -37,3 +41,23 @@ def quotient(known: Known) -> Known:
         made = Template("aten.div.Tensor", (T(0), T(1)), (), (spec, spec), 0, (Out("new", spec),), (), False, True)
         known.plans["quotient"] = Known(made)
     return known.plans["quotient"]
+
+
+def parts_of(known: Known, mesh: Mesh, start: Sequence[Placement | None]) -> int:
+    """Of how many equal parts this is the gradient of a mean loss, its elements lying so; 1 where they are not equal."""
+    ins, parts = known.template.ins, 1
+    for place, (_, size) in zip(start, mesh.axes, strict=True):
+        if isinstance(place, Shard):
+            parts *= size if even(ins[1].shape[place.dim], place, parts * size) else 0
+    return parts if parts and alike(ins[1:]) else 1
+
+
+def share(known: Known, parts: int) -> tuple[Known, Known]:
+    """The loss's own gradient divided by so many parts, and the gradient of a part by that."""
+    if ("share", parts) not in known.plans:
+        t, spec = known.template, known.template.ins[0]
+        divide = Template("aten.div.Scalar", (T(0), float(parts)), (), (spec,), 0, (Out("new", spec),), (), False, True)
+        part = Known(Template(t.op, t.args, t.kwargs, t.ins, t.values, t.outs, t.writes))
+        part.name = PART
+        known.plans["share", parts] = Known(divide), part
+    return known.plans["share", parts]

@@ -6,25 +6,12 @@ rule likes. A rule that returns None has no answer: the inputs are gathered and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
+from gt.dispatcher.plan.base import Decision, Place, Rule, even, out_shape, settled, shape, whole
 from gt.dispatcher.plan.known import Known
+from gt.dispatcher.plan.losses import LOSSES, PART, loss, loss_backward, nll_loss, nll_loss_backward
 from gt.dispatcher.plan.views import VIEWS, view
 from gt.ir.layout import P, Partial, Placement, R, Replicate, Shard
 from gt.ir.spec import Spec
-
-Place = Placement | None
-
-
-class Decision(NamedTuple):
-    """Placements wanted of each tensor operand, and of each flat output, on this axis."""
-
-    wants: tuple[Placement, ...]
-    outs: tuple[Placement, ...]
-
-
-Rule = Callable[[Known, list[Place], int], Decision | None]
 
 # Linear in all operands together, which have to be so many tensors: Partial in, Partial out
 LINEAR = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "neg": 1, "neg_": 1, "clone": 1}
@@ -36,7 +23,7 @@ ELEMENTWISE = frozenset(
      "gelu_backward", "silu_backward", "threshold_backward", "sigmoid_backward", "tanh_backward", "leaky_relu_backward",
      "elu_backward", "hardtanh_backward", "softplus_backward", "native_dropout", "native_dropout_backward", "uniform_",
      "normal_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "rand_like", "randn_like",
-     "mse_loss_backward", "lift_fresh", "_conj_physical", "detach", "alias", "masked_fill", "masked_fill_",
+     "lift_fresh", "_conj_physical", "detach", "alias", "masked_fill", "masked_fill_",
      "gt.move"}
 )  # fmt: skip
 
@@ -55,25 +42,6 @@ REDUCTIONS = {
     "all": None, "logsumexp": None, "argmax": None, "argmin": None, "var": None, "std": None, "var_mean": None,
     "linalg_vector_norm": None, "norm": None, "count_nonzero": "sum",
 }  # fmt: skip
-
-
-def shape(known: Known, index: int) -> tuple[int, ...]:
-    return known.template.ins[index].shape
-
-
-def out_shape(known: Known, index: int = 0) -> tuple[int, ...]:
-    out = known.template.outs[index]
-    return out.spec.shape if out.spec else shape(known, out.of)
-
-
-def even(extent: int, place: Shard, size: int) -> bool:
-    """Whether a split gives every worker the same extent."""
-    return extent % (size * place.parts) == 0
-
-
-def settled(place: Place) -> Placement:
-    """Where an input stays if it need not move: free ones replicate, terms are added up."""
-    return R if place is None or isinstance(place, Partial) else place
 
 
 def pointwise(known: Known, places: list[Place], size: int) -> Decision | None:
@@ -308,25 +276,6 @@ def padded(known: Known, places: list[Place], size: int) -> Decision | None:
     return Decision((kept,), (kept,))
 
 
-def nll_loss(known: Known, places: list[Place], size: int) -> Decision | None:
-    """Rows may be split if the loss is a sum or kept per row (the planner makes a mean of two sums)."""
-    row = next((p for p in places[:2] if isinstance(p, Shard) and p.dim == 0 and p.parts == 1), None)
-    reduction = known.arg(3)
-    weights = (R,) * (known.tensors - 2)
-    if row is None or reduction == 1:
-        return Decision((R,) * known.tensors, (R, R))
-    return Decision((row, row, *weights), (P, P) if reduction == 2 else (row, R))
-
-
-def nll_loss_backward(known: Known, places: list[Place], size: int) -> Decision | None:
-    """Operands: grad, rows, targets, weight or none, total weight; the gradient lies as the rows."""
-    row = next((p for p in places[1:3] if isinstance(p, Shard) and p.dim == 0 and p.parts == 1), None)
-    if row is None:
-        return Decision((R,) * known.tensors, (R,))
-    grad = row if len(shape(known, 0)) > 0 else R
-    return Decision((grad, row, row, *(R,) * (known.tensors - 3)), (row,))
-
-
 def cat(known: Known, places: list[Place], size: int) -> Decision | None:
     """cat and stack: a split along another dim is kept where all operands have it."""
     outs = known.template.outs
@@ -362,6 +311,8 @@ RULES: dict[str, Rule] = {
     "embedding_dense_backward": embedding_backward,
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),
     **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), nll_loss_backward),
+    **dict.fromkeys(LOSSES, loss),
+    **dict.fromkeys((PART, *(f"{name}_backward" for name in LOSSES)), loss_backward),
     **dict.fromkeys(("slice_backward", "select_backward"), padded),
     "cat": cat,
     "stack": cat,
@@ -383,7 +334,3 @@ def decide(known: Known, places: list[Place], size: int) -> Decision | None:
     if rule is None or known.template.dynamic:
         return whole(known) if not moved else None
     return rule(known, places, size)
-
-
-def whole(known: Known) -> Decision:
-    return Decision((R,) * known.tensors, (R,) * len(known.template.outs))
