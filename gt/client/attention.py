@@ -15,6 +15,7 @@ from gt.client.random import draw
 from gt.client.tensor import RemoteTensor
 
 aten = torch.ops.aten
+NO_SEED = (-1, 0)  # no seed is negative
 
 
 def attention(
@@ -55,7 +56,7 @@ def _outs(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: floa
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, gqa: bool) -> Any:  # type: ignore[override]
-        seeds = draw() if p > 0 else (0, 0)
+        seeds = draw() if p > 0 else NO_SEED
         rest = (p, causal, scale, gqa)
         out, logsumexp = record("gt.sdpa.default", (q, k, v, mask, *rest), lambda: _outs(q, k, v, mask, *rest), seeds)
         ctx.save_for_backward(q, k, v, mask, out, logsumexp)

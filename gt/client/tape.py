@@ -173,7 +173,7 @@ def _constants(a: Tape, b: Tape, old: Op, new: Op) -> str | None:
     if old.template.op in RANDOM:
         (seed_a, seed_b), (one, two) = pairs[-2:]
         del pairs[-2:]
-        drawn = any((seed_a, one, seed_b, two))  # attention without dropout draws nothing, and says so with zeros
+        drawn = max(seed_a, seed_b) >= 0  # attention without dropout draws nothing, and says so
         if drawn and (seed_a != a.seed or seed_b != b.seed):
             return f"{new.name} draws from a generator of its own; leave it out"
         if drawn and one - a.counter != two - b.counter:

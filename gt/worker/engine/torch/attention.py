@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf, sqrt
 from typing import Any, TypeAlias
 
@@ -45,9 +46,9 @@ class Call:
         odd = self.q.shape[-1] % 8 or self.v.shape[-1] != self.q.shape[-1]
         if self.q.is_cuda and (self.gqa or odd or (self.mask is not None and pick == FLASH)):
             return MATH
-        if pick == CUDNN:  # torch's first choice on newer GPUs; its state is another
-            return FLASH if self.mask is None else EFFICIENT
-        return pick if pick in (FLASH, EFFICIENT) else MATH
+        if pick == CUDNN and self.mask is not None:
+            return EFFICIENT
+        return pick if pick in (FLASH, EFFICIENT, CUDNN) else MATH
 
     def bias(self) -> Tensor | None:
         """The mask as torch's composite converts it: a bool one is 0 where True, -inf where False."""
@@ -96,6 +97,9 @@ def _fused(call: Call, kernel: int) -> tuple[Tensor, Tensor]:
         return flash(*call.inputs, 0.0, call.causal, attn_mask=call.bias(), **rest)
     if kernel == FLASH:
         return aten._scaled_dot_product_flash_attention(*call.inputs, 0.0, call.causal, False, **rest)[:2]
+    if kernel == CUDNN:
+        out, lse = aten._scaled_dot_product_cudnn_attention(*call.inputs, None, True, 0.0, call.causal, False, **rest)[:2]
+        return out, lse.flatten(-2)
     efficient = aten._scaled_dot_product_efficient_attention
     return efficient(*call.inputs, _aligned(call), True, 0.0, call.causal, **rest)[:2]
 
@@ -125,14 +129,32 @@ def _backward(words: Words, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     q, k, v, mask, out, lse, *rest = args
     call = Call(q, k, v, mask, *rest)
     kernel = call.kernel()
+    if q.is_cuda and kernel in (FLASH, CUDNN):
+        return _backwards(call, kernel, grad, out, lse)
     if kernel == MATH or q.is_cuda:
-        # On a GPU the fused kernels' random state and padded sizes, which their backward wants, do not travel.
+        # The efficient kernel's padded sizes, which its backward wants, do not travel.
         kept = call.kept(words)
         return _again(call, grad, lambda live: _maths(live, kept) if kernel == MATH else _fused(live, kernel)[0])
     if q.dtype == torch.float64:  # logsumexp travels as float32: not enough here
         out, lse = _fused(call, kernel)
     flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
     return flash(grad, q, k, v, out, lse, 0.0, call.causal, attn_mask=call.bias(), scale=call.scale)
+
+
+def _backwards(call: Call, kernel: int, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """On a GPU. The random state that the kernels want is of no use to them without dropout."""
+    lengths, state, rest = (call.q.shape[-2], call.k.shape[-2]), _state(call.q.device), {"scale": call.scale}
+    if kernel == FLASH:
+        flash = aten._scaled_dot_product_flash_attention_backward
+        return flash(grad, *call.inputs, out, lse, None, None, *lengths, 0.0, call.causal, state, state, **rest)
+    cudnn = aten._scaled_dot_product_cudnn_attention_backward
+    lse = lse.unsqueeze(-1)
+    return cudnn(grad, *call.inputs, out, lse, state, state, None, None, None, *lengths, 0.0, call.causal, **rest)
+
+
+@cache
+def _state(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=device)
 
 
 def _again(call: Call, grad: Tensor, forward: Callable[[Call], Tensor]) -> tuple[Tensor, ...]:
