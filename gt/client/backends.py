@@ -34,6 +34,9 @@ def _worker(plans: list[dict[str, Any]]) -> list[str]:
     text = f"{count['segments']} segments, {count['compiled']} compiled, {count['distinct']} distinct"
     if not all(plan["ready"] or not plan["segments"] for plan in plans):
         text = f"{count['segments']} segments, compiled when its first replay is over"
+    graphs = sum(plan["graphs"] for plan in plans)
+    if graphs:
+        text += f", {graphs} CUDA graph{'s' if graphs > 1 else ''}"
     if first["why"]:
         text = f"{first['why']}; {text}"
     reasons: dict[str, int] = {}

@@ -1,24 +1,30 @@
 """Compiled segments in a program: instructions at the first replay, from then on calls, and what became of each.
 
 A program's segments are compiled when its first replay is over, so that workers compile side by side and none waits for
-another's. Whatever cannot be compiled, or does not fit what was compiled, is carried out as instructions. Knows no torch.
+another's. Whatever cannot be compiled, or does not fit what was compiled, is carried out as instructions. Where the device
+can replay what it was given to do, that is recorded once a replay has found nothing more to compile. Knows no torch.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from gt.ir.instr import FREE, Define
-from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit
-from gt.worker.segments import Known, Row, Wired, cut, known, wire
+from gt.ir.instr import FREE
+from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit, Recorder, Replays
+from gt.worker.lives import Definition, lives, taken
+from gt.worker.segments import Known, Row, Wired, cut, known, runs, wire
 
 TRIES = 3  # times that a segment is compiled, since what it is given may come to lie otherwise
 SAID = 300  # characters of a reason
 REASONS = 8  # told of one program
+ISSUES = ("alias", "shard", "partial", "fill")  # kinds that do no more than issue work, beside ops
 
-Each = Callable[[Sequence[Row]], bool]  # carries rows out, failures and all; whether all went well
+Each = Callable[[Sequence[Row]], Any]  # carries rows out; whether all went well, where failures are told
+Parts = list[tuple[str, list[Row]]]  # rows by action
 Fail = Callable[[list, int, Exception, Sequence[tuple[int, Any]]], None]  # (code, place, error, (id, spec) of each output)
 
 
@@ -78,8 +84,9 @@ class Plan:
         self.backend, self.why = backend, ""
         self.segments: list[Segment] = []
         self.compiler: Compiler | None = None
-        self.looking = False
         self._ready = False
+        self._inside: dict[int, list[Row]] = {}  # place of a segment's first op -> its instructions
+        self._replays: Replays | None = None
         self._held, self._each, self._fail = tensors, each, fail
         opened = getattr(engine, "compiler", None)
         if opened is None:
@@ -87,7 +94,7 @@ class Plan:
         else:
             self.compiler, self.why = opened(backend)
 
-    def fold(self, rows: list[Row], code: Sequence, definition: Callable[[int], Define | None]) -> list[Row]:
+    def fold(self, rows: list[Row], code: Sequence, definition: Definition) -> list[Row]:
         """Rows with each segment as one."""
         compiler = self.compiler
         if compiler is None:
@@ -107,6 +114,7 @@ class Plan:
             segment = Segment(run, wire(run, code, definition, ask), self._held, self._each, self._fail)
             self.segments.append(segment)
             first = next(at for at, _ in run if code[at] != FREE)
+            self._inside[first] = run
             found.append((first, self._step(segment)))
         return found
 
@@ -134,10 +142,43 @@ class Plan:
             segment.seen = None
         self._ready = True
 
+    @property
+    def records(self) -> bool:
+        """Whether what it does is still to be recorded."""
+        return self.compiler is not None and self.compiler.recorder is not None and self._replays is None
+
+    def record(self, parts: Parts, code: list, randoms: Sequence[int], definition: Definition, strictly: Each) -> None:
+        """Have runs of rows recorded in the next replay: everything that only issues work to the device.
+
+        randoms: places in the code that are filled anew in each replay.
+        """
+        assert self.compiler is not None and self.compiler.recorder is not None
+        recorder = self.compiler.recorder
+        self._replays = whole = recorder.program(self._held, self._each, strictly)
+        rows = [row for _, part in parts for row in part]
+        places = sorted(at for at, _ in rows)
+        drawn = {places[bisect_right(places, place) - 1] for place in randoms}
+        first = next(at for at, _ in rows if code[at] != FREE)
+        found: list[Row] = [(first, whole.begin)]
+        moving: set[int] = set()  # what other rows make
+        for fits, some in runs(rows, code, partial(_recorded, recorder, definition, code, drawn)):
+            reads, makes = taken([at for row in some for at, _ in self._inside.get(row[0], [row])], code, definition)
+            if fits:
+                moving -= makes
+                place = next(at for at, _ in some if code[at] != FREE)
+                found.append((place, whole.run(some, reads, moving & set(reads))))
+            else:
+                moving |= makes
+                found += some
+        found.append((first, whole.ending(lives(code, definition).last)))
+        parts[:] = [("", found)]
+
     def report(self) -> dict[str, Any]:
         """For explain(): what runs, how many segments there are, how many forms, and what stayed as instructions, why."""
         compiled = [s.compiled for s in self.segments if s.compiled is not None]
-        reasons = Counter(s.why for s in self.segments if s.why) + Counter(one.note for one in compiled if one.note)
+        reasons = Counter(s.why for s in self.segments if s.why)
+        graphs, others = (0, []) if self._replays is None else self._replays.report()
+        reasons.update(f"no graph: {why}" for why in others)
         return {
             "backend": "eager" if self.compiler is None else self.compiler.name,
             "why": self.why,
@@ -145,8 +186,17 @@ class Plan:
             "compiled": len(compiled),
             "distinct": len({one.key for one in compiled}),
             "ready": self._ready,
+            "graphs": graphs,
             "reasons": [[count, why] for why, count in reasons.most_common(REASONS)],
         }
+
+
+def _recorded(recorder: Recorder, definition: Definition, code: Sequence, drawn: set[int], at: int) -> bool:
+    """Whether an instruction only issues work to the device, the same each time."""
+    define = definition(code[at])
+    if define is None or define.kind not in ("op", *ISSUES) or at in drawn:
+        return False
+    return define.kind != "op" or recorder.records(define.payload)
 
 
 def _short(error: Exception) -> str:

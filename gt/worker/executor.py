@@ -39,6 +39,10 @@ class Poisoned(BaseException):
     """No later op of this process can succeed: it has to end."""
 
 
+class Unrecorded(Exception):
+    """An instruction failed while it was recorded, before anything was done."""
+
+
 class Executor:
     """One worker's tensors and definitions; `run` is called by one thread, `stats` by any."""
 
@@ -52,10 +56,10 @@ class Executor:
         self._send = send
         self.times: dict[int, float] = {}  # number -> the least that it took in timed Runs, until it is told
         self._steps: Bound = {}  # number -> what to call, numbers it takes in the stream
-        # number -> its kind and outputs, for placeholders, and itself where it may be compiled
+        # number -> its kind and outputs, for placeholders, and itself unless it is a program
         self._made: dict[int, tuple[str, list[Blank], Define | None]] = {}
         self._plans: dict[int, Plan] = {}  # by definition of a program, what of it is compiled
-        self._compiling = False
+        self._compiling = self._strict = False
         self._stamps: dict[int, list[Stamp]] = {}  # by definition of a program, actions of its last replay
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
         self._base = self._place = 0
@@ -73,8 +77,7 @@ class Executor:
             except Exception as error:
                 step = _failing(error)
             self._steps[define.number] = (step, 2 + define.operands)
-            kept = define if define.kind in ("op", "alias") else None
-            self._made[define.number] = (define.kind, made, kept)
+            self._made[define.number] = (define.kind, made, define if define.kind != "program" else None)
 
     def _program(self, define: Define) -> Step:
         fold, prepare = _unfolded, _nothing
@@ -138,14 +141,24 @@ class Executor:
         self.instructions += len(rows)
         return well
 
-    def _prepare(self, plan: Plan) -> None:
-        """Compile what waits for it, which may take long."""
+    def _prepare(self, plan: Plan, parts: list[tuple[str, list[Row]]], code: list, randoms: Sequence[int]) -> None:
+        """Compile what waits for it, which may take long; once nothing does, replay on the device what can be."""
         if plan.waiting:
             self._compiling = True
             try:
                 plan.prepare()
             finally:
                 self._compiling = False
+        elif plan.records:
+            plan.record(parts, code, randoms, self._definition, self._strictly)
+
+    def _strictly(self, rows: Sequence[Row]) -> None:
+        """Carry out rows; where one fails, Unrecorded, and nobody is told."""
+        self._strict = True
+        try:
+            self._each(rows)
+        finally:
+            self._strict = False
 
     def where(self) -> tuple[int, int, str] | None:
         """(place in its Run, its op's seq, its kind) of the instruction that is being carried out; by any thread."""
@@ -162,6 +175,7 @@ class Executor:
             "collectives": dict(self.worker.collectives),
             "live_tensors": len(held),
             "live_bytes": sum(memory.values()),
+            "peak_bytes": self._engine.peak(),
             "definitions": len(self._steps),
             "actions": self._actions(programs),
             "plans": [self._plans[number].report() for number in programs if number in self._plans],
@@ -217,6 +231,8 @@ class Executor:
                 log.debug("no placeholder for tensor %d", tensor, exc_info=why)
 
     def _trouble(self, seq: int, error: Exception, text: str) -> None:
+        if self._strict:
+            raise Unrecorded(text) from error
         self._send(Trouble(seq, _kind(error), text))
         if self._engine.poisoned(error):
             raise Poisoned(text) from error
@@ -226,7 +242,7 @@ def _unfolded(rows: list[Row], code: list) -> list[Row]:
     return rows
 
 
-def _nothing() -> None:
+def _nothing(parts: list, code: list, randoms: Sequence[int]) -> None:
     pass
 
 

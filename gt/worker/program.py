@@ -53,16 +53,18 @@ def program(
     play: Callable[[list[Row], list, int], None],
     stamp: Callable[[list[Stamp]], None],
     fold: Callable[[list[Row], list], list[Row]],
-    prepare: Callable[[], None],
+    prepare: Callable[[list[tuple[str, list[Row]]], list, list[int]], None],
 ) -> Step:
     """The step that carries out a program: `play(rows, code, offset of its seqs)`, action by action.
 
     stamp: is told when the actions of a replay were, in the order in which they began. fold: rows with what is compiled as
-    one; prepare: called after a replay.
+    one; prepare: called after a replay with the actions, the code and its places for random numbers; it may
+    put other actions in their place.
     """
     code = list(payload["code"])
     parts = [(name, fold(part, code)) for name, part in _cut(rows(code, steps, tensors), payload["actions"])]
-    randoms = [(place, code[place + 1]) for place in payload["randoms"]]
+    drawn = list(payload["randoms"])
+    randoms = [(place, code[place + 1]) for place in drawn]
 
     def step(stream: list, at: int) -> None:
         seed, counter = stream[at], stream[at + 1]
@@ -75,7 +77,7 @@ def program(
             if name:
                 found.append((name, start, monotonic()))
         stamp(found)
-        prepare()
+        prepare(parts, code, drawn)
 
     return step
 

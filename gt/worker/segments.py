@@ -128,6 +128,19 @@ def _joined(runs: list[tuple[bool, list[Row]]]) -> list[tuple[bool, list[Row]]]:
     return found
 
 
+def runs(rows: Sequence[Row], code: Sequence, fits: Callable[[int], bool]) -> list[tuple[bool, list[Row]]]:
+    """Rows in order, as runs of those that fit and of others. fits: of a place. A FREE goes with what is before it."""
+    found: list[tuple[bool, list[Row]]] = []
+    for row in rows:
+        free = code[row[0]] == FREE
+        fit = bool(found) and found[-1][0] if free else fits(row[0])
+        if found and found[-1][0] == fit:
+            found[-1][1].append(row)
+        else:
+            found.append((fit, [row]))
+    return found
+
+
 @dataclass(slots=True)
 class _Wiring:
     """Ids to numbers while a segment is read: `names` what an id stands for now, `inputs` the ids that it is given."""

@@ -13,12 +13,13 @@ from gt.errors import ConfigError
 from gt.ir.spec import Spec
 
 if TYPE_CHECKING:
-    from gt.worker.segments import Wired
+    from gt.worker.segments import Row, Wired
+    from gt.worker.steps import Step
 
 Tensor = Any
 Call = Callable[..., Any]  # (*tensors, *values) -> None, one tensor, or a tuple: one for each `new` or `view` output
 Combine = Callable[[memoryview, memoryview], None]  # dst = dst op src
-
+Each = Callable[[Sequence["Row"]], Any]  # carries rows of a program out
 
 
 class Misfit(Exception):
@@ -31,15 +32,44 @@ class Compiled(Protocol):
     key: Hashable  # the same for the same code
     writes: bool  # whether it changes what it is given
     specs: Sequence[Spec]  # of its outputs
-    note: str  # why it is not all that was asked for, "" if it is
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]: ...
+
+
+class Replays(Protocol):
+    """What a device recorded of one program; `begin`, `ending` and runs are steps, in the program's order."""
+
+    def begin(self, code: list, at: int) -> None:
+        """The first step of a replay."""
+
+    def run(self, rows: list[Row], reads: list[int], moving: set[int]) -> Step:
+        """Rows as one, recorded when they are first carried out. reads: ids; moving: of these, what moves each time."""
+
+    def ending(self, last: set[int]) -> Step:
+        """The last step of a replay that leaves these ids behind."""
+
+    def report(self) -> tuple[int, list[str]]:
+        """How many runs are recorded, and why others are not."""
+
+
+class Recorder(Protocol):
+    """What an engine may have: a device that does again what was recorded, on the same memory, in one launch."""
+
+    def records(self, payload: dict[str, Any]) -> bool:
+        """Whether an `op` definition, unless it draws new random numbers, only issues work, the same each time."""
+
+    def program(self, held: dict[int, Tensor], each: Each, strictly: Each) -> Replays:
+        """each: carries out rows; strictly: the same, and raises where one fails."""
 
 
 class Compiler(Protocol):
     """What an engine may have: segments (gt.worker.segments) as code of their own."""
 
     name: str
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Of this device, if it can."""
 
     def fits(self, payload: dict[str, Any]) -> bool:
         """Whether an `op` definition can be in a segment."""
@@ -119,6 +149,9 @@ class Engine(Protocol):
 
     def storage(self, tensor: Tensor) -> tuple[int, int]:
         """(address, bytes) of the memory it is a view of."""
+
+    def peak(self) -> int:
+        """The most bytes of its device's memory that were in use at once, 0 where that is not counted."""
 
     def switch(self, switches: dict[str, Any]) -> None:
         """Thread count, matmul precision, determinism: Hello.switches."""

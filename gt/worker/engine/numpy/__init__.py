@@ -118,6 +118,9 @@ class NumpyEngine:
         memory = owner(tensor)
         return memory.ctypes.data, memory.nbytes
 
+    def peak(self) -> int:
+        return 0
+
     def switch(self, switches: dict[str, Any]) -> None:
         if switches.get("threads"):
             blas.set_threads(int(switches["threads"]))

@@ -21,6 +21,7 @@ from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
 from gt.worker.engine.calls import function
 from gt.worker.engine.torch import attention, norms, random
 from gt.worker.engine.torch.calls import DTYPE, NAME, UNLESS, checked, conform
+from gt.worker.engine.torch.graphs import Cuda, Graphs
 from gt.worker.engine.torch.inductor import Inductor
 
 # They change the metadata of their operand, which may go by other ids too: they get a tensor object of their own.
@@ -43,7 +44,8 @@ class TorchEngine:
         self.device = _device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         self.host = self.device.type == "cpu"
         self.clock = perf_counter if self.host else None
-        self._compilers: dict[str, Compiler] = {}
+        self._inductor: Inductor | None = None
+        self._graphs: Graphs | None = None
 
     def guard(self) -> AbstractContextManager:
         return torch.no_grad()
@@ -77,10 +79,13 @@ class TorchEngine:
 
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:
         """What compiles segments, and why that is not what was asked for."""
-        why = "" if backend != "cudagraphs" or self.device.type == "cuda" else "no CUDA device, so inductor"
-        if backend not in self._compilers:
-            self._compilers[backend] = Inductor(self)
-        return self._compilers[backend], why
+        if self._inductor is None:
+            self._inductor = Inductor(self)
+        if backend != "cudagraphs" or self.host:
+            return self._inductor, "no CUDA device, so inductor" if backend == "cudagraphs" else ""
+        if self._graphs is None:
+            self._graphs = Graphs(self._inductor, Cuda(self.device))
+        return self._graphs, ""
 
     def _constant(self, const: Const) -> Any:
         if const.kind == "device":
@@ -133,9 +138,10 @@ class TorchEngine:
             raise ValueError(f"{len(buffer)} bytes were sent for {spec.text()}, want {spec.nbytes}")
         if not spec.numel:
             return self.zeros(spec)
-        data = torch.from_numpy(np.asarray(buffer, np.uint8)).view(DTYPE[spec.dtype]).view(spec.shape)
-        data = data if self.host else data.to(self.device)
-        return conform(data, spec)
+        data = torch.from_numpy(np.asarray(buffer, np.uint8))
+        if not self.host:  # from pinned memory, or this thread would wait for all that was issued before
+            data = torch.empty(len(buffer), dtype=torch.uint8, pin_memory=True).copy_(data).to(self.device, non_blocking=True)
+        return conform(data.view(DTYPE[spec.dtype]).view(spec.shape), spec)
 
     def combine(self, op: str, dtype: str) -> Combine:
         kind, reduce = DTYPE[dtype], COMBINE[op]
@@ -157,6 +163,9 @@ class TorchEngine:
     def storage(self, tensor: torch.Tensor) -> tuple[int, int]:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
+
+    def peak(self) -> int:
+        return 0 if self.host else torch.cuda.max_memory_allocated(self.device)
 
     def switch(self, switches: dict[str, Any]) -> None:
         if switches.get("threads"):

@@ -19,7 +19,7 @@ import torch
 from gt.errors import UnsupportedOp
 from gt.ir.ops import RANDOM
 from gt.ir.spec import Spec
-from gt.worker.engine.base import Compiled, Misfit
+from gt.worker.engine.base import Compiled, Misfit, Recorder
 from gt.worker.engine.torch.calls import DTYPE, NAME, conform
 from gt.worker.segments import Form, Wired
 
@@ -63,6 +63,7 @@ class Inductor:
     """An engine.base.Compiler."""
 
     name = "inductor"
+    recorder: Recorder | None = None
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -88,7 +89,7 @@ class Inductor:
             self._engine.resolve(name, payload)
         except UnsupportedOp:
             return False
-        return name.rpartition(".")[0] not in SPECIAL and not {tag.name for tag in _op(name).tags} & UNFIT
+        return name.rpartition(".")[0] not in SPECIAL and not {tag.name for tag in op(name).tags} & UNFIT
 
     def seen(self, inputs: Sequence[torch.Tensor]) -> Seen:
         specs = tuple((tuple(t.shape), t.stride(), t.dtype) for t in inputs)
@@ -159,7 +160,8 @@ class Inductor:
         return Traced(graph, fakes, taken.given, outs, specs)
 
 
-def _op(name: str) -> Any:
+def op(name: str) -> Any:
+    """The overload of a name."""
     space, base, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, space), base), overload)
 
@@ -179,7 +181,7 @@ def _written(wired: Wired) -> frozenset[int]:
 
 def _writes(payload: dict[str, Any]) -> list[int]:
     """Places of an op's tensors that it changes."""
-    schema, found = _op(payload["op"])._schema, []
+    schema, found = op(payload["op"])._schema, []
     for n, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -286,8 +288,6 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 class Code:
     """An engine.base.Compiled."""
-
-    note = ""
 
     def __init__(self, traced: Traced, run: Callable, seen: Seen, written: frozenset[int], key: Hashable) -> None:
         self.key, self.writes = key, bool(written)

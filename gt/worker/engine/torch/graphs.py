@@ -1,0 +1,379 @@
+"""Programs as CUDA graphs: a run of instructions is recorded once, and from then on is one launch.
+
+A graph works on fixed memory. What it reads stays where it is, or is copied into slots when it was found to move. What it makes
+lies in one pool that all graphs share, freed and given again in the order of the recording; so nothing is kept there when a
+program is over: what outlives it is copied out at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from gt.ir.ops import RANDOM
+from gt.worker.engine.base import Each, Recorder
+from gt.worker.engine.torch import attention
+from gt.worker.engine.torch.inductor import UNFIT, Inductor, op
+from gt.worker.segments import Row
+
+TRIES = 4  # recordings of a program, since what it reads may come to lie elsewhere
+SAID = 200  # characters of a reason
+
+Held = dict[int, torch.Tensor]
+Look = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # dtype, shape, strides, offset
+
+
+class Device(Protocol):
+    """What records: `Cuda`."""
+
+    device: torch.device
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Have `run` issue its work, which is not done yet; what does that work on the same memory."""
+
+
+class Cuda:
+    """A GPU. Recordings share a pool of memory and the stream that they are made on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._keeper: Callable[[], None] | None = None
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        if self._keeper is None:  # a pool ends with the last graph that uses it, and may not begin again
+            self._keeper = self._record(lambda: torch.zeros(1, device=self.device))
+        return self._record(run)
+
+    def _record(self, run: Callable[[], Any]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        here.wait_stream(self._stream)
+        return graph.replay
+
+
+class Graphs:
+    """An engine.base.Compiler, whose segments are Inductor's, and an engine.base.Recorder."""
+
+    name = "cudagraphs"
+
+    def __init__(self, inductor: Inductor, device: Device) -> None:
+        self.recorder: Recorder | None = self
+        self._device = device
+        self._slots: dict[tuple[int, int], torch.Tensor] = {}
+        self.fits, self.seen, self.compile = inductor.fits, inductor.seen, inductor.compile
+
+    def records(self, payload: dict[str, Any]) -> bool:
+        """Whether an op only issues work, the same each time."""
+        name = payload["op"]
+        if name in attention.OPS:  # where they draw nothing
+            return True
+        return payload["random"] is None and name not in RANDOM and (self.fits(payload) or _issues(payload))
+
+    def program(self, held: Held, each: Each, strictly: Each) -> Replays:
+        return Replays(self, self._device, held, each, strictly)
+
+    def slot(self, nbytes: int, number: int) -> torch.Tensor:
+        """The number-th slot of this size: runs share them, since each is read before the next is filled."""
+        key = nbytes, number
+        if key not in self._slots:
+            self._slots[key] = torch.empty(nbytes, dtype=torch.uint8, device=self._device.device)
+        return self._slots[key]
+
+
+class Moved(Exception):
+    """What a recording reads lies elsewhere."""
+
+    def __init__(self, ids: set[int]) -> None:
+        self.ids = ids
+
+
+@dataclass(slots=True)
+class Slot:
+    """Memory that is copied in before a replay and back after it, and tensors that lie in it."""
+
+    memory: torch.Tensor
+    looks: dict[int, Look]
+    source: torch.Tensor | None = None  # the bytes that it stands for, during a replay
+
+    def find(self, held: Held) -> None:
+        """Its tensors as they lie now. Moved if that is not how they lay."""
+        storages = {}
+        for i, known in self.looks.items():
+            tensor = held.get(i)
+            if tensor is None or look(tensor) != known:
+                raise Moved(set(self.looks))
+            storages[address(tensor)] = tensor.untyped_storage()
+        if len(storages) != 1 or next(iter(storages.values())).nbytes() != self.memory.numel():
+            raise Moved(set(self.looks))
+        self.source = plain(next(iter(storages.values())), self.memory.device)
+
+    def fill(self) -> None:
+        assert self.source is not None
+        self.memory.copy_(self.source)
+
+    def back(self) -> None:
+        assert self.source is not None
+        self.source.copy_(self.memory)
+
+
+@dataclass(slots=True)
+class Recording:
+    """What replays a run, and what its names stand for then."""
+
+    replay: Callable[[], None]
+    still: dict[int, torch.Tensor]  # what it reads where it is
+    slots: list[Slot]
+    gone: list[int]
+    views: Held = field(default_factory=dict)  # what it makes that lies in what it reads
+    pooled: Held = field(default_factory=dict)  # and in the pool, of which this keeps nothing
+    rebuilt: list[tuple[int, Slot, Look]] = field(default_factory=list)  # what it makes that lies in what was copied in
+
+    def moved(self, held: Held) -> set[int]:
+        """What it reads that is no longer where it was."""
+        still = self.still
+        others = [i for i, tensor in still.items() if held.get(i) is not tensor]
+        found = {i for i in others if not _stands(held.get(i), still[i])}
+        if not found:
+            still.update((i, held[i]) for i in others)
+        return found
+
+
+class Replays:
+    """The recordings of one program, which are all made in one pass: the pool knows of no memory that an older one uses."""
+
+    def __init__(self, graphs: Graphs, device: Device, held: Held, each: Each, strictly: Each) -> None:
+        self.graphs, self.device, self.held, self.each, self.strictly = graphs, device, held, each, strictly
+        self.runs: list[Run] = []
+        self.again = True  # to be recorded when it is carried out next
+        self.recording = False
+        self.passes = 0
+        self.named: Held = {}  # what was made in the pool when it was recorded, by names that do not keep it
+        self.pool: set[int] = set()  # where that lies
+
+    def run(self, rows: list[Row], reads: list[int], moving: set[int]) -> Run:
+        """Rows as one. moving: of what they read, what lies elsewhere each time."""
+        self.runs.append(Run(self, rows, reads, set(moving)))
+        return self.runs[-1]
+
+    def begin(self, code: list, at: int) -> None:
+        """The first step of the program."""
+        self.recording, self.again = self.again, False
+        if self.recording:
+            self.passes += 1
+            self.named.clear()
+            self.pool.clear()
+            for run in self.runs:
+                run.forget()
+
+    def stand_in(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A name for the same that does not keep memory of the pool."""
+        known = self.named.get(i)
+        return known if known is not None and _stands(tensor, known) else tensor
+
+    def ending(self, last: set[int]) -> Ending:
+        """The last step of a program that leaves these ids behind."""
+        return Ending(self, last)
+
+    def report(self) -> tuple[int, list[str]]:
+        return sum(run.recorded for run in self.runs), [run.why for run in self.runs if run.why]
+
+
+class Run:
+    """Rows of a program as one: a worker's step."""
+
+    def __init__(self, whole: Replays, rows: list[Row], reads: list[int], moving: set[int]) -> None:
+        self.rows, self.why = rows, ""
+        self._whole, self._reads, self._moving, self._held = whole, reads, moving, whole.held
+        self._recording: Recording | None = None
+
+    @property
+    def recorded(self) -> bool:
+        return self._recording is not None
+
+    def forget(self) -> None:
+        self._recording = None
+
+    def __call__(self, code: list, at: int) -> None:
+        whole, found = self._whole, self._recording
+        try:
+            if whole.recording and not self.why:
+                self._record()
+                return
+            if found is not None:
+                self._replay(found)
+                return
+        except Moved as error:
+            whole.again = True
+            if whole.passes > 1:  # once it may be another tensor for good
+                self._moving |= error.ids
+            if whole.passes >= TRIES:
+                self.why = "what it reads lies elsewhere from one replay to the next"
+        except Exception as error:
+            if "CUDA error" in str(error) and "captur" not in str(error).lower():
+                raise  # the device is lost
+            self.why = " ".join(f"{type(error).__name__}: {error}".split())[:SAID]
+        self._recording = None
+        whole.each(self.rows)
+
+    def _replay(self, found: Recording) -> None:
+        held = self._held
+        moved = found.moved(held)
+        if moved:
+            raise Moved(moved)
+        for slot in found.slots:
+            slot.find(held)
+        self._launch(found)
+        held.update(found.views)
+        held.update(found.pooled)
+
+    def _launch(self, found: Recording) -> None:
+        held = self._held
+        for slot in found.slots:
+            slot.fill()
+        found.replay()
+        for slot in found.slots:
+            slot.back()
+        for i in found.gone:
+            held.pop(i, None)
+        for i, slot, seen in found.rebuilt:
+            assert slot.source is not None
+            held[i] = shown(slot.source, seen)
+        for slot in found.slots:
+            slot.source = None
+
+    def _record(self) -> None:
+        held, whole = self._held, self._whole
+        entry = {i: held[i] for i in self._reads if i in held}
+        slots = self._slots(entry)
+        still = {i: whole.stand_in(i, t) for i, t in entry.items() if not any(i in slot.looks for slot in slots)}
+        before = dict(held)
+        inside = {i: shown(slot.memory, seen) for slot in slots for i, seen in slot.looks.items()}
+        held.update(inside)
+        try:
+            replay = whole.device.record(lambda: whole.strictly(self.rows))
+            made = {i: t for i, t in held.items() if before.get(i) is not t and inside.get(i) is not t}
+            gone = [i for i in before if i not in held]
+        finally:
+            for i in [i for i in held if i not in before]:
+                del held[i]
+            held.update(before)
+        found = Recording(replay, still, slots, gone)
+        owned = self._name(found, made, still)
+        for slot in slots:
+            slot.find(held)
+        self._launch(found)
+        held.update({**found.views, **owned})  # until the program frees them the pool may not give them away
+        whole.named.update(found.pooled)
+        whole.pool.update(map(address, owned.values()))
+        self._recording = found
+
+    def _slots(self, entry: Held) -> list[Slot]:
+        """Slots for what moves, and for all that shares memory with it."""
+        groups: dict[int, list[int]] = {}
+        for i, tensor in entry.items():
+            groups.setdefault(address(tensor), []).append(i)
+        counts: dict[int, int] = {}
+        found = []
+        for ids in groups.values():
+            nbytes = entry[ids[0]].untyped_storage().nbytes()
+            if self._moving.isdisjoint(ids) or not nbytes:
+                continue
+            counts[nbytes] = counts.get(nbytes, -1) + 1
+            found.append(Slot(self._whole.graphs.slot(nbytes, counts[nbytes]), {i: look(entry[i]) for i in ids}))
+        return found
+
+    def _name(self, found: Recording, made: Held, still: Held) -> Held:
+        """Fill in what is made; those of it that own memory of the pool."""
+        slots = {address(slot.memory): slot for slot in found.slots}
+        kept = {address(tensor) for tensor in still.values()}
+        storages: dict[int, Any] = {}
+        pool = self._whole.pool
+        owned: Held = {}
+        for i, tensor in made.items():
+            where = address(tensor)
+            if where in slots:
+                found.rebuilt.append((i, slots[where], look(tensor)))
+            elif not where or (where in kept and where not in pool):
+                found.views[i] = tensor
+            else:
+                owned[i] = tensor
+                storage = tensor.untyped_storage()
+                if where not in storages:
+                    storages[where] = torch._C._construct_storage_from_data_pointer(where, tensor.device, storage.nbytes())
+                found.pooled[i] = _of(storages[where], look(tensor))
+        return owned
+
+
+class Ending:
+    """What outlives a program, out of the pool: each memory once, so that what shared one still does."""
+
+    def __init__(self, whole: Replays, last: set[int]) -> None:
+        self._whole, self._last = whole, last
+
+    def __call__(self, code: list, at: int) -> None:
+        whole = self._whole
+        held, device = whole.held, whole.device.device
+        groups: dict[int, list[int]] = {}
+        for i in self._last:
+            tensor = held.get(i)
+            if tensor is not None and address(tensor) in whole.pool:
+                groups.setdefault(address(tensor), []).append(i)
+        copies: dict[torch.dtype, tuple[list, list]] = {torch.int64: ([], []), torch.uint8: ([], [])}
+        for members in groups.values():
+            storage = held[members[0]].untyped_storage()
+            memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+            dtype = torch.uint8 if storage.nbytes() % 8 else torch.int64
+            copies[dtype][0].append(memory.view(dtype))
+            copies[dtype][1].append(plain(storage, device).view(dtype))
+            held.update({i: shown(memory, look(held[i])) for i in members})
+        for new, old in copies.values():
+            if new:
+                torch._foreach_copy_(new, old)
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Of the memory that it lies in, 0 for none."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def look(tensor: torch.Tensor) -> Look:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+
+
+def plain(storage: Any, device: torch.device) -> torch.Tensor:
+    """All the bytes of a memory."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def shown(memory: torch.Tensor, seen: Look) -> torch.Tensor:
+    """A tensor in a memory."""
+    return _of(memory.untyped_storage(), seen)
+
+
+def _of(storage: Any, seen: Look) -> torch.Tensor:
+    dtype, shape, stride, offset = seen
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+
+
+def _stands(tensor: torch.Tensor | None, known: torch.Tensor) -> bool:
+    """Whether it lies exactly where the known one does."""
+    return tensor is not None and address(tensor) == address(known) and look(tensor) == look(known)
+
+
+def _issues(payload: dict[str, Any]) -> bool:
+    name = payload["op"]
+    if any(out[0] == "new" and out[1] is None for out in payload["outs"]):
+        return False
+    return name.startswith("aten.") and not {tag.name for tag in op(name).tags} & (UNFIT - {"inplace_view"})

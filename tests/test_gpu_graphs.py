@@ -1,0 +1,99 @@
+"""Programs as CUDA graphs on a GPU: random ones, and training steps, against their instructions."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from compiled_parts import inputs, program, replay, report, same
+from models import GPT
+from test_compile_graphs import REFUSED, Plainly
+
+import gt
+from gt.worker.engine.torch import TorchEngine
+from gt.worker.engine.torch.graphs import Cuda, Graphs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+class Engine(TorchEngine):
+    """No segments: every op is an instruction; some are refused."""
+
+    def __init__(self, refused: tuple[str, ...] = ()) -> None:
+        super().__init__("cuda:0")
+        self.graphs = Graphs(Plainly(self), Cuda(self.device))
+        issues = self.graphs.records
+        self.graphs.records = lambda payload: payload["op"] not in refused and issues(payload)  # type: ignore[method-assign]
+
+    def compiler(self, backend: str):
+        return self.graphs, ""
+
+
+def given(seed: int) -> dict[int, torch.Tensor]:
+    """The same on the GPU: what shares memory still does."""
+    here = inputs(seed)
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in here.values()}
+    there = {at: torch.tensor(list(storage), dtype=torch.uint8, device="cuda") for at, storage in memory.items()}
+    return {
+        i: torch.empty(0, device="cuda").set_(
+            there[t.untyped_storage().data_ptr()].untyped_storage(), t.storage_offset(), t.shape, t.stride()
+        )
+        for i, t in here.items()
+    }
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_random_programs(refused):
+    recorded = 0
+    engine = Engine(refused)  # graphs of all programs share its pool
+    for seed in range(60):
+        script = program(seed)
+        got, want = script.bench("cudagraphs", given(seed), engine), script.bench("eager", given(seed), TorchEngine("cuda:0"))
+        for _ in range(6):
+            replay(got)
+            replay(want)
+            same(got, want)
+        recorded += report(got)["graphs"]
+        assert not report(got)["reasons"], (seed, report(got))
+    assert recorded >= 60
+
+
+def step_of(model, optimizer, backend):
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step if backend is None else gt.compile(step, backend=backend)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_training_steps(fused):
+    torch.manual_seed(0)
+    base = GPT(layers=3, width=128, heads=4, vocab=256, context=64)
+    data = torch.randint(256, (12, 8, 65))
+    found = {}
+    gt.gpu_workers(1)
+    try:
+        for backend in (None, "eager", "inductor", "cudagraphs"):
+            found[backend], said, grads = train(copy.deepcopy(base), data, fused, backend)
+            if backend == "cudagraphs":
+                assert "1 CUDA graph" in said and "not as asked" not in said, said
+                assert all(torch.isfinite(grad).all() for grad in grads)
+    finally:
+        gt.shutdown()
+    assert found["eager"] == found[None] or fused
+    for backend in ("inductor", "cudagraphs"):
+        torch.testing.assert_close(torch.tensor(found[backend]), torch.tensor(found[None]), rtol=1e-4, atol=1e-5)
+
+
+def train(model, data, fused, backend):
+    """Losses, what explain() says, and the last gradients."""
+    model = model.to("remote")
+    step = step_of(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), backend)
+    losses = [step(batch[:, :-1].to("remote"), batch[:, 1:].to("remote")) for batch in data]
+    said = "" if backend is None else step.explain()
+    return [loss.item() for loss in losses], said, [p.grad.cpu() for p in model.parameters()]
