@@ -10,7 +10,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from machine import about  # noqa: E402
 
 # figure -> (unit, limit, goal); limits are what must hold on two cores, "at least" where the unit is a rate
 LIMITS = {
@@ -218,18 +219,7 @@ def measure(section: str, device: str) -> dict[str, float]:
 
 def machine() -> dict[str, Any]:
     """Commit, hardware and command, without which a figure means nothing."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    import torch
-
-    return {
-        "commit": git.stdout.strip() or "unknown",
-        "cpu": cpu[0].partition(":")[2].strip() if cpu else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "command": " ".join(["python", "benchmarks/bench_dispatch.py", *sys.argv[1:]]),
-    }
+    return about("benchmarks/bench_dispatch.py")
 
 
 def table(figures: dict[str, dict[str, float]]) -> str:

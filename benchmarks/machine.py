@@ -1,0 +1,32 @@
+"""What a figure was measured on, without which it means nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def about(script: str) -> dict[str, Any]:
+    """Commit, hardware and command."""
+    import torch
+
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    found = {
+        "commit": os.environ.get("COMMIT") or git.stdout.strip() or "unknown",
+        "cpu": cpu[0].partition(":")[2].strip() if cpu else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "command": " ".join(["python", script, *sys.argv[1:]]),
+    }
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        found |= {"gpus": gpus, "cuda": torch.version.cuda}
+    return found
