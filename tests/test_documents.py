@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "tuning_demo"
-SHOWN = ("quickstart", "signal_groups", "debugging", "schedules", "plan")
+SHOWN = ("quickstart", "signal_groups", "debugging", "programs", "schedules", "plan")
 WITH_PYTHON = ("README.md", *(f"docs/{page}.md" for page in SHOWN))
 WITH_SHELL = (*WITH_PYTHON, "examples/tuning_demo/README.md")
 
