@@ -59,6 +59,11 @@ def visible_gpus() -> list[str] | None:
     return None if value is None else [part.strip() for part in value.split(",") if part.strip() not in ("", "-1")]
 
 
+def set_elsewhere(name: str) -> bool:
+    """Whether a variable that is none of ours is set: one of the libraries that workers load."""
+    return bool(os.environ.get(name))
+
+
 def python_path(root: str) -> str:
     """PYTHONPATH for a child that is to find what lies in `root`."""
     return os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))

@@ -1,4 +1,7 @@
-"""`gt doctor`: one line a check of what GT needs of a machine; exit code 1 if something it cannot do without is missing."""
+"""`gt doctor`: one line a check of what GT needs of a machine; exit code 1 if something it cannot do without is missing.
+
+Where there are GPUs, gt/cli/gpus.py goes on with them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import platform
 import socket
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
+from gt.cli import gpus
 from gt.launch import machine
 
 NEEDED, WANTED = "missing", "note"
@@ -23,7 +26,10 @@ def main(args: list[str]) -> int:
             result, good = f"{error}", False
         mark = "ok" if good else weight
         worst |= not good and weight == NEEDED
-        print(f"{mark:8} {name:14} {result}")
+        print(f"{mark:8} {name:14} {result}", flush=True)
+    for name, text, good, needed in gpus.checks() if machine.gpus() else ():
+        print(f"{'ok' if good else 'fails' if needed else 'note':8} {name:14} {text}", flush=True)
+        worst |= needed and not good
     return worst
 
 
@@ -79,12 +85,7 @@ def _gpus() -> str:
     found = machine.gpus()
     if not found:
         raise RuntimeError("none: workers run on the CPU")
-    driver = Path("/proc/driver/nvidia/version")
-    return f"{len(found)} ({driver.read_text().splitlines()[0] if driver.exists() else 'driver unknown'})"
-
-
-def _nvshmem() -> str:
-    return _package("nvshmem4py-cu13")
+    return f"{len(found)} visible: {','.join(found)}"
 
 
 CHECKS: tuple[tuple[str, Callable[[], str], str], ...] = (
@@ -98,5 +99,4 @@ CHECKS: tuple[tuple[str, Callable[[], str], str], ...] = (
     ("sockets", _sockets, NEEDED),
     ("shared memory", _shm, WANTED),
     ("gpus", _gpus, WANTED),
-    ("nvshmem", _nvshmem, WANTED),
 )

@@ -1,0 +1,242 @@
+"""The part of `gt doctor` about GPUs: what nvidia-smi and torch say of them, then GT's own workers at work on them.
+
+Each check gives a text, or raises one that says what to do. `smi` and `child` are all that looks at the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gt import env
+
+GIB = 1 << 30
+QUERY = ("index", "name", "memory.total", "memory.used", "compute_cap", "driver_version", "utilization.gpu")
+SLOW = 20.0  # GB/s: less than any NVLink, about what PCIe gives
+PATIENCE = 300.0  # seconds for workers to start, train and send
+EXERCISED = 256 << 20  # bytes of a tensor that is sent
+# what the NVSHMEM programs of others need set, and a worker of ours must not find
+FOREIGN = ("NVSHMEM_BOOTSTRAP", "NVSHMEM_REMOTE_TRANSPORT")
+
+Row = tuple[str, str, bool, bool]  # name, text, whether it is good, whether GPUs cannot be used otherwise
+
+
+class Seen(NamedTuple):
+    """One GPU as nvidia-smi has it; sizes in MiB."""
+
+    number: str
+    name: str
+    total: int
+    used: int
+    capability: str
+    driver: str
+    busy: str
+
+
+def smi(*args: str) -> str:
+    """What nvidia-smi prints; RuntimeError where it does not run."""
+    try:
+        done = subprocess.run(["nvidia-smi", *args], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"nvidia-smi does not run ({error}): install the driver, and its tools, on this machine") from None
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines()
+        raise RuntimeError(f"nvidia-smi failed: {said[-1] if said else done.returncode}: see whether the driver is loaded")
+    return done.stdout
+
+
+def child(*args: str, patience: float = PATIENCE) -> list[str]:
+    """Lines of `python -m gt.cli.exercise ...`, run apart, since CUDA may crash or hang it."""
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-m", "gt.cli.exercise", *args]
+    changes = {"PYTHONPATH": env.python_path(root), "GT_CONFIG": "", "GT_SERVER": ""}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env.child(**changes))
+    try:
+        out, err = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and with it its workers
+        out, err = process.communicate()
+        return [*out.splitlines(), json.dumps(("in time", False, _stuck(patience)))]
+    if process.returncode:
+        last = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+        again = f"run `python -m gt.cli.exercise {' '.join(args)}` to see all of it"
+        return [*out.splitlines(), json.dumps(("finished", False, f"{last}; {again}"))]
+    return out.splitlines()
+
+
+def _stuck(patience: float) -> str:
+    return (
+        f"not done after {patience:g} s: see whether all GPUs are visible (CUDA_VISIBLE_DEVICES) and free (nvidia-smi); "
+        "GT_VERBOSE=1 says what workers do, py-spy dump where they wait"
+    )
+
+
+def checks() -> Iterator[Row]:
+    """All rows for a machine with GPUs."""
+    yield from _rows((("nvidia-smi", _seen, True), ("driver", _driver, True), ("links", _links, False)))
+    said = child("probe")
+    try:
+        found = json.loads(said[0])
+    except (ValueError, IndexError):
+        found = {}
+    if not isinstance(found, dict) or not found:
+        yield "torch on gpus", f"torch does not say what it finds: {' '.join(said) or 'nothing'}", False, True
+        return
+    about: list[tuple[str, Callable[[dict[str, Any]], str], bool]] = [
+        ("torch on gpus", _torch, True), ("capability", _capability, True), ("gpu memory", _memory, False),
+        ("peer access", _peers, False), ("nccl", _nccl, False), ("nvshmem", _nvshmem, False), ("mpi", _mpi, False),
+        ("gpt-2 files", _files, False),
+    ]  # fmt: skip
+    yield from _rows((name, lambda check=check: check(found), needed) for name, check, needed in about)
+    usable = len(found["gpus"])
+    if not usable:
+        return
+    linked = _linked()
+    for line in child(str(usable), str(EXERCISED)):
+        name, good, text = json.loads(line)
+        rate = float(text.partition(" GB/s")[0].rpartition(" ")[2]) if good and name.startswith("put") else SLOW
+        if rate < SLOW and linked:
+            todo = "see nvshmem above; GT_TRANSPORT=nvshmem says what is missing"
+            yield name, f"{text}: NVLink is not used: {todo}", False, False
+        else:
+            yield name, text, good, True
+    if usable == 1:
+        yield "put", "needs two GPUs, and so does all-reduce; everything else works with one", False, False
+
+
+def _rows(about: Any) -> Iterator[Row]:
+    for name, check, needed in about:
+        try:
+            yield name, check(), True, needed
+        except RuntimeError as error:
+            yield name, str(error), False, needed
+
+
+# ---- nvidia-smi
+
+
+def seen() -> list[Seen]:
+    rows = []
+    for line in smi(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits").splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == len(QUERY):
+            total, used = (int(c) if c.isdigit() else 0 for c in cells[2:4])
+            rows.append(Seen(cells[0], cells[1], total, used, cells[4], cells[5], cells[6]))
+    return rows
+
+
+def _seen() -> str:
+    rows, visible = seen(), env.visible_gpus()
+    if not rows:
+        raise RuntimeError("nvidia-smi lists none: see whether the driver is loaded, and whether a container was given GPUs")
+    kinds = {f"{row.name}, {row.total / 1024:.0f} GiB": sum(r.name == row.name for r in rows) for row in rows}
+    text = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    text += f"; busy {', '.join(row.busy for row in rows)} %"
+    return text if visible is None else f"{text}; CUDA_VISIBLE_DEVICES={','.join(visible)} leaves {len(visible)} of them"
+
+
+def _driver() -> str:
+    head = smi()
+    return f"{seen()[0].driver}, CUDA up to {head.partition('CUDA Version:')[2].split()[0] if 'CUDA Version:' in head else '?'}"
+
+
+def _matrix() -> dict[tuple[str, str], str]:
+    """What `nvidia-smi topo -m` says between each pair of GPUs: NV18, PIX, SYS, ..."""
+    rows = [line.replace("\x1b[4m", "").replace("\x1b[0m", "").split() for line in smi("topo", "-m").splitlines()]
+    names = [cell for cell in (rows[0] if rows else []) if cell.startswith("GPU") and cell[3:].isdigit()]
+    found = {}
+    for row in rows[1:]:
+        if row and row[0] in names:
+            found.update({(row[0], b): kind for b, kind in zip(names, row[1:]) if row[0] < b})
+    return found
+
+
+def _linked() -> bool:
+    """Whether NVLink leads from each GPU to each other one."""
+    try:
+        kinds = _matrix().values()
+    except RuntimeError:
+        return False
+    return bool(kinds) and all(kind.startswith("NV") for kind in kinds)
+
+
+def _links() -> str:
+    kinds = _matrix()
+    if not kinds:
+        return "one GPU, no links"
+    listed = sorted(set(kinds.values()))
+    ways = ", ".join(f"{kind} ({sum(k == kind for k in kinds.values())} pairs)" for kind in listed)
+    if all(kind.startswith("NV") for kind in listed):
+        return f"NVLink between all: {ways}"
+    slow = next(f"{a} and {b}" for (a, b), kind in kinds.items() if not kind.startswith("NV"))
+    raise RuntimeError(f"{ways}: no NVLink between {slow}, so transfers take PCIe; put neighbouring stages on linked GPUs")
+
+
+# ---- torch, and what it brings
+
+
+def _torch(found: dict[str, Any]) -> str:
+    if found["cuda"] is None:
+        raise RuntimeError(f"{found['torch']} is built without CUDA: install torch from download.pytorch.org/whl/cu130")
+    if not found["gpus"]:
+        raise RuntimeError(f"{found['torch']} sees no GPU: its CUDA {found['cuda']} wants a newer driver, or none is visible")
+    return f"{found['torch']} with CUDA {found['cuda']}, {len(found['gpus'])} GPUs"
+
+
+def _capability(found: dict[str, Any]) -> str:
+    numbers = [tuple(gpu[1]) for gpu in found["gpus"]]
+    text = ", ".join(sorted({f"{a}.{b}" for a, b in numbers}))
+    if any(number < (7, 0) for number in numbers):
+        raise RuntimeError(f"{text}: 7.0 or more is needed; leave older ones out with CUDA_VISIBLE_DEVICES")
+    return text or "no GPU"
+
+
+def _memory(found: dict[str, Any]) -> str:
+    free = [gpu[2] / GIB for gpu in found["gpus"]]
+    text = f"{', '.join(f'{gib:.0f}' for gib in free)} GiB free"
+    if any(gib < 4 for gib in free):
+        todo = "or use a smaller batch (-b, -t), more micro-batches (-M) or more stages"
+        raise RuntimeError(f"{text}: `nvidia-smi` shows who has the rest; end that, {todo}")
+    return text
+
+
+def _peers(found: dict[str, Any]) -> str:
+    if len(found["gpus"]) < 2:
+        return "one GPU"
+    if found["apart"]:
+        pairs = ", ".join(f"{a} and {b}" for a, b in found["apart"])
+        raise RuntimeError(f"not between {pairs}: transfers go through host memory; look for an IOMMU, MIG or virtual machine")
+    return "between all"
+
+
+def _nccl(found: dict[str, Any]) -> str:
+    if not found.get("nccl"):
+        raise RuntimeError("not part of this torch: collectives use NVSHMEM alone")
+    return ".".join(map(str, found["nccl"]))
+
+
+def _nvshmem(found: dict[str, Any]) -> str:
+    if found["nvshmem_error"]:
+        major = (found["cuda"] or "13").partition(".")[0]
+        todo = f"pip install nvshmem4py-cu{major}, which brings the library; NVSHMEM_HOME and LD_LIBRARY_PATH are not needed"
+        raise RuntimeError(f"{found['nvshmem_error']}: {todo}")
+    return found["nvshmem"] or "loads"
+
+
+def _mpi(found: dict[str, Any]) -> str:
+    strange = [name for name in FOREIGN if env.set_elsewhere(name)]
+    if strange:
+        raise RuntimeError(f"{' and '.join(strange)} set, as mpirun programs want: unset it, GT's workers meet by themselves")
+    return "not needed, nor nvcc: gt.gpu_workers(n) starts the processes, and nothing has to be compiled first"
+
+
+def _files(found: dict[str, Any]) -> str:
+    wanted = [name for name in ("gpt2_124M.bin", "gpt2_tokenizer.bin") if not Path(name).exists()]
+    if wanted:
+        todo = "prepare_data.py of examples/gpt2 makes them, and `train.py -e d12` needs neither"
+        raise RuntimeError(f"no {' and no '.join(wanted)} in this folder: {todo}")
+    return "gpt2_124M.bin and gpt2_tokenizer.bin are in this folder"

@@ -1,0 +1,164 @@
+"""`gt doctor`: a line for each thing, ok or what to do, on machines that are made up; and GT's workers really at work."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import gt
+from gt.cli import exercise, gpus
+
+doctor = importlib.import_module("gt.cli.doctor")  # gt.cli.doctor is the command
+
+H200 = "{n}, NVIDIA H200, 143771, 5, 9.0, 580.65.06, 0\n"
+HEAD = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0 |\n"
+TOPO = (
+    "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+    "GPU0\t X \t{way}\tSYS\t0-47\t0\tN/A\nGPU1\t{way}\t X \tSYS\t0-47\t0\tN/A\nNIC0\tSYS\tSYS\t X \n\n"
+    "Legend:\n\n  X    = Self\n"
+)
+PROBED: dict[str, Any] = {
+    "torch": "2.11.0+cu130", "cuda": "13.0", "apart": [], "nccl": [2, 28, 9], "nvshmem": "3.4.5", "nvshmem_error": "",
+    "gpus": [["NVIDIA H200", [9, 0], 139 << 30, 140 << 30]] * 2,
+}  # fmt: skip
+RESULTS = [
+    ("workers", True, "2 started"), ("training", True, "5 steps"),
+    ("put 0-1", True, "256 MiB in 0.69 ms, 390.1 GB/s; 8 B in 9 us"), ("transport", True, "nvshmem"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, dict[str, str]]]:
+    """The doctor on a machine: what nvidia-smi says, what torch finds, what workers do. Exit code, and lines by name."""
+
+    def run(
+        way: str = "NV18", count: int = 2, smi: Any = None, results: list = RESULTS, **probed: Any
+    ) -> tuple[int, dict[str, str]]:
+        def said(*args: str) -> str:
+            if smi is not None:
+                raise smi
+            if args[:1] == ("topo",):
+                return TOPO.format(way=way)
+            return "".join(H200.format(n=n) for n in range(count)) if args else HEAD
+
+        def done(*args: str) -> list[str]:
+            return [json.dumps({**PROBED, **probed})] if args == ("probe",) else [json.dumps(row) for row in results]
+
+        monkeypatch.setattr(doctor.machine, "gpus", lambda: [str(n) for n in range(count)])
+        monkeypatch.setattr(gpus, "smi", said)
+        monkeypatch.setattr(gpus, "child", done)
+        code = doctor.main([])
+        lines = [line for line in capsys.readouterr().out.splitlines()]
+        assert all(line[:8].strip() in ("ok", "note", "missing", "fails") for line in lines), lines
+        return code, {line[9:23].strip(): f"{line[:8].strip()}: {line[24:]}" for line in lines}
+
+    return run
+
+
+def test_a_good_machine(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    code, lines = machine()
+    assert code == 0
+    assert lines["gpus"] == "ok: 2 visible: 0,1"
+    assert lines["nvidia-smi"] == "ok: 2 x NVIDIA H200, 140 GiB; busy 0, 0 %"
+    assert lines["driver"] == "ok: 580.65.06, CUDA up to 13.0"
+    assert lines["links"] == "ok: NVLink between all: NV18 (1 pairs)"
+    assert lines["torch on gpus"] == "ok: 2.11.0+cu130 with CUDA 13.0, 2 GPUs"
+    assert lines["capability"] == "ok: 9.0" and lines["gpu memory"] == "ok: 139, 139 GiB free"
+    assert lines["peer access"] == "ok: between all" and lines["nccl"] == "ok: 2.28.9" and lines["nvshmem"] == "ok: 3.4.5"
+    assert lines["mpi"].startswith("ok: not needed")
+    assert lines["put 0-1"] == "ok: 256 MiB in 0.69 ms, 390.1 GB/s; 8 B in 9 us" and lines["transport"] == "ok: nvshmem"
+    assert lines["gpt-2 files"].startswith("note: no gpt2_124M.bin and no gpt2_tokenizer.bin in this folder: prepare_data.py")
+
+
+OLD, FULL = ["Tesla P40", [6, 1], 20 << 30, 22 << 30], ["NVIDIA H200", [9, 0], 1 << 30, 140 << 30]
+WRONG: list[tuple[dict[str, Any], int, str, str]] = [
+    ({"smi": RuntimeError("nvidia-smi does not run")}, 1, "nvidia-smi", "fails: nvidia-smi does not run"),
+    ({"cuda": None, "gpus": []}, 1, "torch on gpus", "fails: 2.11.0+cu130 is built without CUDA: install torch from"),
+    ({"gpus": []}, 1, "torch on gpus", "fails: 2.11.0+cu130 sees no GPU: its CUDA 13.0 wants a newer driver"),
+    ({"gpus": [OLD, FULL]}, 1, "capability", "fails: 6.1, 9.0: 7.0 or more is needed"),
+    ({"gpus": [FULL, FULL]}, 0, "gpu memory", "note: 1, 1 GiB free: `nvidia-smi` shows who has the rest"),
+    ({"apart": [[0, 1]]}, 0, "peer access", "note: not between 0 and 1: transfers go through host memory"),
+    ({"nvshmem_error": "ImportError: libnvshmem_host.so.3"}, 0, "nvshmem",
+     "note: ImportError: libnvshmem_host.so.3: pip install nvshmem4py-cu13"),
+    ({"nccl": []}, 0, "nccl", "note: not part of this torch"),
+    ({"way": "SYS"}, 0, "links", "note: SYS (1 pairs): no NVLink between GPU0 and GPU1"),
+    ({"results": [["training", False, "loss nan"]]}, 1, "training", "fails: loss nan"),
+    ({"results": [["put 0-1", True, "256 MiB in 99 ms, 2.7 GB/s; 8 B in 9 us"]]}, 0, "put 0-1",
+     "note: 256 MiB in 99 ms, 2.7 GB/s; 8 B in 9 us: NVLink is not used: see nvshmem above"),
+    ({"count": 1, "gpus": PROBED["gpus"][:1], "results": RESULTS[:2]}, 0, "put", "note: needs two GPUs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "code", "name", "says"), WRONG, ids=[f"{w[2]} {n}" for n, w in enumerate(WRONG)])
+def test_what_is_wrong_is_named_with_what_to_do(how: dict, code: int, name: str, says: str, machine: Callable) -> None:
+    found, lines = machine(**how)
+    assert found == code and lines[name].startswith(says), lines[name]
+
+
+def test_what_mpirun_wants_set_is_named(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSHMEM_BOOTSTRAP", "MPI")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    code, lines = machine()
+    assert code == 0 and lines["mpi"].startswith("note: NVSHMEM_BOOTSTRAP set, as mpirun programs want: unset it")
+    assert lines["nvidia-smi"].endswith("CUDA_VISIBLE_DEVICES=1 leaves 1 of them")
+
+
+def test_without_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(doctor.machine, "gpus", lambda: [])
+    monkeypatch.setattr(gpus, "child", None)
+    assert doctor.main([]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "note     gpus           none: workers run on the CPU"
+
+
+def test_a_child_that_hangs_or_fails_is_a_line() -> None:
+    name, good, text = json.loads(gpus.child("probe", patience=0.01)[-1])
+    assert (name, good) == ("in time", False) and "not done after 0.01 s: see whether all GPUs are visible" in text
+    name, good, text = json.loads(gpus.child("two", "0")[-1])
+    assert (name, good) == ("finished", False) and "ValueError: invalid literal" in text and "gt.cli.exercise two 0" in text
+
+
+def test_probing_says_what_torch_has() -> None:
+    import torch
+
+    (line,) = gpus.child("probe")
+    found = json.loads(line)
+    assert found["torch"] == torch.__version__ and len(found["gpus"]) == torch.cuda.device_count()
+
+
+def test_workers_really_send_and_add_up(server: Any, plain_threads: None) -> None:
+    """The same that runs on GPUs, on CPU workers."""
+
+    def start(n: int, config: str) -> None:
+        gt.connect(server.address, config=config, token=server.token)
+
+    try:
+        rows = list(exercise.exercise(3, start, 1 << 16))
+    finally:
+        gt.shutdown()
+    assert [name for name, _, _ in rows] == ["workers", "training", "put 0-1", "put 1-2", "all-reduce", "transport"]
+    assert all(good for _, good, _ in rows), rows
+    assert "GB/s" in rows[2][2] and "0 B through the dispatcher" in rows[-1][2]
+
+
+def test_wrong_values_are_found(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sums come out otherwise the lines say so: these checks can fail."""
+
+    def start(n: int, config: str) -> None:
+        gt.connect(server.address, config=config, token=server.token)
+
+    import torch
+
+    real = torch.Tensor.item
+    monkeypatch.setattr(gt.client.tensor.RemoteTensor, "item", lambda self: real(self) * 1.5 + 1, raising=False)
+    try:
+        rows = {name: (good, text) for name, good, text in exercise.exercise(2, start, 1 << 16)}
+    finally:
+        gt.shutdown()
+    assert rows["training"][0] is False and "GPUs compute wrong values" in rows["training"][1]
+    assert rows["put 0-1"] == (False, "another value arrived than was sent")
+    assert rows["all-reduce"][0] is False and "want 3.0" in rows["all-reduce"][1]
