@@ -122,6 +122,11 @@ def test_what_is_printed(run: Callable, data: Path, capsys: pytest.CaptureFixtur
     assert all(re.fullmatch(r"s:\d+ (trl|tel):\d+\.\d{4}", line) for line in lines)
 
 
+def test_without_validation_no_file_is_wanted(run: Callable, capsys: pytest.CaptureFixture) -> None:
+    assert len(run("-e", "d2", "-m", 0, "-j", "nothing.bin", "--device", "cpu", steps=2)) == 2
+    assert "val loss" not in capsys.readouterr().out
+
+
 def test_samples_depend_on_the_seed_alone(run: Callable, capsys: pytest.CaptureFixture) -> None:
     def sample(*flags: object) -> str:
         run("-e", "d2", "-s", 1, "-g", 12, *flags, steps=1)
@@ -352,6 +357,9 @@ def test_byte_pairs_come_from_a_library(gpt2: Any, data: Path, tmp_path: Path, m
     monkeypatch.setattr(gpt2.prepare_data, "found", lambda name: SimpleNamespace(Encoding=Encoding))
     gpt2.prepare_data.main([str(data / "text.txt"), "--to", str(tmp_path), "--vocabulary", str(tmp_path)])
     tokenizer = gpt2.checkpoint.read_tokenizer(tmp_path / "gpt2_tokenizer.bin")
+    with pytest.raises(SystemExit, match="do not give the text back"), monkeypatch.context() as lossy:
+        lossy.setattr(Encoding, "encode_ordinary", lambda self, text: [])
+        gpt2.prepare_data.main([str(data / "text.txt"), "--to", str(tmp_path), "--vocabulary", str(tmp_path)])
     tokens = np.concatenate([np.fromfile(tmp_path / f"text_{part}.bin", "<u2")[512:] for part in ("val", "train")])
     assert tokens[0] == tokenizer.end == 256 and tokenizer.decode(tokens.tolist()) == TEXT
 

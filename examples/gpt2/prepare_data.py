@@ -44,8 +44,7 @@ def by_pairs(folder: Path) -> tuple[Tokenizer, Encode]:
     names = next((n for n in FILES if all((folder / name).exists() for name in n)), None)
     if names is None:
         raise BadFile(f"{folder}: no GPT-2 vocabulary: want {' or '.join(' and '.join(n) for n in FILES)}")
-    vocabulary, merges = (folder / name for name in names)
-    numbers = json.loads(vocabulary.read_text("utf-8"))
+    numbers = json.loads((folder / names[0]).read_text("utf-8"))
     known = characters()
     tokens = [b""] * (max(numbers.values()) + 1)
     end = numbers.get("<|endoftext|>", len(tokens) - 1)
@@ -57,8 +56,8 @@ def by_pairs(folder: Path) -> tuple[Tokenizer, Encode]:
         return Tokenizer(tokens, end), tiktoken.Encoding(
             "gpt2", pat_str=words, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end}
         ).encode_ordinary
-    if transformers := found("transformers"):
-        tokenizer = transformers.GPT2TokenizerFast(vocab_file=str(vocabulary), merges_file=str(merges))
+    if names == FILES[0] and (transformers := found("transformers")):
+        tokenizer = transformers.GPT2TokenizerFast.from_pretrained(str(folder), local_files_only=True)
         return Tokenizer(tokens, end), tokenizer.encode
     raise BadFile(f"{folder} has a GPT-2 vocabulary, but there is no library to use it: pip install tiktoken")
 
@@ -79,9 +78,12 @@ def text(args: argparse.Namespace) -> list[str]:
     pieces = []
     for path in args.text:
         try:
-            pieces.append(np.array([tokenizer.end, *encode(path.read_text("utf-8", "replace"))], np.uint16))
+            read = path.read_text("utf-8", "replace")
         except OSError as error:
             raise BadFile(f"{path}: cannot read the text ({(error.strerror or 'error').lower()})") from None
+        if tokenizer.decode(encode(read[:1000])) != read[:1000]:
+            raise BadFile(f"{path}: tokens of {args.vocabulary} do not give the text back: its vocabulary lacks bytes")
+        pieces.append(np.array([tokenizer.end, *encode(read)], np.uint16))
     tokens = np.concatenate(pieces)
     held = args.val_tokens if args.val_tokens is not None else min(32768, len(tokens) // 10)
     if not 0 < held < len(tokens):

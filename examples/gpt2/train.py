@@ -52,7 +52,7 @@ def flags() -> argparse.ArgumentParser:
     add("-t", dest="length", type=int, default=1024, metavar="T", help="tokens a sequence")
     add("-l", dest="lr", type=float, default=3e-4, metavar="LR", help="learning rate")
     add("-v", dest="val_every", type=int, default=20, metavar="N", help="validate every N steps")
-    add("-m", dest="val_batches", type=int, default=20, metavar="N", help="on at most N batches")
+    add("-m", dest="val_batches", type=int, default=20, metavar="N", help="on at most N batches; 0: not at all")
     add("-s", dest="sample_every", type=int, default=20, metavar="N", help="sample text every N steps")
     add("-g", dest="sample", type=int, default=64, metavar="N", help="of N tokens")
     add("-M", dest="parts", type=int, default=0, metavar="N", help="micro-batches a step; default: up to two a stage")
@@ -76,7 +76,7 @@ def flags() -> argparse.ArgumentParser:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = flags().parse_args(argv)
-    for name, least in (("batch", 1), ("length", 1), ("val_every", 1), ("val_batches", 1), ("sample_every", 0), ("sample", 1)):
+    for name, least in (("batch", 1), ("length", 1), ("val_every", 1), ("val_batches", 0), ("sample_every", 0), ("sample", 1)):
         if getattr(args, name) < least:
             raise SystemExit(f"train.py: want at least {least} for {name.replace('_', ' ')}, got {getattr(args, name)}")
     return args
@@ -322,7 +322,7 @@ def train(args: argparse.Namespace, model: GPT2, data: Sequence[Tokens], tokeniz
     sample, report = sampler(model, args), Report(args, total)
     for number in range(progress.step, total + 1):
         last = number == total
-        if number % args.val_every == 0 or last:
+        if args.val_batches and (number % args.val_every == 0 or last):
             report.flush()
             value = mean(validate(*pair) for pair in itertools.islice(data[1], args.val_batches))
             print(f"val loss {value:f}", flush=True)
@@ -356,7 +356,8 @@ def prepared(args: argparse.Namespace) -> tuple[GPT2, list[Tokens], Tokenizer | 
     args.backend = args.backend or ("cudagraphs" if args.gpus else "eager")
     if args.gpus and args.tf32:
         torch.set_float32_matmul_precision("high")
-    data = [Tokens(pattern, args.batch, args.length, config.vocab) for pattern in (args.train, args.val)]
+    patterns = (args.train, args.val if args.val_batches else args.train)
+    data = [Tokens(pattern, args.batch, args.length, config.vocab) for pattern in patterns]
     tokenizer = read_tokenizer(args.tokenizer) if args.tokenizer.exists() else None
     model, pieces = built(args, config)
     announce(args, config, pieces, data, device_name(args.gpus, args.workers))
