@@ -123,8 +123,9 @@ def test_what_is_printed(run: Callable, data: Path, capsys: pytest.CaptureFixtur
 
 
 def test_without_validation_no_file_is_wanted(run: Callable, capsys: pytest.CaptureFixture) -> None:
-    assert len(run("-e", "d2", "-m", 0, "-j", "nothing.bin", "--device", "cpu", steps=2)) == 2
-    assert "val loss" not in capsys.readouterr().out
+    assert len(run("-e", "d2", "-m", 0, "-j", "nothing.bin", "--device", "cpu", steps=7)) == 7
+    out = capsys.readouterr().out
+    assert "val loss" not in out and "step    7/7" in out
 
 
 def test_samples_depend_on_the_seed_alone(run: Callable, capsys: pytest.CaptureFixture) -> None:

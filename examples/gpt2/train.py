@@ -247,9 +247,9 @@ class Report:
     def flush(self) -> None:
         if not self.waiting:
             return
-        losses = [(number, loss.item()) for number, loss in self.waiting]
+        losses = torch.stack([loss for _, loss in self.waiting]).tolist()  # one value to wait for
         seconds = (time.perf_counter() - self.since) / len(losses)
-        for number, loss in losses:
+        for (number, _), loss in zip(self.waiting, losses, strict=True):
             rate = int(self.tokens / seconds)
             line = f"step {number + 1:4d}/{self.total}: train loss {loss:f} ({seconds * 1e3:f} ms, {rate} tok/s)"
             print(line, flush=True)
@@ -341,6 +341,7 @@ def train(args: argparse.Namespace, model: GPT2, data: Sequence[Tokens], tokeniz
             report.flush()
             save(args, model, optimizer, done)
             report.begin()
+    report.flush()
     if args.explain and args.device == "remote":
         print(step.explain(), flush=True)
     return report.losses
