@@ -41,6 +41,7 @@ def probe() -> dict[str, Any]:
 def _nvshmem() -> tuple[str, str]:
     """Version of NVSHMEM as it is loaded, and why it is not."""
     try:
+        importlib.import_module("cuda.core")
         core = importlib.import_module("nvshmem.core")
         said = core.get_version() if hasattr(core, "get_version") else ""
     except Exception as error:  # a missing library shows as whatever the loader raises

@@ -42,7 +42,7 @@ def smi(*args: str) -> str:
     try:
         done = subprocess.run(["nvidia-smi", *args], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeError(f"nvidia-smi does not run ({error}): install the driver, and its tools, on this machine") from None
+        raise RuntimeError(f"nvidia-smi does not run ({error}): install the driver with its tools") from None
     if done.returncode:
         said = (done.stdout + done.stderr).strip().splitlines()
         raise RuntimeError(f"nvidia-smi failed: {said[-1] if said else done.returncode}: see whether the driver is loaded")
@@ -77,7 +77,10 @@ def _stuck(patience: float) -> str:
 
 def checks() -> Iterator[Row]:
     """All rows for a machine with GPUs."""
-    yield from _rows((("nvidia-smi", _seen, True), ("driver", _driver, True), ("links", _links, False)))
+    first = next(_rows((("nvidia-smi", _seen, False),)))
+    yield first
+    if first[2]:
+        yield from _rows((("driver", _driver, False), ("links", _links, False)))
     said = child("probe")
     try:
         found = json.loads(said[0])
@@ -86,13 +89,9 @@ def checks() -> Iterator[Row]:
     if not isinstance(found, dict) or not found:
         yield "torch on gpus", f"torch does not say what it finds: {' '.join(said) or 'nothing'}", False, True
         return
-    about: list[tuple[str, Callable[[dict[str, Any]], str], bool]] = [
-        ("torch on gpus", _torch, True), ("capability", _capability, True), ("gpu memory", _memory, False),
-        ("peer access", _peers, False), ("nccl", _nccl, False), ("nvshmem", _nvshmem, False), ("mpi", _mpi, False),
-        ("gpt-2 files", _files, False),
-    ]  # fmt: skip
-    yield from _rows((name, lambda check=check: check(found), needed) for name, check, needed in about)
     usable = len(found["gpus"])
+    about = ABOUT if usable else ABOUT[:1]
+    yield from _rows((name, lambda check=check: check(found), needed) for name, check, needed in about)
     if not usable:
         return
     linked = _linked()
@@ -192,7 +191,7 @@ def _capability(found: dict[str, Any]) -> str:
     text = ", ".join(sorted({f"{a}.{b}" for a, b in numbers}))
     if any(number < (7, 0) for number in numbers):
         raise RuntimeError(f"{text}: 7.0 or more is needed; leave older ones out with CUDA_VISIBLE_DEVICES")
-    return text or "no GPU"
+    return text
 
 
 def _memory(found: dict[str, Any]) -> str:
@@ -240,3 +239,16 @@ def _files(found: dict[str, Any]) -> str:
         todo = "prepare_data.py of examples/gpt2 makes them, and `train.py -e d12` needs neither"
         raise RuntimeError(f"no {' and no '.join(wanted)} in this folder: {todo}")
     return "gpt2_124M.bin and gpt2_tokenizer.bin are in this folder"
+
+
+# name, check, whether GPUs cannot be used otherwise; without a GPU that torch sees, only the first says something
+ABOUT: tuple[tuple[str, Callable[[dict[str, Any]], str], bool], ...] = (
+    ("torch on gpus", _torch, True),
+    ("capability", _capability, True),
+    ("gpu memory", _memory, False),
+    ("peer access", _peers, False),
+    ("nccl", _nccl, False),
+    ("nvshmem", _nvshmem, False),
+    ("mpi", _mpi, False),
+    ("gpt-2 files", _files, False),
+)
