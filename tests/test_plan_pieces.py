@@ -64,10 +64,16 @@ CASES = {
     "huber loss, each": (lambda a, t: F.huber_loss(a, t, reduction="none"), f(4, 6), f(4, 6)),
     "binary cross entropy": (F.binary_cross_entropy, f(4, 6).sigmoid(), f(4, 6).sigmoid()),
     "mse loss backward, sum": (
-        lambda g, a, t: torch.ops.aten.mse_loss_backward(g, a, t, 2), torch.tensor(2.0), f(4, 6), f(4, 6)
+        lambda g, a, t: torch.ops.aten.mse_loss_backward(g, a, t, 2),
+        torch.tensor(2.0),
+        f(4, 6),
+        f(4, 6),
     ),
     "huber loss backward, each": (
-        lambda g, a, t: torch.ops.aten.huber_loss_backward(g, a, t, 0, 1.0), f(4, 6), f(4, 6), f(4, 6)
+        lambda g, a, t: torch.ops.aten.huber_loss_backward(g, a, t, 0, 1.0),
+        f(4, 6),
+        f(4, 6),
+        f(4, 6),
     ),
     "embedding backward": (
         lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 10, -1, False),

@@ -258,12 +258,13 @@ class Compiled:
         tape, recorder = now.tape, now.tape.recorder
         number = next(_numbers)
         pairs = [list(pair) for pair in moved]
-        answer = recorder.session.seal(number, self.schedule, self.backend, pairs, tape.seed, tape.counter)
+        name = self.schedule or runtime.Live.schedule
+        answer = recorder.session.seal(number, name, self.backend, pairs, tape.seed, tape.counter)
         if answer["why"]:
             self._say(answer["why"])
             return None
         order = answer["schedule"]
-        if order and order["why"]:
+        if order and order["why"] and (self.schedule or order["pipeline"]):  # the config's is for steps that can have it
             self._warn(f"schedule {order['name']} is not used: {order['why']}")
         read = tape.read()
         leaves, tree = tree_flatten(results)

@@ -17,6 +17,7 @@ class Live:
     recorder: Recorder | None = None
     origins: Origins
     config: tuple[str, str] = ("", "")  # text and path of the session's YAML
+    schedule = ""  # of steps that name none, as the YAML says
     fresh: tuple[int, int] | None = None  # id of the newest uninitialised tensor, and how many ops there were then
 
 
@@ -48,9 +49,18 @@ def connect(session: Any, config_text: str = "", config_path: str = "") -> Recor
     clear_caches()
     recorder = Recorder(session, clear_caches)
     Live.config = (config_text, config_path)
+    Live.schedule = _schedule(config_text, config_path)
     Live.origins = Origins(recorder)
     Live.recorder = recorder
     return recorder
+
+
+def _schedule(text: str, path: str) -> str:
+    if not text:
+        return ""
+    from gt.config.load import load
+
+    return load(text, path).schedule or ""
 
 
 def check(tensor: Any) -> None:
@@ -71,7 +81,7 @@ def disconnect() -> Any:
 
 def set_aside() -> tuple:
     """Stop recording for a while; what `restore` takes."""
-    held = Live.recorder, getattr(Live, "origins", None), Live.config, Live.fresh
+    held = Live.recorder, getattr(Live, "origins", None), Live.config, Live.schedule, Live.fresh
     Live.recorder, Live.fresh = None, None
     clear_caches()
     return held
@@ -79,5 +89,5 @@ def set_aside() -> tuple:
 
 def restore(held: tuple) -> None:
     """Go on where `set_aside` stopped."""
-    Live.recorder, Live.origins, Live.config, Live.fresh = held
+    Live.recorder, Live.origins, Live.config, Live.schedule, Live.fresh = held
     clear_caches()

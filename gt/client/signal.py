@@ -91,11 +91,15 @@ def balance(modules: Any, stages: int, example: Any) -> list[tuple[int, int]]:
 def microbatches(batch: Any, n: int) -> Iterator[Any]:
     """`batch` (a tensor, or tuples, lists and dicts of them) in n equal parts along dim 0, one after the other.
 
-    ValueError if a tensor's first dim is no multiple of n.
+    ValueError if a tensor's first dim is no multiple of n, or if there is no tensor.
     """
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"a batch cannot be cut into {n!r} micro-batches: want a whole number of at least 1")
     leaves, tree = tree_flatten(batch)
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        raise ValueError(f"there is no tensor in the batch, which is {type(batch).__name__}: nothing can be cut")
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or n < 1 or leaf.shape[0] % n):
+        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] % n):
             rows = leaf.shape[0] if leaf.dim() else "no"
             raise ValueError(f"{rows} rows cannot be cut into {n} equal micro-batches: use a batch of a multiple of {n}")
     parts = [leaf.chunk(n) if isinstance(leaf, torch.Tensor) else [leaf] * n for leaf in leaves]

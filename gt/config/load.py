@@ -24,6 +24,7 @@ from gt.config.schema import (
     Rule,
 )
 from gt.errors import ConfigError
+from gt.ir.schedules import NAMES, asked
 
 BROKEN = "check the indentation (spaces, no tabs) and the brackets there and in the lines above"
 
@@ -200,6 +201,10 @@ class _Reader:
                 for pattern, key, value in self.entries(found["modules"], "modules", RESERVED)
             )
         name = None if schedule is None else self.value(schedule, str, "schedule", GT_KEYS["schedule"], RESERVED)
+        try:
+            asked(name or NAMES[0])
+        except ValueError as error:
+            self.fail(RESERVED, _line(schedule or node), str(error))
         return rules, name
 
     def rule(self, pattern: str, key: yaml.Node, node: yaml.Node, groups: dict[str, Group]) -> Rule:

@@ -11,15 +11,24 @@ from gt.ir.schedules import size
 
 
 def account(
-    made: Schedule, timeline: Timeline, found: Found, names: Sequence[str], micro: int, name: str, limit: float | None
+    made: Schedule,
+    timeline: Timeline,
+    found: Found,
+    names: Sequence[str],
+    micro: int,
+    name: str,
+    limit: float | None,
+    backward: bool,
 ) -> dict:
     """costs: in microseconds and bytes; said: lines for a reader."""
     costs = found.costs
-    weigh = balance(costs, found.units, made.workers, micro, name, limit)
+    weigh = balance(costs, found.units, made.workers, micro, name, limit, backward)
     source = f"{found.measured:.0%} measured" if found.measured else "nominal"
-    lines = [f"a micro-batch's forward, and gradients of inputs and of weights ({source}):"]
+    lines = [f"a micro-batch's forward{', and gradients of inputs and of weights' if backward else ''} ({source}):"]
     for n, stage in enumerate(names):
-        times = f"{costs.forward[n] / 1e3:.3g}, {costs.input[n] / 1e3:.3g} and {costs.weight[n] / 1e3:.3g} ms"
+        times = f"{costs.forward[n] / 1e3:.3g} ms"
+        if backward:
+            times = f"{costs.forward[n] / 1e3:.3g}, {costs.input[n] / 1e3:.3g} and {costs.weight[n] / 1e3:.3g} ms"
         lines.append(f"  {stage}: {times}, {weigh['share'][n]:.1%} of the work, {size(costs.activation[n])} of activations")
     if "better" in weigh:
         better = weigh["better"]

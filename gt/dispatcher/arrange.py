@@ -28,6 +28,10 @@ from gt.ir.schedules import asked, size
 SENT = frozenset((0, 1))  # leads to another stage, which is more than one end
 
 
+class NoPipeline(Unfit):
+    """It is none at all, and no mistake if only the config asks for a schedule."""
+
+
 @dataclass
 class Stages:
     """Workers of each stage, their groups, and the action of each op that lies in one."""
@@ -36,6 +40,11 @@ class Stages:
     names: list[str] = field(default_factory=list)
     keys: dict[int, Key] = field(default_factory=dict)
     micro: int = 0
+
+    @property
+    def backward(self) -> bool:
+        """Whether there is one."""
+        return any(key.backward for key in self.keys.values())
 
 
 def arrange(tape: Tape, text: str, times: dict[int, float], lies: Lies) -> dict:
@@ -52,11 +61,14 @@ def arrange(tape: Tape, text: str, times: dict[int, float], lies: Lies) -> dict:
         memory = {worker: bases(rows) for worker, rows in parts.items()}
         _weights(parts, ops, memory)
         end = ending(parts, stages.meshes, memory, ops)
+        if not stages.backward:
+            _reports(parts, stages.meshes)
         found = stage_costs(parts, stages.meshes, stages.micro, price(parts, times, lies), memory, end)
         meshes = list(dict.fromkeys(stages.meshes))
         places = [meshes.index(mesh) for mesh in stages.meshes]
         made = schedule.make(
-            name, stages=len(places), workers=places, micro_batches=stages.micro, costs=found.costs, limit=limit
+            name, stages=len(places), workers=places, micro_batches=stages.micro, costs=found.costs, limit=limit,
+            backward=stages.backward,
         )  # fmt: skip
         timeline = schedule.simulate(made.rows, found.costs)
         split = any(action.kind == "I" for row in made.rows for action in row)
@@ -66,13 +78,13 @@ def arrange(tape: Tape, text: str, times: dict[int, float], lies: Lies) -> dict:
             check(worker, [p.row for p in mine], code[worker], ops)
         flow(code)
     except NoRoom as error:
-        return {"name": name, "why": error.said(size)}
+        return {"name": name, "why": error.said(size), "pipeline": True}
     except (Unfit, ConfigError, ValueError) as error:
-        return {"name": text, "why": str(error)}
+        return {"name": text.partition(":")[0], "why": str(error), "pipeline": not isinstance(error, NoPipeline)}
     tape.code.update(code)
     named = [(p.row, action) for mine in parts.values() for p in mine if not p.moves and (action := p.action(split))]
     tape.names.update((id(row), str(schedule.Action(*action))) for row, action in named)
-    return account(made, timeline, found, stages.names, stages.micro, name, limit)
+    return account(made, timeline, found, stages.names, stages.micro, name, limit, stages.backward)
 
 
 # ---- stages
@@ -94,12 +106,12 @@ def _stages(journal: Sequence[Planned]) -> Stages:
                 found.meshes.append(origin.meaning.mesh.workers)
         visits[row.seq] = (origin.backward, origin.micro, len(path) - 1)
     if not found.meshes:
-        raise Unfit("no op lies in a signal group within gt.microbatches")
+        raise NoPipeline("no op lies in a signal group within gt.microbatches")
     found.micro = 1 + max(micro for _, micro in paths)
     names, count = paths[False, 0], len(found.meshes)
     found.names = names
     if len(set(found.meshes)) < 2:
-        raise Unfit("there is one stage only: name groups on different workers for the stages")
+        raise NoPipeline("there is one stage only: name groups on different workers for the stages")
     for (backward, micro), path in paths.items():
         if path != (names[::-1] if backward else names):
             way = "backward" if backward else "forward"
@@ -263,6 +275,14 @@ def _first(parts: Parts) -> None:
         for part in rows:
             if id(part) in sends and all(send.when == EARLY for send in sends[id(part)]):
                 part.when = EARLY
+
+
+def _reports(parts: Parts, meshes: Sequence[tuple[int, ...]]) -> None:
+    """What comes after the forwards of a step that has no backward is a report of its worker's last stage."""
+    for worker, rows in parts.items():
+        last = max((stage for stage, mesh in enumerate(meshes) if worker in mesh), default=-1)
+        for part in rows:
+            part.once = (last, "L") if part.once is not None else None
 
 
 def _weights(parts: Parts, ops: dict[int, Planned], memory: dict[int, Bases]) -> None:

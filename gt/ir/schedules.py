@@ -11,7 +11,7 @@ _SIZE = re.compile(rf"(?a:(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)}))")
 
 def asked(text: str) -> tuple[str, float | None]:
     """Name and limit in bytes, None without one; ValueError for what is neither."""
-    name, colon, size = text.partition(":")
+    name, colon, size = text.partition(":") if isinstance(text, str) else (text, "", "")
     if name not in NAMES:
         raise ValueError(f"schedule {name!r} is not known: want one of {', '.join(NAMES)}")
     found = _SIZE.fullmatch(size.strip())

@@ -200,6 +200,8 @@ class Dry:
         every = len(self.followed) == len(self.workers)
         self._handle(Received(CLIENT, Seal(0, program, schedule if every else "", backend, carried, seed, counter)))
         answer = self._reports.pop(0)
+        if not self.told:
+            self.known(self.living())
         self._mark("captured", schedule)
         self.steps["captured"].answer = answer
         self._tape = None

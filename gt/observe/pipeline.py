@@ -47,9 +47,9 @@ def describe(dry: Dry, step: Step) -> dict[str, Any]:
             rows=schedule.text(rows), makespan=line.makespan, bubble=[b / line.makespan for b in line.bubble], idle=line.idle,
             activations=list(line.peak), grid=schedule.show(rows, costs, 120),
         )  # fmt: skip
-    found["choices"] = _choices(stages, costs)
+    found["choices"] = _choices(stages, costs, _trains(step))
     name, limit = asked(step.schedule) if step.schedule else ("1f1b", None)
-    found["balance"] = balance(costs, _units(stages, step), stages.places, stages.micro, name, limit)
+    found["balance"] = balance(costs, _units(stages, step), stages.places, stages.micro, name, limit, _trains(step))
     return found
 
 
@@ -138,11 +138,13 @@ def _rows(stages: Stages, step: Step, costs: Costs) -> tuple[str, Any, str]:
         if step.schedule:
             wanted, limit = asked(step.schedule)
             made = schedule.make(
-                wanted, stages=len(stages.names), workers=stages.places, micro_batches=stages.micro, costs=costs, limit=limit
-            )
+                wanted, stages=len(stages.names), workers=stages.places, micro_batches=stages.micro, costs=costs, limit=limit,
+                backward=_trains(step),
+            )  # fmt: skip
             return made.name, made.rows, ""
         rows = _as_written(stages, step.journal)
-        schedule.check(rows)
+        if _trains(step):
+            schedule.check(rows)
         return "as written", rows, ""
     except NoRoom as error:
         return step.schedule, None, error.said(size)
@@ -159,12 +161,18 @@ def _as_written(stages: Stages, journal: Sequence[Place]) -> list[list[Action]]:
     return [list(rows[n]) for n in range(1 + max(stages.places))]
 
 
-def _choices(stages: Stages, costs: Costs) -> dict[str, dict[str, float]]:
+def _trains(step: Step) -> bool:
+    return any(place.backward for place in step.journal)
+
+
+def _choices(stages: Stages, costs: Costs, trains: bool) -> dict[str, dict[str, float]]:
     """Every schedule that these stages can have."""
     found = {}
     for name in schedule.NAMES:
         with suppress(ConfigError):
-            made = schedule.make(name, stages=len(stages.names), workers=stages.places, micro_batches=stages.micro, costs=costs)
+            made = schedule.make(
+                name, stages=len(stages.names), workers=stages.places, micro_batches=stages.micro, costs=costs, backward=trains
+            )
             line = schedule.simulate(made.rows, costs)
             found[name] = {"makespan": line.makespan, "bubble": line.idle, "activations": max(line.peak)}
     return found

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gt.dispatcher.schedule import auto
-from gt.dispatcher.schedule.actions import Action, Rows, check, parse, text, whole
+from gt.dispatcher.schedule.actions import Action, Rows, check, forwards, parse, text, whole
 from gt.dispatcher.schedule.blocks import checked
 from gt.dispatcher.schedule.costs import Costs, uniform
 from gt.dispatcher.schedule.finish import finish
@@ -47,13 +47,15 @@ def make(
     micro_batches: int,
     costs: Costs | None = None,
     limit: float | Sequence[float] | None = None,
+    backward: bool = True,
 ) -> Schedule:
     """The schedule of that name, for stages on workers (worker of each stage; by default one stage a worker).
 
     In every schedule a stage meets its micro-batches in order, forwards and backwards, so that all give the same bits.
     `costs` place the weight gradients of zero-bubble schedules, L, R and O, and are what `auto` goes by; without them every
     stage is taken to cost the same. `limit` is of peak activation memory, of any or of each worker, in the unit of the costs.
-    ConfigError where the placement is not what the schedule wants, or memory does not suffice.
+    Without `backward` rows are of forwards only. ConfigError where the placement is not what the schedule wants, or memory
+    does not suffice.
     """
     where = checked(range(stages) if workers is None else workers)
     if name not in NAMES:
@@ -65,9 +67,10 @@ def make(
         )
     limits = _limits(limit, 1 + max(where))
     if name == "auto":
-        name, rows = auto.choose(SCHEDULES, where, micro_batches, costs or uniform(stages), limits)
+        name, rows = auto.choose(SCHEDULES, where, micro_batches, costs or uniform(stages), limits, backward)
         return Schedule(name, whole(rows), where)
     rows = auto.named(SCHEDULES, name, where, micro_batches, costs)
+    rows = rows if backward else forwards(rows)
     if costs is not None:
         rows = finish(rows, costs)
     _keep_within(name, rows, costs or uniform(stages), limits)
@@ -85,4 +88,5 @@ def _limits(limit: float | Sequence[float] | None, workers: int) -> list[float]:
 def _keep_within(name: str, rows: Rows, costs: Costs, limits: list[float]) -> None:
     for worker, (peak, limit) in enumerate(zip(simulate(rows, costs).peak, limits)):
         if peak > limit * auto.CLOSE:
-            raise ConfigError(f"{name} needs {peak:g} of activations on worker {worker}, and the limit is {limit:g}: try auto")
+            text = f"{name} needs {{}} of activations on worker {worker}, and the limit is {{}}: try auto"
+            raise auto.NoRoom(text, peak, limit)

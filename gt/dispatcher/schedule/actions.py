@@ -101,6 +101,11 @@ def _complete(seen: set[Action], stage: int, micro: int) -> None:
         raise ConfigError(f"stage {stage} has {has} of micro-batch {micro}; want F and B, or F, I and W")
 
 
+def forwards(rows: Rows) -> tuple[tuple[Action, ...], ...]:
+    """Rows of a step that has no backward."""
+    return tuple(tuple(action for action in row if action.kind not in "BIW") for row in rows)
+
+
 def whole(rows: Iterable[Row]) -> tuple[tuple[Action, ...], ...]:
     """Rows that no one changes."""
     return tuple(map(tuple, rows))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from gt.dispatcher.schedule.actions import Action, Rows
+from gt.dispatcher.schedule.actions import Action, Rows, forwards
 from gt.dispatcher.schedule.blocks import Placement, blocks, expand, mates, turns
 from gt.dispatcher.schedule.costs import Costs
 from gt.dispatcher.schedule.fill import fill
@@ -26,25 +26,25 @@ CLOSE = 1 + 1e-9
 
 
 class NoRoom(ConfigError):
-    """No schedule keeps within the limit of memory."""
+    """What was asked for does not keep within the limit of memory. text: with holes for amounts in the unit of the costs."""
 
-    def __init__(self, m: int, limit: float, least: float) -> None:
-        self.m, self.limit, self.least = m, limit, least
+    def __init__(self, text: str, *amounts: float) -> None:
+        self.text, self.amounts = text, amounts
         super().__init__(self.said(lambda amount: f"{amount:g}"))
 
     def said(self, size: Callable[[float], str]) -> str:
-        """In words; size writes an amount in the unit of the costs."""
-        return (
-            f"no schedule of {self.m} micro-batches keeps within {size(self.limit)} of activations a worker; the least that "
-            f"was found is {size(self.least)}: try smaller micro-batches, or another cut into stages"
-        )
+        """In words; size writes an amount."""
+        return self.text.format(*map(size, self.amounts))
 
 
-def choose(tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float]) -> tuple[str, Rows]:
+def choose(
+    tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float], backward: bool = True
+) -> tuple[str, Rows]:
     """Name and rows of the best; what is not a table is named `auto`, with where its order came from."""
     best: Judged | None = None
     least = float("inf")
-    for name, rows in candidates(tables, workers, m, costs, limits):
+    for name, made_so in candidates(tables, workers, m, costs, limits):
+        rows = made_so if backward else forwards(made_so)
         line = simulate(rows, costs)
         least = min(least, max(line.peak))
         if any(peak > limit * CLOSE for peak, limit in zip(line.peak, limits)):
@@ -56,7 +56,12 @@ def choose(tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs
         if best is None or made[0] * CLOSE < best[0] or (made[0] <= best[0] * CLOSE and made[1] * CLOSE < best[1]):
             best = made
     if best is None:
-        raise NoRoom(m, min(limits), least)
+        raise NoRoom(
+            f"no schedule of {m} micro-batches keeps within {{}} of activations a worker; the least that was found is {{}}: "
+            "try smaller micro-batches, or another cut into stages",
+            min(limits),
+            least,
+        )
     return best[2], best[3]
 
 

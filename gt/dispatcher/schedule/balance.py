@@ -17,7 +17,13 @@ Unit = tuple[float, str]  # what an op of the forward takes, and what to call it
 
 
 def balance(
-    costs: Costs, units: Sequence[Sequence[Unit]], workers: Sequence[int], micro: int, name: str, limit: float | None = None
+    costs: Costs,
+    units: Sequence[Sequence[Unit]],
+    workers: Sequence[int],
+    micro: int,
+    name: str,
+    limit: float | None = None,
+    backward: bool = True,
 ) -> dict[str, Any]:
     """Seconds and share of each stage, and under "better" a cut between two ops that is worth it, by simulation.
 
@@ -39,7 +45,9 @@ def balance(
     with suppress(ConfigError):
         spans = []
         for one in (costs, moved):
-            made = schedule.make(name, stages=len(totals), workers=workers, micro_batches=micro, costs=one, limit=limit)
+            made = schedule.make(
+                name, stages=len(totals), workers=workers, micro_batches=micro, costs=one, limit=limit, backward=backward
+            )
             spans.append(schedule.simulate(made.rows, one).makespan)
         gain = 1 - spans[1] / spans[0] if spans[0] else 0.0
         if gain >= WORTH:
