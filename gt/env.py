@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from gt.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ VARIABLES = (
     Variable("GT_SERVER", "", "host:port of a running dispatcher; empty starts one for this program"),
     Variable("GT_TOKEN", "", "secret that server, workers and clients share; needed off loopback"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (CPU, no torch in their processes)"),
-    Variable("GT_TRANSPORT", "", "data plane: shm; empty picks one"),
+    Variable("GT_TRANSPORT", "", "data plane: nvshmem (GPUs), or shm (host memory); empty picks one"),
+    Variable("GT_HEAP_SIZE", "", "symmetric memory of a worker, as 512MiB; default 256MiB on CPUs, 2GiB on GPUs"),
     Variable("GT_INSTRUCTION_LOG", "", "path: the dispatcher writes one line an event"),
     Variable("GT_VERBOSE", "", "1: every process logs what it does"),
     Variable("GT_DEBUG_CLIENT", "", "1: debug output of the client"),
@@ -41,6 +45,21 @@ def token(file: Path | None) -> str:
 
 def flag(name: str) -> bool:
     return get(name) not in ("", "0", "false", "no")
+
+
+def size(name: str, default: int) -> int:
+    """A variable's bytes: a number, with KiB, MiB or GiB behind it."""
+    text = get(name)
+    found = re.fullmatch(r"(\d+)\s*([KMG]i?B)?", text)
+    if text and found is None:
+        raise ConfigError(f"{name} is {text!r}, want a size as 512MiB or 2GiB")
+    return int(found[1]) << (10 * " KMG".index((found[2] or " ")[0])) if found else default
+
+
+def foreign(name: str, value: str, always: bool = False) -> None:
+    """Set a variable of a library that reads it in this process, unless the user has (or always)."""
+    if always or name not in os.environ:
+        os.environ[name] = value
 
 
 def child(**changes: str) -> dict[str, str]:

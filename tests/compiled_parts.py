@@ -75,7 +75,7 @@ class Script:
         code: list = [FREE, 0, len(lasting), *lasting] if lasting else []
         for n, (place, operands) in enumerate(self.rows):
             code += [FREE if place < 0 else 100 + place, n, *operands]
-        program = {"code": code, "randoms": [], "actions": [], "backend": backend}
+        program = {"code": code, "randoms": [], "actions": [], "backend": backend, "channels": []}
         bench.executor.define([*define, Define(99, "program", program).wire()])
         return bench
 

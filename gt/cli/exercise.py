@@ -160,7 +160,7 @@ def _all_reduce(workers: int, nbytes: int) -> Result:
 def _transport() -> Result:
     """By which plane, as far as workers say; bytes that went through the dispatcher."""
     found = gt.stats()
-    planes = sorted({str(worker["plane"]) for worker in found["workers"] if worker.get("plane")})
+    planes = sorted({str(worker["transport"]) for worker in found["workers"]})
     relayed = found["dispatcher"]["tensor_bytes_relayed"]
     sent = sum(sum(worker["bytes_sent"].values()) for worker in found["workers"])
     text = f"{' and '.join(planes) or 'the default'}; {sent >> 20} MiB sent directly, {relayed} B through the dispatcher"

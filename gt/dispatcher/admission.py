@@ -112,7 +112,16 @@ def _switches(switches: dict[str, Any]) -> None:
 
 def worker_info(info: dict[str, Any]) -> dict[str, Any]:
     """What a worker says of itself, complete; ProtocolError names what is no such thing."""
-    defaults = {"name": "", "pid": 0, "host": "", "backend": "", "heap_fd": -1, "heap_bytes": 0, "doorbell": ""}
+    defaults = {
+        "name": "",
+        "pid": 0,
+        "host": "",
+        "backend": "",
+        "heap_fd": -1,
+        "heap_bytes": 0,
+        "doorbell": "",
+        "unique_id": "",
+    }
     for key, value in info.items():
         if key not in defaults:
             raise ProtocolError(f"Hello.info.{key:.40} is nothing that a worker says of itself")

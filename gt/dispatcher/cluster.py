@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gt.errors import SystemFailure
-from gt.ir.heap import BUFFER_BYTES, SLOT_BYTES, SLOTS, channel_bytes, channel_class, team_bytes
+from gt.ir.heap import SLOTS, channel_bytes, channel_class, sizes, team_bytes
 from gt.ir.instr import FIRST, Define
 from gt.ir.template import weight
 
@@ -93,8 +93,9 @@ class Cluster:
         self.seq = 0  # of the next op, over all sessions
         self.next_key = 0
         self.now = 0.0  # of the event that is being dealt with
-        self._channels: dict[int, int] = {}
-        self._teams: dict[tuple[int, ...], tuple[int, int]] = {}
+        self.formed: list[int] = []  # workers whose devices share memory
+        self._channels: dict[int, tuple[int, int]] = {}
+        self._teams: dict[tuple[int, ...], tuple[int, int, int]] = {}
 
     def add(self, peer: bytes, info: dict) -> Worker:
         """A worker joins; one of the name of a lost worker takes its place."""
@@ -131,22 +132,36 @@ class Cluster:
         self.heap_used += nbytes
         return offset
 
-    def channel(self, source: int, target: int) -> int:
-        """Heap offset of the slots for messages source -> target; pairs that never meet in a heap share one."""
+    def _sizes(self, members: tuple[int, ...]) -> tuple[int, int]:
+        return sizes(min(self.workers[i].info.get("heap_bytes", 0) for i in members))
+
+    def channel(self, source: int, target: int) -> tuple[int, int]:
+        """Heap offset and slot size for messages source -> target; pairs that never meet in a heap share one."""
         shared = channel_class(source, target)
         if shared not in self._channels:
-            self._channels[shared] = self._take(channel_bytes(SLOT_BYTES, SLOTS), (source, target))
+            slot, _ = self._sizes((source, target))
+            self._channels[shared] = self._take(channel_bytes(slot, SLOTS), (source, target)), slot
         return self._channels[shared]
 
-    def team(self, workers: tuple[int, ...]) -> tuple[int, int]:
-        """(id, heap offset) of a team, made on first use."""
+    def team(self, workers: tuple[int, ...]) -> tuple[int, int, int]:
+        """(id, heap offset, buffer size) of a team, made on first use."""
         if workers not in self._teams:
-            self._teams[workers] = (len(self._teams), self._take(team_bytes(BUFFER_BYTES, len(workers)), workers))
+            _, buffer = self._sizes(workers)
+            self._teams[workers] = len(self._teams), self._take(team_bytes(buffer, len(workers)), workers), buffer
         return self._teams[workers]
 
     def team_payload(self, workers: tuple[int, ...], rank: int) -> dict:
-        number, offset = self.team(workers)
-        return {"id": number, "workers": list(workers), "rank": rank, "offset": offset, "bytes": BUFFER_BYTES}
+        number, offset, buffer = self.team(workers)
+        return {"id": number, "workers": list(workers), "rank": rank, "offset": offset, "bytes": buffer}
 
     def channel_payload(self, source: int, target: int, peer: int) -> dict:
-        return {"peer": peer, "offset": self.channel(source, target), "bytes": SLOT_BYTES, "slots": SLOTS}
+        offset, slot = self.channel(source, target)
+        return {"peer": peer, "offset": offset, "bytes": slot, "slots": SLOTS}
+
+    def form(self) -> list[int]:
+        """Workers whose devices are to share memory from here on: all that can, unless some do already."""
+        if any(not self.workers[i].lost for i in self.formed):
+            return []
+        able = [w.index for w in self.workers if not w.lost and w.info.get("unique_id")]
+        self.formed = able if len(able) > 1 else []
+        return self.formed

@@ -7,7 +7,7 @@ place is refused with an error that names the field, and everybody else goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gt import errors
 from gt.dispatcher.admission import Admission, Waiting, shared_out, worker_info
@@ -237,10 +237,12 @@ class Core:
         self._tell_world()
         self._admit_clients()
 
-    def _tell_world(self) -> None:
+    def _tell_world(self, members: Sequence[int] = ()) -> None:
+        """members: those whose devices are to share memory."""
         rows = [w.row() for w in self.cluster.workers if not w.lost]
+        name = self.cluster.workers[members[0]].info["unique_id"] if members else ""
         for peer in self.workers:
-            self.send(peer, World(self.cluster.generation, rows))
+            self.send(peer, World(self.cluster.generation, rows, list(members), name))
 
     def _admit_clients(self) -> None:
         """Welcome every waiting client whose config's workers are all here."""
@@ -258,6 +260,9 @@ class Core:
 
     def _welcome(self, client: Waiting) -> None:
         config, switches = client.config, client.hello.switches
+        members = self.cluster.form()
+        if members:  # before the first program that may need it
+            self._tell_world(members)
         session = Session(self._next_session, client.peer, config, self.cluster, self.send)
         session.switches = lambda worker: shared_out(switches, config, self.cluster, worker)
         self._next_session += 1

@@ -277,6 +277,15 @@ def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:
     return [(read, made) for read, made in rows]
 
 
+def _channels(define: Define) -> list[tuple[int, int, bool]]:
+    """(peer, offset, whether it sends) of each channel that an instruction uses."""
+    if define.kind == "send":
+        channels = [define.payload["channel"]]
+    else:
+        channels = [channel for channel, _ in define.payload["parts"]] if define.kind in ("recv", "merge") else []
+    return [(channel["peer"], channel["offset"], define.kind == "send") for channel in channels]
+
+
 class _Writer:
     """One worker's stream of a program. index: op by sequence number; lasting: tensors that are there afterwards."""
 
@@ -284,6 +293,7 @@ class _Writer:
         self.index, self.lasting, self.names = index, lasting, names
         self.seed, self.counter, self.backend = seal.seed, seal.counter, seal.backend
         self.parts: list[dict] = []
+        self._channels: list[tuple[int, int, bool]] = []
         self._code: list = []
         self._randoms: list[int] = []
         self._actions: list[list] = []
@@ -293,6 +303,7 @@ class _Writer:
     def write(self, rows: Sequence[Row]) -> None:
         last: dict[int, int] = {}
         made: dict[int, int] = {}
+        self._channels = sorted({use for row in rows for use in _channels(row.define)})
         for n, row in enumerate(rows):
             reads, makes = row.ids()
             for i in makes:
@@ -335,6 +346,11 @@ class _Writer:
 
     def _end(self) -> None:
         if self._code:
-            made = {"code": self._code, "randoms": self._randoms, "actions": self._actions, "backend": self.backend}
-            self.parts.append(made)
+            first = [] if self.parts else self._channels
+            self.parts.append(
+                {
+                    "code": self._code, "randoms": self._randoms, "actions": self._actions, "backend": self.backend,
+                    "channels": [list(use) for use in first],
+                }
+            )  # fmt: skip
             self._code, self._randoms, self._actions = [], [], [[0, self._name]] if self._name else []

@@ -53,8 +53,9 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "fill": (("dst",), ("shape", "stride", "dtype")),  # a placeholder of zeros
     # A recorded stream, carried out at once. randoms: places in `code` of a seed and, after it, a counter, which is relative
     # to the one given. actions: [place, name] where an action of a schedule begins ("" for what is between two). A long one
-    # is several, the part-th of them. backend: one of BACKENDS
-    "program": (("seed", "counter"), ("code", "randoms", "actions", "backend")),
+    # is several. backend: one of BACKENDS. channels: [peer, offset, whether it sends] of those that all of it uses, with the
+    # first of several
+    "program": (("seed", "counter"), ("code", "randoms", "actions", "backend", "channels")),
 }
 
 # What carries a program out: instructions one by one; what lies between communications compiled; that in CUDA graphs

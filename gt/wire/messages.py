@@ -31,7 +31,7 @@ class Hello(Message):
 
     role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool}.
     config (client): text of the YAML, "" for none; config_path only for messages. info (worker): {"name", "pid",
-    "host", "backend", "heap_fd", "heap_bytes", "doorbell"}; name "" asks for the next free one.
+    "host", "backend", "heap_fd", "heap_bytes", "doorbell", "unique_id"}; name "" asks for the next free one.
     """
 
     version: int
@@ -236,10 +236,15 @@ class Failed(Message):
 
 @dataclass(frozen=True, slots=True)
 class World(Message):
-    """Dispatcher -> worker: all workers, [index, name, pid, host, heap_fd, heap_bytes, doorbell], whenever that changes."""
+    """Dispatcher -> worker: all workers, [index, name, pid, host, heap_fd, heap_bytes, doorbell], whenever that changes.
+
+    members: workers that share memory of their devices from here on, [] for none; unique_id: by which they meet.
+    """
 
     generation: int
     workers: list
+    members: list = field(default_factory=list)
+    unique_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from gt.ir.instr import FREE
+from gt.ir.instr import FREE, Define
 from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit, Recorder, Replays
 from gt.worker.lives import Definition, lives, taken
 from gt.worker.segments import Known, Row, Wired, cut, known, runs, wire
@@ -21,6 +21,7 @@ from gt.worker.segments import Known, Row, Wired, cut, known, runs, wire
 TRIES = 3  # times that a segment is compiled, since what it is given may come to lie otherwise
 SAID = 300  # characters of a reason
 REASONS = 8  # told of one program
+MOVES = ("send", "recv", "merge", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ISSUES = ("alias", "shard", "partial", "fill")  # kinds that do no more than issue work, beside ops
 
 Each = Callable[[Sequence[Row]], Any]  # carries rows out; whether all went well, where failures are told
@@ -147,10 +148,18 @@ class Plan:
         """Whether what it does is still to be recorded."""
         return self.compiler is not None and self.compiler.recorder is not None and self._replays is None
 
-    def record(self, parts: Parts, code: list, randoms: Sequence[int], definition: Definition, strictly: Each) -> None:
+    def record(
+        self,
+        parts: Parts,
+        code: list,
+        randoms: Sequence[int],
+        definition: Definition,
+        strictly: Each,
+        direct: Callable[[Define], bool],
+    ) -> None:
         """Have runs of rows recorded in the next replay: everything that only issues work to the device.
 
-        randoms: places in the code that are filled anew in each replay.
+        randoms: places in the code that are filled anew in each replay. direct: whether what moves data does only that.
         """
         assert self.compiler is not None and self.compiler.recorder is not None
         recorder = self.compiler.recorder
@@ -161,7 +170,7 @@ class Plan:
         first = next(at for at, _ in rows if code[at] != FREE)
         found: list[Row] = [(first, whole.begin)]
         moving: set[int] = set()  # what other rows make
-        for fits, some in runs(rows, code, partial(_recorded, recorder, definition, code, drawn)):
+        for fits, some in runs(rows, code, partial(_recorded, recorder, direct, definition, code, drawn)):
             reads, makes = taken([at for row in some for at, _ in self._inside.get(row[0], [row])], code, definition)
             if fits:
                 moving -= makes
@@ -191,12 +200,16 @@ class Plan:
         }
 
 
-def _recorded(recorder: Recorder, definition: Definition, code: Sequence, drawn: set[int], at: int) -> bool:
+def _recorded(
+    recorder: Recorder, direct: Callable[[Define], bool], definition: Definition, code: Sequence, drawn: set[int], at: int
+) -> bool:
     """Whether an instruction only issues work to the device, the same each time."""
     define = definition(code[at])
-    if define is None or define.kind not in ("op", *ISSUES) or at in drawn:
+    if define is None or at in drawn:
         return False
-    return define.kind != "op" or recorder.records(define.payload)
+    if define.kind in MOVES:
+        return direct(define)
+    return define.kind in ISSUES or (define.kind == "op" and recorder.records(define.payload))
 
 
 def _short(error: Exception) -> str:

@@ -12,8 +12,10 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+from gt.errors import SystemFailure
 from gt.ir.layout import Box, volume
-from gt.worker.engine.base import Combine, Engine, Tensor
+from gt.ir.spec import DTYPES
+from gt.worker.engine.base import Combine, Moves, Tensor
 from gt.worker.pieces import as_boxes, extent, index, leading, local, shared
 from gt.worker.steps import Step, Worker
 
@@ -30,12 +32,13 @@ def _never(dst: memoryview, src: memoryview) -> None:
     raise AssertionError("nothing to add")
 
 
-def _combines(engine: Engine) -> Any:
+def _combines(engine: Moves) -> Any:
     return lru_cache(maxsize=None)(engine.combine)
 
 
 def all_reduce(worker: Worker, payload: dict[str, Any]) -> Step:
-    engine, held, plane, team, op = worker.engine, worker.tensors, worker.plane, payload["team"], payload["op"]
+    held, team, op = worker.tensors, payload["team"], payload["op"]
+    engine, plane = worker.reach(team["workers"])
     combines = _combines(engine)
 
     def step(code: list, at: int) -> None:
@@ -58,7 +61,8 @@ def all_reduce(worker: Worker, payload: dict[str, Any]) -> Step:
 
 
 def all_gather(worker: Worker, payload: dict[str, Any]) -> Step:
-    engine, held, plane, team = worker.engine, worker.tensors, worker.plane, payload["team"]
+    held, team = worker.tensors, payload["team"]
+    engine, plane = worker.reach(team["workers"])
     shape, dtype = tuple(payload["shape"]), payload["dtype"]
     ranks = [as_boxes(rows) for rows in payload["boxes"]]
     direct = [len(boxes) == 1 and leading(boxes[0], shape) for boxes in ranks]
@@ -87,7 +91,8 @@ def all_gather(worker: Worker, payload: dict[str, Any]) -> Step:
 
 
 def reduce_scatter(worker: Worker, payload: dict[str, Any]) -> Step:
-    engine, held, plane, team = worker.engine, worker.tensors, worker.plane, payload["team"]
+    held, team = worker.tensors, payload["team"]
+    engine, plane = worker.reach(team["workers"])
     op, dtype = payload["op"], payload["dtype"]
     ranks = [as_boxes(rows) for rows in payload["boxes"]]
     own = local(ranks[team["rank"]])[0]
@@ -110,13 +115,15 @@ def reduce_scatter(worker: Worker, payload: dict[str, Any]) -> Step:
 
 
 def all_to_all(worker: Worker, payload: dict[str, Any]) -> Step:
-    engine, held, plane, team = worker.engine, worker.tensors, worker.plane, payload["team"]
+    held, team = worker.tensors, payload["team"]
+    engine, plane = worker.reach(team["workers"])
     dtype, rank = payload["dtype"], payload["team"]["rank"]
     have = [as_boxes(rows) for rows in payload["have"]]
     want = [as_boxes(rows) for rows in payload["want"]]
     shape = local(want[rank])[0]
     outgoing = [[src for src, _ in shared(have[rank], boxes)] for boxes in want]
     incoming = [[dst for _, dst in shared(boxes, want[rank])] for boxes in have]
+    longest = DTYPES[dtype][0] * max(sum(volume(src) for src, _ in shared(a, b)) for a in have for b in want)
 
     def step(code: list, at: int) -> None:
         worker.collectives["all_to_all"] += 1
@@ -129,7 +136,7 @@ def all_to_all(worker: Worker, payload: dict[str, Any]) -> Step:
         except Exception:
             _declined(plane.all_to_all, team, [NOTHING] * len(have), [NOTHING] * len(have))
             raise
-        plane.all_to_all(team, sends, views)
+        plane.all_to_all(team, sends, views, longest)
         for boxes, part in zip(incoming, recvs, strict=True):
             _spread(engine, dst, boxes, part)
         held[code[at + 1]] = engine.adopt(dst)
@@ -138,7 +145,8 @@ def all_to_all(worker: Worker, payload: dict[str, Any]) -> Step:
 
 
 def send(worker: Worker, payload: dict[str, Any]) -> Step:
-    engine, held, plane, channel = worker.engine, worker.tensors, worker.plane, payload["channel"]
+    held, channel = worker.tensors, payload["channel"]
+    engine, plane = worker.reach([channel["peer"]])
     boxes = as_boxes(payload["boxes"])
 
     def step(code: list, at: int) -> None:
@@ -154,7 +162,8 @@ def send(worker: Worker, payload: dict[str, Any]) -> Step:
 
 
 def recv(worker: Worker, payload: dict[str, Any]) -> Step:
-    engine, held, receive = worker.engine, worker.tensors, _receiver(worker, payload)
+    held, receive = worker.tensors, _receiver(worker, payload)
+    engine, _ = _between(worker, payload)
 
     def step(code: list, at: int) -> None:
         try:
@@ -169,7 +178,8 @@ def recv(worker: Worker, payload: dict[str, Any]) -> Step:
 
 
 def merge(worker: Worker, payload: dict[str, Any]) -> Step:
-    engine, held, receive = worker.engine, worker.tensors, _receiver(worker, payload)
+    held, receive = worker.tensors, _receiver(worker, payload)
+    engine, _ = _between(worker, payload)
     pairs = [as_boxes(pair) for pair in payload["local"]]
 
     def step(code: list, at: int) -> None:
@@ -187,15 +197,25 @@ def merge(worker: Worker, payload: dict[str, Any]) -> Step:
     return step
 
 
+def _between(worker: Worker, payload: dict[str, Any]) -> tuple[Moves, Any]:
+    """Engine and plane of what is received: the same for all parts, so that it is put together in one kind of memory."""
+    found = [worker.reach([channel["peer"]]) for channel, _ in payload["parts"]]
+    if len({id(plane) for _, plane in found}) > 1:
+        raise SystemFailure("workers on GPUs and others send parts of one tensor: keep groups to one kind of worker")
+    return found[0] if found else (worker.engine, worker.plane)
+
+
 def _decline(worker: Worker, payload: dict[str, Any]) -> None:
     """Take every part from its channel, to nowhere: what does not fit is dropped there."""
+    _, plane = _between(worker, payload)
     for channel, _ in payload["parts"]:
-        _declined(worker.plane.recv, channel, NOTHING)
+        _declined(plane.recv, channel, NOTHING)
 
 
 def _receiver(worker: Worker, payload: dict[str, Any]) -> Any:
     """dst -> None: takes every part, also after one failed, so that the channels of living peers stay in step."""
-    engine, plane, dtype = worker.engine, worker.plane, payload["dtype"]
+    dtype = payload["dtype"]
+    engine, plane = _between(worker, payload)
     parts = [(channel, as_boxes(rows)) for channel, rows in payload["parts"]]
 
     def receive(dst: Tensor) -> None:
@@ -217,7 +237,7 @@ def _receiver(worker: Worker, payload: dict[str, Any]) -> Any:
 # ---- boxes of a tensor and runs of bytes
 
 
-def _assembled(engine: Engine, src: Tensor, boxes: list[Box], dtype: str) -> Tensor:
+def _assembled(engine: Moves, src: Tensor, boxes: list[Box], dtype: str) -> Tensor:
     """The local tensor of these boxes of src, as `view` can show it."""
     if len(boxes) == 1:
         return engine.packed(src[index(boxes[0])])
@@ -228,7 +248,7 @@ def _assembled(engine: Engine, src: Tensor, boxes: list[Box], dtype: str) -> Ten
     return part
 
 
-def _packed(engine: Engine, src: Tensor, boxes: list[Box], dtype: str) -> Tensor:
+def _packed(engine: Moves, src: Tensor, boxes: list[Box], dtype: str) -> Tensor:
     """The boxes of src one after the other."""
     if len(boxes) == 1:
         return engine.packed(src[index(boxes[0])])
@@ -238,14 +258,14 @@ def _packed(engine: Engine, src: Tensor, boxes: list[Box], dtype: str) -> Tensor
     return flat
 
 
-def _room(engine: Engine, dst: Tensor, boxes: list[Box], dtype: str) -> Tensor:
+def _room(engine: Moves, dst: Tensor, boxes: list[Box], dtype: str) -> Tensor:
     """Where the boxes of dst are received: in their place if they are one run of memory there."""
     if len(boxes) == 1 and leading(boxes[0], tuple(dst.shape)):
         return dst[index(boxes[0])]
     return engine.staging((sum(map(volume, boxes)),), dtype)
 
 
-def _spread(engine: Engine, dst: Tensor, boxes: list[Box], room: Tensor) -> None:
+def _spread(engine: Moves, dst: Tensor, boxes: list[Box], room: Tensor) -> None:
     """What was received in a _room to where it belongs."""
     if len(boxes) == 1 and leading(boxes[0], tuple(dst.shape)):
         return
@@ -253,7 +273,7 @@ def _spread(engine: Engine, dst: Tensor, boxes: list[Box], room: Tensor) -> None
         engine.copy(dst[index(box)], run)
 
 
-def _runs(engine: Engine, flat: Tensor, boxes: list[Box]) -> list[tuple[Box, Tensor]]:
+def _runs(engine: Moves, flat: Tensor, boxes: list[Box]) -> list[tuple[Box, Tensor]]:
     runs, start = [], 0
     for box in boxes:
         stop = start + volume(box)

@@ -86,7 +86,8 @@ class Executor:
             self._plans[define.number] = plan
             fold, prepare = partial(plan.fold, definition=self._definition), partial(self._prepare, plan)
         stamp = partial(self._stamp, define.number)
-        return program(define.payload, self._steps, self.tensors, self._play, stamp, fold, prepare)
+        rewind = self.worker.plane.rewind
+        return program(define.payload, self._steps, self.tensors, self._play, stamp, fold, rewind, prepare)
 
     def _definition(self, number: int) -> Define | None:
         return self._made[number][2]
@@ -150,15 +151,27 @@ class Executor:
             finally:
                 self._compiling = False
         elif plan.records:
-            plan.record(parts, code, randoms, self._definition, self._strictly)
+            plan.record(parts, code, randoms, self._definition, self._strictly, self._direct)
 
-    def _strictly(self, rows: Sequence[Row]) -> None:
-        """Carry out rows; where one fails, Unrecorded, and nobody is told."""
+    def _strictly(self, rows: Sequence[Row]) -> Callable[[], None]:
+        """Carry out rows; where one fails, Unrecorded, and nobody is told. What counts again what was counted."""
+        before = self.worker.tally()
         self._strict = True
         try:
             self._each(rows)
         finally:
             self._strict = False
+        return self.worker.again(before)
+
+    def _direct(self, define: Define) -> bool:
+        """Whether an instruction that moves data only issues work to the device."""
+        payload = define.payload
+        if "team" in payload:
+            workers = payload["team"]["workers"]
+        else:
+            channels = [payload["channel"]] if define.kind == "send" else [channel for channel, _ in payload.get("parts", ())]
+            workers = [channel["peer"] for channel in channels]
+        return bool(workers) and self.worker.plane.reach(workers) is not None
 
     def where(self) -> tuple[int, int, str] | None:
         """(place in its Run, its op's seq, its kind) of the instruction that is being carried out; by any thread."""
@@ -179,6 +192,7 @@ class Executor:
             "definitions": len(self._steps),
             "actions": self._actions(programs),
             "plans": [self._plans[number].report() for number in programs if number in self._plans],
+            "transport": self.worker.plane.transport,
             **self.worker.plane.counters(),
         }
 

@@ -42,11 +42,12 @@ from gt.wire.messages import (
 )
 from gt.worker.engine.base import open_engine
 from gt.worker.executor import Executor, Poisoned
-from gt.worker.plane.base import ALL, Plane, open_plane
+from gt.worker.plane.base import ALL, Doomed, Plane, open_plane
 from gt.worker.timed import take
 
 log = logging.getLogger("gt.worker")
 TOGETHER = 8  # Runs that one Done answers, at most
+LEAVING = 2.0  # seconds in which a process that shares memory with others ends, or is ended
 HOT = 0.02  # seconds after an instruction in which another is likely
 SMALL = 64 << 10  # bytes of an upload whose arrival nobody waits for
 
@@ -99,6 +100,8 @@ class Loop:
             case Abort(index, reason):
                 log.debug("abort of worker %d: %s", index, reason)
                 self._plane.abort(index, reason)
+                if index != ALL and self._plane.bound(index):
+                    self.lost(f"worker {index}, whose memory it shares, is gone: {reason}")
                 if index == ALL:
                     uploads.cancel(reason)
             case Welcome():
@@ -127,6 +130,10 @@ class Loop:
     def _end(self, message: Exit) -> None:
         """Fail what is waited for and stop once the executing thread gets there."""
         self._exit = message
+        if self._plane.bound(ALL):  # the executing thread may be waiting for the device, which waits for another worker
+            leaving = threading.Timer(LEAVING, os._exit, (1,))
+            leaving.daemon = True
+            leaving.start()
         self._plane.abort(ALL, message.reason)
         self.executor.uploads.cancel(message.reason)
         self._inbox.put((message, 0))
@@ -146,6 +153,9 @@ class Loop:
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
                 self._plane.world(message.workers)
+                own = next((row[0] for row in message.workers if row[1] == self.name), -1)
+                if own in message.members:
+                    self._plane.form(message.members, own, message.unique_id)
                 continue
             assert isinstance(message, Run)
             self._running = message.seq
@@ -196,9 +206,10 @@ def run(
     plane: Plane | None = None
     loop = None
     try:
-        plane = open_plane(env.get("GT_TRANSPORT"))
+        engine = open_engine(backend, device)
+        plane = open_plane(env.get("GT_TRANSPORT"), engine)
         info = plane.open()
-        loop = Loop(open_engine(backend, device), plane, joined)
+        loop = Loop(engine, plane, joined)
         # on_message comes from a thread that starts here: the link is in place before anything is answered.
         loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait)
         about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "backend": backend, **info}
@@ -212,6 +223,8 @@ def run(
         return str(error)
     except Poisoned as error:
         return f"the device cannot be used any more: {error}"
+    except Doomed as error:
+        return str(error)
     finally:
         if main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -53,23 +53,26 @@ def program(
     play: Callable[[list[Row], list, int], None],
     stamp: Callable[[list[Stamp]], None],
     fold: Callable[[list[Row], list], list[Row]],
+    rewind: Callable[[list], None],
     prepare: Callable[[list[tuple[str, list[Row]]], list, list[int]], None],
 ) -> Step:
     """The step that carries out a program: `play(rows, code, offset of its seqs)`, action by action.
 
     stamp: is told when the actions of a replay were, in the order in which they began. fold: rows with what is compiled as
-    one; prepare: called after a replay with the actions, the code and its places for random numbers; it may
-    put other actions in their place.
+    one. rewind: is told the channels at the start. prepare: called after a replay with the actions, the code and its places
+    for random numbers; it may put other actions in their place.
     """
     code = list(payload["code"])
     parts = [(name, fold(part, code)) for name, part in _cut(rows(code, steps, tensors), payload["actions"])]
-    drawn = list(payload["randoms"])
+    drawn, channels = list(payload["randoms"]), payload["channels"]
     randoms = [(place, code[place + 1]) for place in drawn]
 
     def step(stream: list, at: int) -> None:
         seed, counter = stream[at], stream[at + 1]
         for place, relative in randoms:
             code[place], code[place + 1] = seed, counter + relative
+        if channels:
+            rewind(channels)
         found: list[Stamp] = []
         for name, part in parts:
             start = monotonic()

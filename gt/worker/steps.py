@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gt.ir.spec import Spec, contiguous
-from gt.worker.engine.base import Engine
+from gt.worker.engine.base import Engine, Moves
 from gt.worker.outgoing import Outgoing
 from gt.worker.plane.base import Plane
 from gt.worker.store import Uploads
@@ -27,6 +27,32 @@ class Worker:
     outgoing: Outgoing
     epoch: int = 0  # of the Run under way, see store.Uploads
     collectives: Counter[str] = field(default_factory=Counter)
+
+    def tally(self) -> tuple[Counter[str], dict[str, dict[str, int]]]:
+        """What was counted so far."""
+        return self.collectives.copy(), self.plane.counters()
+
+    def again(self, before: tuple[Counter[str], dict[str, dict[str, int]]]) -> Callable[[], None]:
+        """What counts again what was counted since."""
+        collectives, (old, now) = self.collectives - before[0], (before[1], self.plane.counters())
+        moved = [
+            (name, now["bytes_sent"].get(name, 0) - old["bytes_sent"].get(name, 0), count - old["bytes_received"].get(name, 0))
+            for name, count in now["bytes_received"].items()
+        ]
+
+        def count() -> None:
+            self.collectives.update(collectives)
+            for name, sent, received in moved:
+                self.plane.tally(name, sent, received)
+
+        return count
+
+    def reach(self, workers: Sequence[int]) -> tuple[Moves, Any]:
+        """The engine and the plane that serve between these workers: on the device, else through host memory."""
+        direct = self.plane.reach(workers)
+        if direct is None or self.engine.direct is None:
+            return self.engine, self.plane
+        return self.engine.direct, direct
 
 
 @dataclass(frozen=True)

@@ -84,13 +84,67 @@ class Compiler(Protocol):
 IDENTITY = {"sum": 0.0, "norm2": 0.0, "product": 1.0, "max": float("-inf"), "min": float("inf")}
 
 
-class Engine(Protocol):
+class Moves(Protocol):
+    """What steps that move data ask of an engine."""
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """dst[:] = src, whatever their strides."""
+
+    def flat(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """A contiguous tensor's memory in another shape."""
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """The tensor itself where `view` can show it, else a contiguous copy in host memory."""
+
+    def staging(self, shape: Sequence[int], dtype: str) -> Tensor:
+        """As `empty`, in memory that `view` can show."""
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """A staging tensor as one of this worker's device."""
+
+    def view(self, tensor: Tensor) -> memoryview:
+        """The bytes of a packed tensor, writable, not copied."""
+
+    def combine(self, op: str, dtype: str) -> Combine:
+        """What a reduction does to two buffers of elements."""
+
+    def divide(self, tensor: Tensor, by: int) -> None:
+        """tensor /= by, in place."""
+
+    def dtype(self, tensor: Tensor) -> str:
+        """The dtype's name as in ir.spec.DTYPES."""
+
+
+class Direct(Moves, Protocol):
+    """The same where devices move each other's memory: a view is a flat tensor of bytes on the device."""
+
+    def address(self, view: Tensor) -> int:
+        """Where its bytes are."""
+
+    def words(self, view: Tensor) -> Tensor:
+        """The same memory as int64."""
+
+    def memory(self, address: int, nbytes: int) -> Tensor:
+        """A view of memory that this device can reach."""
+
+    def stream(self) -> int:
+        """What work is issued to, as the device's library names it."""
+
+    def finish(self) -> None:
+        """Wait for all that was issued."""
+
+
+class Engine(Moves, Protocol):
     """The numpy-like core that a backend has to have; errors of an op are raised as they are, UnsupportedOp by name.
 
     It may have `compiler(backend) -> (Compiler or None, why it is not what the backend's name says)` too.
     """
 
     name: str
+
+    @property
+    def direct(self) -> Direct | None:
+        """For steps that move data between devices, None on the host."""
 
     @property
     def clock(self) -> Callable[[], float] | None:
@@ -114,38 +168,11 @@ class Engine(Protocol):
     def clone(self, tensor: Tensor) -> Tensor:
         """A contiguous copy."""
 
-    def copy(self, dst: Tensor, src: Tensor) -> None:
-        """dst[:] = src, whatever their strides."""
-
-    def flat(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        """A contiguous tensor's memory in another shape."""
-
-    def packed(self, tensor: Tensor) -> Tensor:
-        """The tensor itself where `view` can show it, else a contiguous copy in host memory."""
-
-    def staging(self, shape: Sequence[int], dtype: str) -> Tensor:
-        """As `empty`, in memory that `view` can show."""
-
-    def adopt(self, tensor: Tensor) -> Tensor:
-        """A staging tensor as one of this worker's device."""
-
-    def view(self, tensor: Tensor) -> memoryview:
-        """The bytes of a packed tensor, writable, not copied."""
-
     def upload(self, buffer: Any, spec: Spec) -> Tensor:
         """A tensor of row-major bytes; owns the buffer and keeps its memory where it can."""
 
-    def combine(self, op: str, dtype: str) -> Combine:
-        """What a reduction does to two buffers of elements."""
-
-    def divide(self, tensor: Tensor, by: int) -> None:
-        """tensor /= by, in place."""
-
     def spec(self, tensor: Tensor) -> Spec:
         """Shape, strides, offset, dtype."""
-
-    def dtype(self, tensor: Tensor) -> str:
-        """The dtype's name as in ir.spec.DTYPES."""
 
     def storage(self, tensor: Tensor) -> tuple[int, int]:
         """(address, bytes) of the memory it is a view of."""

@@ -6,12 +6,16 @@ gt.ir.heap); a plane knows bytes and workers, not tensors: what adding means is 
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict
 
+from gt import env
 from gt.errors import ConfigError, SystemFailure
+from gt.ir.heap import DEVICE_HEAP_BYTES, HEAP_BYTES
 
+log = logging.getLogger("gt.worker")
 ALL = -1  # abort: every peer
 
 # combine(dst, src): dst = dst + src (or the team's other reduction), both of the same whole number of elements, dst
@@ -52,6 +56,10 @@ class PeerGone(SystemFailure):
         self.index, self.reason = index, reason
 
 
+class Doomed(BaseException):
+    """This process has to end: others wait for it in a way that cannot be taken back."""
+
+
 class Unreachable(PeerGone):
     """Worker `index` cannot be reached by this plane, although it may be alive."""
 
@@ -64,6 +72,8 @@ class Plane(ABC):
     n to each other member if direct, twice its share (about n / m) to each if in two phases. Two members: n either way.
     """
 
+    transport = ""  # what moves its bytes, as GT_TRANSPORT would name it
+
     @abstractmethod
     def open(self, index: int = -1) -> dict[str, Any]:
         """Makes the heap; {"heap_fd", "heap_bytes", "doorbell"} for Hello.info. The index need not be known yet."""
@@ -73,6 +83,21 @@ class Plane(ABC):
         """World.workers: [index, name, pid, host, heap_fd, heap_bytes, doorbell]. A new doorbell is a new worker: what
         waits on its predecessor raises PeerGone, channels and teams with it start afresh.
         """
+
+    def form(self, members: Sequence[int], own: int, unique_id: str) -> None:
+        """World.members: meet them, for as long as all of these processes live."""
+        raise SystemFailure("this plane has no world that is formed")
+
+    def reach(self, workers: Sequence[int]) -> Any:
+        """What has the methods below for memory of the engine's device (Engine.direct), between these workers; or None."""
+        return None
+
+    def rewind(self, channels: Iterable[Sequence[int]]) -> None:  # noqa: B027  where nothing is recorded there is nothing to do
+        """A program that uses these [peer, offset, whether it sends] begins, at their other ends too."""
+
+    def bound(self, index: int) -> bool:
+        """Whether this process cannot go on without that worker."""
+        return False
 
     @abstractmethod
     def send(self, channel: Channel, data: Buffer) -> None:
@@ -95,8 +120,8 @@ class Plane(ABC):
         """out gets the sum of every member's sections[rank]; may not overlap the sections. Sizes are the same on all."""
 
     @abstractmethod
-    def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer]) -> None:
-        """recvs[r] gets the r-th member's sends[rank]; each pair agrees on its size, nobody else knows it."""
+    def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
+        """recvs[r] gets the r-th member's sends[rank]; each pair agrees on its size. longest: of all pairs, where known."""
 
     @abstractmethod
     def abort(self, index: int, reason: str) -> None:
@@ -107,21 +132,39 @@ class Plane(ABC):
         """{"bytes_sent", "bytes_received"}, each by peer name, since open."""
 
     @abstractmethod
+    def tally(self, name: str, sent: int, received: int) -> None:
+        """Bytes to and from a peer that were moved without these calls: by a device that did again what was recorded."""
+
+    @abstractmethod
     def close(self) -> None:
         """Gives everything back; peers that still use this heap keep their mapping. May be called twice."""
 
 
-def _shm() -> Plane:
+def _shm(engine: Any) -> Plane:
     from gt.worker.plane.shm import ShmPlane
 
-    return ShmPlane()
+    return ShmPlane(env.size("GT_HEAP_SIZE", HEAP_BYTES))
 
 
-PLANES: dict[str, Callable[[], Plane]] = {"shm": _shm}  # GT_TRANSPORT -> its plane
+def _nvshmem(engine: Any) -> Plane:
+    from gt.worker.plane.nvshmem import NvshmemPlane
+
+    if engine.direct is None:
+        raise ConfigError("plane nvshmem moves memory of GPUs, and this worker has none: leave GT_TRANSPORT empty, or use shm")
+    return NvshmemPlane(engine, env.size("GT_HEAP_SIZE", DEVICE_HEAP_BYTES))
 
 
-def open_plane(name: str) -> Plane:
-    """The plane of a transport's name; "" is the best one there is."""
+PLANES: dict[str, Callable[[Any], Plane]] = {"shm": _shm, "nvshmem": _nvshmem}  # GT_TRANSPORT -> its plane
+
+
+def open_plane(name: str, engine: Any) -> Plane:
+    """The plane of a transport's name for an engine; "" is the best one there is."""
     if name and name not in PLANES:
         raise ConfigError(f"no data plane is named {name!r}: GT_TRANSPORT may be {' or '.join(PLANES)}, or empty")
-    return PLANES[name or "shm"]()
+    if name or engine.direct is None:
+        return PLANES[name or "shm"](engine)
+    try:
+        return _nvshmem(engine)
+    except ConfigError as error:
+        log.warning("transfers between GPUs go through host memory: %s", error)
+        return _shm(engine)

@@ -78,6 +78,8 @@ class Side:
 
 
 class ShmPlane(Plane):
+    transport = "shm"
+
     def __init__(self, heap_bytes: int = HEAP_BYTES) -> None:
         self._heap_bytes = heap_bytes
         self._fence = full_fence()
@@ -198,7 +200,7 @@ class ShmPlane(Plane):
     def reduce_scatter(self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
         collectives.reduce_scatter(self._team(team), [flat(section) for section in sections], flat(out), combine)
 
-    def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer]) -> None:
+    def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
         collectives.all_to_all(self._team(team), [flat(data) for data in sends], [flat(out) for out in recvs])
 
     # ---- for channels and teams
@@ -232,10 +234,13 @@ class ShmPlane(Plane):
 
     def count(self, peer: Peer, sent: int, received: int) -> None:
         """Payload bytes that went to and came from a peer."""
+        self.tally(peer.name, sent, received)
+
+    def tally(self, name: str, sent: int, received: int) -> None:
         if sent:
-            self._sent[peer.name] = self._sent.get(peer.name, 0) + sent
+            self._sent[name] = self._sent.get(name, 0) + sent
         if received:
-            self._received[peer.name] = self._received.get(peer.name, 0) + received
+            self._received[name] = self._received.get(name, 0) + received
 
     def _heap(self) -> OwnHeap:
         if self._own is None:

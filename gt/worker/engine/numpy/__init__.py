@@ -37,6 +37,7 @@ class NumpyEngine:
 
     name = "numpy"
     clock = staticmethod(perf_counter)
+    direct = None
 
     def __init__(self, device: str = "") -> None:
         if device not in ("", "cpu"):

@@ -21,6 +21,7 @@ from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
 from gt.worker.engine.calls import function
 from gt.worker.engine.torch import attention, norms, random
 from gt.worker.engine.torch.calls import DTYPE, NAME, UNLESS, checked, conform
+from gt.worker.engine.torch.direct import direct
 from gt.worker.engine.torch.graphs import Cuda, Graphs
 from gt.worker.engine.torch.inductor import Inductor
 
@@ -44,6 +45,7 @@ class TorchEngine:
         self.device = _device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         self.host = self.device.type == "cpu"
         self.clock = perf_counter if self.host else None
+        self.direct = direct(self, COMBINE)
         self._inductor: Inductor | None = None
         self._graphs: Graphs | None = None
 

@@ -133,6 +133,7 @@ class Recording:
     """What replays a run, and what its names stand for then."""
 
     replay: Callable[[], None]
+    count: Callable[[], None]  # counts what a replay does
     still: dict[int, torch.Tensor]  # what it reads where it is
     slots: list[Slot]
     gone: list[int]
@@ -235,6 +236,7 @@ class Run:
         for slot in found.slots:
             slot.find(held)
         self._launch(found)
+        found.count()
         held.update(found.views)
         held.update(found.pooled)
 
@@ -259,17 +261,18 @@ class Run:
         slots = self._slots(entry)
         still = {i: whole.stand_in(i, t) for i, t in entry.items() if not any(i in slot.looks for slot in slots)}
         before = dict(held)
+        counts: list[Callable[[], None]] = []
         inside = {i: shown(slot.memory, seen) for slot in slots for i, seen in slot.looks.items()}
         held.update(inside)
         try:
-            replay = whole.device.record(lambda: whole.strictly(self.rows))
+            replay = whole.device.record(lambda: counts.append(whole.strictly(self.rows)))
             made = {i: t for i, t in held.items() if before.get(i) is not t and inside.get(i) is not t}
             gone = [i for i in before if i not in held]
         finally:
             for i in [i for i in held if i not in before]:
                 del held[i]
             held.update(before)
-        found = Recording(replay, still, slots, gone)
+        found = Recording(replay, counts[0], still, slots, gone)
         owned = self._name(found, made, still)
         for slot in slots:
             slot.find(held)

@@ -1,0 +1,109 @@
+"""Plane nvshmem on GPUs: what workers exchange, eagerly and in programs that are replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+
+PRELUDE = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import torch, gt
+from models import demo
+torch.manual_seed(0)
+module = demo()
+sizes = {{**module.PRESETS["tiny"], "vocab_size": 256, "max_seq_len": 64}}
+data = torch.randint(256, (12, 8, 65))
+
+def train(model, device, compiled=None, schedule=None, parts=4):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step(x, y):
+        total = 0
+        for a, b in gt.microbatches((x, y), parts):
+            loss = model(a, b) / parts
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    run = gt.compile(step, backend=compiled, schedule=schedule) if compiled else step
+    losses = []
+    for batch in data:
+        x, y = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        losses.append(run(x, y) if compiled else run(x.to(device), y.to(device)))
+    return [loss.item() for loss in losses], run.explain() if compiled else ""
+
+def close(a, b, most=1e-3):
+    worst = max(abs(x - y) / abs(y) for x, y in zip(a, b))
+    assert worst < most, (worst, a, b)
+"""
+
+
+def run(program: str, **variables: str) -> str:
+    code = PRELUDE.format(root=str(ROOT), tests=str(ROOT / "tests")) + program
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env={**os.environ, **variables}, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("config, schedule", [("pp2", "1f1b"), ("pp2", "zb-h1"), ("tp2", None), ("dp2", None)])
+def test_programs_as_graphs_have_the_losses_of_one_process(config, schedule):
+    run(
+        f"""
+torch.manual_seed(1)
+plain = module.MiniGPT(sizes, ())
+want, _ = train(plain, "cpu")
+gt.gpu_workers(2)
+for backend in (None, "eager", "cudagraphs"):
+    torch.manual_seed(1)
+    model = module.MiniGPT(sizes, gt.signal.groups()).to("remote")
+    losses, said = train(model, "remote", backend, {schedule!r})
+    print(backend, losses, want, said)
+    close(losses, want)
+    if backend == "cudagraphs":
+        assert "1 CUDA graph" in said and "not as asked" not in said, said
+        before = gt.stats()["workers"][0]["bytes_sent"]
+assert before and all(before.values())
+assert [w["transport"] for w in gt.stats()["workers"]] == ["nvshmem"] * 2
+""",
+        GT_CONFIG=str(ROOT / "configs" / f"{config}.yaml"),
+    )
+
+
+def test_forward_only_programs_read_what_was_sent_for_them():
+    """A receiver that lags, and a sender that runs ahead by many replays."""
+    run("""
+import pathlib, tempfile
+path = pathlib.Path(tempfile.mkdtemp()) / "two.yaml"
+path.write_text("a: {shard: {axis: 0, workers: [0]}}\\nb: {shard: {axis: 0, workers: [1]}}\\n")
+gt.gpu_workers(2, config=str(path))
+w = torch.eye(512, device="remote")
+slow = torch.randn(2048, 2048, device="remote")
+
+def step(x):
+    with gt.signal.context("a"):
+        y = x @ w + 1
+    with gt.signal.context("b"):
+        z = slow @ slow
+        return y * 2 + 0 * z[:512, :512]
+
+run = gt.compile(step, backend="cudagraphs")
+inputs = [torch.full((512, 512), float(n)) for n in range(60)]
+outs = [run(x) for x in inputs]
+for n, out in enumerate(outs):
+    assert (out.cpu() == 2.0 * n + 2).all(), (n, out)
+assert "CUDA graph" in run.explain(), run.explain()
+""")

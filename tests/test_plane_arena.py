@@ -1,0 +1,251 @@
+"""Transfers between devices: the arena of plane nvshmem over a library that is played by threads and host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from gt.ir.heap import SLOTS, channel_bytes, channel_class, sizes, team_bytes
+from gt.worker.engine.torch import COMBINE, TorchEngine
+from gt.worker.engine.torch.direct import DirectEngine
+from gt.worker.plane.base import Doomed
+from gt.worker.plane.nvshmem import DIRECT, Arena
+
+BYTES = 4 << 20
+TEAM = 2 << 20  # offset of the first team
+
+
+class World:
+    """Symmetric memory of some members; waits are the thread's own, and fail when a member has."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.memory = [(ctypes.c_char * (BYTES + 64))() for _ in range(count)]
+        self.bases = [ctypes.addressof(memory) + -ctypes.addressof(memory) % 64 for memory in self.memory]
+        self.told = threading.Condition()
+        self.failed = False
+        self.meeting = threading.Barrier(count)
+
+
+class Library:
+    """What plane.nvshmem.Library offers, of one member."""
+
+    def __init__(self, world: World, rank: int, rng: random.Random) -> None:
+        self.world, self.rank, self.rng = world, rank, rng
+
+    def barrier(self) -> None:
+        self.world.meeting.wait(20)
+
+    def peer(self, address: int, rank: int) -> int:
+        return address - self.world.bases[self.rank] + self.world.bases[rank]
+
+    def put(self, target: int, source: int, nbytes: int, flag: int, rank: int, stream: int) -> None:
+        ctypes.memmove(self.peer(target, rank), source, nbytes)
+        self.signal(flag, 1, rank, stream)
+
+    def signal(self, flag: int, value: int, rank: int, stream: int) -> None:
+        with self.world.told:
+            self._word(self.peer(flag, rank)).value = value
+            self.world.told.notify_all()
+
+    def wait(self, flag: int, value: int, stream: int) -> None:
+        if self.rng.random() < 0.2:
+            threading.Event().wait(0.001)  # others get ahead
+        with self.world.told:
+            met = self.world.told.wait_for(lambda: self.world.failed or self._word(flag).value == value, 20)
+            assert met and not self.world.failed, "it waits for ever"
+
+    @staticmethod
+    def _word(address: int) -> ctypes.c_int64:
+        return ctypes.c_int64.from_address(address)
+
+
+class Plane:
+    def __init__(self) -> None:
+        self.moved: dict[int, list[int]] = {}
+
+    def count_bytes(self, index: int, sent: int, received: int) -> None:
+        there = self.moved.setdefault(index, [0, 0])
+        there[0] += sent
+        there[1] += received
+
+
+def together(count: int, run: Callable[[int, Arena], Any], seed: int = 0) -> list[Any]:
+    """What `run(rank, arena)` gives for each member, all at once."""
+    world, found, errors = World(count), [None] * count, []
+    engine = DirectEngine(TorchEngine("cpu"), COMBINE)
+
+    def member(rank: int) -> None:
+        library = Library(world, rank, random.Random(seed * 100 + rank))
+        try:
+            arena = Arena(Plane(), library, engine, range(count), rank, world.bases[rank], BYTES)
+            found[rank] = run(rank, arena)
+        except BaseException as error:
+            errors.append(error)
+            with world.told:
+                world.failed = True
+                world.told.notify_all()
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    if errors:
+        raise errors[0]
+    return found
+
+
+def team(members: Sequence[int], rank: int, nbytes: int = 4096, at: int = TEAM, number: int = 0) -> Any:
+    return {"id": number, "workers": list(members), "rank": members.index(rank), "offset": at, "bytes": nbytes}
+
+
+def channel(own: int, peer: int, nbytes: int = 256, slots: int = 2) -> Any:
+    return {"peer": peer, "offset": channel_class(own, peer) * 65536, "bytes": nbytes, "slots": slots}
+
+
+def data(rank: int, size: int, number: int = 0) -> torch.Tensor:
+    return torch.rand(size, generator=torch.Generator().manual_seed(rank * 1000 + number)) - 0.5
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+COMBINED = DirectEngine(TorchEngine("cpu"), COMBINE).combine("sum", "float32")
+
+
+def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In rank order."""
+    return list(itertools.accumulate(parts))[-1]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_messages_arrive_in_order_whatever_their_sizes(count: int) -> None:
+    lengths = [3, 0, 64, 65, 1000, 1, 300, 0, 500]
+
+    def run(rank: int, arena: Arena) -> list[torch.Tensor]:
+        nxt, before, got = (rank + 1) % count, (rank - 1) % count, []
+        for number, size in enumerate(lengths):
+            into = torch.empty(size)
+            steps = [
+                lambda number=number, size=size: arena.send(channel(rank, nxt), flat(data(rank, size, number))),
+                lambda into=into: arena.recv(channel(rank, before), flat(into)),
+            ]
+            for step in steps if rank else steps[::-1]:  # one receives first, so that nobody waits in a circle
+                step()
+            got.append(into)
+        assert sum(sent for sent, _ in arena.plane.moved.values()) == 4 * sum(lengths)
+        return got
+
+    for rank, got in enumerate(together(count, run)):
+        for number, (into, size) in enumerate(zip(got, lengths, strict=True)):
+            assert torch.equal(into, data((rank - 1) % count, size, number))
+
+
+def test_a_sender_ahead_overwrites_nothing() -> None:
+    """More messages than slots, sent before any is taken; then both go back to the first slot, as programs do."""
+
+    def run(rank: int, arena: Arena) -> list[torch.Tensor]:
+        got = []
+        for _ in range(3):
+            arena.rewind([[1 - rank, channel(rank, 1 - rank)["offset"], rank == 0]])
+            for number in range(5):
+                if rank == 0:
+                    arena.send(channel(0, 1), flat(data(0, 32, number)))
+                else:
+                    got.append(torch.empty(32))
+                    arena.recv(channel(1, 0), flat(got[-1]))
+        return got
+
+    for number, into in enumerate(together(2, run)[1]):
+        assert torch.equal(into, data(0, 32, number % 5))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_collectives(count: int) -> None:
+    """Each twice in a row and in a mixed order, in rounds of a small buffer."""
+    sizes_ = [7, 1024, 5000]
+
+    def run(rank: int, arena: Arena) -> list[Any]:
+        form, found = team(range(count), rank), []
+        for number, size in enumerate(sizes_ * 2):
+            mine = data(rank, size, number)
+            reduced = mine.clone()
+            arena.all_reduce(form, flat(reduced), COMBINED)
+            outs = [torch.empty(size + r) for r in range(count)]
+            arena.all_gather(form, flat(data(rank, size + rank, number)), [flat(out) for out in outs])
+            sections = [data(rank, size + r, number + 50 + r) for r in range(count)]
+            part = torch.empty(size + rank)
+            arena.reduce_scatter(form, [flat(section) for section in sections], flat(part), COMBINED)
+            swapped = [torch.empty(size + rank) for _ in range(count)]
+            longest = 4 * (size + count)
+            arena.all_to_all(form, [flat(section) for section in sections], [flat(into) for into in swapped], longest)
+            found.append((reduced, outs, part, swapped))
+        return found
+
+    results = together(count, run, count)
+    for rank, found in enumerate(results):
+        for number, (size, (reduced, outs, part, swapped)) in enumerate(zip(sizes_ * 2, found, strict=True)):
+            assert torch.equal(reduced, total([data(r, size, number) for r in range(count)]))
+            assert all(torch.equal(out, data(r, size + r, number)) for r, out in enumerate(outs))
+            assert torch.equal(part, total([data(r, size + rank, number + 50 + rank) for r in range(count)]))
+            assert all(torch.equal(into, data(r, size + rank, number + 50 + rank)) for r, into in enumerate(swapped))
+
+
+def test_a_large_all_reduce_goes_by_shares() -> None:
+    size = (DIRECT + 4096) // 4
+
+    def run(rank: int, arena: Arena) -> list[torch.Tensor]:
+        form, found = team(range(3), rank, 512 << 10), []
+        for number in range(3):
+            found.append(data(rank, size, number))
+            arena.all_reduce(form, flat(found[-1]), COMBINED)
+        assert all(sent == received for sent, received in arena.plane.moved.values())
+        return found
+
+    for found in together(3, run):
+        assert all(torch.equal(out, total([data(r, size, n) for r in range(3)])) for n, out in enumerate(found))
+
+
+def test_teams_and_channels_do_not_disturb_one_another() -> None:
+    def run(rank: int, arena: Arena) -> list[torch.Tensor]:
+        pair = (rank // 2 * 2, rank // 2 * 2 + 1)
+        column = (rank % 2, rank % 2 + 2)
+        found = []
+        for number in range(20):
+            for members, at in ((pair, 1), (column, 2), (range(4), 3)):
+                value = data(rank, 40, number)
+                form = team(tuple(members), rank, 1024, TEAM + at * 65536, at)
+                arena.all_reduce(form, flat(value), COMBINED)
+                found.append(value)
+        return found
+
+    for rank, found in enumerate(together(4, run)):
+        sets = [(rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2), range(4)]
+        for n, value in enumerate(found):
+            assert torch.equal(value, total([data(r, 40, n // 3) for r in sets[n % 3]]))
+
+
+def test_who_cannot_take_part_has_to_end() -> None:
+    def run(rank: int, arena: Arena) -> None:
+        with pytest.raises(Doomed, match="others are waiting"):
+            arena.send(channel(rank, 1 - rank), memoryview(b""))
+        with pytest.raises(Doomed):
+            arena.all_reduce(team(range(2), rank), memoryview(b""), COMBINED)
+
+    together(2, run)
+
+
+def test_a_larger_heap_has_larger_slots_and_buffers_and_room_for_many() -> None:
+    slot, buffer = sizes(2 << 30)
+    assert slot >= 12 << 20 and buffer >= 64 << 20 and slot % 64 == buffer % 64 == 0
+    assert 4 * channel_bytes(slot, SLOTS) + 8 * team_bytes(buffer, 4) < 2 << 30
+    assert sizes(256 << 20) == (256 << 10, 1 << 20)
