@@ -220,7 +220,7 @@ def planning(workers: int = 0, config: str | None = None) -> Iterator[Callable[[
     def begin(given: str | None, wanted: int) -> None:
         path = next(p for p in (config, given, env.get("GT_CONFIG")) if p is not None)
         device_.register()
-        found.append(Dry(_read(path), path, max(workers or wanted, _named(path), 1)))
+        found.append(Dry(_read(path), path, workers or wanted or _named(path) or 1))
         found[-1].living = lambda: list(marks.weights(called or marks.names()))
         runtime.connect(found[-1], _read(path), path)
 

@@ -118,6 +118,49 @@ def test_a_captured_step_is_planned_in_its_schedule(workers: int, followed: int)
     assert first["activations_scheduled"] > second["activations_scheduled"] > 0
 
 
+def test_a_captured_steps_bubble_is_that_of_explain(tmp_path: Path) -> None:
+    path, held = tmp_path / "stages.yaml", []
+    path.write_text("".join(f"stage{n}: {{workers: [{n}]}}\n" for n in range(3)))
+
+    def program() -> None:
+        weights = [torch.nn.Parameter(torch.randn(32, 32, device="remote")) for _ in range(6)]
+        optimizer = torch.optim.SGD(weights, 0.1)
+
+        @gt.compile(schedule="zb-h1")
+        def step(x: torch.Tensor) -> None:
+            for part in gt.microbatches(x, PARTS):
+                for n, weight in enumerate(weights):
+                    with gt.signal.context(f"stage{n // 2}"):
+                        part = torch.tanh(part @ weight)
+                part.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(5):
+            step(torch.randn(8, 32))
+        held.append(step._programs[0].answer["schedule"])
+
+    pipe = gt.plan(program, config=str(path)).body["pipeline"]
+    assert [round(bubble, 4) for bubble in pipe["bubble"]] == held[0]["bubble"]
+    assert pipe["makespan"] == pytest.approx(held[0]["makespan"]) and pipe["rows"] == held[0]["rows"]
+
+
+def test_collectives_within_a_stage_are_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gt.dispatcher.plan.cost import LINK
+    from gt.observe import pipeline
+
+    found, costs_of = [], pipeline.costs_of
+    monkeypatch.setattr(pipeline, "costs_of", lambda *args: found.append(costs_of(*args)) or found[-1])
+    transfers = planned("tp2pp2", 3)["transfers"]
+    (nbytes,) = {row["bytes"] for row in transfers}
+    assert found[0].transfer == (pytest.approx(nbytes / 2 / LINK),)  # each of two workers gets half of what moves
+
+
+def test_too_few_workers_are_an_error_as_in_a_run() -> None:
+    with pytest.raises(gt.ConfigError, match=r"names worker 2, but there are 2"):
+        planned("pp4", 3, workers=2)
+
+
 def test_a_plain_loop_is_shown_as_it_is_written() -> None:
     pipe = planned("pp2", 3)["pipeline"]
     assert pipe["rows"].split()[0] == "0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3"

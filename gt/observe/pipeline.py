@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from gt.dispatcher import schedule
@@ -14,10 +15,13 @@ from gt.dispatcher.plan.groups import SUFFIXES
 from gt.dispatcher.schedule import Action, Costs
 from gt.dispatcher.schedule.auto import NoRoom
 from gt.dispatcher.schedule.balance import Unit, balance
+from gt.dispatcher.stagecosts import MICRO
 from gt.errors import ConfigError
 from gt.ir.schedules import asked, size
 from gt.observe.dry import Dry, Step
 from gt.observe.standin import Place, Row, Stretch
+
+TIMED = ("forward", "input", "weight", "transfer", "loss", "reduce", "optimizer")
 
 
 @dataclass
@@ -35,7 +39,7 @@ def describe(dry: Dry, step: Step) -> dict[str, Any]:
     stages = _stages(dry, step)
     if stages is None:
         return {}
-    costs = costs_of(stages, step)
+    costs = costs_of(dry, stages, step)
     found: dict[str, Any] = {"stages": stages.names, "places": stages.places, "micro_batches": stages.micro}
     one = [sum(a for a, at in zip(costs.activation, stages.places) if at == place) for place in range(1 + max(stages.places))]
     found["micro_batch"] = one  # bytes that one leaves on each row's workers
@@ -72,8 +76,8 @@ def members(dry: Dry, stage: str) -> tuple[int, ...]:
 # ---- costs
 
 
-def costs_of(stages: Stages, step: Step) -> Costs:
-    """Nominal times and bytes of one micro-batch in each stage."""
+def costs_of(dry: Dry, stages: Stages, step: Step) -> Costs:
+    """Nominal times and bytes of one micro-batch in each stage. Of a captured step the dispatcher has said the times."""
     forward, input, weight, activation = [], [], [], []
     for name, worker in zip(stages.names, stages.followed):
         stretch = step.stretches[worker]
@@ -83,10 +87,19 @@ def costs_of(stages: Stages, step: Step) -> Costs:
         input.append(back * (1 - part))
         weight.append(back * part)
         activation.append(float(_activations(stretch, name)))
-    transfer = [_transfer(stages, step, n) for n in range(len(stages.names) - 1)]
+    transfer = [_transfer(dry, stages, step, n) for n in range(len(stages.names) - 1)]
     kept = activation
     times = (tuple(forward), tuple(input), tuple(weight), tuple(transfer), tuple(activation), tuple(kept))
-    return Costs(*times)
+    told = (step.answer.get("schedule") or {}).get("costs")
+    if told is None:
+        return Costs(*times)
+    found = Costs.from_wire(told)
+    timed: dict[str, Any] = {name: _seconds_of(getattr(found, name)) for name in TIMED}
+    return replace(found, **timed, activation=times[4], kept=times[5])
+
+
+def _seconds_of(times: Sequence[float | None]) -> tuple:
+    return tuple(None if time is None else time / MICRO for time in times)
 
 
 def _seconds(stretch: Stretch, name: str, backward: bool, micro: int) -> float:
@@ -115,13 +128,18 @@ def _activations(stretch: Stretch, name: str) -> int:
     return sum(b.nbytes for b in stretch.made if b.by == here and b.last_by.backward)
 
 
-def _transfer(stages: Stages, step: Step, n: int) -> float:
-    """Time between stages n and n + 1, by what one worker receives of a micro-batch."""
-    if stages.places[n] == stages.places[n + 1]:
+def _transfer(dry: Dry, stages: Stages, step: Step, n: int) -> float:
+    """Time between stages n and n + 1, by what a worker of the one receives of the other's, and stages that lie so share."""
+    ends = stages.places[n], stages.places[n + 1]
+    if ends[0] == ends[1]:
         return 0.0
-    received = step.stretches[stages.followed[n + 1]].received
-    senders = max(1, len(received))
-    return sum(received.values()) / senders / stages.micro / cost.LINK
+    alike = sum(sorted(pair) == sorted(ends) for pair in pairwise(stages.places))
+    most = 0
+    for here, there in ((n, n + 1), (n + 1, n)):
+        peers = members(dry, stages.names[there])
+        received = step.stretches[stages.followed[here]].received
+        most = max(most, sum(nbytes for peer, nbytes in received.items() if peer in peers))
+    return most / alike / stages.micro / cost.LINK
 
 
 # ---- schedules

@@ -165,10 +165,10 @@ def _pipeline(pipe: dict[str, Any]) -> list[str]:
     if pipe["why"]:
         lines.append(f"# not used: {pipe['why']}")
     if "grid" in pipe:
-        lines.append(f"# predicted bubble {pipe['idle']:.2%} of {pipe['makespan'] * 1e3:.3f} ms (nominal)")
+        lines.append(f"# predicted bubble {pipe['idle']:.2%} of {_time(pipe['makespan'])} (nominal)")
         lines += [f"# {row}" for row in pipe["grid"].splitlines()]
     for name, row in pipe["choices"].items():
-        took = f"{row['makespan'] * 1e3:.3f} ms, {row['bubble']:.2%} bubble"
+        took = f"{_time(row['makespan'])}, {row['bubble']:.2%} bubble"
         lines.append(f"# with {name}: {took}, {_size(round(row['activations']))} of activations")
     balance = pipe["balance"]
     lines.append("# balance: " + ", ".join(f"{n} {s:.1%}" for n, s in zip(pipe["stages"], balance["share"])))
@@ -189,6 +189,10 @@ def _range(workers: list[int]) -> str:
         else:
             runs.append([worker, worker])
     return "worker " + ",".join(f"{a}-{b}" if a < b else str(a) for a, b in runs)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3f} us"
 
 
 def _size(nbytes: int) -> str:
