@@ -132,6 +132,8 @@ def test_the_command_runs_a_script_and_says_its_bubble(
         out = tmp_path / f"out{len(end)}.json"
         assert main(["trace", str(out), str(script)]) == 0, capsys.readouterr().err
         assert f"{out}: zb-h1: " in capsys.readouterr().out and json.loads(out.read_text())["traceEvents"]
+    assert main(["trace", str(tmp_path / "none" / "out.json"), "not run"]) == 1
+    assert "cannot be written: there is no folder" in capsys.readouterr().err
     script.write_text("print(1)\n")
     assert main(["trace", str(tmp_path / "none.json"), str(script)]) == 1
     assert torch.zeros(1).item() == 0 and "did nothing with remote tensors" in capsys.readouterr().err
