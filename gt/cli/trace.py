@@ -17,8 +17,9 @@ def main(args: list[str], text: str) -> int:
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
     given = parser.parse_args(args)
-    if not Path(given.out).absolute().parent.is_dir():
-        print(f"gt trace: {given.out} cannot be written: there is no folder {Path(given.out).absolute().parent}", file=sys.stderr)
+    folder = Path(given.out).absolute().parent
+    if not folder.is_dir():
+        print(f"gt trace: {given.out} cannot be written: there is no folder {folder}", file=sys.stderr)
         return 1
     from gt import shutdown
     from gt.api import tracing

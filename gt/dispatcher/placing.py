@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
     from gt.ir.spec import Spec
 
+ELEMENTWISE = ("clone", "_to_copy", "zeros_like", "empty_like")  # and whatever torch tags as pointwise
 LONGEST = 64  # steps of a recipe; a longer one is placed
 
 
@@ -44,9 +45,9 @@ class Placer:
             return False
         if not ins:
             return True
-        if known.overwrites and not grouped:
-            return True
-        return not grouped and (template.pointwise or known.name in ("clone", "_to_copy", "zeros_like", "empty_like"))
+        if grouped or not (known.overwrites or template.pointwise or known.name in ELEMENTWISE):
+            return False
+        return self.s.programs.tape is None or self.s.programs.tape.defers(ins)
 
     def defer(self, known: Known, ins: list[Tensor], values: tuple, out_ids: list[int], data: Any) -> None:
         """Add the op to the recipe of its target or base, or begin one with those of its inputs."""
@@ -203,6 +204,8 @@ class Placer:
             key = self.s.upload(step.data, spec, boxes(layout, spec.shape, ranks[0]), workers)
             define = self._define(step.known, payload)
             tape = self.s.programs.tape
+            if tape is not None:
+                tape.met(step.data, layout)
             name = tensor if tape is None else emitter.temporary()  # in a program a copy of what is kept for it
             for worker in workers:
                 emitter.write(worker, define, [emitter.offset + name, key])

@@ -16,7 +16,7 @@ from gt.dispatcher.failures import Cause, Launched, Planned
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, FORGET, FREE, Define
-from gt.ir.layout import Layout, local_shape
+from gt.ir.layout import Layout, local_shape, replicated
 from gt.wire.messages import Seal
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Programs:
         self.newest: dict[int, list[int]] = {}
         self.times: dict[int, float] = {}  # of its definitions: the least seconds that one took while something was recorded
         self.launches = self.kept = 0  # replays, and instructions of all programs
-        self._hints: dict[int, list[Layout | None]] = {}  # slot -> how its inputs came to lie
+        self._hints: dict[int, list[tuple[int, Layout | None]]] = {}  # slot -> dims of its inputs, how they came to lie
 
     # ---- recording
 
@@ -72,15 +72,21 @@ class Programs:
         s = self.s
         self.times = {number: took for number, took in self.times.items() if number in s.emitter.defined}
         inputs = [s.row(i) for i in ids]
-        for tensor, layout in zip(inputs, self._hints.get(slot, ()), strict=False):
-            if tensor.layout is None and layout is not None:
-                s.placer.place(tensor.storage, s.placer.root_layout(tensor, layout))
-        for tensor in s.table.rows.values():  # a kept copy would be of the value that it had
-            if tensor.copies:
-                s.mover.drop_copies(tensor)
+        hints = self._hints.get(slot)
+        for n, tensor in enumerate(inputs if hints is not None else ()):
+            dims, layout = hints[n] if hints is not None and n < len(hints) else (-1, None)
+            if tensor.layout is None and not s.troubled:
+                lies = layout if layout is not None and dims == len(tensor.spec.shape) else replicated(s.default_mesh())
+                s.placer.place(tensor.storage, s.placer.root_layout(tensor, lies))
+        self._drop_copies()  # a kept one would be of the value that there was
         s.cut()
-        self.tape = Tape(slot, inputs, {i: t.layout for i, t in s.table.rows.items()})
+        self.tape = Tape(slot, inputs, {i: t.layout for i, t in s.table.rows.items()}, hints is None)
         s.journal.tape, s.emitter.kept = self.tape.journal, self.tape.defines
+
+    def _drop_copies(self) -> None:
+        for tensor in self.s.table.rows.values():
+            if tensor.copies:
+                self.s.mover.drop_copies(tensor)
 
     def discard(self) -> None:
         """Record no more, and make nothing of it."""
@@ -93,7 +99,7 @@ class Programs:
         if tape is not None:
             if len(self._hints) >= MOST_SLOTS:
                 self._hints.clear()
-            self._hints[tape.slot] = [t.layout for t in tape.inputs]
+            self._hints[tape.slot] = [(len(t.spec.shape), t.layout or tape.found.get(n)) for n, t in enumerate(tape.inputs)]
         return tape
 
     def _free(self, constants: Iterable[tuple[list[int], int]]) -> None:
@@ -126,6 +132,7 @@ class Programs:
         """Make a program of the tape; the body of the answer."""
         s, number = self.s, message.program
         s.emitter.seq = s.emitter.base = s.cluster.seq
+        self._place_all()
         tape = self._stop()
         if tape is None:
             raise ProtocolError(f"Seal.program is {number}, and nothing was recorded")
@@ -146,10 +153,23 @@ class Programs:
         counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order}
 
+    def _place_all(self) -> None:
+        """What was made while this was recorded lies somewhere: so a replay makes it too."""
+        s, tape = self.s, self.tape
+        if tape is None or s.troubled:
+            return
+        for storage in dict.fromkeys(t.storage for i, t in s.table.rows.items() if i not in tape.before):
+            if storage.recipe is not None and not any(i in tape.before for i in storage.tensors):
+                s.placer.place(storage, replicated(s.default_mesh()))
+                storage.default = True
+        s.cut()
+
     def _prevents(self, tape: Tape, pairs: list[tuple[int, int]]) -> str:
         """Why this tape cannot be a program, or "" if it can."""
         if self.kept + tape.size > MOST_ROWS:
             return f"it has too many instructions: {tape.size}, {self.kept} are kept already and at most {MOST_ROWS} can be"
+        if tape.late:
+            return "an op on a tensor that lies nowhere yet was put off"
         if not tape.journal:
             return "no op was recorded"
         if self.s.troubled:
@@ -183,6 +203,7 @@ class Programs:
             code[worker] = [s.emitter.define("program", part) for part in writer.parts]
         for read, made in pairs:
             self._alias(made, read)
+        self._drop_copies()  # a replay makes them, and ends them
         self.kept += tape.size
         self.all[message.program] = self._program(tape, code, [s.table.rows[read].storage for read, _ in pairs])
 

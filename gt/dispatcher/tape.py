@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gt.ir.instr import KINDS, Define
 from gt.ir.layout import Layout
@@ -40,12 +40,33 @@ class Tape:
     slot: int
     inputs: list[Tensor]
     before: dict[int, Layout | None]  # layout of every tensor there was
+    first: bool = False  # nothing is known yet of how its inputs come to lie
     journal: list[Planned] = field(default_factory=list)
     code: dict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))
     size: int = 0  # instructions
     names: dict[int, str] = field(default_factory=dict)  # row (by identity) -> the action of a schedule that it belongs to
     constants: list[tuple[list[int], int]] = field(default_factory=list)  # uploads kept for it: workers and name
     defines: dict[int, Define] = field(default_factory=dict)
+
+    found: dict[int, Layout] = field(default_factory=dict)  # input -> where ops on it were done that is nowhere itself
+
+    sources: dict[int, int] = field(default_factory=dict)  # data of an upload, by identity -> the input
+    late: bool = False  # an op on what there was before was put off: a replay would not do it
+
+    def __post_init__(self) -> None:
+        uploads = ((n, tensor.storage.recipe) for n, tensor in enumerate(self.inputs))
+        self.sources.update({id(recipe[0].data): n for n, recipe in uploads if recipe and recipe[0].data is not None})
+
+    def defers(self, tensors: list[Tensor]) -> bool:
+        """Whether an op may be put off: not if it reads or writes what there was before. But the first time shows where to."""
+        older = any(i in self.before for t in tensors for i in t.storage.tensors)
+        self.late = self.late or (older and self.first)
+        return self.first or not older
+
+    def met(self, data: Any, layout: Layout) -> None:
+        """An upload's bytes are sent: those of an input lie so where an op on it is done."""
+        if id(data) in self.sources:
+            self.found.setdefault(self.sources[id(data)], layout)
 
     def keep(self, workers: list[int], name: int) -> None:
         self.constants.append((workers, name))
