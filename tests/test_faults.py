@@ -195,6 +195,34 @@ def test_a_worker_that_comes_back_serves_new_work_and_what_was_lost_stays_lost()
     assert not bench.to(b"c", Failed) and bench.to(b"new", Run)
 
 
+def test_devices_that_shared_memory_do_so_again_once_all_are_back():
+    """Their processes cannot go on without one another, so they end, and come back one by one."""
+    bench = Bench("")
+    for peer in (b"w0", b"w1"):
+        bench.feed(PeerLost(peer, "it ends"))
+
+    def joins(peer: bytes, name: str, unique_id: str) -> None:
+        bench.give(peer, hello("worker", info={"name": name, "heap_bytes": 1 << 31, "unique_id": unique_id}))
+
+    def formed(peer: bytes) -> list:
+        return [(world.members, world.unique_id) for world in bench.to(peer, World) if world.members]
+
+    joins(b"a", "w0", "id 0")
+    joins(b"b", "w1", "id 1")
+    joins(b"c2", "w2", "")
+    assert not formed(b"a"), "nobody needs it yet"
+    bench.client(b"d", "")
+    assert formed(b"a") == formed(b"b") == [([0, 1], "id 0")]
+    bench.client(b"e", "")
+    assert not formed(b"a"), "they do already"
+    for peer in (b"b", b"a"):
+        bench.feed(PeerLost(peer, "killed, and so was worker 1, whose memory it shares"))
+    joins(b"new a", "w0", "id 3")
+    assert not formed(b"new a"), "one is not back yet"
+    joins(b"new b", "w1", "id 4")
+    assert formed(b"new a") == formed(b"new b") == [([0, 1], "id 3")]
+
+
 def test_a_batch_that_waited_for_a_lost_worker_is_acknowledged_also_when_that_comes_back():
     bench = Bench()
     grouped(bench)

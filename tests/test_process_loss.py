@@ -39,6 +39,25 @@ def test_a_killed_worker_is_worker_lost_with_its_name(own):
     assert time.monotonic() - start < 2
 
 
+def test_killed_workers_are_started_again_and_serve_what_is_new(own):
+    import gt
+
+    kept = gt.ones(4, 4)
+    assert kept.sum().item() == 16
+    for title in ("gt.worker 0", "gt.worker 1"):
+        os.kill(own[title], signal.SIGKILL)
+    deadline, found = time.monotonic() + 10, 0.0
+    while not found:
+        assert time.monotonic() < deadline
+        try:
+            found = gt.full((3, 3), 2.0).sum().item()
+        except gt.WorkerLost:
+            continue
+    assert found == 18
+    with pytest.raises(gt.WorkerLost, match="is lost"):
+        kept.sum().item()
+
+
 def test_a_killed_dispatcher_is_dispatcher_lost(own):
     import gt
 

@@ -100,6 +100,16 @@ UPLOAD = Define(17, "upload", {"shape": [2], "stride": [1], "dtype": "float32"})
 ADD = Define(18, "op", op("aten.add.Tensor", [T(0), T(1)], 2, [new(torch.empty(2))])).wire()
 
 
+def test_a_run_is_told_done_also_when_another_worker_joins_meanwhile(dispatcher, worker):
+    dispatcher.greet()
+    dispatcher.send(Run(0, 10, [UPLOAD], [17, 0, 1, 5]))
+    dispatcher.send(World(2, []))  # waits behind the Run, which waits for its data
+    dispatcher.send(Query(3))
+    assert dispatcher.next(Report)[0].body["done"] == -1
+    dispatcher.send(Data(5, 0, 8), (bytes(8),))
+    assert dispatcher.next(Done)[0].seq == 0
+
+
 def test_a_worker_says_hello_and_carries_out(dispatcher, worker):
     hello = dispatcher.greet()
     assert (hello.role, hello.token, hello.info["name"], hello.info["backend"]) == ("worker", "secret", "mine", "torch")

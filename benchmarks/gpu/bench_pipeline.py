@@ -1,7 +1,7 @@
 """GPT-2 as a pipeline over several GPUs: examples/gpt2's step through `remote`, beside the best native step of one GPU.
 
-`python benchmarks/gpu/bench_pipeline.py [--json FILE] [--model d12] [--size 32x1024] [--cases 8,4:4:1f1b ...] [--native]`. A case
-is layers of each stage, micro-batches, schedule. bf16 weights, fused AdamW. Prints milliseconds a step (median of blocks of
+`python benchmarks/gpu/bench_pipeline.py [--json FILE] [--model d12] [--size 32x1024] [--cases 8,4:4:1f1b ...] [--native]`. A
+case is layers of each stage, micro-batches, schedule. bf16 weights, fused AdamW. Prints milliseconds a step (median of blocks of
 steps that are waited for together), how much faster than one GPU that is, the predicted bubble, and one line of JSON.
 """
 
@@ -84,7 +84,8 @@ def main() -> int:
         commands["native graph, one GPU"] = [script, "--child", "native graph", args.size, args.model]
     same = ["--size", args.size, "--model", args.model]
     commands |= {case: [__file__, "--child", case, *same] for case in args.cases}
-    print(f"{'':32s}{'ms':>10s}{'alone ms':>10s}{'tokens/s':>12s}{'x one GPU':>11s}{'idle, predicted':>17s}{'first s':>9s}  peak MiB")
+    columns = {"": -32, "ms": 10, "alone ms": 10, "tokens/s": 12, "x one GPU": 11, "idle, predicted": 17, "first s": 9}
+    print("".join(f"{text:>{w}s}" if w > 0 else f"{text:<{-w}s}" for text, w in columns.items()) + "  peak MiB")
     for name, command in commands.items():
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
         if done.returncode:

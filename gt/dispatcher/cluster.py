@@ -93,7 +93,7 @@ class Cluster:
         self.seq = 0  # of the next op, over all sessions
         self.next_key = 0
         self.now = 0.0  # of the event that is being dealt with
-        self.formed: list[int] = []  # workers whose devices share memory
+        self.formed: dict[int, int] = {}  # workers whose devices share memory, and which of their lives do
         self._channels: dict[int, tuple[int, int]] = {}
         self._teams: dict[tuple[int, ...], tuple[int, int, int]] = {}
 
@@ -158,10 +158,15 @@ class Cluster:
         offset, slot = self.channel(source, target)
         return {"peer": peer, "offset": offset, "bytes": slot, "slots": SLOTS}
 
-    def form(self) -> list[int]:
-        """Workers whose devices are to share memory from here on: all that can, unless some do already."""
-        if any(not self.workers[i].lost for i in self.formed):
+    def form(self, again: bool = False) -> list[int]:
+        """Workers whose devices are to share memory from here on: all that can, unless some do already.
+
+        again: only once all are back that did so before.
+        """
+        if any(not self.workers[i].lost and self.workers[i].lives == lives for i, lives in self.formed.items()):
             return []
         able = [w.index for w in self.workers if not w.lost and w.info.get("unique_id")]
-        self.formed = able if len(able) > 1 else []
-        return self.formed
+        if len(able) < 2 or (again and not set(self.formed) <= set(able)):
+            return []
+        self.formed = {i: self.workers[i].lives for i in able}
+        return able

@@ -234,7 +234,7 @@ class Core:
         log.info("worker %s joined", worker.name)
         self._log("CONNECT", worker.name, f"worker {worker.index}, {info['backend']}")
         self.send(peer, Welcome(0, worker.name, [w.name for w in self.cluster.workers], [], CREDIT))
-        self._tell_world()
+        self._tell_world(self.cluster.form(again=True) if self.cluster.formed else ())
         self._admit_clients()
 
     def _tell_world(self, members: Sequence[int] = ()) -> None:

@@ -123,5 +123,5 @@ def worker_lost(name: str, reason: str, replay: int = 0) -> WorkerLost:
     half = f"replay {replay} of a program was under way, so what it writes elsewhere is of no one step; " if replay else ""
     return WorkerLost(
         f"worker {name} is lost: {reason}; its tensors are gone. {half}"
-        "call gt.shutdown() and start again, or connect to a server that has its workers"
+        "a worker that GT started comes back empty: make anew what was lost, or load it from a checkpoint"
     )

@@ -1,7 +1,8 @@
 """The process that a program starts to get a dispatcher and workers on its own machine.
 
-It forks the dispatcher, imports torch once, and forks the workers from there. It lives as long as the program does: until
-its stdin ends, its parent changes, or SIGTERM. On stdout it writes one JSON line for each thing it has to report.
+It forks the dispatcher, imports torch once, and forks the workers from there; a worker that dies later is started again. It
+lives as long as the program does: until its stdin ends, its parent changes, or SIGTERM. On stdout it writes one JSON line for
+each thing it has to report.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from gt.launch.process import fork
 
 POLL = 0.2  # seconds between looks at parent and children
 ASK, GRACE = 0.5, 1.0  # seconds that children get to end when the dispatcher says so, and after SIGTERM
+AGAIN, WITHIN = 3, 60.0  # times that a worker is started again within so many seconds
 WORDS = 12  # lines of stderr kept from each worker, for when it dies at start
 
 
@@ -38,6 +40,8 @@ class Nursery:
         self._dispatcher = 0
         self._workers: dict[int, int] = {}  # pid -> number
         self._words: dict[int, deque[str]] = {}
+        self._again: dict[int, deque[float]] = {}  # number -> when it was started again
+        self._start: Callable[[int], None] = lambda number: None
         self._ready = self._stopping = self._silent = False
         self._status = b""  # of the dispatcher, the start of a line
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stopping", True))
@@ -69,14 +73,27 @@ class Nursery:
 
     def _fork_workers(self, port: int, gpus: list[str]) -> None:
         gc.freeze()  # what is shared with the children stays shared
+        self._start = partial(self._fork_worker, port, gpus)
         for number in range(self._order["workers"]):
-            end, start = os.pipe()
-            gpu = gpus[number] if number < len(gpus) else ""
-            pid = fork(f"gt.worker {number}", partial(_work, self._order, port, gpu), stderr=start)
-            os.close(start)
-            self._workers[pid] = number
-            self._words[number] = deque(maxlen=WORDS)
-            self._select.register(end, selectors.EVENT_READ, partial(self._on_stderr, number=number))
+            self._start(number)
+
+    def _fork_worker(self, port: int, gpus: list[str], number: int) -> None:
+        end, start = os.pipe()
+        gpu = gpus[number] if number < len(gpus) else ""
+        pid = fork(f"gt.worker {number}", partial(_work, self._order, port, gpu), stderr=start)
+        os.close(start)
+        self._workers[pid] = number
+        self._words[number] = deque(maxlen=WORDS)
+        self._select.register(end, selectors.EVENT_READ, partial(self._on_stderr, number=number))
+
+    def _lost_worker(self, number: int) -> None:
+        """Another in its place, unless it keeps dying. What it held is lost; the dispatcher tells whom that concerns."""
+        now, times = time.monotonic(), self._again.setdefault(number, deque(maxlen=AGAIN))
+        if len(times) == AGAIN and now - times[0] < WITHIN:
+            sys.stderr.write(f"gt: worker {number} died {AGAIN + 1} times within {WITHIN:g} s and is not started again\n")
+            return
+        times.append(now)
+        self._start(number)
 
     def _turn(self, timeout: float) -> None:
         ready = self._select.select(timeout)
@@ -94,6 +111,8 @@ class Nursery:
                 if not self._ready and not self._stopping:
                     self._drain()
                     raise RuntimeError(_last_words(number, code, self._words[number]))
+                if not self._stopping and self._dispatcher:
+                    self._lost_worker(number)
 
     def _drain(self) -> None:
         """What dead workers still had to say."""

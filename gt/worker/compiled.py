@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
-from gt.ir.instr import FREE, Define
+from gt.ir.instr import FREE
 from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit, Recorder, Replays
 from gt.worker.lives import Definition, lives, taken
 from gt.worker.segments import Known, Row, Wired, cut, known, runs, wire
@@ -155,11 +155,11 @@ class Plan:
         randoms: Sequence[int],
         definition: Definition,
         strictly: Each,
-        direct: Callable[[Define], bool],
+        direct: Container[int],
     ) -> None:
         """Have runs of rows recorded in the next replay: everything that only issues work to the device.
 
-        randoms: places in the code that are filled anew in each replay. direct: whether what moves data does only that.
+        randoms: places in the code that are filled anew in each replay. direct: definitions that move data by the device alone.
         """
         assert self.compiler is not None and self.compiler.recorder is not None
         recorder = self.compiler.recorder
@@ -201,14 +201,14 @@ class Plan:
 
 
 def _recorded(
-    recorder: Recorder, direct: Callable[[Define], bool], definition: Definition, code: Sequence, drawn: set[int], at: int
+    recorder: Recorder, direct: Container[int], definition: Definition, code: Sequence, drawn: set[int], at: int
 ) -> bool:
     """Whether an instruction only issues work to the device, the same each time."""
     define = definition(code[at])
     if define is None or at in drawn:
         return False
     if define.kind in MOVES:
-        return direct(define)
+        return define.number in direct
     return define.kind in ISSUES or (define.kind == "op" and recorder.records(define.payload))
 
 

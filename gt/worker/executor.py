@@ -59,6 +59,7 @@ class Executor:
         # number -> its kind and outputs, for placeholders, and itself unless it is a program
         self._made: dict[int, tuple[str, list[Blank], Define | None]] = {}
         self._plans: dict[int, Plan] = {}  # by definition of a program, what of it is compiled
+        self._directs: set[int] = set()  # definitions that move data by the device alone
         self._compiling = self._strict = False
         self._stamps: dict[int, list[Stamp]] = {}  # by definition of a program, actions of its last replay
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
@@ -77,6 +78,8 @@ class Executor:
             except Exception as error:
                 step = _failing(error)
             self._steps[define.number] = (step, 2 + define.operands)
+            if self._direct(define):
+                self._directs.add(define.number)
             self._made[define.number] = (define.kind, made, define if define.kind != "program" else None)
 
     def _program(self, define: Define) -> Step:
@@ -151,7 +154,7 @@ class Executor:
             finally:
                 self._compiling = False
         elif plan.records:
-            plan.record(parts, code, randoms, self._definition, self._strictly, self._direct)
+            plan.record(parts, code, randoms, self._definition, self._strictly, self._directs)
 
     def _strictly(self, rows: Sequence[Row]) -> Callable[[], None]:
         """Carry out rows; where one fails, Unrecorded, and nobody is told. What counts again what was counted."""
@@ -164,7 +167,7 @@ class Executor:
         return self.worker.again(before)
 
     def _direct(self, define: Define) -> bool:
-        """Whether an instruction that moves data only issues work to the device."""
+        """Whether it was bound to move data by the device alone."""
         payload = define.payload
         if "team" in payload:
             workers = payload["team"]["workers"]
@@ -222,6 +225,8 @@ class Executor:
         for table in (self._steps, self._made, self._plans) if code[at] == FORGET else (self.tensors,):
             for number in code[first:last]:
                 table.pop(number, None)
+        if code[at] == FORGET:
+            self._directs.difference_update(code[first:last])
         return last
 
     def _fail(self, number: int, code: list[int], at: int, base: int, error: Exception) -> None:

@@ -165,11 +165,13 @@ class Loop:
             self.executor.run(message.code, message.base, epoch, message.timed)
             self.done = message.seq
             self._untold += 1
-            if self._untold >= TOGETHER or self._inbox.empty():
+            if self._untold >= TOGETHER:
                 self._tell_done()
 
     def _next(self) -> tuple[Message, int]:
         """What is to be done next; soon after something was, this thread looks for it itself."""
+        if self._inbox.empty():
+            self._tell_done()
         if self._inbox.empty() and self.link is not None:
             self.link.lead(self._busy, HOT)
         return self._inbox.get()
