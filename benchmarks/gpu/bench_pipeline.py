@@ -1,8 +1,8 @@
 """GPT-2 as a pipeline over several GPUs: examples/gpt2's step through `remote`, beside the best native step of one GPU.
 
 `python benchmarks/gpu/bench_pipeline.py [--json FILE] [--model d12] [--size 32x1024] [--cases 8,4:4:1f1b ...] [--native]`. A
-case is layers of each stage, micro-batches, schedule. bf16 weights, fused AdamW. Prints milliseconds a step (median of blocks of
-steps that are waited for together), how much faster than one GPU that is, the predicted bubble, and one line of JSON.
+case is layers of each stage, micro-batches, schedule. bf16 weights, fused AdamW. Prints milliseconds a step (median of blocks
+of steps that are waited for together), how much faster than one GPU that is, the predicted bubble, and one line of JSON.
 """
 
 from __future__ import annotations
