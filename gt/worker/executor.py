@@ -75,11 +75,11 @@ class Executor:
                     step = self._program(define)
                 else:
                     step = BIND[define.kind](self.worker, define.payload)
+                    if self._direct(define):
+                        self._directs.add(define.number)
             except Exception as error:
                 step = _failing(error)
             self._steps[define.number] = (step, 2 + define.operands)
-            if self._direct(define):
-                self._directs.add(define.number)
             self._made[define.number] = (define.kind, made, define if define.kind != "program" else None)
 
     def _program(self, define: Define) -> Step:
