@@ -102,6 +102,17 @@ def test_a_failure_spreads_over_workers_and_no_further(plan):
     assert ask.failed(x) == ""
 
 
+def test_a_fetch_that_a_worker_cannot_carry_out_is_answered(plan):
+    good = on("a", torch.abs, torch.ones(3, device="remote"))
+    plan.text()
+    core = plan.core
+    core.handle(Received(b"client", Fetch(1, good._ref.id)))
+    (request,) = core.sessions[b"client"].requests.open.values()
+    sent = [a.message for a in core.handle(Received(b"w0", Trouble(request.seq, "op", "no bytes"))) if isinstance(a, Send)]
+    assert [type(m) for m in sent] == [Failed] and "cannot be read on worker w0: no bytes" in sent[0].error["message"]
+    assert Asking(plan).failed(good) == ""  # the tensor itself is well
+
+
 def test_the_next_wait_is_told_once_of_a_failure_that_nothing_depends_on(plan):
     x = torch.ones(3, device="remote")
     bad, good = on("a", torch.neg, x), on("a", torch.abs, x)

@@ -18,6 +18,7 @@ from gt.client import random
 from gt.client.attention import attention
 from gt.client.autocast import register as register_autocast
 from gt.client.dispatch import dispatch, fallback
+from gt.client.hostops import tensor_split
 from gt.client.tensor import LAZY, RemoteTensor, Shown
 
 NAME = "remote"
@@ -138,6 +139,7 @@ def prepare() -> None:
     _kernels("Lazy")
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("scaled_dot_product_attention", attention, "AutogradLazy")
+    aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradLazy")
     _libraries.append(aten)
     _lists()
     if not _cuda():

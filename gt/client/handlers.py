@@ -35,6 +35,8 @@ def decompose(info: OpInfo, args: tuple, kwargs: dict) -> Any:
         from gt.client.attention import attention
 
         return attention(*args, **kwargs)
+    if kwargs.get("layout") not in (None, torch.strided):
+        raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor: remote tensors are strided; send x.to_dense()")
     found = info.func.decompose(*args, **kwargs)
     return call(info, args, kwargs) if found is NotImplemented else found
 
@@ -94,6 +96,20 @@ def factory(overload: Any) -> Callable:
     return handler
 
 
+def rrelu(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """rrelu_with_noise: slopes are drawn into `noise`, where autograd looks for them; 1 where x is positive."""
+    names = {"lower": 0.125, "upper": 1 / 3, "training": False, "generator": None}
+    x, noise, *rest = args
+    given = {**names, **dict(zip(names, rest)), **kwargs}
+    if given["training"]:
+        slopes = aten.empty_like.default(x).uniform_(given["lower"], given["upper"], generator=given["generator"])
+        noise.copy_(torch.where(x <= 0, slopes, torch.ones((), dtype=x.dtype, device=LAZY)))
+        made = x * noise
+    else:
+        made = aten.leaky_relu.default(x, (given["lower"] + given["upper"]) / 2)
+    return x.copy_(made) if info.writes[0] == "self" else made
+
+
 def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     raise UnsupportedOp(f"{info.name} has no remote form: compute it on the CPU and move the result with .to('remote')")
 
@@ -124,6 +140,7 @@ _ROWS: dict[str, Callable] = {
     "aten.resize_as_.default": hostops.resize,
     "aten.is_pinned.default": is_pinned,
     "aten.record_stream.default": ignore,
+    "aten._efficientzerotensor.default": instead(aten.zeros.default),  # a tensor without memory: nothing can be sent of it
     "aten.rand_like.default": random_like(lambda x, **k: x.uniform_(**k)),
     "aten.rand_like.generator": random_like(lambda x, **k: x.uniform_(**k)),
     "aten.randn_like.default": random_like(lambda x, **k: x.normal_(**k)),
@@ -131,6 +148,8 @@ _ROWS: dict[str, Callable] = {
     "aten.randint_like.default": random_like(lambda x, high, **k: x.random_(0, high, **k)),
     "aten.randint_like.low_dtype": random_like(lambda x, low, high, **k: x.random_(low, high, **k)),
     "aten.bernoulli.p": random_like(lambda x, p, **k: x.bernoulli_(p, **k)),
+    "aten.rrelu_with_noise.default": rrelu,
+    "aten.rrelu_with_noise_.default": rrelu,
     "aten.arange.start_out": factory(aten.arange.start_step),
     "aten.linspace.out": factory(aten.linspace.default),
     "aten.logspace.out": factory(aten.logspace.default),
@@ -154,6 +173,8 @@ def handler_of(info: OpInfo) -> Callable | None:
         return view_in_place
     if info.random:
         return random
+    if info.name.startswith("aten._to_sparse"):
+        return refuse
     if torch.Tag.nondeterministic_seeded in info.func.tags:
         return refuse
     return hostops.placed if "device" in info.named else None

@@ -15,7 +15,7 @@ from gt.client import runtime
 from gt.client.meta import Meta, dtype_name
 from gt.client.tensor import RemoteTensor, Shown
 from gt.errors import UnsupportedOp
-from gt.ir.ops import RANDOM
+from gt.ir import ops
 from gt.ir.template import DEVICE, Arg, Const, Out, T, Template, V
 from gt.wire.signals import uninterrupted
 
@@ -52,6 +52,10 @@ _INDICES: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
 }
 
 
+# Ops whose meta kernels say what GPUs save in evaluation; the CPU saves nothing, which is as good
+_SAVES_NOTHING = ("aten.native_batch_norm.default", "aten._native_batch_norm_legit.default")
+
+
 class OpInfo:
     """One ATen overload: kinds of its arguments, and its entries."""
 
@@ -63,7 +67,7 @@ class OpInfo:
         self.kinds = tuple(_kind(a, typed) for a in schema.arguments)
         self.writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         self.names = [a.name for a in schema.arguments]
-        self.random = self.name in RANDOM
+        self.random = self.name in ops.RANDOM
         self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
         self.resizes = torch.Tag.out in func.tags if hasattr(torch.Tag, "out") else "out" in func._overloadname
         self.dynamic = torch.Tag.dynamic_output_shape in func.tags
@@ -156,6 +160,8 @@ def constant(a: Any) -> Arg:
 
 def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     """Infer a call, define its template and return the entry (the caller keeps it)."""
+    if not ops.known(info.name):
+        raise UnsupportedOp(f"{info.name} is not one of torch's own ops: compute it on the CPU and move the result")
     encoder = _Encoder()
     pairs = [encoder.encode(kind, a) for kind, a in zip(info.kinds, args, strict=False)]
     named = {k: encoder.encode(info.named[k], a) for k, a in kwargs.items()}
@@ -195,7 +201,7 @@ def _check_dtypes(info: OpInfo, args: tuple, kwargs: dict) -> None:
             first, other = dtype_name(found[0][1]), dtype_name(dtype)
             raise RuntimeError(f"expected {found[0][0]} and {name} to have the same dtype, but got: {first} != {other}")
     name, kinds = _INDICES.get(info.name, ("", ()))
-    if name and given[name].dtype not in kinds:
+    if name and given[name].dtype not in kinds and given[name].numel():
         want = " or ".join(dtype_name(k) for k in kinds)
         raise RuntimeError(f"{info.name}: expected {name} to be {want}, got {dtype_name(given[name].dtype)}")
 
@@ -214,7 +220,10 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
         return None, False
     try:
         with torch.no_grad(), uninterrupted():  # the first of them imports half of torch, which a Ctrl-C would break
-            return info.func(*args, **kwargs), True
+            found = info.func(*args, **kwargs)
+        if info.name in _SAVES_NOTHING and not args[5]:
+            found = (found[0], *(f.new_empty(0) for f in found[1:]))
+        return found, True
     except NotImplementedError:
         return None, False
     except RuntimeError as error:
@@ -249,7 +258,14 @@ def _changed_outs(info: OpInfo, args: tuple, kwargs: dict, stand_ins: list, stan
         stand = stand_named[name] if name in kwargs else stand_ins[place]
         for tensor, result in zip(_flat(real), _flat(stand), strict=True):
             after.append(metas.of(result))
-            changed |= tensor._ref.meta.shape != tuple(result.shape)
+            given = tensor._ref.meta
+            if given.shape != tuple(result.shape):
+                changed = True
+                if any(n > 1 and step == 0 for n, step in zip(given.shape, given.stride, strict=True)):
+                    raise RuntimeError(
+                        f"unsupported operation: more than one element of {name} of {info.name}, of shape {list(given.shape)}, "
+                        "is the same memory; clone() it first"
+                    )
     return after if changed else []
 
 
@@ -280,7 +296,7 @@ def _outs(info: OpInfo, entry: Entry, found: Any, known: bool, positions: dict[s
             results.append(_same(outs, positions[names[0]][0]))
             continue
         of = _base_operand(info, alias, positions) if alias is not None else -1
-        results.append(_made(entry, outs, value, known, of))
+        results.append(_made(info, entry, outs, value, known, of))
     entry.result = results[0] if one else tuple(results)
     if not known:
         entry.mode = ASK
@@ -309,7 +325,7 @@ def _base_operand(info: OpInfo, alias: Any, positions: dict[str, list[int]]) -> 
     return positions[info.names[0]][0]
 
 
-def _made(entry: Entry, outs: list[Out], value: Any, known: bool, of: int) -> Any:
+def _made(info: OpInfo, entry: Entry, outs: list[Out], value: Any, known: bool, of: int) -> Any:
     """One declared return: a tensor, nothing, a list of tensors, or a number."""
     kind = "view" if of >= 0 else "new"
     if not known:
@@ -317,12 +333,14 @@ def _made(entry: Entry, outs: list[Out], value: Any, known: bool, of: int) -> An
         entry.metas.append(None)  # type: ignore[arg-type]
         return ("new", len(entry.metas) - 1)
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise UnsupportedOp(f"{info.name} makes a {value.layout} tensor: remote tensors are strided")
         meta = metas.of(value)
         outs.append(Out(kind, meta.spec, of))
         entry.metas.append(meta)
         return ("new", len(entry.metas) - 1)
     if isinstance(value, (list, tuple)):
-        return [_made(entry, outs, v, known, of) for v in value]
+        return [_made(info, entry, outs, v, known, of) for v in value]
     if value is None:
         outs.append(Out("none"))
     return ("const", value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gt.ir.spec import Spec
+from gt.errors import UnsupportedOp
+from gt.ir.spec import DIMS, Spec
 
 _table: dict[tuple, Meta] = {}
 
@@ -45,6 +46,8 @@ def intern(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: 
     key = (shape, stride, offset, dtype)
     meta = _table.get(key)
     if meta is None:
+        if len(shape) > DIMS:
+            raise UnsupportedOp(f"a tensor of {len(shape)} dims: torch's ops take {DIMS} at most")
         meta = _table.setdefault(key, Meta(*key))
     return meta
 

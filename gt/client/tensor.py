@@ -100,7 +100,11 @@ class RemoteTensor(torch.Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         duplicate = kwargs.pop("copy", False)
-        args = tuple(a.device if isinstance(a, RemoteTensor) else a for a in args) + _dtype_of_other(args)
+        at = 3 if args and isinstance(args[0], (str, int, torch.device)) else 2  # where `copy` may be, given by place
+        if len(args) > at:
+            duplicate, args = args[at], (*args[:at], *args[at + 1 :])
+        if args and isinstance(args[0], RemoteTensor):  # `x.to(other)` means other's device and dtype
+            args = (args[0].device, args[0].dtype, *args[1:])
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and device.type not in Shown.types:
             return _base.to(self, device, dtype or self.dtype, non_blocking, True, memory_format=memory_format)
@@ -159,11 +163,6 @@ class RemoteTensor(torch.Tensor):
 
     def pin_memory(self, device: Any = None) -> torch.Tensor:
         raise RuntimeError(f"cannot pin 'torch.remote.{self.dtype}' only dense CPU tensors can be pinned")
-
-
-def _dtype_of_other(args: tuple) -> tuple:
-    """`x.to(other)` means other's device and dtype."""
-    return (args[0].dtype,) if args and isinstance(args[0], RemoteTensor) else ()
 
 
 def make(meta: Meta, ref: Ref | Alias) -> RemoteTensor:

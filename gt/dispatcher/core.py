@@ -401,6 +401,8 @@ class Core:
         for session in self.sessions.values():
             row = session.journal.find(message.seq)
             if row is None:
+                if session.requests.failed(message.seq, worker.name, message.message):
+                    return
                 continue
             lost = next((w for w in self.cluster.workers if w.lost), None) if message.kind == "peer" else None
             if lost is not None:  # the loss itself has been told

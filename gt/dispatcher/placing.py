@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gt.dispatcher.plan.known import Known
-from gt.dispatcher.plan.localize import dense, duplicate
+from gt.dispatcher.plan.localize import SIZES, dense, duplicate
 from gt.dispatcher.plan.redistribute import spans
 from gt.dispatcher.plan.rules import decide
 from gt.dispatcher.plan.views import VIEWS
@@ -152,6 +152,8 @@ class Placer:
             template = step.known.template
             specs = [template.outs[i].spec for i in step.known.news]
             if not step.ins:
+                if step.data is None and not step.known.random and step.known.name not in SIZES and not want.replicated:
+                    return None  # eye, arange and the like: a piece is not the same op of other sizes
                 for slot, spec in zip(step.outs, specs, strict=True):
                     made[slot] = want if spec and spec.shape == shape else replicated(want.mesh)
                 continue

@@ -45,6 +45,7 @@ class Request:
     dtype: str = ""
     verified: bool = False
     since: float = 0.0
+    seq: int = -1  # of what was asked of the workers
 
 
 class Requests:
@@ -76,6 +77,7 @@ class Requests:
         if tensor.spec.nbytes > CHUNK:  # its pieces pass as they come, once all that was asked before is known to be good
             request.runs = s.flush(s.emitter.base)
         self._ask_parts(request, held.id, held.layout, tensor.spec)
+        request.seq = s.emitter.seq
         s.cluster.seq += 1  # nothing else has the number of a fetch
         if held is not tensor:
             s.emitter.free(held.layout.mesh.workers, [held.id])
@@ -123,6 +125,8 @@ class Requests:
             worker = self.s.cluster.workers[row.layout.mesh.workers[0]]
             request.keys[key] = worker.index
             emitter.write(worker, emitter.common("describe"), [emitter.offset + row.id, key])
+        request.seq = emitter.seq
+        self.s.cluster.seq += 1
         self._begin(request)
 
     def _check(self, number: int) -> None:
@@ -214,6 +218,17 @@ class Requests:
         """The client is gone: workers keep nothing for it."""
         for request in list(self.open.values()):
             self._drop(request)
+
+    def failed(self, seq: int, worker: str, how: str) -> bool:
+        """A worker could not answer: whoever asked is told. False if nobody asked under this number."""
+        request = next((r for r in self.open.values() if r.seq == seq), None)
+        if request is None:
+            return False
+        tensor = request.tensors[0]
+        self._drop(request)
+        error = OpFailed(f"%{tensor.id} cannot be read on worker {worker}: {how}")
+        self.s.send(Failed(request.number, errors.to_wire(error)))
+        return True
 
     def _misfit(self, request: Request, how: str) -> None:
         """An op gave another shape than the client said."""

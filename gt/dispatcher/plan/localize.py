@@ -138,7 +138,7 @@ def _whole_slice(known: Known, args: list, ins: Sequence[Layout], rank: int) -> 
     """A slice along the split dim takes all of it (views.along): so does its local form."""
     dim = known.arg(1, 0) % len(known.template.ins[0].shape)
     if any(isinstance(p, Shard) and p.dim == dim for p in ins[0].placements):
-        args[2:4] = [0, local_shape(ins[0], known.template.ins[0].shape, rank)[dim]]
+        args[1:4] = [dim, 0, local_shape(ins[0], known.template.ins[0].shape, rank)[dim]]
 
 
 def _drawn(known: Known, ins: Sequence[Layout], outs: Sequence[Layout], rank: int) -> list:

@@ -13,7 +13,7 @@ PART = "loss_backward_of_part"  # the gradient of a mean loss whose own gradient
 
 def nll_loss(known: Known, places: list[Place], size: int) -> Decision | None:
     """Rows may be split if the loss is a sum or kept per row (the planner makes a mean of two sums)."""
-    row = next((p for p in places[:2] if isinstance(p, Shard) and p.dim == 0 and p.parts == 1), None)
+    row = _rows(known, 0, places[:2])
     reduction = known.arg(3)
     weights = (R,) * (known.tensors - 2)
     if row is None or reduction == 1:
@@ -21,9 +21,15 @@ def nll_loss(known: Known, places: list[Place], size: int) -> Decision | None:
     return Decision((row, row, *weights), (P, P) if reduction == 2 else (row, R))
 
 
+def _rows(known: Known, at: int, places: list[Place]) -> Shard | None:
+    """The split of rows; an operand of one dim is a row itself."""
+    split = (p for p in places if isinstance(p, Shard) and p.dim == 0 and p.parts == 1)
+    return next(split, None) if len(shape(known, at)) > 1 else None
+
+
 def nll_loss_backward(known: Known, places: list[Place], size: int) -> Decision | None:
     """Operands: grad, rows, targets, weight or none, total weight; the gradient lies as the rows."""
-    row = next((p for p in places[1:3] if isinstance(p, Shard) and p.dim == 0 and p.parts == 1), None)
+    row = _rows(known, 1, places[1:3])
     if row is None:
         return Decision((R,) * known.tensors, (R,))
     grad = row if len(shape(known, 0)) > 0 else R

@@ -20,7 +20,7 @@ def mean_of_rows(known: Known, layouts: list[Layout | None]) -> bool:
     """Whether this is the mean loss of rows that are split: its terms and their weights have to be added up first."""
     if known.name not in ("nll_loss_forward", "nll_loss2d_forward") or known.arg(3) != MEAN:
         return False
-    first = layouts[0]
+    first = layouts[0] if len(known.template.ins[0].shape) > 1 else None
     return first is not None and any(isinstance(p, Shard) and p.dim == 0 for p in first.placements)
 
 

@@ -211,7 +211,7 @@ def layer_norm(known: Known, places: list[Place], size: int) -> Decision | None:
 def dimwise(known: Known, places: list[Place], size: int) -> Decision | None:
     """Ops along one dim: split along another they are local."""
     rank = len(shape(known, 0))
-    dims = known.arg(DIMWISE[known.name], -1)
+    dims = known.named(DIMWISE[known.name], "dim", -1)
     along = {d % rank for d in (dims if isinstance(dims, list) else [dims]) if isinstance(d, int)} if rank else set()
     place = next((p for p in places if isinstance(p, Shard)), None)
     outs = len(known.template.outs)

@@ -161,6 +161,11 @@ def same(known: Known, place: Shard, size: int) -> Shard | None:
     return place
 
 
+def as_complex(known: Known, place: Shard, size: int) -> Shard | None:
+    """The last dim is real and imaginary part of one number."""
+    return place if place.dim < len(_shapes(known)[0]) - 1 else None
+
+
 def never(known: Known, place: Shard, size: int) -> Shard | None:
     return None
 
@@ -170,5 +175,5 @@ VIEWS: dict[str, Split] = {
     "permute": permute, "transpose": transpose, "t": transpose, "unsqueeze": unsqueeze, "squeeze": squeeze,
     "slice": along, "narrow": along, "select": select, "unbind": unbind, "split": split, "split_with_sizes": split,
     "alias": same, "detach": same, "as_strided": never, "diagonal": never, "unfold": never, "view_as_real": same,
-    "view_as_complex": same, "_conj": same, "_neg_view": same,
+    "view_as_complex": as_complex, "_conj": same, "_neg_view": same,
 }  # fmt: skip

@@ -27,6 +27,8 @@ def _above_zero(words: Words, shape: Shape, dtype: str) -> np.ndarray:
 
 
 def _uniform(words: Words, shape: Shape, dtype: str, low: float = 0.0, high: float = 1.0) -> np.ndarray:
+    if low > high:
+        raise ValueError(f"uniform expects from <= to, got {low} and {high}")
     u = uniform(words.of(shape), DIGITS.get(dtype, 53))
     kind = u.dtype.type
     if (low, high) != (0.0, 1.0):
@@ -88,14 +90,20 @@ def _random_from(words: Words, shape: Shape, dtype: str, low: int, to: int | Non
 
 
 def _exponential(words: Words, shape: Shape, dtype: str, rate: float = 1.0) -> np.ndarray:
+    if rate <= 0:
+        raise ValueError(f"exponential_ expects lambda > 0, got {rate}")
     return np.log(_above_zero(words, shape, dtype)) * (-1.0 / rate)
 
 
 def _log_normal(words: Words, shape: Shape, dtype: str, mean: float = 1.0, std: float = 2.0) -> np.ndarray:
+    if std <= 0:
+        raise ValueError(f"log_normal_ expects std > 0, got {std}")
     return np.exp(normals(words, shape, dtype, mean, std))
 
 
 def _cauchy(words: Words, shape: Shape, dtype: str, median: float = 0.0, sigma: float = 1.0) -> np.ndarray:
+    if sigma <= 0:
+        raise ValueError(f"cauchy_ expects sigma > 0, got {sigma}")
     return median + sigma * np.tan(pi * (uniform(words.of(shape), 53) - 0.5))
 
 
@@ -112,6 +120,8 @@ def _poisson(words: Words, shape: Shape, dtype: str, rate: np.ndarray) -> np.nda
 
 def multinomial(words: Words, p: np.ndarray, samples: int, replacement: bool = False) -> np.ndarray:
     """Drawn whole: the rows of a piece would need to know which rows they are."""
+    if samples <= 0:
+        raise ValueError(f"multinomial cannot take {samples} samples")
     chances = np.atleast_2d(p)
     if not np.isfinite(chances).all() or (chances < 0).any() or not (chances.sum(-1) > 0).all():
         raise ValueError("multinomial expects finite probabilities that are not negative and not all 0")

@@ -76,7 +76,7 @@ class TorchEngine:
         if op is None:
             raise UnsupportedOp(f"torch {torch.__version__} has no {name}")
         op = getattr(op, "_op", op)
-        op = _batch_norm(op) if name == "aten.native_batch_norm.default" else op
+        op = ALIKE[base](op) if base in ALIKE else op
         return norms.host(name, op) if self.host else op
 
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:
@@ -216,13 +216,36 @@ def _hidden(tensor: torch.Tensor) -> bool:
 
 
 def _batch_norm(op: Callable) -> Callable:
-    """With statistics of the batch also where it has none, as on other devices: the CPU's evaluation saves empty ones."""
+    """An evaluation saves nothing: as on the CPU, other devices have statistics of the batch there."""
 
-    def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        out, *saved = op(x, *args, **kwargs)
-        return (out, *[s if s.numel() else s.new_zeros(x.shape[1]) for s in saved])
+    def call(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        out, *saved = op(*args, **kwargs)
+        return (out, *(saved if args[5] else [s[:0] for s in saved]))
 
     return call
+
+
+def _embedding_bag(op: Callable) -> Callable:
+    """What its backward wants besides the result, in the shapes that other devices give: the CPU's depend on its kernel."""
+
+    def call(weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *rest: Any, **named: Any) -> tuple:
+        out, bag_of, sizes, largest = op(weight, indices, offsets, *rest, **named)
+        if bag_of.numel() != indices.numel():
+            places = torch.arange(indices.numel(), dtype=offsets.dtype, device=offsets.device)
+            bag_of = torch.bucketize(places, offsets, right=True).sub_(1).to(indices.dtype)
+        if sizes.numel() < offsets.numel():
+            sizes = torch.nn.functional.pad(sizes, (0, offsets.numel() - sizes.numel()))
+        mode = rest[1] if len(rest) > 1 else named.get("mode", 0)
+        return out, bag_of, sizes, largest if mode == 2 else indices.new_empty(0)
+
+    return call
+
+
+# Ops whose lesser results have other shapes on the CPU than elsewhere -> the op with those that the client infers
+ALIKE: dict[str, Callable[[Callable], Callable]] = {
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),
+}
 
 
 def _on_alias(op: Callable) -> Callable:

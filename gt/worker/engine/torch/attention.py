@@ -119,8 +119,8 @@ def _forward(words: Words, *args: Any) -> tuple[Tensor, Tensor]:
     call = Call(*args)
     kernel = call.kernel()
     if kernel == MATH:
-        out = _maths(call, call.kept(words))
-        return out, torch.zeros(call.q.shape[:-1], dtype=torch.float32, device=call.q.device)
+        out = _maths(call, call.kept(words))  # batch dims broadcast: of q they need not be all
+        return out, torch.zeros(out.shape[:-1], dtype=torch.float32, device=call.q.device)
     out, lse = _fused(call, kernel)
     return out, lse[..., : call.q.shape[-2]].to(torch.float32)
 

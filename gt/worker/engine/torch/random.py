@@ -15,7 +15,7 @@ from gt.worker.engine.torch.calls import NAME
 
 def _give(target: torch.Tensor, values: np.ndarray) -> torch.Tensor:
     """target[:] = values, cast to its dtype."""
-    return target.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+    return target.copy_(torch.from_numpy(np.ascontiguousarray(values)).view(values.shape))  # of none, NumPy makes one dim
 
 
 def _plain(arg: Any) -> Any:
@@ -47,6 +47,8 @@ def _dropout(words: Words, x: torch.Tensor, p: float, train: bool | None) -> tup
 
 
 def _multinomial(words: Words, p: torch.Tensor, samples: int, replacement: bool = False) -> torch.Tensor:
+    if not p.is_floating_point():
+        raise ValueError(f"multinomial expects probabilities of a floating dtype, got {NAME[p.dtype]}")
     return torch.from_numpy(draws.multinomial(words, _plain(p), samples, replacement)).to(p.device)
 
 

@@ -1,0 +1,91 @@
+"""`python -m tests.conformance`: torch's operator tests on the remote device, against plain torch on the CPU.
+
+--ops and --dtypes say what; --sample SEED N takes N (op, dtype) pairs and a few samples of each; --json keeps every variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gt.ir.spec import DTYPES
+
+from . import report
+from .place import WORKERS, Cluster
+from .run import Plan, Runner, Variant, entries
+
+FEW = 6  # samples of an op in a sample of pairs
+
+
+def pairs(ops: list[str], dtypes: list[str]) -> list[tuple[Any, torch.dtype]]:
+    """(OpInfo, dtype) asked for; "all" is every dtype that the op claims on the CPU and GT has."""
+    found = []
+    for name, entry in entries().items():
+        if ops and not any(fnmatch.fnmatch(name, pattern) for pattern in ops):
+            continue
+        claimed = {str(d)[6:]: d for d in entry.supported_dtypes("cpu") if str(d)[6:] in DTYPES}
+        if "one" in dtypes:  # float32, or where it has none the first it has
+            found += [(entry, claimed["float32" if "float32" in claimed else min(claimed)])] if claimed else []
+        else:
+            found += [(entry, d) for n, d in sorted(claimed.items()) if "all" in dtypes or n in dtypes]
+    return found
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tests.conformance", description=__doc__)
+    parser.add_argument("--ops", nargs="+", default=[], help="names or patterns, as in torch's database (sort, linalg.*)")
+    dtypes = "torch's names, all, or one (float32 where it is claimed)"
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], help=dtypes)
+    parser.add_argument("--workers", nargs="+", type=int, choices=WORKERS, default=list(WORKERS))
+    parser.add_argument("--most", type=int, default=0, help="samples of each op, at most")
+    parser.add_argument("--sample", nargs=2, type=int, metavar=("SEED", "N"), help="N pairs of op and dtype, drawn by seed")
+    parser.add_argument("--json", type=Path, help="a file for every variant")
+    return parser.parse_args(argv)
+
+
+def run(chosen: list[tuple[Any, torch.dtype]], plan: Plan, server: Any = None, quiet: bool = False) -> list[dict]:
+    """Rows of all variants."""
+    torch.set_num_threads(1)
+    cluster, rows, start, wrong = Cluster(server), [], time.monotonic(), 0
+    try:
+        runner = Runner(cluster, plan)
+        for number, (entry, dtype) in enumerate(chosen):
+            found: list[Variant] = runner.run(entry, dtype)
+            rows += [variant.row() for variant in found]
+            wrong += sum(variant.outcome == "wrong" for variant in found)
+            if not quiet:
+                at = f"{number + 1}/{len(chosen)} {time.monotonic() - start:.0f} s, {wrong} wrong"
+                sys.stderr.write(f"\r{at}: {entry.name} {dtype}".ljust(90))
+    finally:
+        cluster.close()
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    chosen, plan = pairs(args.ops, args.dtypes), Plan(args.workers, args.most)
+    if args.sample:
+        seed, count = args.sample
+        every = pairs(args.ops, ["all"])
+        chosen = random.Random(seed).sample(every, min(count, len(every)))
+        plan = Plan(args.workers, args.most or FEW, seed)
+    start = time.monotonic()
+    rows = run(chosen, plan)
+    sys.stdout.write(f"\n{report.text(rows)}\n")
+    if args.json:
+        about = {"command": sys.argv[1:] if argv is None else argv, "torch": torch.__version__}
+        about["seconds"] = round(time.monotonic() - start)
+        args.json.write_text(json.dumps({**about, "counts": report.counts(rows), "rows": rows}, indent=0))
+    return int(any(row["outcome"] == "wrong" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

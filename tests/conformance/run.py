@@ -1,0 +1,246 @@
+"""Runs variants: every sample of an op with one dtype, in each of its forms, in each placement, against plain torch.
+
+A variant is (op, dtype, form, workers); it is equal if all its samples are, in every split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gt
+from gt.errors import SystemFailure
+
+from .compare import EQUAL, UNSUPPORTED, WRONG, difference, host, outcome
+from .forms import FORMS, Inputs, Tensors, forms_of
+from .place import Cluster, Split, collectives, placed, splits
+
+GATHERS = ("all_gather", "all_to_all", "exchange")
+SLACK = 10  # times torch's tolerances, where sums are of terms of several workers
+PATIENCE = 30  # seconds for a sample in one placement: longer is a hang
+REFUSALS = 8  # of an op's samples that torch refuses, at most
+
+
+@dataclass
+class Variant:
+    """What became of one (op, dtype, form, workers)."""
+
+    op: str
+    dtype: str
+    form: str
+    workers: int
+    outcome: str = EQUAL
+    reason: str = ""
+    example: str = ""
+    runs: int = 0
+    unequal: int = 0
+    whole: set[int] = field(default_factory=set)  # samples with a split
+    kept: set[int] = field(default_factory=set)  # those of them with one that ran with no gather
+
+    def add(self, found: tuple[str, str], example: Callable[[], str]) -> None:
+        self.runs += 1
+        self.unequal += found[0] != EQUAL
+        if (EQUAL, UNSUPPORTED, WRONG).index(found[0]) > (EQUAL, UNSUPPORTED, WRONG).index(self.outcome):
+            self.outcome, self.reason = found
+            self.example = example()
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "op": self.op, "dtype": self.dtype, "form": self.form, "workers": self.workers, "outcome": self.outcome,
+            "reason": self.reason, "example": self.example, "runs": self.runs, "unequal": self.unequal,
+            "samples_split": len(self.whole), "samples_without_gather": len(self.kept),
+        }  # fmt: skip
+
+
+@dataclass
+class Wanted:
+    """What plain torch gives for a sample in one form: results, or an error; `random` if they are drawn."""
+
+    results: Tensors
+    error: BaseException | None = None
+    random: bool = False  # or memory as it is found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """workers: of 1, 2 and 4. most: samples of an op, at most, drawn by seed (0: all). gathers: whether they are counted."""
+
+    workers: Sequence[int] = (1, 2, 4)
+    most: int = 0
+    seed: int = 0
+    gathers: bool = True
+
+
+def name_of(entry: Any) -> str:
+    return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else entry.name
+
+
+def entries() -> dict[str, Any]:
+    return {name_of(entry): entry for entry in op_db}
+
+
+def uninitialised(entry: Any) -> bool:
+    """Memory as it is found has no values to compare."""
+    return entry.name.startswith(("empty", "new_empty"))
+
+
+def attempt(form: str, inputs: Inputs) -> Wanted:
+    """Plain torch's answer."""
+    torch.manual_seed(0)
+    try:
+        return Wanted(host(FORMS[form](inputs)))
+    except Exception as error:
+        return Wanted([], error)
+
+
+class Draws(TorchDispatchMode):
+    """Sees whether torch draws random numbers inside."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def wanted(entry: Any, form: str, inputs: Inputs) -> Wanted:
+    with Draws() as draws:
+        found = attempt(form, inputs)
+    found.random = draws.seen or uninitialised(entry)
+    return found
+
+
+def samples(entry: Any, dtype: torch.dtype, plan: Plan) -> Iterator[tuple[str, Inputs]]:
+    """(form, inputs) of one op with one dtype."""
+    torch.manual_seed(plan.seed)
+    grad = entry.supports_autograd and dtype in entry.supported_backward_dtypes("cpu")
+    found = list(entry.sample_inputs("cpu", dtype, requires_grad=grad))
+    if plan.most and len(found) > plan.most:
+        found = random.Random(f"{plan.seed} {name_of(entry)}").sample(found, plan.most)
+    for sample in found:
+        inputs = Inputs(entry, (sample.input, *sample.args), sample.kwargs, sample)
+        for form in forms_of(entry, inputs, dtype):
+            yield form, inputs
+    if entry.error_inputs_func is not None and dtype == torch.float32:
+        for refused in list(entry.error_inputs("cpu"))[: plan.most or REFUSALS]:
+            sample = refused.sample_input
+            yield "refusal", Inputs(entry, (sample.input, *sample.args), sample.kwargs, sample)
+
+
+class Hangs(SystemFailure):
+    """Nothing came back."""
+
+
+@contextlib.contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Raises Hangs in this thread after so long."""
+
+    def ring(number: int, frame: Any) -> None:
+        raise Hangs(f"nothing came back within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Runner:
+    """`run` gives the variants of one op and dtype."""
+
+    def __init__(self, cluster: Cluster, plan: Plan) -> None:
+        self.cluster, self.plan = cluster, plan
+        self.connected = False
+
+    def run(self, entry: Any, dtype: torch.dtype) -> list[Variant]:
+        found: dict[tuple, Variant] = {}
+        self._connect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for number, (form, inputs) in enumerate(samples(entry, dtype, self.plan)):
+                self._sample(found, (name_of(entry), str(dtype)[6:], form), number, inputs)
+        return list(found.values())
+
+    def _connect(self) -> None:
+        self.cluster.connect()
+        self.connected = True
+
+    def _sample(self, found: dict[tuple, Variant], key: tuple[str, str, str], number: int, inputs: Inputs) -> None:
+        """One sample in one form, in every placement."""
+        want = wanted(inputs.entry, key[2], inputs)
+        whole: list[Tensors] = []  # what one worker gave
+        for workers in self.plan.workers:
+            for split in [Split(1)] if workers == 1 else splits(inputs, workers):
+                variant = found.get((*key, workers))
+                if variant is None:
+                    variant = found[(*key, workers)] = Variant(*key, workers)
+                if not self.connected:
+                    self._connect()
+                verdict, kept = self._placed(key[2], inputs, split, want, whole)
+                variant.add(verdict, lambda split=split: f"{shown(inputs)} {shown_split(split)}")
+                if workers > 1 and kept is not None:
+                    variant.whole.add(number)
+                    if kept:
+                        variant.kept.add(number)
+
+    def _placed(
+        self, form: str, inputs: Inputs, split: Split, want: Wanted, whole: list[Tensors]
+    ) -> tuple[tuple[str, str], bool | None]:
+        """What became of it; whether it ran with no gather (None: not counted)."""
+        kept = None
+        counted = self.plan.gathers and split.workers > 1 and form == "function" and want.error is None
+        try:
+            with within(PATIENCE):
+                gt.manual_seed(0)
+                there = placed(inputs, split)
+                before = collectives() if counted else {}
+                made = FORMS[form](there)
+                if counted:
+                    after = collectives()
+                    kept = not any(after.get(kind, 0) > before.get(kind, 0) for kind in GATHERS)
+                got = host(made)
+        except Exception as error:
+            if isinstance(error, SystemFailure):
+                self.cluster.broken()
+                self.connected = False
+            return outcome(error, want.error is not None), None
+        if want.error is not None:
+            return (WRONG, f"plain torch refuses: {type(want.error).__name__}"), None
+        slack = 1 if split.workers == 1 else SLACK
+        text = difference(got, want.results, not want.random, slack)
+        if not text and want.random and not uninitialised(inputs.entry):
+            if split.workers == 1:
+                whole.append(got)
+            elif whole:
+                text = difference(got, whole[0], True, slack)
+                text = f"other than on one worker: {text}" if text else ""
+        return (WRONG, text) if text else (EQUAL, ""), kept if not text else None
+
+
+def shown(inputs: Inputs) -> str:
+    """A sample's arguments, tensors by their look."""
+
+    def text(x: Any) -> str:
+        if isinstance(x, torch.Tensor):
+            return f"{str(x.dtype)[6:]}{list(x.shape)}"
+        if isinstance(x, (list, tuple)):
+            return "[" + ", ".join(map(text, x)) + "]"
+        return repr(x)
+
+    given = [*map(text, inputs.args), *(f"{k}={text(v)}" for k, v in inputs.kwargs.items())]
+    return ", ".join(given)[:300]
+
+
+def shown_split(split: Split) -> str:
+    return "" if split.workers == 1 else f"| tensor {split.index} along {split.dim} over {split.workers}"

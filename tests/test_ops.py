@@ -1,0 +1,153 @@
+"""Ops that were not torch's once, whole or split: each is found by torch's own operator tests and is wrong without its mend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gt
+from gt.errors import OpFailed, UnsupportedOp
+
+CONFIG = "".join(f"dim{dim}: {{shard: {{axis: {dim}, workers: [0, 1]}}}}\n" for dim in range(4))
+
+
+def split(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x in parts along dim, if it is remote: nobody has it whole."""
+    if x.device.type == "cpu":
+        return x.clone()
+    with gt.signal.context(f"dim{dim}"):
+        return gt.signal.move(x).clone()
+
+
+def gradient(function: Callable, x: torch.Tensor) -> torch.Tensor:
+    leaf = x.detach().requires_grad_()
+    (found,) = torch.autograd.grad(function(leaf).sum(), leaf)
+    return found
+
+
+def bags(w: torch.Tensor) -> list:
+    index, made = torch.arange(20, device=w.device) % 7, []
+    for mode in ("sum", "mean", "max"):
+        for ends in ([0, 3, 3, 10], [0, 3, 3, 10, 20]):
+            offsets = torch.tensor(ends, device=w.device)
+            made += [F.embedding_bag(index, w, offsets, mode=mode, include_last_offset=len(ends) == 5)]
+            made += [gradient(lambda w, o=offsets, m=mode: F.embedding_bag(index, w, o, mode=m).square(), w)]
+    return made
+
+
+def evaluated(x: torch.Tensor) -> tuple:
+    mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3))
+    rest = (None, None, mean, var, False, 0.1, 1e-5)
+    return (*torch.native_batch_norm(x, *rest), *torch._native_batch_norm_legit(x, *rest))
+
+
+X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
+IMAGE = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1))
+SAME: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], Any]]] = {
+    "to, its copy by place": (X, lambda x: x.to(torch.float64, False, True)),
+    "to another's dtype, by place": (X, lambda x: x.to(x.double(), False, True)),
+    "tensor_split by a tensor": (X, lambda x: x.tensor_split(torch.tensor([1, 4]), 1)),
+    "gather of nothing": (X[0], lambda x: x.gather(0, torch.empty(0, dtype=torch.uint8, device=x.device))),
+    "gradient of a step": (X, lambda x: gradient(torch.sign, x)),
+    "rrelu, evaluated": (X, lambda x: F.rrelu(x)),
+    "attention, keys with more batch dims": (
+        IMAGE, lambda x: F.scaled_dot_product_attention(x[0], x, x, is_causal=True)),
+    "embedding_bag": (X, bags),
+    "batch norm, evaluated": (IMAGE, evaluated),
+    "stable sort along the split": (X, lambda x: split(x, 0).sort(dim=0, stable=True)),
+    "slice of everything": (X, lambda x: torch.ops.aten.slice.Tensor(split(x, 0))),
+    "loss of one row": (X[0], lambda x: F.nll_loss(split(x, 0), torch.tensor(2, device=x.device))),
+    "gradient of the loss of one row": (
+        X[0], lambda x: gradient(lambda x: F.nll_loss(x, torch.tensor(2, device=x.device)), split(x, 0))),
+    "complex numbers of a split pair": (X[:, :2].clone(), lambda x: torch.view_as_complex(split(x, 1))),
+    "an identity matrix, split": (X, lambda x: split(torch.eye(5, device=x.device), 1)),
+    "a range, split": (X, lambda x: split(torch.arange(7, device=x.device), 0)),
+}  # fmt: skip
+
+
+def flat(found: Any) -> list[torch.Tensor]:
+    return [t for part in found for t in flat(part)] if isinstance(found, (list, tuple)) else [found]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_it_is_torch(name: str, session: Callable) -> None:
+    session(CONFIG)
+    x, function = SAME[name]
+    for got, want in zip(flat(function(x.to("remote"))), flat(function(x.clone())), strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        torch.testing.assert_close(got.detach().cpu(), want.detach(), equal_nan=True)
+
+
+DRAWN: dict[str, Callable[[torch.Tensor], Any]] = {
+    "normal_ of a scalar": lambda x: torch.randn((), device=x.device),
+    "bernoulli of a scalar": lambda x: torch.bernoulli(torch.full((), 0.5, device=x.device)),
+    "normal of two scalars": lambda x: torch.normal(x[0, 0], x[0, 0].abs()),
+    "dropout of a scalar": lambda x: F.dropout(x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_scalar_is_drawn(name: str, one: None) -> None:
+    assert torch.isfinite(DRAWN[name](X.to("remote")).cpu()).all()
+
+
+def test_rrelu_draws_a_slope_for_each_negative_element(one: None) -> None:
+    x = X.to("remote").requires_grad_()
+    y = F.rrelu(x, 0.25, 0.5, training=True)
+    slopes = (y / x).detach().cpu()
+    assert (slopes[X > 0] == 1).all()
+    assert ((slopes[X < 0] >= 0.25) & (slopes[X < 0] <= 0.5)).all() and slopes[X < 0].unique().numel() > 10
+    y.sum().backward()
+    torch.testing.assert_close(x.grad.cpu(), slopes)
+    target = X.to("remote")
+    assert F.rrelu_(target, training=True) is target and not torch.equal(target.cpu(), X)
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "exponential_": lambda x: x.exponential_(0.0),
+    "log_normal_": lambda x: x.log_normal_(0, 0),
+    "cauchy_": lambda x: x.cauchy_(0, 0),
+    "uniform_": lambda x: x.uniform_(3, -1),
+    "an out of repeated memory, of another shape": lambda x: torch.index_select(
+        x, 1, torch.tensor([0, 1], device=x.device), out=x[0].expand(2, 6)),
+    "multinomial": lambda x: torch.multinomial(x.long().abs() + 1, 2),
+    "multinomial of none": lambda x: torch.multinomial(x.abs(), 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_is_refused(name: str, one: None) -> None:
+    with pytest.raises((RuntimeError, UnsupportedOp, IndexError)):
+        REFUSED[name](X.clone())
+    with pytest.raises((OpFailed, UnsupportedOp, RuntimeError, IndexError)):
+        REFUSED[name](X.to("remote")).cpu()
+
+
+def test_more_dims_than_a_message_has_are_refused_and_the_session_goes_on(one: None) -> None:
+    x = X.to("remote")
+    with pytest.raises(UnsupportedOp, match="65 dims"):
+        x[(None,) * 63]
+    assert torch.equal((x + 1).cpu(), X + 1)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors_are_refused_by_name(layout: torch.layout, one: None) -> None:
+    with pytest.raises(UnsupportedOp, match=r"aten\..*sparse"):
+        X.to_sparse(layout=layout).to("remote")
+    with pytest.raises(UnsupportedOp, match=r"aten\._to_sparse"):
+        X.to("remote").to_sparse(layout=layout)
+
+
+def test_an_op_that_is_not_torchs_own_is_refused_and_the_session_goes_on(one: None) -> None:
+    with torch.library._scoped_library("gt_tests", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        with pytest.raises(UnsupportedOp, match=r"gt_tests\.twice"):
+            torch.ops.gt_tests.twice(X.to("remote"))
+    assert torch.equal((X.to("remote") + 1).cpu(), X + 1)
