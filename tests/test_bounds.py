@@ -12,9 +12,10 @@ import gt
 from gt.client import recorder, runtime
 from gt.dispatcher import moving
 from gt.dispatcher.events import PeerLost, Received, Send
-from gt.ir.instr import FORGET
+from gt.ir.instr import FIRST, FORGET, Define
 from gt.wire.link import hello
 from gt.wire.messages import AHEAD, CHUNK, Ack, Done, Exit, Fetch, More, Piece, Run, Took, Value
+from gt.worker.lives import made
 from gt.worker.outgoing import Outgoing
 from tests.planned import planned
 
@@ -47,6 +48,34 @@ def test_definitions_go_with_the_templates_they_were_made_for(few_templates):
         assert len(core.cluster.workers[0].known) <= 2 * FEW
         defined = {row[0] for _, run in plan.runs for row in run.defines}
         assert len(defined) >= 20 * FEW
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_large_values_that_end_are_freed_before_the_next_is_made(recording):
+    with planned("", 1) as plan:
+
+        def chain() -> torch.Tensor:
+            x = torch.zeros(1 << 18, device="remote")
+            for _ in range(20):
+                x = torch.split(x + 1, 1 << 17)[0].repeat(2)
+            return x.sum()
+
+        (gt.compile(chain) if recording else chain)()
+        runtime.current().flush()
+        defines = {row[0]: Define.from_wire(row) for _, run in plan.runs for row in run.defines}
+        live, most = set(), 0
+        for _, run in plan.runs:
+            code, at = run.code, 0
+            while at < len(code):
+                if code[at] < FIRST:
+                    live -= set(code[at + 3 : at + 3 + code[at + 2]])
+                    at += 3 + code[at + 2]
+                    continue
+                define = defines[code[at]]
+                end = at + 2 + define.operands
+                live |= {i for i, _ in made(define, code[at + 2 : end])}
+                most, at = max(most, len(live)), end
+        assert len(defines) >= 4 and most <= 8, "of 20 times 4"
 
 
 def test_a_view_whose_template_is_gone_can_be_made_again(few_templates):

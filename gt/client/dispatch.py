@@ -102,6 +102,8 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
     if mode == ONE:
         number = recorder.new_id()
         meta = entry.metas[0]
+        if meta.large and recorder.lives.ended:
+            recorder.release()
         code.extend((entry.number, origin, *ids, *values, number))
         made = _wrap(
             RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, _strided, LAZY, False, False, None,
@@ -182,6 +184,8 @@ def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, 
         return call(info, *_with_new_outs(info, entry, args, kwargs), extra)
     recorder, origin = current(), row[1]
     numbers = [recorder.new_id() for _ in entry.metas]
+    if recorder.lives.ended and any(meta.large for meta in entry.metas):
+        recorder.release()
     recorder.code.extend(row + numbers)
     if entry.mode == ASK:
         if recorder.tape is not None:

@@ -10,13 +10,17 @@ from gt.ir.spec import DIMS, Spec
 _table: dict[tuple, Meta] = {}
 
 
-class Meta:
-    """Shape, strides, storage offset and dtype; equal ones are the same object."""
+LARGE = 1 << 20  # bytes
 
-    __slots__ = ("dtype", "offset", "shape", "stride")
+
+class Meta:
+    """Shape, strides, storage offset and dtype; equal ones are the same object. large: its memory is worth a thought."""
+
+    __slots__ = ("dtype", "large", "offset", "shape", "stride")
 
     def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> None:
         self.shape, self.stride, self.offset, self.dtype = shape, stride, offset, dtype
+        self.large = self.numel * dtype.itemsize >= LARGE
 
     @property
     def spec(self) -> Spec:

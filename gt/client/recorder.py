@@ -78,6 +78,15 @@ class Recorder:
         with uninterrupted(), self._lock:
             self._hand_over()
 
+    def release(self) -> None:
+        """Have what has ended freed before the next op, which makes a large value, not when this batch is over."""
+        with uninterrupted(), self._lock:
+            freed = self.lives.take()
+            if self.tape is not None:
+                freed = self.tape.defer(freed)
+            if freed:
+                self.code.extend((FREE, len(freed), *freed))
+
     def idle(self) -> None:
         """From the session's I/O thread: hand over what has been lying here; never waits."""
         if not (self.code or self.lives.ended) or not self._lock.acquire(blocking=False):

@@ -84,6 +84,10 @@ class Tape:
                     self.refuse("data of more than 256 KiB is uploaded in it; pass it as an argument", code[at + 1])
             self.ops.append(Op(template, code[at + 1], code[one:two], values, code[three:end]))
             at = end
+        return self.defer(freed)
+
+    def defer(self, freed: list[int]) -> list[int]:
+        """Of what has ended, what may be freed now: not what was there before."""
         self._deferred += [i for i in freed if i < self.first]
         return [i for i in freed if i >= self.first]
 
