@@ -66,16 +66,21 @@ class Script:
             self.defines.append((kind, payload))
         self.rows.append((self.defines.index((kind, payload)), operands))
 
-    def bench(self, backend: str, inputs: dict[int, torch.Tensor], engine: Any = None) -> Bench:
-        """An executor that knows the program; `replay` has it carry that out."""
+    def bench(
+        self, backend: str, inputs: dict[int, torch.Tensor], engine: Any = None, actions: Sequence[tuple[int, str]] = ()
+    ) -> Bench:
+        """An executor that knows the program; `replay` has it carry that out. actions: number of its first row, name."""
         bench = Bench(engine=engine)
         bench.executor.tensors.update(inputs)
         define = [Define(100 + n, kind, payload).wire() for n, (kind, payload) in enumerate(self.defines)]
         lasting = sorted(i for i in self.held if i > 1000)
         code: list = [FREE, 0, len(lasting), *lasting] if lasting else []
+        starts, places = dict(actions), []
         for n, (place, operands) in enumerate(self.rows):
+            if n in starts:
+                places.append([len(code), starts[n]])
             code += [FREE if place < 0 else 100 + place, n, *operands]
-        program = {"code": code, "randoms": [], "actions": [], "backend": backend, "channels": []}
+        program = {"code": code, "randoms": [], "actions": places, "backend": backend, "channels": []}
         bench.executor.define([*define, Define(99, "program", program).wire()])
         return bench
 

@@ -28,8 +28,10 @@ class Played:
     def __init__(self) -> None:
         self.held: dict[int, torch.Tensor] = {}
         self.pool: dict[int, torch.Tensor] = {}  # all bytes that recordings made, by address
-        self.records = self.replays = 0
+        self.records = self.replays = self.clock = 0
         self.fail = False
+        self.marks: list[list[int]] | None = None  # of the recording under way
+        self.again: Iterator[list[int]] | None = None  # of the replay under way
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         if self.fail:
@@ -38,7 +40,9 @@ class Played:
         held, taken = self.held, dict(self.held)
         known = {address(t): plain(t.untyped_storage(), CPU) for t in taken.values() if address(t)}
         before = {where: memory.clone() for where, memory in {**known, **self.pool}.items()}
+        self.marks = marks = []
         run()
+        self.marks = None
         for where, old in before.items():
             {**known, **self.pool}[where].copy_(old)
         made = {i: t for i, t in held.items() if taken.get(i) is not t}
@@ -51,13 +55,30 @@ class Played:
             self.replays += 1
             now = dict(held)
             _become(held, taken)
+            self.again = iter(marks)
             run()
+            self.again = None
             for i, tensor in made.items():
                 if address(tensor) in fresh:
                     fresh[address(tensor)].copy_(plain(held[i].untyped_storage(), CPU))
             _become(held, now)
 
         return again
+
+    def mark(self) -> list[int] | None:
+        """A list whose number is when a replay was last there."""
+        if self.again is not None:
+            self.clock += 1
+            mark = next(self.again)
+            mark[0] = self.clock
+            return mark
+        if self.marks is None:
+            return None
+        self.marks.append([0])
+        return self.marks[-1]
+
+    def seconds(self, marks: list[list[int]]) -> list[float]:
+        return [float(mark[0]) for mark in marks]
 
     def scramble(self) -> None:
         for memory in self.pool.values():
@@ -166,6 +187,20 @@ def test_what_a_replay_left_stays_when_the_next_is_done(device: Played) -> None:
             assert all(torch.equal(tensor, then) for tensor, then in kept), seed
         found += len(kept)
     assert found > 100
+
+
+def test_actions_are_stamped_by_the_device(device: Played) -> None:
+    script = program(3)
+    names, row = ["0F0", "0B0", "0F1"], len(script.rows) // 4
+    for refused in ((), ("aten.tanh.default",)):
+        got = script.bench("cudagraphs", inputs(3), Engine(device, refused), [(n * row, name) for n, name in enumerate(names)])
+        device.held = got.executor.tensors
+        for turn in range(5):
+            replay(got)
+            found = got.executor.stats([99])["actions"]
+            if turn > 1 and not refused:
+                assert [name for name, _, _ in found] == names and not report(got)["reasons"]
+                assert all(end == start + 1 for _, start, end in found) and found[0][1] == device.clock - 3
 
 
 def test_where_the_device_refuses_instructions_do_it_and_the_reason_is_told(device: Played) -> None:

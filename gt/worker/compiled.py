@@ -165,22 +165,30 @@ class Plan:
         recorder = self.compiler.recorder
         self._replays = whole = recorder.program(self._held, self._each, strictly)
         rows = [row for _, part in parts for row in part]
+        named = any(name for name, _ in parts)
         places = sorted(at for at, _ in rows)
         drawn = {places[bisect_right(places, place) - 1] for place in randoms}
         first = next(at for at, _ in rows if code[at] != FREE)
         found: list[Row] = [(first, whole.begin)]
         moving: set[int] = set()  # what other rows make
+        if named:  # a mark goes with the row after it
+            rows = [row for name, part in parts for row in [(part[0][0], whole.mark(name)), *part]]
+            rows.append((rows[-1][0], whole.mark("")))
         for fits, some in runs(rows, code, partial(_recorded, recorder, direct, definition, code, drawn)):
             reads, makes = taken([at for row in some for at, _ in self._inside.get(row[0], [row])], code, definition)
             if fits:
                 moving -= makes
-                place = next(at for at, _ in some if code[at] != FREE)
+                place = next((at for at, _ in some if code[at] != FREE), first)
                 found.append((place, whole.run(some, reads, moving & set(reads))))
             else:
                 moving |= makes
                 found += some
         found.append((first, whole.ending(lives(code, definition).last)))
         parts[:] = [("", found)]
+
+    def stamps(self) -> list[tuple[str, float, float]]:
+        """Actions of the last replay, where the device alone knows when they were."""
+        return [] if self._replays is None else self._replays.stamps()
 
     def report(self) -> dict[str, Any]:
         """For explain(): what runs, how many segments there are, how many forms, and what stayed as instructions, why."""

@@ -208,9 +208,13 @@ class Executor:
     def _actions(self, programs: Sequence[int]) -> list[Stamp]:
         """Each action once, from where it first began to where it last ended."""
         found: dict[str, Stamp] = {}
-        for name, start, end in (stamp for number in programs for stamp in self._stamps.get(number, ())):
+        for name, start, end in (stamp for number in programs for stamp in self._stamped(number)):
             found[name] = (name, found[name][1] if name in found else start, end)
         return sorted(found.values(), key=lambda stamp: stamp[1])
+
+    def _stamped(self, number: int) -> list[Stamp]:
+        plan = self._plans.get(number)
+        return self._stamps.get(number) or ([] if plan is None else plan.stamps())
 
     def _drop(self, code: list[int], at: int) -> int:
         """FREE, FORGET or END."""

@@ -133,7 +133,7 @@ def runs(rows: Sequence[Row], code: Sequence, fits: Callable[[int], bool]) -> li
     found: list[tuple[bool, list[Row]]] = []
     for row in rows:
         free = code[row[0]] == FREE
-        fit = bool(found) and found[-1][0] if free else fits(row[0])
+        fit = (not found or found[-1][0]) if free else fits(row[0])
         if found and found[-1][0] == fit:
             found[-1][1].append(row)
         else:

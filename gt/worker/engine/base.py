@@ -48,6 +48,12 @@ class Replays(Protocol):
     def ending(self, last: set[int]) -> Step:
         """The last step of a replay that leaves these ids behind."""
 
+    def mark(self, name: str) -> Step:
+        """A step where an action begins, "" for what is none."""
+
+    def stamps(self) -> list[tuple[str, float, float]]:
+        """Name, start and end (seconds of the monotonic clock) of the actions of the last replay, [] if not known yet."""
+
     def report(self) -> tuple[int, list[str]]:
         """How many runs are recorded, and why others are not."""
 

@@ -7,8 +7,10 @@ program is over: what outlives it is copied out at its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +36,12 @@ class Device(Protocol):
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Have `run` issue its work, which is not done yet; what does that work on the same memory."""
 
+    def mark(self) -> Any:
+        """Within `run`: a place in what it issues. None outside."""
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """When the device was last there, in seconds of the monotonic clock; [] while it is not through."""
+
 
 class Cuda:
     """A GPU. Recordings share a pool of memory and the stream that they are made on."""
@@ -42,7 +50,9 @@ class Cuda:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._clock = torch.cuda.Stream(device)
         self._keeper: Callable[[], None] | None = None
+        self._recording = False
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         if self._keeper is None:  # a pool ends with the last graph that uses it, and may not begin again
@@ -55,12 +65,30 @@ class Cuda:
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._recording = True
             try:
                 run()
             finally:
+                self._recording = False
                 graph.capture_end()
         here.wait_stream(self._stream)
         return graph.replay
+
+    def mark(self) -> Any:
+        if not self._recording:
+            return None
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record(self._stream)
+        return event
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        if not all(mark.query() for mark in marks):
+            return []
+        now = torch.cuda.Event(enable_timing=True)
+        now.record(self._clock)
+        now.synchronize()
+        clock = monotonic()
+        return [clock - mark.elapsed_time(now) / 1e3 for mark in marks]
 
 
 class Graphs:
@@ -157,6 +185,7 @@ class Replays:
     def __init__(self, graphs: Graphs, device: Device, held: Held, each: Each, strictly: Each) -> None:
         self.graphs, self.device, self.held, self.each, self.strictly = graphs, device, held, each, strictly
         self.runs: list[Run] = []
+        self.marks: list[tuple[str, Any]] = []
         self.again = True  # to be recorded when it is carried out next
         self.recording = False
         self.passes = 0
@@ -167,6 +196,25 @@ class Replays:
         """Rows as one. moving: of what they read, what lies elsewhere each time."""
         self.runs.append(Run(self, rows, reads, set(moving)))
         return self.runs[-1]
+
+    def mark(self, name: str) -> Callable[[list, int], None]:
+        """A step where an action begins, "" for what is none."""
+        self.marks.append((name, None))
+        number = len(self.marks) - 1
+
+        def step(code: list, at: int) -> None:
+            self.marks[number] = name, self.device.mark()
+
+        return step
+
+    def stamps(self) -> list[tuple[str, float, float]]:
+        """Name, start and end of the actions of the last replay, as the device had them; [] while it is not through."""
+        marks = list(self.marks)
+        if not marks or any(mark is None for _, mark in marks):
+            return []
+        times = self.device.seconds([mark for _, mark in marks])
+        pairs = zip(marks, itertools.pairwise(times)) if times else ()
+        return [(name, start, end) for (name, _), (start, end) in pairs if name]
 
     def begin(self, code: list, at: int) -> None:
         """The first step of the program."""
