@@ -107,3 +107,64 @@ for n, out in enumerate(outs):
     assert (out.cpu() == 2.0 * n + 2).all(), (n, out)
 assert "CUDA graph" in run.explain(), run.explain()
 """)
+
+
+def test_a_killed_worker_is_lost_at_once_and_its_world_is_soon_there_again():
+    run(
+        """
+import os, pathlib, signal, time
+from gt import api
+
+def children():
+    nursery = api._Started.local._process.pid
+    pids = pathlib.Path(f"/proc/{nursery}/task/{nursery}/children").read_text().split()
+    return {pathlib.Path(f"/proc/{p}/cmdline").read_bytes().rstrip(b"\\0").decode(): int(p) for p in pids}
+
+def used():
+    return [total - free for free, total in map(torch.cuda.mem_get_info, range(2))]
+
+def fresh():
+    torch.manual_seed(1)
+    return module.MiniGPT(sizes, gt.signal.groups()).to("remote")
+
+gt.gpu_workers(2)
+want, _ = train(fresh(), "remote", "cudagraphs", "1f1b")
+before = used()
+model = fresh()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+x, y = data[0][:, :-1].contiguous().to("remote"), data[0][:, 1:].contiguous().to("remote")
+for n in range(50):
+    loss = model(x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+os.kill(children()["gt.worker 1"], signal.SIGKILL)
+start = time.monotonic()
+try:
+    for n in range(1000):
+        model(x, y).item()
+    raise SystemExit("nothing was lost")
+except gt.WorkerLost as error:
+    took = time.monotonic() - start
+    assert took < 2, took
+while True:
+    try:
+        groups = gt.signal.groups()
+        ones = [torch.ones(4, device="remote") for _ in groups]
+        for group, one in zip(groups, ones):
+            with gt.signal.context(group):
+                assert (one + 1).sum().item() == 8
+        if [w["transport"] for w in gt.stats()["workers"]] == ["nvshmem"] * 2:
+            break
+    except gt.WorkerLost:
+        pass
+    assert time.monotonic() - start < 10
+print("lost after", took, "again after", time.monotonic() - start)
+del model, optimizer, loss, x, y
+again, _ = train(fresh(), "remote", "cudagraphs", "1f1b")
+assert again == want, (again, want)
+after = used()
+assert all(b < a + (256 << 20) for a, b in zip(before, after)), (before, after)
+""",
+        GT_CONFIG=str(ROOT / "configs" / "pp2.yaml"),
+    )

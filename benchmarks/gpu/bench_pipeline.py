@@ -51,13 +51,14 @@ def ours(case: str, size: str, name: str) -> dict[str, Any]:
         last[:] = [step(*batch_of)]
 
     ms, alone = timed(once, lambda: last[0].item())
+    step(*batch_of).item()
     stats = gt.stats()
     print(step.explain(), file=sys.stderr)
     gt.shutdown()
     found = stats.get("schedule", {})
     return {
         "ms": ms, "alone ms": alone, "first s": first, "losses": losses[:4],
-        "idle": found.get("predicted", {}).get("idle"), "schedule": found.get("name"),
+        "idle": found.get("predicted", {}).get("idle"), "measured": found.get("measured", {}), "schedule": found.get("name"),
         "peak MiB": [round(w["peak_bytes"] / 2**20) for w in stats["workers"]],
         "transport": stats["workers"][0]["transport"],
     }  # fmt: skip
@@ -84,7 +85,16 @@ def main() -> int:
         commands["native graph, one GPU"] = [script, "--child", "native graph", args.size, args.model]
     same = ["--size", args.size, "--model", args.model]
     commands |= {case: [__file__, "--child", case, *same] for case in args.cases}
-    columns = {"": -32, "ms": 10, "alone ms": 10, "tokens/s": 12, "x one GPU": 11, "idle, predicted": 17, "first s": 9}
+    columns = {
+        "": -32,
+        "ms": 10,
+        "alone ms": 10,
+        "tokens/s": 12,
+        "x one GPU": 11,
+        "idle, predicted": 17,
+        "measured": 10,
+        "first s": 9,
+    }
     print("".join(f"{text:>{w}s}" if w > 0 else f"{text:<{-w}s}" for text, w in columns.items()) + "  peak MiB")
     for name, command in commands.items():
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
@@ -94,11 +104,11 @@ def main() -> int:
         row = found[name] = json.loads(done.stdout.splitlines()[-1])
         alone = alone or (row["ms"] if name.startswith("native") else None)
         idle = f"{row['idle']:.1%}" if row.get("idle") is not None else ""
+        ran = row.get("measured", {}).get("idle")
+        idle = f"{idle:>17s}" + (f"{ran:10.1%}" if ran is not None else " " * 10)
         over = f"{alone / row['ms']:.2f}" if alone else ""
         rate = batch * length / row["ms"] * 1e3
-        print(
-            f"{name:32s}{row['ms']:10.3f}{rate:12.0f}{over:>11s}{idle:>17s}{row['first s']:9.1f}  {row['peak MiB']}", flush=True
-        )
+        print(f"{name:32s}{row['ms']:10.3f}{rate:12.0f}{over:>11s}{idle}{row['first s']:9.1f}  {row['peak MiB']}", flush=True)
         said = [line for line in done.stderr.splitlines() if "backend" in line or "not as asked" in line or "schedule" in line]
         print("\n".join(f"    {line.strip()[:300]}" for line in said), flush=True)
     from machine import about

@@ -184,7 +184,7 @@ def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, 
         return call(info, *_with_new_outs(info, entry, args, kwargs), extra)
     recorder, origin = current(), row[1]
     numbers = [recorder.new_id() for _ in entry.metas]
-    if recorder.lives.ended and any(meta.large for meta in entry.metas):
+    if recorder.lives.ended and any(meta is not None and meta.large for meta in entry.metas):
         recorder.release()
     recorder.code.extend(row + numbers)
     if entry.mode == ASK:

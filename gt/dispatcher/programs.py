@@ -70,6 +70,7 @@ class Programs:
         """Keep what follows. Inputs that lie nowhere yet are placed as those of the call before came to lie."""
         self.discard()
         s = self.s
+        s.recover()
         self.times = {number: took for number, took in self.times.items() if number in s.emitter.defined}
         inputs = [s.row(i) for i in ids]
         hints = self._hints.get(slot)

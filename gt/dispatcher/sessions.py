@@ -273,6 +273,11 @@ class Session:
         self._losses.pop(worker.index, None)
         self.emitter.used.discard(worker.index)
 
+    def recover(self) -> None:
+        """Care is no longer needed once nothing that failed is left, and no worker is missing."""
+        if self.troubled and not self._losses and all(t.storage.failed is None for t in self.table.rows.values()):
+            self.troubled = False
+
     # ---- small things
 
     def intern(self, layout: Layout) -> Layout:
