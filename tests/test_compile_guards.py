@@ -585,3 +585,34 @@ def test_a_miss_says_what_was_and_is_and_warns_once(caplog: pytest.LogCaptureFix
             assert step(torch.ones(2)).tolist() == [float(n)] * 2
     assert "test_compile_guards.py" in step.explain() and "a constant of" in step.explain()
     assert len([r for r in caplog.records if "runs eagerly" in r.message]) <= 2
+
+
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_explain_says_in_what_a_call_is_another(caplog: pytest.LogCaptureFixture) -> None:
+    weight = torch.ones(4, device="remote", requires_grad=True)
+    held = torch.ones(4, device="remote")
+
+    @gt.compile
+    def step(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return x * weight * scale
+
+    calls: list[tuple[tuple, str]] = [
+        ((torch.ones(4), 1.0), "the first call"),
+        ((torch.ones(2, 4), 1.0), r"argument 0, which was a CPU tensor float32\[4\] and is a CPU tensor float32\[2, 4\]"),
+        ((torch.ones(4), 2.5), r"argument 0, which was a CPU tensor float32\[2, 4\] and is a CPU tensor float32\[4\]"),
+        ((torch.ones(4), 3.0), "argument 1, which was 2.5 and is 3.0"),
+        ((held, 3.0), r"argument 0, which was a CPU tensor float32\[4\] and is a remote tensor f32\[4\]"),
+        ((held,), "arguments in another structure"),
+    ]
+    for args, why in calls:
+        for _ in range(3):
+            step(*args)
+        assert re.search(f"program .* made for {why}", step.explain().splitlines()[1]), step.explain()
+    with torch.no_grad():
+        for _ in range(3):
+            step(held)
+    assert "made for another mode (grad" in step.explain().splitlines()[1]
+    assert not caplog.text
+    for _ in range(3):
+        step(held, -1.0)
+    assert caplog.text.count("8 programs were made by now") == 1

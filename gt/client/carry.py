@@ -75,6 +75,26 @@ def modes() -> tuple:
     )  # fmt: skip
 
 
+def other(old: tuple, new: tuple) -> str:
+    """In what the key of a call is not that of a program: (structure, each argument's key_of, modes)."""
+    if old[0] != new[0]:
+        return "arguments in another structure"
+    for k in range(old[0].num_leaves):
+        if old[1 + k] != new[1 + k]:
+            return f"argument {k}, which was {_said(old[1 + k])} and is {_said(new[1 + k])}"
+    return "another mode (grad, autocast, dtype or device by default, signal group) or session"
+
+
+def _said(key: Any) -> str:
+    if not isinstance(key, tuple):
+        return "an object"
+    if key[0] == "host":
+        return f"a CPU tensor {str(key[3]).removeprefix('torch.')}{list(key[1])}"
+    if isinstance(key[0], type):
+        return f"{key[1] if key[0] in (float, complex) else repr(key[1]):.40}"
+    return f"a remote tensor {key[0].spec.text()}"
+
+
 def given(leaves: list, last: Call | None) -> tuple[list, dict[int, RemoteTensor]]:
     """Arguments as the function gets them, and which of them a replay fills: all from the host, and those that vary."""
     taken, inputs = list(leaves), {}

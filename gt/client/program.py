@@ -30,6 +30,7 @@ from gt.client.carry import (
     key_of,
     make_capturable,
     modes,
+    other,
     settings,
     side_effect,
 )
@@ -157,6 +158,7 @@ class Compiled:
         self._futile = self._rest = 0  # recorded calls in a row without a program, and calls that are not recorded
         self._rests = PATIENCE
         self._why = "the first call"
+        self._made = 0  # programs
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -167,6 +169,7 @@ class Compiled:
             return self.fn(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         key = (tree, *map(key_of, leaves), *modes())
+        found = ""
         for n, program in enumerate(self._programs):
             if program.recorder is not recorder or program.key != key:
                 continue
@@ -175,7 +178,9 @@ class Compiled:
                 if n:
                     self._programs.insert(0, self._programs.pop(n))
                 return program.replay(leaves)
-            self._why = why
+            found = why
+        if self._programs:
+            self._why = found or other(self._programs[0].key, key)
         if self._rest:
             self._rest -= 1
             args, kwargs = tree_unflatten(given(leaves, None)[0], tree)
@@ -280,6 +285,12 @@ class Compiled:
         )  # fmt: skip
         self._programs.insert(0, program)
         del self._programs[MOST:]
+        self._made += 1
+        if self._made == MOST:
+            hint = (
+                "; with lr=torch.tensor(..., device='remote') one does for all learning rates" if "['lr']" in self._why else ""
+            )
+            self._warn(f"{MOST} programs were made by now, each at the cost of two eager calls; the last for {self._why}{hint}")
         return program
 
     def _prevented(self, now: Call, entry: Reach, leaving: Reach, draws: Draws) -> Difference | None:
