@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -30,3 +31,11 @@ def about(script: str) -> dict[str, Any]:
         gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
         found |= {"gpus": gpus, "cuda": torch.version.cuda}
     return found
+
+
+def tell(script: str, found: dict[str, Any], path: Path | None) -> None:
+    """Print a result as one line of JSON, and write it where it is to be kept."""
+    result = {"machine": about(script), **found}
+    print(json.dumps(result))
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")

@@ -111,12 +111,9 @@ def main() -> int:
         print(f"{name:32s}{row['ms']:10.3f}{rate:12.0f}{over:>11s}{idle}{row['first s']:9.1f}  {row['peak MiB']}", flush=True)
         said = [line for line in done.stderr.splitlines() if "backend" in line or "not as asked" in line or "schedule" in line]
         print("\n".join(f"    {line.strip()[:300]}" for line in said), flush=True)
-    from machine import about
+    from machine import tell
 
-    result = {"machine": about("benchmarks/gpu/bench_pipeline.py"), "model": args.model, "size": args.size, "figures": found}
-    print(json.dumps(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    tell("benchmarks/gpu/bench_pipeline.py", {"model": args.model, "size": args.size, "figures": found}, args.json)
     return 0
 
 

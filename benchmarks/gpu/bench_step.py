@@ -167,12 +167,9 @@ def main() -> int:
             print(
                 f"{size}: {what} of {ours} is {over:.3f}x that of {theirs}, want {most}x" + ("" if over <= most else "  OVER")
             )
-    from machine import about
+    from machine import tell
 
-    result = {"machine": about("benchmarks/gpu/bench_step.py"), "figures": found}
-    print(json.dumps(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    tell("benchmarks/gpu/bench_step.py", {"figures": found}, args.json)
     return 0
 
 
