@@ -96,12 +96,10 @@ def plan_of(row: str) -> str:
 
 @contextmanager
 def planned(config: str = "", workers: int = 8) -> Iterator[PlanSession]:
-    before = runtime.Live.recorder, getattr(runtime.Live, "origins", None)
-    session = PlanSession(config, workers)
-    runtime.connect(session)
+    session, before = PlanSession(config, workers), runtime.set_aside()
+    runtime.connect(session, config)
     try:
         yield session
     finally:
         runtime.disconnect()
-        runtime.Live.recorder, runtime.Live.origins = before
-        runtime.clear_caches()
+        runtime.restore(before)

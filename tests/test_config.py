@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import gt
 from gt.config.load import check_workers, load
 from gt.config.match import match, unmatched
 from gt.config.schema import Rule
 from gt.errors import ConfigError
+from tests.planned import planned
 
 SEED = """\
 # a stage and its tensor-parallel groups
@@ -157,3 +160,19 @@ def test_of_equal_patterns_the_later_wins_and_unused_ones_are_found() -> None:
     assert found is not None and found.group == "third"
     assert [rule.pattern for rule in unmatched(RULES, ["lm_head"])] == [rule.pattern for rule in RULES[1:]]
     assert match((), "x") is None
+
+
+@pytest.mark.parametrize("compiled, backend, want", [(0, None, "eager"), (1, None, "inductor"), (1, "eager", "eager")])
+def test_a_group_that_is_compiled_has_captured_steps_compiled(compiled, backend, want):
+    asked = []
+
+    def seal(number: int, schedule: str, backend: str, *rest: object) -> dict:
+        asked.append(backend)
+        return {"why": "nothing is carried out here", "schedule": {}}
+
+    with planned(f"a: {{workers: [0], compile: {str(bool(compiled)).lower()}}}\n", 1) as plan:
+        plan.seal = seal
+        step, x = gt.compile(lambda x: x * 2 + 1, backend=backend), torch.ones(3)
+        for _ in range(3):
+            step(x)
+    assert asked and set(asked) == {want}

@@ -246,6 +246,6 @@ def test_who_cannot_take_part_has_to_end() -> None:
 
 def test_a_larger_heap_has_larger_slots_and_buffers_and_room_for_many() -> None:
     slot, buffer = sizes(2 << 30)
-    assert slot >= 12 << 20 and buffer >= 64 << 20 and slot % 64 == buffer % 64 == 0
-    assert 4 * channel_bytes(slot, SLOTS) + 8 * team_bytes(buffer, 4) < 2 << 30
+    assert slot >= 12 << 20 and buffer >= 12 << 20 and slot % 64 == buffer % 64 == 0
+    assert 8 * channel_bytes(slot, SLOTS) + 40 * team_bytes(buffer, 8) < 2 << 30
     assert sizes(256 << 20) == (256 << 10, 1 << 20)

@@ -59,9 +59,10 @@ def compile(fn: Callable | None = None, *, schedule: str | None = None, backend:
     another value is another program. Results are remote tensors, detached. Decorator or call. `.explain()` says what became
     of it. CaptureError if a value is read inside.
 
-    backend: "eager" (the default) carries ops out one by one, to the bit as without gt.compile; "inductor" compiles what lies
-    between communications, after the first replay, each distinct piece once; "cudagraphs" has a GPU replay that as CUDA
-    graphs. What cannot be done so is done as the one before would, and `.explain()` says why.
+    backend: "eager" carries ops out one by one, to the bit as without gt.compile: the default, unless a group of the config says
+    `compile: true`. "inductor" compiles what lies between communications, after the first replay, each distinct piece once;
+    "cudagraphs" has a GPU replay that as CUDA graphs. What cannot be done so is done as the one before would, and `.explain()`
+    says why.
     """
     if fn is None:
         return functools.partial(compile, schedule=schedule, backend=backend)
@@ -71,7 +72,7 @@ def compile(fn: Callable | None = None, *, schedule: str | None = None, backend:
         raise ValueError(f"backend {backend!r} is not known: want one of {', '.join(BACKENDS)}")
     if schedule is not None:
         asked(schedule)  # or a ValueError
-    return Compiled(fn, schedule or "", backend or "eager")
+    return Compiled(fn, schedule or "", backend or "")
 
 
 @dataclass(eq=False)
@@ -147,7 +148,7 @@ def _drop(recorder: Recorder, number: int) -> None:
 class Compiled:
     """What gt.compile gives."""
 
-    def __init__(self, fn: Callable, schedule: str = "", backend: str = "eager") -> None:
+    def __init__(self, fn: Callable, schedule: str = "", backend: str = "") -> None:
         functools.update_wrapper(self, fn)
         self.fn, self.schedule, self.backend = fn, schedule, backend
         self._programs: list[Program] = []  # the one used last comes first
@@ -197,8 +198,8 @@ class Compiled:
             if order:
                 lines.append(f"    schedule {order['name']}: {order['why'] or _bubbles(order)}")
                 lines += [f"    {line}" for line in order.get("said", ())]
-            if self.backend != "eager":
-                told = backends.lines(program.recorder.session, program.number, self.backend)
+            if program.answer["backend"] != "eager":
+                told = backends.lines(program.recorder.session, program.number, program.answer["backend"])
                 lines += [f"    {line}" for line in told]
         lines += [f"  before: {reason}" for reason in self._reasons]
         return "\n".join(lines)
@@ -263,12 +264,12 @@ class Compiled:
         tape, recorder = now.tape, now.tape.recorder
         number = next(_numbers)
         pairs = [list(pair) for pair in moved]
-        name = self.schedule or runtime.Live.schedule
-        answer = recorder.session.seal(number, name, self.backend, pairs, tape.seed, tape.counter)
+        name, backend = self.schedule or runtime.Live.schedule, self.backend or runtime.Live.backend
+        answer = recorder.session.seal(number, name, backend, pairs, tape.seed, tape.counter)
         if answer["why"]:
             self._say(answer["why"])
             return None
-        order = answer["schedule"]
+        order, answer["backend"] = answer["schedule"], backend
         if order and order["why"] and (self.schedule or order["pipeline"]):  # the config's is for steps that can have it
             self._warn(f"schedule {order['name']} is not used: {order['why']}")
         read = tape.read()

@@ -18,6 +18,7 @@ class Live:
     origins: Origins
     config: tuple[str, str] = ("", "")  # text and path of the session's YAML
     schedule = ""  # of steps that name none, as the YAML says
+    backend = "eager"  # likewise
     fresh: tuple[int, int] | None = None  # id of the newest uninitialised tensor, and how many ops there were then
 
 
@@ -49,18 +50,20 @@ def connect(session: Any, config_text: str = "", config_path: str = "") -> Recor
     clear_caches()
     recorder = Recorder(session, clear_caches)
     Live.config = (config_text, config_path)
-    Live.schedule = _schedule(config_text, config_path)
+    Live.schedule, Live.backend = _steps(config_text, config_path)
     Live.origins = Origins(recorder)
     Live.recorder = recorder
     return recorder
 
 
-def _schedule(text: str, path: str) -> str:
+def _steps(text: str, path: str) -> tuple[str, str]:
+    """Schedule and backend of captured steps that name none."""
     if not text:
-        return ""
+        return "", "eager"
     from gt.config.load import load
 
-    return load(text, path).schedule or ""
+    config = load(text, path)
+    return config.schedule or "", "inductor" if any(group.compile for group in config.groups.values()) else "eager"
 
 
 def check(tensor: Any) -> None:
@@ -81,7 +84,7 @@ def disconnect() -> Any:
 
 def set_aside() -> tuple:
     """Stop recording for a while; what `restore` takes."""
-    held = Live.recorder, getattr(Live, "origins", None), Live.config, Live.schedule, Live.fresh
+    held = Live.recorder, getattr(Live, "origins", None), Live.config, (Live.schedule, Live.backend), Live.fresh
     Live.recorder, Live.fresh = None, None
     clear_caches()
     return held
@@ -89,5 +92,5 @@ def set_aside() -> tuple:
 
 def restore(held: tuple) -> None:
     """Go on where `set_aside` stopped."""
-    Live.recorder, Live.origins, Live.config, Live.schedule, Live.fresh = held
+    Live.recorder, Live.origins, Live.config, (Live.schedule, Live.backend), Live.fresh = held
     clear_caches()

@@ -19,7 +19,7 @@ def sizes(heap_bytes: int) -> tuple[int, int]:
     """(bytes of a channel's slot, of a team's buffer) in heaps of this size: a larger one has room for whole activations."""
     if heap_bytes <= HEAP_BYTES:
         return SLOT_BYTES, BUFFER_BYTES
-    return max(SLOT_BYTES, heap_bytes // 128 // LINE * LINE), max(BUFFER_BYTES, heap_bytes // 32 // LINE * LINE)
+    return max(SLOT_BYTES, heap_bytes // 128 // LINE * LINE), max(BUFFER_BYTES, heap_bytes // 128 // LINE * LINE)
 
 
 def aligned(size: int) -> int:
