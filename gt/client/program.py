@@ -59,7 +59,7 @@ def compile(fn: Callable | None = None, *, schedule: str | None = None, backend:
     another value is another program. Results are remote tensors, detached. Decorator or call. `.explain()` says what became
     of it. CaptureError if a value is read inside.
 
-    backend: "eager" carries ops out one by one, to the bit as without gt.compile: the default, unless a group of the config says
+    backend: "eager" carries ops out one by one, to the bit as without gt.compile: the default, unless a group of the YAML says
     `compile: true`. "inductor" compiles what lies between communications, after the first replay, each distinct piece once;
     "cudagraphs" has a GPU replay that as CUDA graphs. What cannot be done so is done as the one before would, and `.explain()`
     says why.
