@@ -61,16 +61,25 @@ class Script:
         """What cannot be compiled: a segment ends."""
         self._write("fill", {"shape": [1], "stride": [1], "dtype": "float32"}, [999])
 
+    def send(self, i: int, channel: dict) -> None:
+        self._write("send", {"channel": channel, "boxes": [[[0, size] for size in self.held[i].shape]]}, [i])
+
     def _write(self, kind: str, payload: dict, operands: list) -> None:
         if (kind, payload) not in self.defines:
             self.defines.append((kind, payload))
         self.rows.append((self.defines.index((kind, payload)), operands))
 
     def bench(
-        self, backend: str, inputs: dict[int, torch.Tensor], engine: Any = None, actions: Sequence[tuple[int, str]] = ()
+        self,
+        backend: str,
+        inputs: dict[int, torch.Tensor],
+        engine: Any = None,
+        actions: Sequence[tuple[int, str]] = (),
+        plane: Any = None,
+        channels: Sequence[list] = (),
     ) -> Bench:
         """An executor that knows the program; `replay` has it carry that out. actions: number of its first row, name."""
-        bench = Bench(engine=engine)
+        bench = Bench(plane, engine)
         bench.executor.tensors.update(inputs)
         define = [Define(100 + n, kind, payload).wire() for n, (kind, payload) in enumerate(self.defines)]
         lasting = sorted(i for i in self.held if i > 1000)
@@ -80,7 +89,7 @@ class Script:
             if n in starts:
                 places.append([len(code), starts[n]])
             code += [FREE if place < 0 else 100 + place, n, *operands]
-        program = {"code": code, "randoms": [], "actions": places, "backend": backend, "channels": []}
+        program = {"code": code, "randoms": [], "actions": places, "backend": backend, "channels": list(channels)}
         bench.executor.define([*define, Define(99, "program", program).wire()])
         return bench
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from compiled_parts import inputs, program, replay, report, same
+from compiled_parts import Script, inputs, program, replay, report, same
 from worker_parts import Bench
 
-from gt.worker.engine.torch import TorchEngine
-from gt.worker.engine.torch.graphs import Graphs, address, plain
+from gt.ir.heap import SLOTS
+from gt.ir.instr import FORGET, FREE, Define
+from gt.ir.template import T
+from gt.worker.engine.torch import COMBINE, TorchEngine
+from gt.worker.engine.torch.direct import DirectEngine
+from gt.worker.engine.torch import graphs as module
+from gt.worker.engine.torch.graphs import Cuda, Graphs, address, plain
 from gt.worker.engine.torch.inductor import Inductor
+from gt.worker.plane.nvshmem import NvshmemPlane
 
 CPU = torch.device("cpu")
 
@@ -29,7 +38,8 @@ class Played:
         self.held: dict[int, torch.Tensor] = {}
         self.pool: dict[int, torch.Tensor] = {}  # all bytes that recordings made, by address
         self.records = self.replays = self.clock = 0
-        self.fail = False
+        self.fail = self.late = False  # when recording begins, or when it ends
+        self.worker: Any = None  # whose counts a replay does not know of
         self.marks: list[list[int]] | None = None  # of the recording under way
         self.again: Iterator[list[int]] | None = None  # of the replay under way
 
@@ -45,6 +55,8 @@ class Played:
         self.marks = None
         for where, old in before.items():
             {**known, **self.pool}[where].copy_(old)
+        if self.late:
+            raise RuntimeError("this was not permitted while a stream was captured")
         made = {i: t for i, t in held.items() if taken.get(i) is not t}
         fresh = {address(t): plain(t.untyped_storage(), CPU) for t in made.values() if address(t) and address(t) not in known}
         self.pool.update(fresh)
@@ -56,7 +68,10 @@ class Played:
             now = dict(held)
             _become(held, taken)
             self.again = iter(marks)
+            tally = None if self.worker is None else self.worker.tally()
             run()
+            if tally is not None:
+                self.worker.since(tally).undo()
             self.again = None
             for i, tensor in made.items():
                 if address(tensor) in fresh:
@@ -93,8 +108,9 @@ class Plainly(Inductor):
 
 
 class Engine(TorchEngine):
-    def __init__(self, device: Played, refused: tuple[str, ...] = ()) -> None:
+    def __init__(self, device: Played, refused: tuple[str, ...] = (), reaches: bool = False) -> None:
         super().__init__("cpu")
+        self.direct = DirectEngine(self, COMBINE) if reaches else None
         self.graphs = Graphs(Plainly(self), device)
         issues = self.graphs.records
         self.graphs.records = lambda payload: payload["op"] not in refused and issues(payload)  # type: ignore[method-assign]
@@ -220,3 +236,148 @@ def test_an_op_that_fails_while_it_is_recorded_is_done_as_instructions(device: P
     del got.executor.tensors[1], got.executor.tensors[3]
     replay(got)
     assert got.sent and all(message.kind == "op" for message, _ in got.sent)
+
+
+# ---- beside the device
+
+
+class Silent:
+    """NVSHMEM with a peer that is always ready."""
+
+    def __init__(self) -> None:
+        self.memory = [ctypes.create_string_buffer((4 << 20) + 64) for _ in range(2)]
+
+    def unique_id(self) -> str:
+        return ""
+
+    def join(self, unique_id: str, rank: int, count: int, nbytes: int) -> int:
+        return self.peer(0, 0)
+
+    def peer(self, address: int, rank: int) -> int:
+        start = ctypes.addressof(self.memory[rank])
+        return start + -start % 64
+
+    def barrier(self, *args: Any) -> None: ...
+
+    put = signal = wait = barrier
+
+
+@pytest.fixture
+def planes() -> Iterator[list[NvshmemPlane]]:
+    """Two of worker 0, each with a worker 1 of its own."""
+    made = []
+    for _ in range(2):
+        made.append(NvshmemPlane(Engine(Played(), (), True), 4 << 20, Silent()))
+        made[-1].open()
+        made[-1].world([[1, "w1", 1, "host", 0, 0, ""]])
+        made[-1].form([0, 1], 0, "")
+    yield made
+    for plane in made:
+        plane.close()
+
+
+CHANNEL = {"peer": 1, "offset": 0, "bytes": 4096, "slots": SLOTS}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_channels_go_on_where_instructions_would_have_left_them(device: Played, planes: list[NvshmemPlane], late: bool) -> None:
+    """Else the other end, which may do instructions, waits at another slot for ever."""
+    given = inputs(5)
+    script = Script(given)
+    for n in range(3):  # two, one and two messages, instructions between
+        (made,) = script.op("aten.relu.default", [T(0)], [3 if n else 1])
+        for _ in range(1 if n == 1 else 2):
+            script.send(made, CHANNEL)
+        script.op("aten.tanh.default", [T(0)], [1])
+    got, want = (
+        script.bench(backend, inputs(5), Engine(device, ("aten.tanh.default",), True), (), plane, [[1, 0, True]])
+        for backend, plane in zip(("cudagraphs", "eager"), planes, strict=True)
+    )
+    device.held, device.worker, device.late = got.executor.tensors, got.executor.worker, late
+    for turn in range(8):
+        for bench in (got, want):
+            bench.executor.tensors[3] = torch.full((4, 4), float(turn))  # is elsewhere, which the later runs find
+            replay(bench)
+        assert planes[0].turns() == planes[1].turns() == {(1, 0, True): 5 % SLOTS}, turn
+        assert planes[0].counters() == planes[1].counters(), turn
+    assert device.replays == 0 if late else report(got)["graphs"] == 3
+
+
+def test_memory_that_inputs_are_copied_into_ends_with_its_programs(device: Played) -> None:
+    got, _ = benches(device, 5)
+    for turn in range(6):
+        got.executor.tensors[3] = torch.full((4, 4), float(turn))
+        replay(got)
+    held: dict = got.executor._engine.graphs._slots
+    assert len(held)
+    got.executor.run([FORGET, 0, 1, 99], 0)
+    gc.collect()
+    assert not len(held)
+
+
+def test_an_end_of_a_program_that_only_frees_is_done(device: Played) -> None:
+    bench = Bench(engine=Engine(device))
+    bench.put(_1=torch.ones(2))
+    code = {"code": [FREE, 0, 1, 1], "randoms": [], "actions": [], "backend": "cudagraphs", "channels": []}
+    bench.executor.define([Define(99, "program", code).wire()])
+    replay(bench, 3)
+    assert not bench.sent and not bench.executor.tensors
+
+
+class Event:
+    """One that was there when it was asked, and is awaited again when it is read."""
+
+    def __init__(self, **how: Any) -> None: ...
+
+    def record(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        raise RuntimeError("Both events must be completed before calculating elapsed time.")
+
+
+def test_times_that_the_next_replay_overtakes_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked for by the thread of the link, which an error would end."""
+    monkeypatch.setattr(module.torch.cuda, "Event", Event)
+    cuda = Cuda.__new__(Cuda)
+    cuda._clock = None
+    assert cuda.seconds([Event()]) == []
+
+
+class Capture:
+    """A graph whose capture something broke."""
+
+    ended = 0
+
+    def capture_begin(self, **how: Any) -> None: ...
+
+    def capture_end(self) -> None:
+        Capture.ended += 1
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+class Stream:
+    def __init__(self, *args: Any) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
+def test_why_a_recording_failed_is_told_not_that_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = module.torch.cuda
+    for name, stand_in in {"CUDAGraph": Capture, "Stream": Stream, "graph_pool_handle": lambda: 0}.items():
+        monkeypatch.setattr(cuda, name, stand_in)
+    monkeypatch.setattr(cuda, "current_stream", Stream)
+    monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def run() -> None:
+        raise ValueError("it waits for the device")
+
+    with pytest.raises(ValueError, match="waits for the device"):
+        Cuda(CPU)._record(run)
+    assert Capture.ended == 1
+    with pytest.raises(RuntimeError, match="previous error"):
+        Cuda(CPU)._record(lambda: None)

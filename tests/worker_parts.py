@@ -73,6 +73,12 @@ class DeadPlane:
     def counters(self) -> dict:
         return {"bytes_sent": {}, "bytes_received": {}}
 
+    def turns(self) -> dict:
+        return {}
+
+    def resume(self, turns: dict) -> None:
+        assert not turns
+
 
 def world(size: int, part: Callable[[Bench, int], Any], engine: Any = None) -> list[Any]:
     """part(bench, rank) in `size` threads, each an executor with a real plane; their results."""

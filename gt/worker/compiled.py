@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from gt.ir.instr import FREE
-from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit, Recorder, Replays
+from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit, Recorder, Replays, Strictly
 from gt.worker.lives import Definition, lives, taken
 from gt.worker.segments import Known, Row, Wired, cut, known, runs, wire
 
@@ -154,7 +154,7 @@ class Plan:
         code: list,
         randoms: Sequence[int],
         definition: Definition,
-        strictly: Each,
+        strictly: Strictly,
         direct: Container[int],
     ) -> None:
         """Have runs of rows recorded in the next replay: everything that only issues work to the device.
@@ -168,7 +168,9 @@ class Plan:
         named = any(name for name, _ in parts)
         places = sorted(at for at, _ in rows)
         drawn = {places[bisect_right(places, place) - 1] for place in randoms}
-        first = next(at for at, _ in rows if code[at] != FREE)
+        first = next((at for at, _ in rows if code[at] != FREE), None)
+        if first is None:  # the end of a long program
+            return
         found: list[Row] = [(first, whole.begin)]
         moving: set[int] = set()  # what other rows make
         if named:  # a mark goes with the row after it

@@ -24,7 +24,7 @@ from gt.worker.pieces import local as local_shape
 from gt.worker.plane.base import PeerGone, Plane
 from gt.worker.program import Bound, Stamp, program
 from gt.worker.segments import Row
-from gt.worker.steps import Binder, Blank, Step, Worker
+from gt.worker.steps import Binder, Blank, Counted, Step, Worker
 from gt.worker.store import Cancelled, Uploads
 from gt.worker.timed import Timed
 
@@ -156,15 +156,18 @@ class Executor:
         elif plan.records:
             plan.record(parts, code, randoms, self._definition, self._strictly, self._directs)
 
-    def _strictly(self, rows: Sequence[Row]) -> Callable[[], None]:
-        """Carry out rows; where one fails, Unrecorded, and nobody is told. What counts again what was counted."""
+    def _strictly(self, rows: Sequence[Row]) -> Counted:
+        """Carry out rows; where one fails, Unrecorded, and nobody is told: it is as if none had been carried out."""
         before = self.worker.tally()
         self._strict = True
         try:
             self._each(rows)
+        except Exception:
+            self.worker.since(before).undo()
+            raise
         finally:
             self._strict = False
-        return self.worker.again(before)
+        return self.worker.since(before)
 
     def _direct(self, define: Define) -> bool:
         """Whether it was bound to move data by the device alone."""
@@ -194,7 +197,7 @@ class Executor:
             "peak_bytes": self._engine.peak(),
             "definitions": len(self._steps),
             "actions": self._actions(programs),
-            "plans": [self._plans[number].report() for number in programs if number in self._plans],
+            "plans": [plan.report() for plan in map(self._plans.get, programs) if plan is not None],
             "transport": self.worker.plane.transport,
             **self.worker.plane.counters(),
         }

@@ -10,7 +10,7 @@ from typing import Any
 from gt.ir.spec import Spec, contiguous
 from gt.worker.engine.base import Engine, Moves
 from gt.worker.outgoing import Outgoing
-from gt.worker.plane.base import Plane
+from gt.worker.plane.base import Plane, Turns
 from gt.worker.store import Uploads
 
 Step = Callable[[list, int], None]  # (stream, place of the first operand)
@@ -28,24 +28,18 @@ class Worker:
     epoch: int = 0  # of the Run under way, see store.Uploads
     collectives: Counter[str] = field(default_factory=Counter)
 
-    def tally(self) -> tuple[Counter[str], dict[str, dict[str, int]]]:
-        """What was counted so far."""
-        return self.collectives.copy(), self.plane.counters()
+    def tally(self) -> Tally:
+        return Tally(self.collectives.copy(), self.plane.counters(), self.plane.turns())
 
-    def again(self, before: tuple[Counter[str], dict[str, dict[str, int]]]) -> Callable[[], None]:
-        """What counts again what was counted since."""
-        collectives, (old, now) = self.collectives - before[0], (before[1], self.plane.counters())
+    def since(self, before: Tally) -> Counted:
+        now = self.tally()
+        sent, received = ((before.moved[way], now.moved[way]) for way in ("bytes_sent", "bytes_received"))
         moved = [
-            (name, now["bytes_sent"].get(name, 0) - old["bytes_sent"].get(name, 0), count - old["bytes_received"].get(name, 0))
-            for name, count in now["bytes_received"].items()
+            (name, sent[1].get(name, 0) - sent[0].get(name, 0), received[1].get(name, 0) - received[0].get(name, 0))
+            for name in dict.fromkeys((*sent[1], *received[1]))
         ]
-
-        def count() -> None:
-            self.collectives.update(collectives)
-            for name, sent, received in moved:
-                self.plane.tally(name, sent, received)
-
-        return count
+        after = {key: turn for key, turn in now.turns.items() if before.turns.get(key, 0) != turn}
+        return Counted(self, now.collectives - before.collectives, moved, {key: before.turns.get(key, 0) for key in after}, after)
 
     def reach(self, workers: Sequence[int]) -> tuple[Moves, Any]:
         """The engine and the plane that serve between these workers: on the device, else through host memory."""
@@ -53,6 +47,42 @@ class Worker:
         if direct is None or self.engine.direct is None:
             return self.engine, self.plane
         return self.engine.direct, direct
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What was counted so far, and how far channels have got."""
+
+    collectives: Counter[str]
+    moved: dict[str, dict[str, int]]
+    turns: Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What carrying out some rows counted, and how far it took channels."""
+
+    worker: Worker
+    collectives: Counter[str]
+    moved: list[tuple[str, int, int]]  # peer, bytes to and from it
+    before: Turns
+    after: Turns
+
+    def again(self) -> None:
+        """They were carried out again, by a device that tells nobody."""
+        self._count(1)
+        self.worker.plane.resume(self.after)
+
+    def undo(self) -> None:
+        """They were not carried out."""
+        self._count(-1)
+        self.worker.plane.resume(self.before)
+
+    def _count(self, times: int) -> None:
+        for name, count in self.collectives.items():
+            self.worker.collectives[name] += times * count
+        for name, sent, received in self.moved:
+            self.worker.plane.tally(name, times * sent, times * received)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from gt.ir.spec import Spec
 
 if TYPE_CHECKING:
     from gt.worker.segments import Row, Wired
-    from gt.worker.steps import Step
+    from gt.worker.steps import Counted, Step
 
 Tensor = Any
 Call = Callable[..., Any]  # (*tensors, *values) -> None, one tensor, or a tuple: one for each `new` or `view` output
 Combine = Callable[[memoryview, memoryview], None]  # dst = dst op src
 Each = Callable[[Sequence["Row"]], Any]  # carries rows of a program out
+Strictly = Callable[[Sequence["Row"]], "Counted"]  # the same, all or none
 
 
 class Misfit(Exception):
@@ -64,7 +65,7 @@ class Recorder(Protocol):
     def records(self, payload: dict[str, Any]) -> bool:
         """Whether an `op` definition, unless it draws new random numbers, only issues work, the same each time."""
 
-    def program(self, held: dict[int, Tensor], each: Each, strictly: Each) -> Replays:
+    def program(self, held: dict[int, Tensor], each: Each, strictly: Strictly) -> Replays:
         """each: carries out rows; strictly: the same, and raises where one fails."""
 
 

@@ -21,6 +21,7 @@ ALL = -1  # abort: every peer
 # combine(dst, src): dst = dst + src (or the team's other reduction), both of the same whole number of elements, dst
 # writable. Called in rank order, so that every member gets the same bits at any timing.
 Combine = Callable[[memoryview, memoryview], None]
+Turns = dict[tuple[int, int, bool], int]  # (peer, offset, whether it sends) -> the slot that comes next
 Buffer = Any  # C-contiguous bytes-like: memoryview, numpy array, bytearray
 
 
@@ -94,6 +95,13 @@ class Plane(ABC):
 
     def rewind(self, channels: Iterable[Sequence[int]]) -> None:  # noqa: B027  where nothing is recorded there is nothing to do
         """A program that uses these [peer, offset, whether it sends] begins, at their other ends too."""
+
+    def turns(self) -> Turns:
+        """How far channels have got that recordings may use, as `resume` takes it: a replay does not move them on."""
+        return {}
+
+    def resume(self, turns: Turns) -> None:  # noqa: B027  where nothing is recorded there is nothing to do
+        """These channels go on there."""
 
     def bound(self, index: int) -> bool:
         """Whether this process cannot go on without that worker."""

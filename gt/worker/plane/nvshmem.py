@@ -20,7 +20,7 @@ from typing import Any
 from gt import env
 from gt.errors import ConfigError, SystemFailure
 from gt.ir.heap import LINE, ChannelRegion, TeamRegion, aligned
-from gt.worker.plane.base import ALL, Buffer, Channel, Combine, Doomed, TeamForm
+from gt.worker.plane.base import ALL, Buffer, Channel, Combine, Doomed, TeamForm, Turns
 from gt.worker.plane.collectives import parts
 from gt.worker.plane.shm import ShmPlane
 
@@ -150,6 +150,14 @@ class Arena:
             side = (self._out if sends else self._in).get((peer, offset))
             if side is not None:
                 side.turn = 0
+
+    def turns(self) -> Turns:
+        tables = ((self._out, True), (self._in, False))
+        return {(*key, sends): side.turn for table, sends in tables for key, side in table.items()}
+
+    def resume(self, turns: Turns) -> None:
+        for (peer, offset, sends), turn in turns.items():
+            (self._out if sends else self._in)[peer, offset].turn = turn
 
     # ---- collectives. What adds, adds in rank order: all members get the same bits.
 
@@ -342,6 +350,13 @@ class NvshmemPlane(ShmPlane):
     def rewind(self, channels: Iterable[Sequence[int]]) -> None:
         if self._arena is not None:
             self._arena.rewind(channels)
+
+    def turns(self) -> Turns:
+        return {} if self._arena is None else self._arena.turns()
+
+    def resume(self, turns: Turns) -> None:
+        if self._arena is not None:
+            self._arena.resume(turns)
 
     def bound(self, index: int) -> bool:
         """Whether this process cannot go on without that worker."""

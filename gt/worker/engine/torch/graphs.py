@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
 from gt.ir.ops import RANDOM
-from gt.worker.engine.base import Each, Recorder
+from gt.worker.engine.base import Each, Recorder, Strictly
 from gt.worker.engine.torch import attention
 from gt.worker.engine.torch.inductor import UNFIT, Inductor, op
 from gt.worker.segments import Row
+from gt.worker.steps import Counted
 
 TRIES = 4  # recordings of a program, since what it reads may come to lie elsewhere
 SAID = 200  # characters of a reason
@@ -40,7 +43,7 @@ class Device(Protocol):
         """Within `run`: a place in what it issues. None outside."""
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """When the device was last there, in seconds of the monotonic clock; [] while it is not through."""
+        """When the device was last there, in seconds of the monotonic clock; [] while it is not through. By any thread."""
 
 
 class Cuda:
@@ -68,9 +71,14 @@ class Cuda:
             self._recording = True
             try:
                 run()
+            except BaseException:
+                with suppress(Exception):  # that nothing came of it says less than why
+                    graph.capture_end()
+                raise
+            else:
+                graph.capture_end()
             finally:
                 self._recording = False
-                graph.capture_end()
         here.wait_stream(self._stream)
         return graph.replay
 
@@ -88,7 +96,10 @@ class Cuda:
         now.record(self._clock)
         now.synchronize()
         clock = monotonic()
-        return [clock - mark.elapsed_time(now) / 1e3 for mark in marks]
+        try:
+            return [clock - mark.elapsed_time(now) / 1e3 for mark in marks]
+        except RuntimeError:  # another replay has begun meanwhile, or what was just recorded has not
+            return []
 
 
 class Graphs:
@@ -99,7 +110,7 @@ class Graphs:
     def __init__(self, inductor: Inductor, device: Device) -> None:
         self.recorder: Recorder | None = self
         self._device = device
-        self._slots: dict[tuple[int, int], torch.Tensor] = {}
+        self._slots: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()  # recordings own them
         self.fits, self.seen, self.compile = inductor.fits, inductor.seen, inductor.compile
 
     def records(self, payload: dict[str, Any]) -> bool:
@@ -109,15 +120,16 @@ class Graphs:
             return True
         return payload["random"] is None and name not in RANDOM and (self.fits(payload) or _issues(payload))
 
-    def program(self, held: Held, each: Each, strictly: Each) -> Replays:
+    def program(self, held: Held, each: Each, strictly: Strictly) -> Replays:
         return Replays(self, self._device, held, each, strictly)
 
     def slot(self, nbytes: int, number: int) -> torch.Tensor:
         """The number-th slot of this size: runs share them, since each is read before the next is filled."""
         key = nbytes, number
-        if key not in self._slots:
-            self._slots[key] = torch.empty(nbytes, dtype=torch.uint8, device=self._device.device)
-        return self._slots[key]
+        memory = self._slots.get(key)
+        if memory is None:
+            memory = self._slots[key] = torch.empty(nbytes, dtype=torch.uint8, device=self._device.device)
+        return memory
 
 
 class Moved(Exception):
@@ -161,7 +173,7 @@ class Recording:
     """What replays a run, and what its names stand for then."""
 
     replay: Callable[[], None]
-    count: Callable[[], None]  # counts what a replay does
+    counted: Counted  # what a replay does
     still: dict[int, torch.Tensor]  # what it reads where it is
     slots: list[Slot]
     gone: list[int]
@@ -182,7 +194,7 @@ class Recording:
 class Replays:
     """The recordings of one program, which are all made in one pass: the pool knows of no memory that an older one uses."""
 
-    def __init__(self, graphs: Graphs, device: Device, held: Held, each: Each, strictly: Each) -> None:
+    def __init__(self, graphs: Graphs, device: Device, held: Held, each: Each, strictly: Strictly) -> None:
         self.graphs, self.device, self.held, self.each, self.strictly = graphs, device, held, each, strictly
         self.runs: list[Run] = []
         self.marks: list[tuple[str, Any]] = []
@@ -284,7 +296,7 @@ class Run:
         for slot in found.slots:
             slot.find(held)
         self._launch(found)
-        found.count()
+        found.counted.again()
         held.update(found.views)
         held.update(found.pooled)
 
@@ -309,18 +321,22 @@ class Run:
         slots = self._slots(entry)
         still = {i: whole.stand_in(i, t) for i, t in entry.items() if not any(i in slot.looks for slot in slots)}
         before = dict(held)
-        counts: list[Callable[[], None]] = []
+        counted: list[Counted] = []
         inside = {i: shown(slot.memory, seen) for slot in slots for i, seen in slot.looks.items()}
         held.update(inside)
         try:
-            replay = whole.device.record(lambda: counts.append(whole.strictly(self.rows)))
+            replay = whole.device.record(lambda: counted.append(whole.strictly(self.rows)))
             made = {i: t for i, t in held.items() if before.get(i) is not t and inside.get(i) is not t}
             gone = [i for i in before if i not in held]
+        except BaseException:
+            for some in counted:  # the device refused what was well issued, which is done again as instructions
+                some.undo()
+            raise
         finally:
             for i in [i for i in held if i not in before]:
                 del held[i]
             held.update(before)
-        found = Recording(replay, counts[0], still, slots, gone)
+        found = Recording(replay, counted[0], still, slots, gone)
         owned = self._name(found, made, still)
         for slot in slots:
             slot.find(held)
