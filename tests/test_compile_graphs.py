@@ -17,8 +17,8 @@ from gt.ir.heap import SLOTS
 from gt.ir.instr import FORGET, FREE, Define
 from gt.ir.template import T
 from gt.worker.engine.torch import COMBINE, TorchEngine
-from gt.worker.engine.torch.direct import DirectEngine
 from gt.worker.engine.torch import graphs as module
+from gt.worker.engine.torch.direct import DirectEngine
 from gt.worker.engine.torch.graphs import Cuda, Graphs, address, plain
 from gt.worker.engine.torch.inductor import Inductor
 from gt.worker.plane.nvshmem import NvshmemPlane

@@ -100,6 +100,17 @@ def test_constants_of_torch_types():
     assert bench[2].tolist() == [1.5, 1.5]
 
 
+def test_where_it_is_is_not_known_while_it_goes_from_one_stream_to_another():
+    """The thread of the link asks, which an error would end: it may see one stream and a place of the other."""
+    bench = Bench()
+    bench.do("alias", {}, 1, 2)
+    executor = bench.executor
+    executor._code, executor._base, executor._place = [0, bench.number, None], 10, 1
+    assert executor.where() is None
+    executor._code = [0, bench.number, 5]
+    assert executor.where() == (1, 15, "alias")
+
+
 def test_a_failed_op_reports_and_leaves_a_placeholder():
     bench = Bench()
     bench.put(_1=torch.ones(2, 3), _2=torch.ones(4, 5))

@@ -141,6 +141,21 @@ def test_a_query_and_an_abort_do_not_wait_for_the_instruction_under_way(dispatch
     assert dispatcher.next(Done)[0].seq == 0
 
 
+def test_a_member_that_dies_before_they_meet_ends_a_worker(dispatcher, worker, monkeypatch):
+    """It is to share memory with that one, and would wait for it for ever."""
+    ends: list[int] = []
+    monkeypatch.setattr(loop, "_end_soon", lambda: ends.append(1))
+    dispatcher.greet()
+    dispatcher.send(Run(0, 0, [UPLOAD], [17, 4, 1, 5]))  # waits for its data, and the World behind it
+    dispatcher.send(World(2, [[n, f"w{n}", 0, "", 0, 0, str(n)] for n in range(3)], [0, 1], "id"))
+    dispatcher.send(Abort(2, "it is no member"))
+    dispatcher.send(Query(1))
+    assert dispatcher.next(Report)[0].body["done"] == -1 and not ends
+    dispatcher.send(Abort(1, "it was killed"))
+    dispatcher.thread.join(10)
+    assert worker == ["worker 1, whose memory it shares, is gone: it was killed"] and ends == [1]
+
+
 def test_several_queued_runs_are_done_with_one_message_or_few(dispatcher, worker):
     dispatcher.greet()
     dispatcher.send(Run(0, 0, [FETCH, UPLOAD], [17, 0, 1, 5]))

@@ -183,7 +183,9 @@ class Executor:
         """(place in its Run, its op's seq, its kind) of the instruction that is being carried out; by any thread."""
         code, base, at = self._code, self._base, self._place
         made = self._made.get(code[at]) if at + 1 < len(code) else None
-        return None if made is None else (at, base + code[at + 1], "compile" if self._compiling else made[0])
+        if made is None or type(code[at + 1]) is not int:  # read while the other thread goes on
+            return None
+        return (at, base + code[at + 1], "compile" if self._compiling else made[0])
 
     def stats(self, programs: Sequence[int] = ()) -> dict[str, Any]:
         """The worker's part of gt.stats(), without its name; actions of the last replay of these definitions."""

@@ -70,6 +70,7 @@ class Loop:
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None
         self._why = ""
+        self._members: frozenset[int] = frozenset()  # whose memory it shares, or will once it gets to that World
 
     def send(self, message: Message, frames: tuple = ()) -> None:
         """From any thread. A piece waits for the Done of its Run, before which no value is answered, or goes with the turn."""
@@ -91,6 +92,8 @@ class Loop:
                 if message.total > SMALL:
                     self.send(Took(message.key, message.offset + len(frames[0])))
             case Run() | Switch() | World():
+                if isinstance(message, World) and self._own(message) in message.members:
+                    self._members = frozenset(message.members)
                 self._inbox.put((message, uploads.epoch))
             case Query(request, wanted, programs):
                 stats = {"name": self.name, **self.executor.stats(programs)} if wanted else {}
@@ -100,7 +103,7 @@ class Loop:
             case Abort(index, reason):
                 log.debug("abort of worker %d: %s", index, reason)
                 self._plane.abort(index, reason)
-                if index != ALL and self._plane.bound(index):
+                if index in self._members:
                     self.lost(f"worker {index}, whose memory it shares, is gone: {reason}")
                 if index == ALL:
                     uploads.cancel(reason)
@@ -116,6 +119,9 @@ class Loop:
             case _:
                 log.warning("a worker has no use for %s", type(message).__name__)
 
+    def _own(self, world: World) -> int:
+        return next((row[0] for row in world.workers if row[1] == self.name), -1)
+
     def _at(self) -> list | None:
         """What the executing thread is at, for Query."""
         running, where = self._running, self.executor.where()
@@ -130,10 +136,8 @@ class Loop:
     def _end(self, message: Exit) -> None:
         """Fail what is waited for and stop once the executing thread gets there."""
         self._exit = message
-        if self._plane.bound(ALL):  # the executing thread may be waiting for the device, which waits for another worker
-            leaving = threading.Timer(LEAVING, os._exit, (1,))
-            leaving.daemon = True
-            leaving.start()
+        if self._members:  # the executing thread may be waiting for the device, which waits for another worker
+            _end_soon()
         self._plane.abort(ALL, message.reason)
         self.executor.uploads.cancel(message.reason)
         self._inbox.put((message, 0))
@@ -153,7 +157,7 @@ class Loop:
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
                 self._plane.world(message.workers)
-                own = next((row[0] for row in message.workers if row[1] == self.name), -1)
+                own = self._own(message)
                 if own in message.members:
                     self._plane.form(message.members, own, message.unique_id)
                 continue
@@ -241,6 +245,12 @@ def _leave(loop: Loop | None, plane: Plane | None) -> None:
         loop.link.close()
     if plane is not None:
         plane.close()
+
+
+def _end_soon() -> None:
+    leaving = threading.Timer(LEAVING, os._exit, (1,))
+    leaving.daemon = True
+    leaving.start()
 
 
 def _terminated(number: int, frame: Any) -> None:

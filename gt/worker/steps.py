@@ -39,7 +39,8 @@ class Worker:
             for name in dict.fromkeys((*sent[1], *received[1]))
         ]
         after = {key: turn for key, turn in now.turns.items() if before.turns.get(key, 0) != turn}
-        return Counted(self, now.collectives - before.collectives, moved, {key: before.turns.get(key, 0) for key in after}, after)
+        old = {key: before.turns.get(key, 0) for key in after}
+        return Counted(self, now.collectives - before.collectives, moved, old, after)
 
     def reach(self, workers: Sequence[int]) -> tuple[Moves, Any]:
         """The engine and the plane that serve between these workers: on the device, else through host memory."""

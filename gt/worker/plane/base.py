@@ -103,10 +103,6 @@ class Plane(ABC):
     def resume(self, turns: Turns) -> None:  # noqa: B027  where nothing is recorded there is nothing to do
         """These channels go on there."""
 
-    def bound(self, index: int) -> bool:
-        """Whether this process cannot go on without that worker."""
-        return False
-
     @abstractmethod
     def send(self, channel: Channel, data: Buffer) -> None:
         """Returns when data may be changed again; waits only while all slots are full. Zero bytes are a message too."""

@@ -20,7 +20,7 @@ from typing import Any
 from gt import env
 from gt.errors import ConfigError, SystemFailure
 from gt.ir.heap import LINE, ChannelRegion, TeamRegion, aligned
-from gt.worker.plane.base import ALL, Buffer, Channel, Combine, Doomed, TeamForm, Turns
+from gt.worker.plane.base import Buffer, Channel, Combine, Doomed, TeamForm, Turns
 from gt.worker.plane.collectives import parts
 from gt.worker.plane.shm import ShmPlane
 
@@ -329,7 +329,7 @@ class NvshmemPlane(ShmPlane):
         self._engine = engine
         self._library = Library() if library is None else library
         self._arena: Arena | None = None
-        self._members: tuple[int, ...] = ()  # of the world that this process is in, or about to be
+        self._members: tuple[int, ...] = ()  # of the world that this process is in
 
     def open(self, index: int = -1) -> dict[str, Any]:
         return {**super().open(index), "unique_id": self._library.unique_id()}
@@ -357,10 +357,6 @@ class NvshmemPlane(ShmPlane):
     def resume(self, turns: Turns) -> None:
         if self._arena is not None:
             self._arena.resume(turns)
-
-    def bound(self, index: int) -> bool:
-        """Whether this process cannot go on without that worker."""
-        return bool(self._members) if index == ALL else index in self._members
 
     def count_bytes(self, index: int, sent: int, received: int) -> None:
         self.count(self._peer(index), sent, received)
