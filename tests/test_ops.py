@@ -65,6 +65,15 @@ SAME: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], Any]]] = {
         X[0], lambda x: gradient(lambda x: F.nll_loss(x, torch.tensor(2, device=x.device)), split(x, 0))),
     "complex numbers of a split pair": (X[:, :2].clone(), lambda x: torch.view_as_complex(split(x, 1))),
     "an identity matrix, split": (X, lambda x: split(torch.eye(5, device=x.device), 1)),
+    "attention on heads, keys with more batch dims": (
+        IMAGE, lambda x: F.scaled_dot_product_attention(split(x[0], 0), x, x)),
+    "cat into a given tensor, split": (X, lambda x: torch.cat([x, x], out=split(torch.cat([x, x]), 1))),
+    "addmv of one element, fewer rows than workers": (
+        X, lambda x: torch.addmv(x[0, :1], split(x[:1], 0), x[1])),
+    "baddbmm of integers, summed along a split": (
+        X[None].int(), lambda x: torch.baddbmm(x, split(x[..., :1], 2), x[:, :1], beta=0.2, alpha=0.6)),
+    "baddbmm of integers, fewer batches than workers": (
+        X[None].int(), lambda x: torch.baddbmm(x, split(x[..., :7], 0), x.mT[:, :6].mT[:, :6], beta=0.2, alpha=0.6)),
     "a range, split": (X, lambda x: split(torch.arange(7, device=x.device), 0)),
 }  # fmt: skip
 
@@ -80,6 +89,20 @@ def test_it_is_torch(name: str, session: Callable) -> None:
     for got, want in zip(flat(function(x.to("remote"))), flat(function(x.clone())), strict=True):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         torch.testing.assert_close(got.detach().cpu(), want.detach(), equal_nan=True)
+
+
+def test_large_data_with_fewer_rows_than_workers_comes_from_the_host(session: Callable) -> None:
+    """A piece without elements was asked for and never sent."""
+    session("rows: {shard: {axis: 0, workers: [0, 1, 2, 3]}}\n")
+    x = torch.ones(2, 100_000)
+    with gt.signal.context("rows"):
+        assert gt.signal.move(x.to("remote")).sum().item() == x.numel()
+
+
+def test_complex_normals_have_unit_variance(one: None) -> None:
+    z = torch.randn(100, 1000, dtype=torch.complex64, device="remote").cpu()
+    assert abs(z.real.std() ** 2 - 0.5) < 0.01 and abs(z.imag.std() ** 2 - 0.5) < 0.01
+    assert abs(z.mean()) < 0.01 and abs((z.real * z.imag).mean()) < 0.01
 
 
 DRAWN: dict[str, Callable[[torch.Tensor], Any]] = {

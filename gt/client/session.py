@@ -293,7 +293,7 @@ class Session:
         if array is None:
             raise ProtocolError(f"Need.tensor is {message.tensor}, of which no host copy is kept")
         self._uploading[message.key] = (array, message.boxes)
-        if message.upto or not array.nbytes:
+        if message.upto or not any(all(start < stop for start, stop in box) for box in message.boxes):
             self._more(message.key, message.upto)
 
     def _more(self, key: int, upto: int) -> None:

@@ -48,6 +48,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=0, help="samples of each op, at most")
     parser.add_argument("--sample", nargs=2, type=int, metavar=("SEED", "N"), help="N pairs of op and dtype, drawn by seed")
     parser.add_argument("--json", type=Path, help="a file for every variant")
+    parser.add_argument("--summary", type=Path, help="a file for the counts and the rest, of which docs/ops.md is made")
     return parser.parse_args(argv)
 
 
@@ -80,10 +81,11 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     rows = run(chosen, plan)
     sys.stdout.write(f"\n{report.text(rows)}\n")
-    if args.json:
-        about = {"command": sys.argv[1:] if argv is None else argv, "torch": torch.__version__}
-        about["seconds"] = round(time.monotonic() - start)
-        args.json.write_text(json.dumps({**about, "counts": report.counts(rows), "rows": rows}, indent=0))
+    given = [a for a in (sys.argv[1:] if argv is None else argv) if not a.endswith(".json")]
+    about = {"command": given, "torch": torch.__version__, "seconds": round(time.monotonic() - start)}
+    for path, found in ((args.json, {"rows": rows}), (args.summary, report.summary(rows))):
+        if path is not None:
+            path.write_text(json.dumps({**about, **found}, indent=1) + "\n")
     return int(any(row["outcome"] == "wrong" for row in rows))
 
 

@@ -27,7 +27,7 @@ def counts(rows: Sequence[Row]) -> dict[str, Any]:
     found["entries"] = len({row["op"] for row in rows})
     found["entries_split"] = len({row["op"] for row in split})
     found["entries_without_gather"] = len({row["op"] for row in split if row["samples_without_gather"]})
-    found["entries_always_without_gather"] = len(
+    found["entries_every_sample"] = len(
         {row["op"] for row in split} - {row["op"] for row in split if row["samples_without_gather"] < row["samples_split"]}
     )
     return found
@@ -49,6 +49,19 @@ def by_reason(rows: Iterable[Row]) -> list[tuple[str, str, list[Row]]]:
         if row["outcome"] != EQUAL:
             found.setdefault((row["outcome"], general(row["reason"])), []).append(row)
     return [(*key, found[key]) for key in sorted(found, key=lambda k: (k[0] != WRONG, -len(found[k])))]
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """What docs/ops.md is made of: counts, and of what is not equal its reason, ops, dtypes, forms and workers."""
+    rest = [
+        {
+            "outcome": kind, "reason": reason, "variants": len(mine), "example": mine[0]["example"],
+            **{f"{key}s": sorted({row[key] for row in mine}) for key in ("op", "dtype", "form")},
+            "workers": sorted({row["workers"] for row in mine}),
+        }
+        for kind, reason, mine in by_reason(rows)
+    ]  # fmt: skip
+    return {"counts": counts(rows), "dtypes": sorted({row["dtype"] for row in rows}), "rest": rest}
 
 
 def text(rows: Sequence[Row], most: int = 40) -> str:

@@ -36,6 +36,11 @@ def even(extent: int, place: Shard, size: int) -> bool:
     return extent % (size * place.parts) == 0
 
 
+def a_piece_is_empty(extent: int, size: int) -> bool:
+    """Whether the last worker has nothing of a dim that is split."""
+    return -(-extent // size) * (size - 1) >= extent
+
+
 def settled(place: Place) -> Placement:
     """Where an input stays if it need not move: free ones replicate, terms are added up."""
     return R if place is None or isinstance(place, Partial) else place

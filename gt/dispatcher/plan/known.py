@@ -23,6 +23,7 @@ class Known:
     columns: tuple[Column, ...] = ()  # list arguments, if it is a list op
     overwrites: bool = False
     random: bool = False
+    given_outs: bool = False
 
     def __post_init__(self) -> None:
         op = self.template.op
@@ -31,6 +32,8 @@ class Known:
         self.overwrites = self.name in OVERWRITES
         if self.name.startswith(("_foreach_", "_fused_", "_amp_foreach")):
             self.columns = _columns(self.template)
+        kwargs = [v for _, arg in self.template.kwargs for v in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        self.given_outs = any(isinstance(v, T) and v.index in self.template.writes for v in kwargs)  # out=
         self.tensors = len(self.template.ins)
         self.values = self.template.values
         self.results = self.template.results

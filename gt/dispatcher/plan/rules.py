@@ -6,7 +6,7 @@ rule likes. A rule that returns None has no answer: the inputs are gathered and 
 
 from __future__ import annotations
 
-from gt.dispatcher.plan.base import Decision, Place, Rule, even, out_shape, settled, shape, whole
+from gt.dispatcher.plan.base import Decision, Place, Rule, a_piece_is_empty, even, out_shape, settled, shape, whole
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.plan.losses import LOSSES, PART, loss, loss_backward, nll_loss, nll_loss_backward
 from gt.dispatcher.plan.views import VIEWS, view
@@ -138,8 +138,19 @@ def matmul(known: Known, places: list[Place], size: int) -> Decision | None:
     if all(not isinstance(p, (Shard, Partial)) for p in held):
         return _mm_decision(known, first, options[-1])
     legal = [o for o in options if _fits(o, specs[first : first + 2], size)]
+    if first and _odd_where_empty(known):
+        legal = [o for o in legal if not isinstance(o[2], Partial) and not _leaves_one_empty(o[2], out_shape(known), size)]
     best = min(legal, key=lambda o: _moved(held, o, specs[first : first + 2]))
     return _mm_decision(known, first, best)
+
+
+def _leaves_one_empty(place: Placement, made: tuple[int, ...], size: int) -> bool:
+    return isinstance(place, Shard) and a_piece_is_empty(made[place.dim], size)
+
+
+def _odd_where_empty(known: Known) -> bool:
+    """Whether torch does this sum otherwise where there is nothing: scales integers by a fraction, keeps a lone element."""
+    return "float" not in known.template.ins[0].dtype or (known.name == "addmv" and shape(known, 0) == (1,))
 
 
 def _moved(held: list[Place], option: tuple, specs: tuple[Spec, ...]) -> float:
@@ -246,7 +257,10 @@ def attention(known: Known, places: list[Place], size: int) -> Decision | None:
     """Batch and head dims may be split, alike in q, k and v; a mask is split where it is not broadcast."""
     ins, outs = known.template.ins, known.template.outs
     backward = known.name == "gt.sdpa_backward"
-    rank = len(shape(known, 1 if backward else 0))
+    ranks = [len(s.shape) for s in ins[backward : backward + 3]]
+    rank = ranks[0]
+    if len(set(ranks)) > 1:  # batch dims that only some of q, k and v have
+        return whole(known)
     place = next((p for p in places if isinstance(p, Shard) and p.dim < rank - 2 and p.parts == 1), None)
     if place is None or not _alike({s.shape[place.dim] for s in ins if len(s.shape) == rank}, size):
         return Decision((R,) * known.tensors, (R,) * len(outs))
@@ -331,6 +345,6 @@ def decide(known: Known, places: list[Place], size: int) -> Decision | None:
     if rule is None and known.template.pointwise:
         rule = pointwise
     moved = [p for p in places if isinstance(p, (Shard, Partial))]
-    if rule is None or known.template.dynamic:
+    if rule is None or known.template.dynamic or (known.given_outs and rule is not pointwise):
         return whole(known) if not moved else None
     return rule(known, places, size)

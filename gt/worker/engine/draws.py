@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gt.worker.engine.philox import MASK, Words, hits, normal, poisson, uniform
+from gt.worker.engine.philox import MASK, Words, complex_normal, hits, normal, poisson, uniform
 from gt.worker.pieces import as_boxes, index
 
 DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
@@ -39,12 +39,10 @@ def _uniform(words: Words, shape: Shape, dtype: str, low: float = 0.0, high: flo
 
 
 def normals(words: Words, shape: Shape, dtype: str, mean: float = 0.0, std: float = 1.0) -> np.ndarray:
-    """In float32, or in float64 where the dtype is."""
+    """In float32, or in float64 where the dtype is; complex ones of variance std squared."""
     if std < 0:
         raise ValueError(f"normal expects std >= 0, got {std}")
-    if dtype in COMPLEX:
-        raise ValueError(f"normal values of {dtype} are not drawn")
-    z = normal(words.of(shape), double(dtype))
+    z = (complex_normal if dtype in COMPLEX else normal)(words.of(shape), double(dtype))
     if std != 1.0:
         z *= z.dtype.type(std)
     if mean != 0.0:

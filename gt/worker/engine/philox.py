@@ -7,7 +7,7 @@ from here, so all of them give the same numbers.
 from __future__ import annotations
 
 from itertools import product
-from math import pi, prod
+from math import pi, prod, sqrt
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,20 @@ def uniform(words: np.ndarray, digits: int) -> np.ndarray:
 
 def normal(words: np.ndarray, double: bool) -> np.ndarray:
     """Standard normal by Box and Muller (1958): radius from the high half of a word, angle from the low half."""
+    radius, angle = _polar(words, double)
+    np.cos(angle, out=angle)
+    radius *= angle
+    return radius.reshape(words.shape)
+
+
+def complex_normal(words: np.ndarray, double: bool) -> np.ndarray:
+    """Real and imaginary part normal with variance 1/2: both coordinates of the same point."""
+    radius, angle = _polar(words, double)
+    radius *= radius.dtype.type(sqrt(0.5))
+    return (radius * np.exp(1j * angle).astype(np.complex128 if double else np.complex64)).reshape(words.shape)
+
+
+def _polar(words: np.ndarray, double: bool) -> tuple[np.ndarray, np.ndarray]:
     kind = np.float64 if double else np.float32
     halves = np.ascontiguousarray(words).reshape(-1).view(np.uint32)
     radius, angle = halves[1::2].astype(kind), halves[0::2].astype(kind)
@@ -101,9 +115,7 @@ def normal(words: np.ndarray, double: bool) -> np.ndarray:
     radius *= kind(-2)
     np.sqrt(np.maximum(radius, 0, out=radius), out=radius)
     angle *= kind(2 * pi * 2.0**-32)
-    np.cos(angle, out=angle)
-    radius *= angle
-    return radius.reshape(words.shape)
+    return radius, angle
 
 
 def hits(words: np.ndarray, p: Any) -> np.ndarray:
