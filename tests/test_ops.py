@@ -69,7 +69,7 @@ SAME: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], Any]]] = {
         IMAGE, lambda x: F.scaled_dot_product_attention(split(x[0], 0), x, x)),
     "cat into a given tensor, split": (X, lambda x: torch.cat([x, x], out=split(torch.cat([x, x]), 1))),
     "addmv of one element, fewer rows than workers": (
-        X, lambda x: torch.addmv(x[0, :1], split(x[:1], 0), x[1])),
+        X, lambda x: [torch.addmv(b, split(x[:1], 0), x[1]) for b in (x[0, :1], x[0, 0])]),
     "baddbmm of integers, summed along a split": (
         X[None].int(), lambda x: torch.baddbmm(x, split(x[..., :1], 2), x[:, :1], beta=0.2, alpha=0.6)),
     "baddbmm of integers, fewer batches than workers": (

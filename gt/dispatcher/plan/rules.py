@@ -150,7 +150,7 @@ def _leaves_one_empty(place: Placement, made: tuple[int, ...], size: int) -> boo
 
 def _odd_where_empty(known: Known) -> bool:
     """Whether torch does this sum otherwise where there is nothing: scales integers by a fraction, keeps a lone element."""
-    return "float" not in known.template.ins[0].dtype or (known.name == "addmv" and shape(known, 0) == (1,))
+    return "float" not in known.template.ins[0].dtype or (known.name == "addmv" and shape(known, 0) in ((), (1,)))
 
 
 def _moved(held: list[Place], option: tuple, specs: tuple[Spec, ...]) -> float:
