@@ -144,7 +144,7 @@ def matmul(known: Known, places: list[Place], size: int) -> Decision | None:
     return _mm_decision(known, first, best)
 
 
-def _leaves_one_empty(place: Placement, made: tuple[int, ...], size: int) -> bool:
+def _leaves_one_empty(place: object, made: tuple[int, ...], size: int) -> bool:
     return isinstance(place, Shard) and a_piece_is_empty(made[place.dim], size)
 
 
