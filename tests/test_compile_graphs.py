@@ -269,7 +269,7 @@ def planes() -> Iterator[list[NvshmemPlane]]:
     for _ in range(2):
         made.append(NvshmemPlane(Engine(Played(), (), True), 4 << 20, Silent()))
         made[-1].open()
-        made[-1].world([[1, "w1", 1, "host", 0, 0, ""]])
+        made[-1].world([[1, "w1", 1, "host", 0, 0, "a"]])
         made[-1].form([0, 1], 0, "")
     yield made
     for plane in made:
@@ -301,6 +301,27 @@ def test_channels_go_on_where_instructions_would_have_left_them(device: Played, 
         assert planes[0].turns() == planes[1].turns() == {(1, 0, True): 5 % SLOTS}, turn
         assert planes[0].counters() == planes[1].counters(), turn
     assert device.replays == 0 if late else report(got)["graphs"] == 3
+
+
+def test_definitions_from_before_workers_share_memory_move_data_there_from_then_on(device: Played) -> None:
+    """Their other ends may be defined later, and all ends have to go one way."""
+    script = Script(inputs(5))
+    script.send(1, CHANNEL)
+    plane = NvshmemPlane(Engine(device, (), True), 4 << 20, Silent())
+    plane.open()
+    try:
+        bench = script.bench("cudagraphs", inputs(5), Engine(device, (), True), (), plane, [[1, 0, True]])
+        device.held = bench.executor.tensors
+        plane.world([[1, "w1", 1, "host", 0, 0, "a"]])
+        replay(bench)
+        assert "is on host 'host'" in bench.sent.pop()[0].message  # through host memory, where nobody is
+        plane.form([0, 1], 0, "")
+        bench.executor.formed()
+        replay(bench)
+        bench.executor.run([100, 0, 1], 0)
+        assert not bench.sent and plane.turns() == {(1, 0, True): 2}
+    finally:
+        plane.close()
 
 
 def test_memory_that_inputs_are_copied_into_ends_with_its_programs(device: Played) -> None:

@@ -16,7 +16,7 @@ from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
 from gt.ir.spec import Spec, contiguous
 from gt.wire.messages import Trouble
 from gt.worker import exchange, local
-from gt.worker.compiled import Plan
+from gt.worker.compiled import MOVES, Plan
 from gt.worker.engine.base import Engine
 from gt.worker.outgoing import Outgoing
 from gt.worker.pieces import as_boxes
@@ -43,6 +43,18 @@ class Unrecorded(Exception):
     """An instruction failed while it was recorded, before anything was done."""
 
 
+class Anew:
+    """A step that may be bound anew."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def __call__(self, code: list, at: int) -> None:
+        self.step(code, at)
+
+
 class Executor:
     """One worker's tensors and definitions; `run` is called by one thread, `stats` by any."""
 
@@ -60,6 +72,7 @@ class Executor:
         self._made: dict[int, tuple[str, list[Blank], Define | None]] = {}
         self._plans: dict[int, Plan] = {}  # by definition of a program, what of it is compiled
         self._directs: set[int] = set()  # definitions that move data by the device alone
+        self._anew: dict[int, Anew] = {}  # and what may come to do so
         self._compiling = self._strict = False
         self._stamps: dict[int, list[Stamp]] = {}  # by definition of a program, actions of its last replay
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
@@ -77,10 +90,24 @@ class Executor:
                     step = BIND[define.kind](self.worker, define.payload)
                     if self._direct(define):
                         self._directs.add(define.number)
+                    elif define.kind in MOVES and self._engine.direct is not None:
+                        step = self._anew[define.number] = Anew(step)
             except Exception as error:
                 step = _failing(error)
             self._steps[define.number] = (step, 2 + define.operands)
             self._made[define.number] = (define.kind, made, define if define.kind != "program" else None)
+
+    def formed(self) -> None:
+        """The plane reaches more: from here on all ends move data that way, by definitions from before and programs too."""
+        for number, step in self._anew.items():
+            define = self._made[number][2]
+            assert define is not None, "a program moves nothing itself"
+            try:
+                if self._direct(define):
+                    step.step = BIND[define.kind](self.worker, define.payload)
+                    self._directs.add(number)
+            except Exception as error:
+                step.step = _failing(error)
 
     def _program(self, define: Define) -> Step:
         fold, prepare = _unfolded, _nothing
@@ -231,7 +258,7 @@ class Executor:
             for number in [i for i in self.tensors if code[first] <= i < code[first + 1]]:
                 del self.tensors[number]
             return last
-        for table in (self._steps, self._made, self._plans) if code[at] == FORGET else (self.tensors,):
+        for table in (self._steps, self._made, self._plans, self._anew) if code[at] == FORGET else (self.tensors,):
             for number in code[first:last]:
                 table.pop(number, None)
         if code[at] == FORGET:

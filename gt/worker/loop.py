@@ -160,6 +160,7 @@ class Loop:
                 own = self._own(message)
                 if own in message.members:
                     self._plane.form(message.members, own, message.unique_id)
+                    self.executor.formed()
                 continue
             assert isinstance(message, Run)
             self._running = message.seq
