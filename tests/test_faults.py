@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gt.dispatcher.cluster import Cluster
 from gt.dispatcher.events import PeerLost, Tick
 from gt.errors import WorkerStuck
 from gt.wire.link import hello
@@ -221,6 +222,21 @@ def test_devices_that_shared_memory_do_so_again_once_all_are_back():
     assert not formed(b"new a"), "one is not back yet"
     joins(b"new b", "w1", "id 4")
     assert formed(b"new a") == formed(b"new b") == [([0, 1], "id 3")]
+
+
+def test_devices_of_several_hosts_share_memory_within_one():
+    """The others' cannot be mapped, and who tried would end."""
+    cluster = Cluster()
+    for n, host in enumerate(["a", "b", "b", "a", "b"]):
+        cluster.add(b"%d" % n, {"name": f"w{n}", "host": host, "unique_id": f"id {n}"})
+    assert cluster.form() == [1, 2, 4]
+    for n in (1, 2, 4):
+        cluster.workers[n].lost = "killed"
+    cluster.add(b"new", {"name": "w1", "host": "b", "unique_id": "id 5"})
+    assert not cluster.form(again=True)
+    for n in (2, 4):
+        cluster.add(b"new", {"name": f"w{n}", "host": "b", "unique_id": f"id {n + 4}"})
+    assert cluster.form(again=True) == [1, 2, 4]
 
 
 def test_a_batch_that_waited_for_a_lost_worker_is_acknowledged_also_when_that_comes_back():

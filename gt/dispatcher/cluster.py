@@ -159,13 +159,17 @@ class Cluster:
         return {"peer": peer, "offset": offset, "bytes": slot, "slots": SLOTS}
 
     def form(self, again: bool = False) -> list[int]:
-        """Workers whose devices are to share memory from here on: all that can, unless some do already.
+        """Workers whose devices are to share memory from here on: all of one host that can, unless some do already.
 
         again: only once all are back that did so before.
         """
         if any(not self.workers[i].lost and self.workers[i].lives == lives for i, lives in self.formed.items()):
             return []
-        able = [w.index for w in self.workers if not w.lost and w.info.get("unique_id")]
+        hosts: dict[str, list[int]] = {}
+        for worker in self.workers:
+            if not worker.lost and worker.info.get("unique_id"):
+                hosts.setdefault(worker.info.get("host", ""), []).append(worker.index)
+        able = max(hosts.values(), key=lambda some: (set(self.formed) <= set(some), len(some)), default=[])
         if len(able) < 2 or (again and not set(self.formed) <= set(able)):
             return []
         self.formed = {i: self.workers[i].lives for i in able}
