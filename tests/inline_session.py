@@ -100,6 +100,8 @@ class InlineSession:
                 return CONSTANTS[a.kind](a.value)
             return [fill(x) for x in a] if isinstance(a, (list, tuple)) else a
 
+        if packet == "view_as_real":
+            ins = [t.resolve_conj() for t in ins]
         args, kwargs = fill(template.args), {k: fill(v) for k, v in template.kwargs}
         if any(a.name == "generator" for a in func._schema.arguments) and "generator" not in kwargs:
             seed = hash(tuple(values[-2:])) & 0xFFFFFFFF

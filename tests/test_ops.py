@@ -45,6 +45,14 @@ def evaluated(x: torch.Tensor) -> tuple:
     return (*torch.native_batch_norm(x, *rest), *torch._native_batch_norm_legit(x, *rest))
 
 
+def conjugated(x: torch.Tensor) -> tuple:
+    z = torch.complex(x, x + 1)
+    turned = z.conj()
+    turned[0] = 1 + 2j
+    turned.mH.mul_(2j)
+    return z, turned, turned.real, turned.imag, torch.view_as_real(z), z @ turned.mT
+
+
 X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1))
 SAME: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], Any]]] = {
@@ -63,6 +71,7 @@ SAME: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], Any]]] = {
     "loss of one row": (X[0], lambda x: F.nll_loss(split(x, 0), torch.tensor(2, device=x.device))),
     "gradient of the loss of one row": (
         X[0], lambda x: gradient(lambda x: F.nll_loss(x, torch.tensor(2, device=x.device)), split(x, 0))),
+    "writes through a conjugate": (X, lambda x: conjugated(split(x, 0))),
     "complex numbers of a split pair": (X[:, :2].clone(), lambda x: torch.view_as_complex(split(x, 1))),
     "an identity matrix, split": (X, lambda x: split(torch.eye(5, device=x.device), 1)),
     "attention on heads, keys with more batch dims": (

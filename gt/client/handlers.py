@@ -65,7 +65,7 @@ def view_in_place(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
 
 
 def instead(func: Any) -> Callable:
-    """Another op of the same arguments: no tensor here has a conjugate or negative bit, so those views are copies."""
+    """Another op of the same arguments: no tensor here has a negative bit, so that view is a copy."""
 
     def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
         return call(info_of(func), args, kwargs)
@@ -132,7 +132,6 @@ _ROWS: dict[str, Callable] = {
     "aten._local_scalar_dense.default": hostops.local_scalar,
     "aten.equal.default": hostops.equal,
     "aten.allclose.default": hostops.allclose,
-    "aten._conj.default": instead(aten._conj_physical.default),
     "aten._neg_view.default": instead(aten.neg.default),
     "aten.empty.memory_format": hostops.new_empty,
     "aten.empty_strided.default": hostops.new_empty,

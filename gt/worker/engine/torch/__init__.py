@@ -241,10 +241,16 @@ def _embedding_bag(op: Callable) -> Callable:
     return call
 
 
-# Ops whose lesser results have other shapes on the CPU than elsewhere -> the op with those that the client infers
+def _as_real(op: Callable) -> Callable:
+    """The client knows of no conjugate bit, which torch has resolved first."""
+    return lambda x: op(x.resolve_conj())
+
+
+# Ops that differ from what the client infers (lesser results of other shapes on the CPU, conjugate bits) -> as it does
 ALIKE: dict[str, Callable[[Callable], Callable]] = {
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),
+    "view_as_real": _as_real,
 }
 
 
