@@ -219,6 +219,35 @@ def test_actions_are_stamped_by_the_device(device: Played) -> None:
                 assert all(end == start + 1 for _, start, end in found) and found[0][1] == device.clock - 3
 
 
+def test_what_cannot_be_copied_out_is_no_value_that_is_written_over(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    got, _ = benches(device, 3)
+    replay(got, 2)
+    left = [i for i in got.executor.tensors if i > 1000]
+
+    def full(new: list, old: list) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch, "_foreach_copy_", full)
+    replay(got)
+    assert "no room" in got.sent[0][0].message
+    assert not [i for i in left if i in got.executor.tensors and address(got.executor.tensors[i]) in device.pool]
+
+
+def test_inputs_that_come_to_share_memory_still_do_in_a_replay(device: Played) -> None:
+    script = Script({1: torch.ones(4, 4), 2: torch.ones(4, 4)})
+    script.op("aten.add_.Tensor", [T(0), T(1)], [1, 2])
+    script.op("aten.mul_.Tensor", [T(0), T(1)], [2, 1])
+    got, want = script.bench("cudagraphs", {}, Engine(device)), script.bench("eager", {})
+    device.held = got.executor.tensors
+    for turn in range(8):
+        for bench in (got, want):
+            a = torch.full((4, 4), 1.0 + turn)
+            bench.executor.tensors.update({1: a, 2: a if turn == 6 else torch.full((4, 4), 2.0)})
+            replay(bench)
+        device.scramble()
+        same(got, want)
+
+
 def test_where_the_device_refuses_instructions_do_it_and_the_reason_is_told(device: Played) -> None:
     device.fail = True
     got, want = benches(device, 3)

@@ -295,6 +295,8 @@ class Run:
             raise Moved(moved)
         for slot in found.slots:
             slot.find(held)
+        if len({slot.source.data_ptr() for slot in found.slots if slot.source is not None}) < len(found.slots):
+            raise Moved({i for slot in found.slots for i in slot.looks})  # into one memory: they have to have one slot
         self._launch(found)
         found.counted.again()
         held.update(found.views)
@@ -390,24 +392,35 @@ class Ending:
         self._whole, self._last = whole, last
 
     def __call__(self, code: list, at: int) -> None:
-        whole = self._whole
-        held, device = whole.held, whole.device.device
+        whole, held = self._whole, self._whole.held
         groups: dict[int, list[int]] = {}
         for i in self._last:
             tensor = held.get(i)
             if tensor is not None and address(tensor) in whole.pool:
                 groups.setdefault(address(tensor), []).append(i)
+        try:
+            held.update(self._copied(groups))
+        except Exception:  # in the pool the next replay would write over it
+            for members in groups.values():
+                for i in members:
+                    del held[i]
+            raise
+
+    def _copied(self, groups: dict[int, list[int]]) -> Held:
+        held, device = self._whole.held, self._whole.device.device
         copies: dict[torch.dtype, tuple[list, list]] = {torch.int64: ([], []), torch.uint8: ([], [])}
+        found: Held = {}
         for members in groups.values():
             storage = held[members[0]].untyped_storage()
             memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
             dtype = torch.uint8 if storage.nbytes() % 8 else torch.int64
             copies[dtype][0].append(memory.view(dtype))
             copies[dtype][1].append(plain(storage, device).view(dtype))
-            held.update({i: shown(memory, look(held[i])) for i in members})
+            found.update({i: shown(memory, look(held[i])) for i in members})
         for new, old in copies.values():
             if new:
                 torch._foreach_copy_(new, old)
+        return found
 
 
 def address(tensor: torch.Tensor) -> int:
