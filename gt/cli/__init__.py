@@ -31,9 +31,9 @@ def server(args: list[str]) -> int:
 
 
 def worker(args: list[str]) -> int:
-    from gt.worker.__main__ import main
+    from gt.worker.__main__ import leave, main
 
-    return main(args)
+    leave(main(args))
 
 
 def plan(args: list[str]) -> int:

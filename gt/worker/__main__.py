@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from gt import env
 from gt.worker.engine.base import ENGINES
@@ -36,9 +39,17 @@ def main(argv: list[str] | None = None) -> int:
     return 130 if why == "interrupted" else int(bool(why))
 
 
+def leave(code: int) -> NoReturn:
+    """End this process at once: what NVSHMEM does at exit needs the other workers, which may be gone."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
 def _joined(name: str) -> None:
     sys.stderr.write(f"gt.worker: connected as {name}\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -9,10 +9,8 @@ processes have to end.
 
 from __future__ import annotations
 
-import atexit
 import base64
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +57,6 @@ class Library:
         device.set_current()
         self._core.init(device=device, uid=name, rank=rank, nranks=count, initializer_method="uid")
         self._buffer = self._core.buffer(nbytes)
-        atexit.register(os._exit, 0)  # giving it back is collective, and others may be gone
         return int(self._buffer.handle)
 
     def barrier(self) -> None:
