@@ -1,6 +1,7 @@
 """Writes the pages of docs/ that are made from the code: `python -m tools.docs` (or `make docs`).
 
-protocol.md is gt/wire/messages.py and gt/ir/instr.py, environment.md is gt/env.py. A test holds that the pages are these.
+protocol.md is gt/wire/messages.py and gt/ir/instr.py, environment.md is gt/env.py, ops.md is a run of tests.conformance. A
+test holds that the pages are these.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from gt import env
 from gt.ir import instr
 from gt.wire import link, messages
+from tools import ops_page
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "<!-- made by `python -m tools.docs`; edit {source}, then run that -->\n"
@@ -143,7 +145,11 @@ def comment(lines: list[str], first: int, last: int) -> str:
     return " ".join([*(line.lstrip("# ") for line in above), behind]).strip()
 
 
-PAGES = {"protocol.md": protocol, "environment.md": environment}
+def ops() -> str:
+    return MADE.format(source="benchmarks/results/conformance*.json by runs of tests.conformance") + ops_page.page(table)
+
+
+PAGES = {"protocol.md": protocol, "environment.md": environment, "ops.md": ops}
 
 
 def main() -> None:

@@ -81,8 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     rows = run(chosen, plan)
     sys.stdout.write(f"\n{report.text(rows)}\n")
-    given = [a for a in (sys.argv[1:] if argv is None else argv) if not a.endswith(".json")]
-    about = {"command": given, "torch": torch.__version__, "seconds": round(time.monotonic() - start)}
+    asked = {name: value for name, value in vars(args).items() if value and not isinstance(value, Path)}
+    about = {"asked": asked, "torch": torch.__version__, "seconds": round(time.monotonic() - start)}
     for path, found in ((args.json, {"rows": rows}), (args.summary, report.summary(rows))):
         if path is not None:
             path.write_text(json.dumps({**about, **found}, indent=1) + "\n")
