@@ -55,9 +55,9 @@ def test_large_values_that_end_are_freed_before_the_next_is_made(recording):
     with planned("", 1) as plan:
 
         def chain() -> torch.Tensor:
-            x = torch.zeros(1 << 18, device="remote")
+            x = torch.zeros(1 << 22, device="remote")
             for _ in range(20):
-                x = torch.split(x + 1, 1 << 17)[0].repeat(2)
+                x = torch.split(x + 1, 1 << 21)[0].repeat(2)
             return x.sum()
 
         (gt.compile(chain) if recording else chain)()

@@ -10,7 +10,7 @@ from gt.ir.spec import DIMS, Spec
 _table: dict[tuple, Meta] = {}
 
 
-LARGE = 1 << 20  # bytes
+LARGE = 16 << 20  # bytes: what makes it takes longer than to say that others have ended
 
 
 class Meta:

@@ -49,6 +49,8 @@ MOST = 8  # programs of one function
 PATIENCE = 4  # recorded calls in a row that came to nothing; then a function runs eagerly for a while
 RESTS = 64  # calls of the longest while
 _numbers, _slots = itertools.count(1), itertools.count(1)
+_PLAIN = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # types that are leaves
+_trees: dict[int, TreeSpec] = {}  # of so many
 aten = torch.ops.aten
 
 
@@ -133,6 +135,16 @@ class Program:
         return tree_unflatten(leaves, self.tree)
 
 
+def _flat(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
+    """tree_flatten((args, kwargs)), at less cost where it is a few tensors and numbers."""
+    if kwargs or not _PLAIN.issuperset(map(type, args)):
+        return tree_flatten((args, kwargs))
+    count = len(args)
+    if count not in _trees:
+        _trees[count] = tree_flatten((args, {}))[1]
+    return list(args), _trees[count]
+
+
 @dataclass(slots=True)
 class _Result:
     """A tensor that the program makes or fills anew each time."""
@@ -168,7 +180,7 @@ class Compiled:
         recorder = runtime.current()
         if recorder.tape is not None:  # within another's recording: part of that
             return self.fn(*args, **kwargs)
-        leaves, tree = tree_flatten((args, kwargs))
+        leaves, tree = _flat(args, kwargs)
         key = (tree, *map(key_of, leaves), *modes())
         found = ""
         for n, program in enumerate(self._programs):
