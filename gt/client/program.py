@@ -52,6 +52,7 @@ _numbers, _slots = itertools.count(1), itertools.count(1)
 _PLAIN = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # types that are leaves
 _trees: dict[int, TreeSpec] = {}  # of so many
 aten = torch.ops.aten
+_COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
 
 
 def compile(fn: Callable | None = None, *, schedule: str | None = None, backend: str | None = None) -> Any:
@@ -110,10 +111,10 @@ class Program:
         return self.guard.broken()
 
     def replay(self, leaves: list) -> Any:
-        recorder = self.recorder
-        copy = info_of(aten.copy_.default)
+        recorder, copy = self.recorder, _COPY
         for k, target in self.inputs.items():
-            hostops.copy(copy, (target, leaves[k]), {})
+            source = leaves[k]
+            call(copy, (target, source if type(source) is RemoteTensor else hostops.upload(source)))
         for leaf, _, read, _ in self.grads:
             if read is not None and leaf.grad is not read:  # another program's, or the user's
                 call(copy, (read, leaf.grad))
@@ -130,9 +131,8 @@ class Program:
 
     def take(self) -> Any:
         """The results, copied out of the program's own tensors."""
-        clone = info_of(aten.clone.default)
-        leaves = [call(clone, (r.tensor,)) if isinstance(r, _Result) else r for r in self.results]
-        return tree_unflatten(leaves, self.tree)
+        leaves = [call(_CLONE, (r.tensor,)) if type(r) is _Result else r for r in self.results]
+        return leaves[0] if self.tree.is_leaf() else tree_unflatten(leaves, self.tree)
 
 
 def _flat(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
