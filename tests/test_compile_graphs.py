@@ -19,8 +19,9 @@ from gt.ir.template import T
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch import graphs as module
 from gt.worker.engine.torch.direct import DirectEngine
-from gt.worker.engine.torch.graphs import Cuda, Graphs, address, plain
+from gt.worker.engine.torch.graphs import Cuda, Graphs
 from gt.worker.engine.torch.inductor import Inductor
+from gt.worker.engine.torch.slots import address, plain
 from gt.worker.plane.nvshmem import NvshmemPlane
 
 CPU = torch.device("cpu")

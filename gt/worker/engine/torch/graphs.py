@@ -21,14 +21,12 @@ from gt.ir.ops import RANDOM
 from gt.worker.engine.base import Each, Recorder, Strictly
 from gt.worker.engine.torch import attention
 from gt.worker.engine.torch.inductor import UNFIT, Inductor, op
+from gt.worker.engine.torch.slots import Held, Look, Moved, Slot, address, look, lying, plain, shown, stands
 from gt.worker.segments import Row
 from gt.worker.steps import Counted
 
 TRIES = 4  # recordings of a program, since what it reads may come to lie elsewhere
 SAID = 200  # characters of a reason
-
-Held = dict[int, torch.Tensor]
-Look = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # dtype, shape, strides, offset
 
 
 class Device(Protocol):
@@ -132,42 +130,6 @@ class Graphs:
         return memory
 
 
-class Moved(Exception):
-    """What a recording reads lies elsewhere."""
-
-    def __init__(self, ids: set[int]) -> None:
-        self.ids = ids
-
-
-@dataclass(slots=True)
-class Slot:
-    """Memory that is copied in before a replay and back after it, and tensors that lie in it."""
-
-    memory: torch.Tensor
-    looks: dict[int, Look]
-    source: torch.Tensor | None = None  # the bytes that it stands for, during a replay
-
-    def find(self, held: Held) -> None:
-        """Its tensors as they lie now. Moved if that is not how they lay."""
-        storages = {}
-        for i, known in self.looks.items():
-            tensor = held.get(i)
-            if tensor is None or look(tensor) != known:
-                raise Moved(set(self.looks))
-            storages[address(tensor)] = tensor.untyped_storage()
-        if len(storages) != 1 or next(iter(storages.values())).nbytes() != self.memory.numel():
-            raise Moved(set(self.looks))
-        self.source = plain(next(iter(storages.values())), self.memory.device)
-
-    def fill(self) -> None:
-        assert self.source is not None
-        self.memory.copy_(self.source)
-
-    def back(self) -> None:
-        assert self.source is not None
-        self.source.copy_(self.memory)
-
-
 @dataclass(slots=True)
 class Recording:
     """What replays a run, and what its names stand for then."""
@@ -185,7 +147,7 @@ class Recording:
         """What it reads that is no longer where it was."""
         still = self.still
         others = [i for i, tensor in still.items() if held.get(i) is not tensor]
-        found = {i for i in others if not _stands(held.get(i), still[i])}
+        found = {i for i in others if not stands(held.get(i), still[i])}
         if not found:
             still.update((i, held[i]) for i in others)
         return found
@@ -241,7 +203,7 @@ class Replays:
     def stand_in(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         """A name for the same that does not keep memory of the pool."""
         known = self.named.get(i)
-        return known if known is not None and _stands(tensor, known) else tensor
+        return known if known is not None and stands(tensor, known) else tensor
 
     def ending(self, last: set[int]) -> Ending:
         """The last step of a program that leaves these ids behind."""
@@ -381,7 +343,7 @@ class Run:
                 storage = tensor.untyped_storage()
                 if where not in storages:
                     storages[where] = torch._C._construct_storage_from_data_pointer(where, tensor.device, storage.nbytes())
-                found.pooled[i] = _of(storages[where], look(tensor))
+                found.pooled[i] = lying(storages[where], look(tensor))
         return owned
 
 
@@ -421,35 +383,6 @@ class Ending:
             if new:
                 torch._foreach_copy_(new, old)
         return found
-
-
-def address(tensor: torch.Tensor) -> int:
-    """Of the memory that it lies in, 0 for none."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def look(tensor: torch.Tensor) -> Look:
-    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-
-
-def plain(storage: Any, device: torch.device) -> torch.Tensor:
-    """All the bytes of a memory."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def shown(memory: torch.Tensor, seen: Look) -> torch.Tensor:
-    """A tensor in a memory."""
-    return _of(memory.untyped_storage(), seen)
-
-
-def _of(storage: Any, seen: Look) -> torch.Tensor:
-    dtype, shape, stride, offset = seen
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
-
-
-def _stands(tensor: torch.Tensor | None, known: torch.Tensor) -> bool:
-    """Whether it lies exactly where the known one does."""
-    return tensor is not None and address(tensor) == address(known) and look(tensor) == look(known)
 
 
 def _issues(payload: dict[str, Any]) -> bool:
