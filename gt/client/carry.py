@@ -67,9 +67,11 @@ def key_of(leaf: Any) -> Any:
 def modes() -> tuple:
     device = Shown.device.type
     cast = torch.is_autocast_enabled(device) if device != "lazy" else False
+    # A default device is a mode on this stack: to look at that costs a fiftieth of asking for the device
+    default = torch.get_default_device() if torch._C._len_torch_function_stack() else None
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, torch.get_autocast_dtype(device) if cast else None,
-        torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(), default, torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"), torch.is_anomaly_enabled(), torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(), stack.names[-1],
     )  # fmt: skip
