@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
     from gt.dispatcher.tensors import Storage, Tensor
 
-LONGEST = 1 << 17  # numbers of one definition of a program; a longer one is several
+LONGEST = 1 << 19  # numbers of one definition of a program; a longer one is several
 MOST = 64  # programs of one session
 MOST_ROWS = 1 << 22  # instructions that are kept for a session, in programs and while one is recorded
 MOST_SLOTS = 4096
