@@ -15,8 +15,9 @@ import torch
 from gt.ir.heap import SLOTS, channel_bytes, channel_class, sizes, team_bytes
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch.direct import DirectEngine
+from gt.worker.plane import nccl
+from gt.worker.plane.arena import DIRECT, Arena
 from gt.worker.plane.base import Doomed
-from gt.worker.plane.nvshmem import DIRECT, Arena
 
 BYTES = 4 << 20
 TEAM = 2 << 20  # offset of the first team
@@ -77,7 +78,47 @@ class Plane:
         there[1] += received
 
 
-def together(count: int, run: Callable[[int, Arena], Any], seed: int = 0) -> list[Any]:
+class Ring:
+    """What plane.nccl.Nccl offers, for all members. A communicator is (who meets there, rank)."""
+
+    def __init__(self) -> None:
+        self.lock, self.made, self.calls = threading.Lock(), {}, []
+        self.ids = itertools.count(1)
+
+    def unique_id(self) -> bytes:
+        return next(self.ids).to_bytes(nccl.ID_BYTES, "little")
+
+    def join(self, unique_id: bytes, rank: int, count: int) -> Any:
+        with self.lock:
+            comm = self.made.setdefault(unique_id, (threading.Barrier(count), [b""] * count))
+        comm[0].wait(20)
+        return (*comm, rank)
+
+    def _all(self, comm: Any, data: int, nbytes: int) -> list[torch.Tensor]:
+        meeting, brought, rank = comm
+        brought[rank] = ctypes.string_at(data, nbytes)
+        meeting.wait(20)
+        found = [torch.frombuffer(bytearray(part), dtype=torch.float32) for part in brought]
+        meeting.wait(20)
+        return found
+
+    def all_reduce(self, comm: Any, data: int, nbytes: int, combine: Any, stream: int) -> None:
+        self._put(data, total(self._all(comm, data, nbytes)), ("all_reduce", nbytes))
+
+    def all_gather(self, comm: Any, data: int, out: int, nbytes: int, stream: int) -> None:
+        self._put(out, torch.cat(self._all(comm, data, nbytes)), ("all_gather", nbytes))
+
+    def reduce_scatter(self, comm: Any, data: int, out: int, nbytes: int, combine: Any, stream: int) -> None:
+        size, rank = len(comm[1]), comm[2]
+        parts = [part.view(size, -1)[rank] for part in self._all(comm, data, nbytes * size)]
+        self._put(out, total(parts), ("reduce_scatter", nbytes))
+
+    def _put(self, target: int, values: torch.Tensor, call: tuple[str, int]) -> None:
+        self.calls.append(call)
+        ctypes.memmove(target, values.contiguous().data_ptr(), values.nbytes)
+
+
+def together(count: int, run: Callable[[int, Arena], Any], seed: int = 0, ring: Any = None) -> list[Any]:
     """What `run(rank, arena)` gives for each member, all at once."""
     world, found, errors = World(count), [None] * count, []
     engine = DirectEngine(TorchEngine("cpu"), COMBINE)
@@ -85,7 +126,7 @@ def together(count: int, run: Callable[[int, Arena], Any], seed: int = 0) -> lis
     def member(rank: int) -> None:
         library = Library(world, rank, random.Random(seed * 100 + rank))
         try:
-            arena = Arena(Plane(), library, engine, range(count), rank, world.bases[rank], BYTES)
+            arena = Arena(Plane(), library, engine, range(count), rank, world.bases[rank], BYTES, ring)
             found[rank] = run(rank, arena)
         except BaseException as error:
             errors.append(error)
@@ -213,6 +254,47 @@ def test_a_large_all_reduce_goes_by_shares() -> None:
 
     for found in together(3, run):
         assert all(torch.equal(out, total([data(r, size, n) for r in range(3)])) for n, out in enumerate(found))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_large_collectives_are_nccls(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their size alone, which all members know; uneven parts and reductions that it lacks are not. Both kinds in turn."""
+    monkeypatch.setattr(nccl, "FROM", {1: 1 << 12})
+    ring = Ring()
+    norms = DirectEngine(TorchEngine("cpu"), COMBINE).combine("norm2", "float32")
+
+    def run(rank: int, arena: Arena) -> list[Any]:
+        form, found = team(range(count), rank, 64 << 10), []
+        for number, size in enumerate((16, 4096, 240, 1024)):
+            reduced, normed = data(rank, size, number), data(rank, size, number).abs()
+            arena.all_reduce(form, flat(reduced), COMBINED)
+            arena.all_reduce(form, flat(normed), norms)
+            lined, apart = torch.empty(count, size), [torch.empty(size) for _ in range(count)]
+            for outs in (list(lined), apart):
+                arena.all_gather(form, flat(data(rank, size, number)), [flat(out) for out in outs])
+            uneven = [torch.empty(size + r) for r in range(count)]
+            arena.all_gather(form, flat(data(rank, size + rank, number)), [flat(out) for out in uneven])
+            sections = [data(rank, size, number + 50 + r) for r in range(count)]
+            parts = [torch.empty(size), torch.empty(size)]
+            for given, part in zip((sections, list(torch.stack(sections))), parts, strict=True):
+                arena.reduce_scatter(form, [flat(section) for section in given], flat(part), COMBINED)
+            found.append((reduced, normed, list(lined), apart, uneven, parts))
+        return found
+
+    for rank, found in enumerate(together(count, run, count, ring)):
+        for number, (size, got) in enumerate(zip((16, 4096, 240, 1024), found, strict=True)):
+            reduced, normed, lined, apart, uneven, parts = got
+            mine = [data(r, size, number) for r in range(count)]
+            assert torch.equal(reduced, total(mine))
+            torch.testing.assert_close(normed, torch.stack(mine).norm(dim=0))
+            for outs in (lined, apart):
+                assert all(map(torch.equal, outs, mine))
+            assert all(torch.equal(out, data(r, size + r, number)) for r, out in enumerate(uneven))
+            for part in parts:
+                assert torch.equal(part, total([data(r, size, number + 50 + rank) for r in range(count)]))
+    assert len(ring.made) == 1  # one communicator a team
+    least = min(nbytes for name, nbytes in ring.calls if name == "all_reduce")
+    assert least >= 1 << 12 and {name for name, _ in ring.calls} == {"all_reduce", "all_gather", "reduce_scatter"}
 
 
 def test_teams_and_channels_do_not_disturb_one_another() -> None:

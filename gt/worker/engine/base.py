@@ -137,6 +137,12 @@ class Direct(Moves, Protocol):
     def stream(self) -> int:
         """What work is issued to, as the device's library names it."""
 
+    def write(self, view: Tensor, data: bytes) -> None:
+        """Bytes of the host into a view of the same size."""
+
+    def read(self, view: Tensor) -> bytes:
+        """A view's bytes; waits for what was issued."""
+
     def finish(self) -> None:
         """Wait for all that was issued."""
 

@@ -21,6 +21,19 @@ class Raw:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
+class Combination:
+    """A reduction of bytes, and its name for who can do it otherwise."""
+
+    __slots__ = ("_dtype", "_reduce", "kind", "op")
+
+    def __init__(self, op: str, kind: str, reduce: Callable) -> None:
+        self.op, self.kind, self._dtype, self._reduce = op, kind, DTYPE[kind], reduce
+
+    def __call__(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        if dst.numel():
+            self._reduce(dst.view(self._dtype), src.view(self._dtype))
+
+
 class DirectEngine:
     """Engine.direct of a TorchEngine. A view is a flat uint8 tensor."""
 
@@ -43,14 +56,8 @@ class DirectEngine:
         plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # view(-1) keeps an odd stride of one element
 
-    def combine(self, op: str, dtype: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        kind, reduce = DTYPE[dtype], self._combines[op]
-
-        def run(dst: torch.Tensor, src: torch.Tensor) -> None:
-            if dst.numel():
-                reduce(dst.view(kind), src.view(kind))
-
-        return run
+    def combine(self, op: str, dtype: str) -> Combination:
+        return Combination(op, dtype, self._combines[op])
 
     # ---- what a plane asks
 
@@ -67,6 +74,12 @@ class DirectEngine:
 
     def stream(self) -> int:
         return 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
+
+    def write(self, view: torch.Tensor, data: bytes) -> None:
+        view.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def read(self, view: torch.Tensor) -> bytes:
+        return view.cpu().numpy().tobytes()
 
     def finish(self) -> None:
         if self.device.type != "cpu":
