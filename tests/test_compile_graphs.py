@@ -17,9 +17,10 @@ from gt.ir.heap import SLOTS
 from gt.ir.instr import FORGET, FREE, Define
 from gt.ir.template import T
 from gt.worker.engine.torch import COMBINE, TorchEngine
-from gt.worker.engine.torch import graphs as module
+from gt.worker.engine.torch import cuda as module
+from gt.worker.engine.torch.cuda import Cuda
 from gt.worker.engine.torch.direct import DirectEngine
-from gt.worker.engine.torch.graphs import Cuda, Graphs
+from gt.worker.engine.torch.graphs import Graphs
 from gt.worker.engine.torch.inductor import Inductor
 from gt.worker.engine.torch.slots import address, plain
 from gt.worker.plane.nvshmem import NvshmemPlane
@@ -80,6 +81,12 @@ class Played:
             _become(held, now)
 
         return again
+
+    def aside(self, run: Callable[[], None]) -> None:
+        run()
+
+    def join(self) -> None:
+        pass
 
     def mark(self) -> list[int] | None:
         """A list whose number is when a replay was last there."""

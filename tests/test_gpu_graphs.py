@@ -12,7 +12,8 @@ from test_compile_graphs import REFUSED, Plainly
 
 import gt
 from gt.worker.engine.torch import TorchEngine
-from gt.worker.engine.torch.graphs import Cuda, Graphs
+from gt.worker.engine.torch.cuda import Cuda
+from gt.worker.engine.torch.graphs import Graphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

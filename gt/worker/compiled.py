@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any
 
 from gt.ir.instr import FREE
+from gt.worker.beside import beside
 from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit, Recorder, Replays, Strictly
 from gt.worker.lives import Definition, lives, taken
 from gt.worker.segments import Known, Row, Wired, cut, known, runs, wire
+from gt.worker.steps import Step
 
 TRIES = 3  # times that a segment is compiled, since what it is given may come to lie otherwise
 SAID = 300  # characters of a reason
@@ -173,19 +175,28 @@ class Plan:
             return
         found: list[Row] = [(first, whole.begin)]
         moving: set[int] = set()  # what other rows make
+        marks: set[Step] = set()
         if named:  # a mark goes with the row after it
-            rows = [row for name, part in parts for row in [(part[0][0], whole.mark(name)), *part]]
-            rows.append((rows[-1][0], whole.mark("")))
+            rows = []
+            for name, part in (*parts, ("", [])):
+                marks.add(mark := whole.mark(name))
+                rows += [((part or rows[-1:])[0][0], mark), *part]
+        alive = lives(code, definition)
+
+        def inside(row: Row) -> Sequence[Row]:
+            return () if row[1] in marks else self._inside.get(row[0], [row])
+
         for fits, some in runs(rows, code, partial(_recorded, recorder, direct, definition, code, drawn)):
-            reads, makes = taken([at for row in some for at, _ in self._inside.get(row[0], [row])], code, definition)
+            reads, makes = taken([at for row in some for at, _ in inside(row)], code, definition)
             if fits:
+                some = beside(some, code, definition, alive, direct, inside, whole)
                 moving -= makes
                 place = next((at for at, _ in some if code[at] != FREE), first)
                 found.append((place, whole.run(some, reads, moving & set(reads))))
             else:
                 moving |= makes
                 found += some
-        found.append((first, whole.ending(lives(code, definition).last)))
+        found.append((first, whole.ending(alive.last)))
         parts[:] = [("", found)]
 
     def stamps(self) -> list[tuple[str, float, float]]:

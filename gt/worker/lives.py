@@ -12,35 +12,38 @@ Definition = Callable[[int], Define | None]
 
 @dataclass(slots=True)
 class Lives:
-    """made: ids that it makes, or has name something else. last: of these, those whose memory is named when it is over."""
+    """made: ids that it makes, or has name something else. last: of these, those whose memory is named when it is over.
+    base: what an id shared memory with; `root` is the same for all that did.
+    """
 
     made: set[int] = field(default_factory=set)
     last: set[int] = field(default_factory=set)
+    base: dict[int, int] = field(default_factory=dict)
+
+    def root(self, tensor: int) -> int:
+        base = self.base
+        while base.setdefault(tensor, tensor) != tensor:
+            tensor = base[tensor]
+        return tensor
 
 
 def lives(code: Sequence, definition: Definition) -> Lives:
     """Of a whole program. Ids that ever shared memory are taken to share it."""
     found, at = Lives(), 0
     alive: set[int] = set()
-    base: dict[int, int] = {}
-
-    def root(tensor: int) -> int:
-        while base.setdefault(tensor, tensor) != tensor:
-            tensor = base[tensor]
-        return tensor
-
+    root = found.root
     while at < len(code):
         if code[at] == FREE:
             end = at + 3 + code[at + 2]
             alive.difference_update(code[at + 3 : end])
             at = end
             continue
-        define, operands = _instruction(code, at, definition)
+        define, operands = instruction(code, at, definition)
         for tensor, source in made(define, operands):
             found.made.add(tensor)
             alive.add(tensor)
             if source is not None:
-                base[root(tensor)] = root(source)
+                found.base[root(tensor)] = root(source)
         at += 2 + define.operands
     roots = {root(tensor) for tensor in alive}
     found.last = {tensor for tensor in found.made if root(tensor) in roots}
@@ -54,7 +57,7 @@ def taken(places: Sequence[int], code: Sequence, definition: Definition) -> tupl
     for at in places:
         if code[at] == FREE:
             continue
-        define, operands = _instruction(code, at, definition)
+        define, operands = instruction(code, at, definition)
         reads.update(dict.fromkeys(i for i in read(define, operands) if i not in makes))
         makes.update(i for i, _ in made(define, operands))
     return list(reads), makes
@@ -65,6 +68,19 @@ def read(define: Define, operands: Sequence) -> list[int]:
     if define.kind == "op":
         return list(operands[: define.payload["tensors"]])
     return [i for name, i in zip(KINDS[define.kind][0], operands, strict=True) if name in ("src", "tensor")]
+
+
+def changed(define: Define, operands: Sequence) -> list[int]:
+    """Ids whose memory an instruction may change: of an op, all that it is given if its name says that it changes something."""
+    if define.kind == "all_reduce":
+        return [operands[0]]
+    if define.kind != "op":
+        return []
+    payload = define.payload
+    name, overload = payload["op"].split(".")[1:]
+    if not (name.endswith("_") or name.startswith(("_fused_", "_foreach_")) or "batch_norm" in name or "out" in overload):
+        return [operands[out[2]] for out in payload["outs"] if out[0] == "same"]
+    return list(operands[: payload["tensors"]])
 
 
 def made(define: Define, operands: Sequence) -> list[tuple[int, int | None]]:
@@ -79,7 +95,8 @@ def made(define: Define, operands: Sequence) -> list[tuple[int, int | None]]:
     return [(i, operands[out[2]] if out[0] == "view" else None) for i, out in zip(operands[first:], outs, strict=True)]
 
 
-def _instruction(code: Sequence, at: int, definition: Definition) -> tuple[Define, Sequence]:
+def instruction(code: Sequence, at: int, definition: Definition) -> tuple[Define, Sequence]:
+    """One that is not FREE, and its operands."""
     define = definition(code[at])
     assert define is not None, "a program names what has been defined"
     return define, code[at + 2 : at + 2 + define.operands]

@@ -49,6 +49,12 @@ class Replays(Protocol):
     def ending(self, last: set[int]) -> Step:
         """The last step of a replay that leaves these ids behind."""
 
+    def aside(self, step: Step, ids: Sequence[int]) -> Step:
+        """A transfer as a step of a run, that other work may pass; what these ids stand for stays until `join`."""
+
+    def join(self, code: list, at: int) -> None:
+        """A step of a run: what follows waits for transfers before it."""
+
     def mark(self, name: str) -> Step:
         """A step where an action begins, "" for what is none."""
 

@@ -21,8 +21,9 @@ from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
 from gt.worker.engine.calls import function
 from gt.worker.engine.torch import attention, norms, random
 from gt.worker.engine.torch.calls import DTYPE, NAME, UNLESS, checked, conform
+from gt.worker.engine.torch.cuda import Cuda
 from gt.worker.engine.torch.direct import direct
-from gt.worker.engine.torch.graphs import Cuda, Graphs
+from gt.worker.engine.torch.graphs import Graphs
 from gt.worker.engine.torch.inductor import Inductor
 
 # They change the metadata of their operand, which may go by other ids too: they get a tensor object of their own.

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,84 +18,14 @@ import torch
 from gt.ir.ops import RANDOM
 from gt.worker.engine.base import Each, Recorder, Strictly
 from gt.worker.engine.torch import attention
+from gt.worker.engine.torch.cuda import Device
 from gt.worker.engine.torch.inductor import UNFIT, Inductor, op
 from gt.worker.engine.torch.slots import Held, Look, Moved, Slot, address, look, lying, plain, shown, stands
 from gt.worker.segments import Row
-from gt.worker.steps import Counted
+from gt.worker.steps import Counted, Step
 
 TRIES = 4  # recordings of a program, since what it reads may come to lie elsewhere
 SAID = 200  # characters of a reason
-
-
-class Device(Protocol):
-    """What records: `Cuda`."""
-
-    device: torch.device
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Have `run` issue its work, which is not done yet; what does that work on the same memory."""
-
-    def mark(self) -> Any:
-        """Within `run`: a place in what it issues. None outside."""
-
-    def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """When the device was last there, in seconds of the monotonic clock; [] while it is not through. By any thread."""
-
-
-class Cuda:
-    """A GPU. Recordings share a pool of memory and the stream that they are made on."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-        self._clock = torch.cuda.Stream(device)
-        self._keeper: Callable[[], None] | None = None
-        self._recording = False
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        if self._keeper is None:  # a pool ends with the last graph that uses it, and may not begin again
-            self._keeper = self._record(lambda: torch.zeros(1, device=self.device))
-        return self._record(run)
-
-    def _record(self, run: Callable[[], Any]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        here = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            self._recording = True
-            try:
-                run()
-            except BaseException:
-                with suppress(Exception):  # that nothing came of it says less than why
-                    graph.capture_end()
-                raise
-            else:
-                graph.capture_end()
-            finally:
-                self._recording = False
-        here.wait_stream(self._stream)
-        return graph.replay
-
-    def mark(self) -> Any:
-        if not self._recording:
-            return None
-        event = torch.cuda.Event(enable_timing=True, external=True)
-        event.record(self._stream)
-        return event
-
-    def seconds(self, marks: Sequence[Any]) -> list[float]:
-        if not all(mark.query() for mark in marks):
-            return []
-        now = torch.cuda.Event(enable_timing=True)
-        now.record(self._clock)
-        now.synchronize()
-        clock = monotonic()
-        try:
-            return [clock - mark.elapsed_time(now) / 1e3 for mark in marks]
-        except RuntimeError:  # another replay has begun meanwhile, or what was just recorded has not
-            return []
 
 
 class Graphs:
@@ -165,11 +93,23 @@ class Replays:
         self.passes = 0
         self.named: Held = {}  # what was made in the pool when it was recorded, by names that do not keep it
         self.pool: set[int] = set()  # where that lies
+        self._kept: list[Any] = []  # tensors that transfers put aside work on
 
     def run(self, rows: list[Row], reads: list[int], moving: set[int]) -> Run:
         """Rows as one. moving: of what they read, what lies elsewhere each time."""
         self.runs.append(Run(self, rows, reads, set(moving)))
         return self.runs[-1]
+
+    def aside(self, step: Step, ids: Sequence[int]) -> Step:
+        def run(code: list, at: int) -> None:
+            self._kept += [self.held.get(i) for i in ids]  # or what is made meanwhile could be given its memory
+            self.device.aside(lambda: step(code, at))
+
+        return run
+
+    def join(self, code: list, at: int) -> None:
+        self.device.join()
+        self._kept.clear()
 
     def mark(self, name: str) -> Callable[[list, int], None]:
         """A step where an action begins, "" for what is none."""
@@ -193,6 +133,7 @@ class Replays:
     def begin(self, code: list, at: int) -> None:
         """The first step of the program."""
         self.recording, self.again = self.again, False
+        self._kept.clear()
         if self.recording:
             self.passes += 1
             self.named.clear()

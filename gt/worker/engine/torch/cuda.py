@@ -1,0 +1,100 @@
+"""A GPU that records what it is given to do: CUDA graphs in one pool of memory, with a stream beside for transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import monotonic
+from typing import Any, Protocol
+
+import torch
+
+
+class Device(Protocol):
+    """What records: `Cuda`."""
+
+    device: torch.device
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Have `run` issue its work, which is not done yet; what does that work on the same memory."""
+
+    def aside(self, run: Callable[[], None]) -> None:
+        """Within a recording: what `run` issues begins after what was issued so far, and what is issued later may pass it."""
+
+    def join(self) -> None:
+        """What is issued from now on begins after all that was put aside."""
+
+    def mark(self) -> Any:
+        """Within `run`: a place in what it issues. None outside."""
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """When the device was last there, in seconds of the monotonic clock; [] while it is not through. By any thread."""
+
+
+class Cuda:
+    """A GPU. Recordings share a pool of memory and the stream that they are made on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._side = torch.cuda.Stream(device)
+        self._clock = torch.cuda.Stream(device)
+        self._keeper: Callable[[], None] | None = None
+        self._recording = False
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        if self._keeper is None:  # a pool ends with the last graph that uses it, and may not begin again
+            self._keeper = self._record(lambda: torch.zeros(1, device=self.device))
+        return self._record(run)
+
+    def _record(self, run: Callable[[], Any]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._recording = True
+            try:
+                run()
+            except BaseException:
+                with suppress(Exception):  # that nothing came of it says less than why
+                    graph.capture_end()
+                raise
+            else:
+                graph.capture_end()
+            finally:
+                self._recording = False
+        here.wait_stream(self._stream)
+        return graph.replay
+
+    def aside(self, run: Callable[[], None]) -> None:
+        if not self._recording:
+            run()
+            return
+        self._side.wait_stream(self._stream)
+        with torch.cuda.stream(self._side):
+            run()
+
+    def join(self) -> None:
+        if self._recording:
+            self._stream.wait_stream(self._side)
+
+    def mark(self) -> Any:
+        if not self._recording:
+            return None
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record(self._stream)
+        return event
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        if not all(mark.query() for mark in marks):
+            return []
+        now = torch.cuda.Event(enable_timing=True)
+        now.record(self._clock)
+        now.synchronize()
+        clock = monotonic()
+        try:
+            return [clock - mark.elapsed_time(now) / 1e3 for mark in marks]
+        except RuntimeError:  # another replay has begun meanwhile, or what was just recorded has not
+            return []

@@ -1,0 +1,162 @@
+"""Transfers beside what is computed: nothing touches what they work on before it has waited, and nothing waits without need."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from gt.ir.instr import FREE, Define
+from gt.worker.beside import ASIDE, beside
+from gt.worker.lives import lives
+from gt.worker.segments import Row
+
+TEAM = {"id": 0, "workers": [0, 1], "rank": 0, "offset": 0, "bytes": 64}
+DTYPE = {"shape": [1], "dtype": "float32"}
+
+
+def op(number: int, name: str, tensors: int, outs: list) -> Define:
+    payload = {"op": name, "args": [], "kwargs": {}, "tensors": tensors, "values": 0, "outs": outs, "random": None}
+    return Define(number, "op", payload)
+
+
+DEFINES = {
+    define.number: define
+    for define in (
+        op(10, "aten.add.Tensor", 2, [["new", None, 0]]),
+        op(11, "aten.add_.Tensor", 2, [["same", None, 0]]),
+        op(12, "aten.t.default", 1, [["view", None, 0]]),
+        op(13, "aten._foreach_add_.List", 3, []),
+        Define(20, "send", {"channel": {}, "boxes": []}),
+        Define(21, "all_reduce", {"team": TEAM, "op": "sum"}),
+        Define(22, "all_gather", {"team": TEAM, "boxes": [], **DTYPE}),
+        Define(23, "reduce_scatter", {"team": TEAM, "op": "sum", "boxes": [], **DTYPE}),
+        Define(24, "all_reduce", {"team": TEAM, "op": "sum"}),  # by the host
+        Define(30, "recv", {"parts": [], **DTYPE}),
+        Define(31, "alias", {}),
+    )
+}
+DIRECT = {20, 21, 22, 23, 30}
+
+
+class Other:
+    """A stream that remembers what was put there."""
+
+    def __init__(self) -> None:
+        self.joins = 0
+
+    def aside(self, step: Any, ids: Any) -> Any:
+        return ("aside", step, tuple(ids))
+
+    def join(self, code: list, at: int) -> None:
+        raise AssertionError("nothing is carried out here")
+
+
+def program(rng: random.Random, length: int) -> tuple[list, list[Row]]:
+    """A stream, its rows."""
+    code: list = []
+    rows: list[Row] = []
+    alive, fresh = list(range(4)), 100
+
+    def take(count: int) -> list[int]:
+        return [rng.choice(alive) for _ in range(count)]
+
+    for _ in range(length):
+        at = len(code)
+        if len(alive) > 6 and rng.random() < 0.3:
+            gone = alive.pop(rng.randrange(len(alive)))
+            code += [FREE, 0, 1, gone]
+        else:
+            define = rng.choice(list(DEFINES.values()))
+            if define.kind == "op":
+                made = [out for out in define.payload["outs"] if out[0] in ("new", "view")]
+                operands, makes = take(define.payload["tensors"]), len(made)
+            else:
+                operands, makes = take(0 if define.kind == "recv" else 1), define.kind not in ("send", "all_reduce")
+            outs = list(range(fresh, fresh + makes))
+            fresh += makes
+            alive += outs
+            code += [define.number, 0, *operands, *outs]
+        rows.append((at, f"step {at}"))  # type: ignore[arg-type]  # never called
+    return code, rows
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_touches_what_is_under_way_waits(seed: int) -> None:
+    rng = random.Random(seed)
+    code, rows = program(rng, 60)
+    segments: dict[int, list[Row]] = {}
+    folded: list[Row] = []
+    while len(folded) + sum(len(part) - 1 for part in segments.values()) < len(rows):  # some rows stand for several
+        n = len(folded) + sum(len(part) - 1 for part in segments.values())
+        count = rng.choice((1, 1, 3))
+        part = [row for row in rows[n : n + count] if code[row[0]] == FREE or DEFINES[code[row[0]]].kind in ("op", "alias")]
+        if count > 1 and part == rows[n : n + count]:
+            segments[rows[n][0]] = part
+        folded.append(rows[n])
+    marks = {f"mark {n}" for n in range(3)}
+    for mark in sorted(marks):
+        at = rng.randrange(len(folded))
+        folded.insert(at, (folded[at][0], mark))  # type: ignore[arg-type]
+    alive, other = lives(code, DEFINES.get), Other()
+
+    def inside(row: Row) -> list[Row]:
+        return [] if row[1] in marks else segments.get(row[0], [row])
+
+    found = beside(folded, code, DEFINES.get, alive, DIRECT, inside, other)
+    assert [row[1][1] if type(row[1]) is tuple else row[1] for row in found if row[1] != other.join] == [s for _, s in folded]
+    shared = _memory(code, rows)
+    reads: set[int] = set()
+    writes: set[int] = set()
+    for n, (at, step) in enumerate(found):
+        if step == other.join:
+            assert reads or writes
+            after = {i for row in found[n + 1 : n + 2] for i in _ids(inside(row), code)}
+            assert not found[n + 1 :] or all(row[1] in marks for row in found[n + 1 :]) or after & (reads | writes)
+            reads, writes = set(), set()
+        elif type(step) is tuple:
+            define = DEFINES[code[at]]
+            assert define.kind in ASIDE and define.number in DIRECT
+            first = shared[code[at + 2]]
+            (writes if define.kind == "all_reduce" else reads).update(first)
+            writes.update(i for tensor in code[at + 3 : at + 2 + define.operands] for i in shared[tensor])
+            assert set(step[2]) == set(code[at + 2 : at + 2 + define.operands])
+        elif step not in marks:
+            for place, _ in inside((at, step)):
+                if code[place] == FREE:
+                    continue
+                define = DEFINES[code[place]]
+                assert define.number not in DIRECT - {30}
+                operands = code[place + 2 : place + 2 + define.operands]
+                assert not writes.intersection(operands)
+                changed = operands[:1] if define.number in (11, 24) else operands if define.number == 13 else []
+                assert not reads.intersection(changed)
+    assert not reads and not writes  # whatever ends the recording has waited
+
+
+def _ids(rows: list[Row], code: list) -> set[int]:
+    """All that rows name, and all that shares memory with it."""
+    shared = _memory(code, [(at, None) for at, _ in rows])  # type: ignore[list-item]
+    return {i for group in shared.values() for i in group} | set(shared)
+
+
+def _memory(code: list, rows: list[Row]) -> dict[int, set[int]]:
+    """Ids with which each shares memory, itself among them."""
+    groups: dict[int, set[int]] = {}
+    at = 0
+    while at < len(code):
+        if code[at] == FREE:
+            at += 3 + code[at + 2]
+            continue
+        define = DEFINES[code[at]]
+        operands = code[at + 2 : at + 2 + define.operands]
+        for tensor in operands:
+            groups.setdefault(tensor, {tensor})
+        if define.number in (12, 31):
+            both = groups[operands[0]] | groups[operands[1]]
+            for tensor in both:
+                groups[tensor] = both
+        at += 2 + define.operands
+    named = {t for at, _ in rows if code[at] != FREE for t in code[at + 2 : at + 2 + DEFINES[code[at]].operands]}
+    return {tensor: groups[tensor] for tensor in named}
