@@ -221,15 +221,21 @@ def planning(workers: int = 0, config: str | None = None) -> Iterator[Callable[[
         path = next(p for p in (config, given, env.get("GT_CONFIG")) if p is not None)
         device_.register()
         found.append(Dry(_read(path), path, workers or wanted or _named(path) or 1))
-        found[-1].living = lambda: list(marks.weights(called or marks.names()))
+        found[-1].living = lambda: list(marks.weights(look()))
         runtime.connect(found[-1], _read(path), path)
+
+    def look() -> dict[int, str]:
+        """Names of weights, learnt with their rules while the modules live."""
+        if not called:
+            called.update(marks.names())
+            found[-1].rules = marks.rules()
+        return called
 
     def stepped(optimizer: torch.optim.Optimizer) -> None:
         recorder = runtime.Live.recorder
         if recorder is None or recorder.session not in found:
             return
-        if not called:
-            called.update(marks.names())
+        look()
         recorder.flush()
         recorder.session.stepped(list(marks.rows(optimizer, called)))
 

@@ -7,7 +7,7 @@ import torch
 
 import gt
 from gt.config.load import check_workers, load
-from gt.config.match import match, unmatched
+from gt.config.match import assign, match, unmatched
 from gt.config.schema import Rule
 from gt.errors import ConfigError
 from tests.planned import planned
@@ -105,6 +105,9 @@ MISTAKES = [
     ("gt: {modules: {x: a}}", r"gt modules 'x' \(f.yaml:1\): no group 'a'"),
     ("a: {workers: [0]}\ngt: {modules: {x: {group: a, parts: 0}}}", r"parts is 0, want a whole number of at least 1"),
     ("a: {workers: [0]}\ngt: {modules: {x: {parts: 2}}}", r"the rule has no group"),
+    ("a: {workers: [0]}\ngt:\n  modules:\n    x: [a, b]\n", r"gt modules 'x' \(f.yaml:4\): no group 'b'"),
+    ("a: {workers: [0]}\ngt: {modules: {x: []}}", r"the list of groups is empty"),
+    ("a: {workers: [0]}\ngt: {modules: {x: _colpar}}", r"no group ends in _colpar"),
     ("3: {workers: [0]}", r"f.yaml:1: the config has the key '3', want a name"),
     ("- a\n- b\n", r"f.yaml:1: the config is a list, want a mapping"),
     ("a: {workers: [0, 1}\n", r"f.yaml:1: not YAML: "),
@@ -160,6 +163,33 @@ def test_of_equal_patterns_the_later_wins_and_unused_ones_are_found() -> None:
     assert found is not None and found.group == "third"
     assert [rule.pattern for rule in unmatched(RULES, ["lm_head"])] == [rule.pattern for rule in RULES[1:]]
     assert match((), "x") is None
+
+
+STAGED = """
+s0: {workers: [0, 1]}
+s0_colpar: {workers: [0, 1]}
+s1: {workers: [2, 3]}
+s1_colpar: {workers: [2, 3]}
+gt:
+  modules:
+    net: s0
+    "net.h.*": [s0, s1]
+    "*.up": {group: _colpar, parts: 2}
+    "*.skip": s0
+"""
+
+
+def test_a_list_of_groups_cuts_modules_into_runs_and_a_suffix_is_of_the_stage_around() -> None:
+    layers = [name for n in range(5) for name in (f"net.h.{n}", f"net.h.{n}.mlp", f"net.h.{n}.mlp.up", f"net.h.{n}.skip")]
+    placed = assign(load(STAGED).modules, ["net", "net.up", "net.h", *layers, "head"])
+    assert [placed[f"net.h.{n}"].group for n in range(5)] == ["s0", "s0", "s0", "s1", "s1"]
+    assert [placed[f"net.h.{n}.mlp.up"].group for n in range(5)] == ["s0_colpar"] * 3 + ["s1_colpar"] * 2
+    assert {placed[f"net.h.{n}.skip"].group for n in range(5)} == {"s0"} and placed["net.h.4.mlp"].group == "s1"
+    assert placed["net.up"] == Rule("*.up", "s0_colpar", 2, 10) and "head" not in placed and "net.h" not in placed
+    with pytest.raises(ConfigError, match=r"modules 'net.h.\*': 1 modules for 2 stages"):
+        assign(load(STAGED).modules, ["net", "net.h.0", "net.h.0.up"])
+    with pytest.raises(ConfigError, match=r"head.up is in no stage whose _colpar it could be in; give 'head' a stage"):
+        assign(load(STAGED).modules, ["head", "head.up"])
 
 
 @pytest.mark.parametrize("compiled, backend, want", [(0, None, "eager"), (1, None, "inductor"), (1, "eager", "eager")])

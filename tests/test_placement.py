@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gt.client.placement import apply, balance, costs, partition
+from gt.client.placement import apply, balance, costs, governing, partition
+from gt.config.schema import Rule
 from gt.errors import ConfigError
 
 
@@ -60,6 +61,30 @@ def test_apply_enters_each_modules_group() -> None:
     run(m)
     assert spy.entered == ["front", "front_colpar", "front", "front_colpar", "back", "front_colpar"]
     assert placed["h.0.0.c_attn"].parts == 3 and placed["h.2"].group == "back" and "h" not in placed
+
+
+def test_a_list_of_groups_is_cut_and_a_suffix_follows_the_stage() -> None:
+    m, spy = model(), Spy()
+    placed = apply(m, {"h.*": ["front", "back"], "*.c_attn": {"group": "_colpar", "parts": 3}}, spy)
+    run(m)
+    front, back = (["s", "s", "s_colpar", "s"] for _ in range(2))
+    assert spy.entered == [g.replace("s", "front", 1) for g in front * 2] + [g.replace("s", "back", 1) for g in back]
+    assert placed["h.2.0.c_attn"] == Rule("*.c_attn", "back_colpar", 3)
+    with pytest.raises(ConfigError, match="3 modules for 4 stages"):
+        apply(m, {"h.*": list("abcd")}, spy)
+    with pytest.raises(ConfigError, match="is in no stage"):
+        apply(m, {"*.c_attn": "_colpar"}, spy)
+
+
+def test_each_parameter_has_the_rule_of_the_nearest_module() -> None:
+    m = model()
+    assert governing(m) == {}
+    apply(m, {"h.[01]": "front", "*.c_attn": "front_colpar"}, Spy())
+    groups = {name: rule.group if rule else None for name, rule in governing(m).items()}
+    assert groups == {
+        f"h.{n}.0.{linear}.{what}": "front_colpar" if linear == "c_attn" else "front" if n < 2 else None
+        for n in range(3) for linear in ("c_attn", "c_proj") for what in ("weight", "bias")
+    }  # fmt: skip
 
 
 def test_a_group_is_left_when_forward_raises() -> None:

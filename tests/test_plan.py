@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,36 @@ def test_a_better_cut_is_proposed_with_what_it_gains(two: str) -> None:
     assert pipe["balance"]["share"][0] > 0.65 and max(better["share"]) < 0.62 and 0.1 < better["gain"] < 0.25
     even = gt.plan(lopsided, 8192, 8192, (2, 2), config=two).body["pipeline"]["balance"]
     assert max(even["share"]) < 0.6
+
+
+def placed(rules: dict) -> None:
+    names = ["front", "up", "down", "head"]
+    model = torch.nn.Sequential(OrderedDict((name, torch.nn.Linear(8, 8)) for name in names)).to("remote")
+    gt.signal.apply(model, rules)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, device="remote")).sum().backward()
+        optimizer.step()
+
+
+def test_each_parameter_is_shown_with_its_rule_and_those_without_are_named() -> None:
+    """In the lines of the weights, which stay plan notation, and as data."""
+    rules = {"front": "pp_stage0", "u*": {"group": "pp_stage0_colpar", "parts": 2}, "down": "pp_stage0_rowpar"}
+    made = gt.plan(placed, rules, config=str(CONFIGS / "tp2.yaml"))
+    by_name = {row["name"]: row for row in made.body["weights"]}
+    assert by_name["up.bias"]["rule"] == {"pattern": "u*", "group": "pp_stage0_colpar", "parts": 2}
+    assert by_name["head.bias"]["rule"] is None and made.body["unplaced"] == ["head.weight", "head.bias"]
+    text = str(made)
+    assert "256 B down.weight by down in pp_stage0_rowpar\n" in text and "up.bias by u* in pp_stage0_colpar, 2 in one\n" in text
+    assert "# no rule for head.weight, head.bias\n" in text and " by " not in str(parse(by_name["head.bias"]["plan"]))
+    assert all(str(parse(line)) == line for line in text.splitlines() if not line.startswith("#"))
+    assert json.loads(made.json()) == made.body
+
+
+def test_a_model_without_rules_is_not_told_of_them() -> None:
+    made = gt.plan(placed, {}, config=str(CONFIGS / "tp2.yaml"))
+    assert made.body["unplaced"] == [] and "no rule" not in str(made) and " by " not in str(made)
 
 
 def test_a_gather_and_a_large_whole_weight_are_warned_of(tmp_path: Path) -> None:

@@ -138,3 +138,50 @@ def test_no_worker_is_sent_the_whole_of_a_tensor_that_is_split():
             plan.layout(remote(4, 512) @ w)
         asked = [need.boxes for need in plan.needs]
         assert asked == [[[[0, 512], [0, 256]]], [[[0, 512], [256, 512]]]], plan.text()
+
+
+def test_keys_are_put_after_an_empty_cache_where_they_are():
+    """An operand of the shape [0] is left out by torch whatever the rank of the others."""
+    with planned(STAGE, 2) as plan:
+        with gt.signal.context("stage_colpar"):
+            keys = (remote(B, C) @ weight(C, C)).view(B, 1, H, 2).transpose(1, 2)
+            cache = torch.cat([torch.tensor([], device="remote"), keys], -2)
+            along = torch.cat([torch.tensor([], device="remote"), keys], 1)
+        assert plan.layout(cache) == "[S(1)] on 0,1", plan.text()
+        assert plan.layout(along) == "[R] on 0,1", plan.text()
+
+
+def test_a_pad_along_another_dim_keeps_the_split():
+    with planned(ALONE, 2) as plan:
+        with gt.signal.context("stage"):
+            x = remote(B, C)
+            made = F.pad(x, (0, 1)), F.pad(x, (0, 0, 1, 0)), F.pad(x, (1, 2, 0, 0))
+        assert [plan.layout(t) for t in made] == ["[S(0)] on 0,1", "[R] on 0,1", "[S(0)] on 0,1"], plan.text()
+
+
+def test_what_is_counted_or_is_one_row_is_whole_and_data_is_split():
+    """Positions and a mask that is broadcast are read by every worker; rows of a batch are not."""
+    with planned(ALONE, 2) as plan:
+        with gt.signal.context("stage"):
+            counted = torch.arange(C, device="remote") + 1
+            mask, rows = remote(1, C) + 1, remote(B, C) + 1
+            y = rows + mask + counted
+        assert [plan.layout(t) for t in (counted, mask, rows, y)] == ["[R] on 0,1"] * 2 + ["[S(0)] on 0,1"] * 2, plan.text()
+        assert not plan.count("all_gather"), plan.text()
+
+
+def test_a_placed_models_buffers_are_whole_as_its_parameters_are():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(C))
+
+        def forward(self, x):
+            return x * self.scale
+
+    with planned(ALONE, 2) as plan:
+        m = nn.Sequential(Scaled(), Scaled()).to("remote")
+        gt.signal.apply(m, {"0": "stage"})
+        y = m[0](remote(B, C))
+        assert plan.layout(m[0].scale) == "[R] on 0,1" and plan.layout(y) == "[S(0)] on 0,1", plan.text()
+        assert not plan.count("all_gather"), plan.text()

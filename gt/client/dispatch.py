@@ -178,6 +178,14 @@ def settle(tensor: RemoteTensor, ref: Ref | Alias) -> None:
         ref.pending = 0
 
 
+def announce(buffer: RemoteTensor) -> None:
+    """A module's buffer is laid out as a parameter is, whole on each worker, where data is split as it enters a group."""
+    if not buffer._ref.home:
+        check(buffer)
+        Live.recorder.code.extend((PARAM, buffer._ref.id))  # type: ignore[union-attr]
+        buffer._ref.home = -1
+
+
 def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, row: list) -> Any:
     """The calls that are not one new tensor or one in-place target."""
     if entry.mode == RESIZE:

@@ -9,21 +9,35 @@ from contextlib import contextmanager
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gt.client.placement import governing
 from gt.client.tensor import RemoteTensor
+from gt.config.schema import Rule
 
 Row = tuple[int, str, str]  # id, kind, name
 
 
 def names() -> dict[int, str]:
     """Name of every parameter of a living module, by identity, as the outermost module calls it."""
+    found: dict[int, str] = {}
+    for module in outermost():
+        for name, parameter in module.named_parameters():
+            found.setdefault(id(parameter), name)
+    return found
+
+
+def rules() -> dict[str, Rule | None]:
+    """The rule of every parameter of living modules that gt.signal.apply has placed, by that name."""
+    found: dict[str, Rule | None] = {}
+    for module in outermost():
+        found.update(governing(module))
+    return found
+
+
+def outermost() -> list[torch.nn.Module]:
+    """Living modules that no other has."""
     modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
-    found: dict[int, str] = {}
-    for module in modules:
-        if id(module) not in inner:
-            for name, parameter in module.named_parameters():
-                found.setdefault(id(parameter), name)
-    return found
+    return [module for module in modules if id(module) not in inner]
 
 
 def rows(optimizer: torch.optim.Optimizer, called: dict[int, str]) -> Iterator[Row]:

@@ -14,24 +14,26 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from gt.config.match import match, unmatched
+from gt.config.match import assign, unmatched
 from gt.config.schema import Rule
 from gt.errors import ConfigError
 
 Context = Callable[[str, int], Any]  # gt.signal.context, or what stands for it in tests
+Group = str | Sequence[str]  # its name, a suffix, or one group for each run of the modules
 _PLACED = "_gt_placement"  # where a module keeps what apply put on it
 
 
 def apply(
     model: nn.Module,
-    rules: Mapping[str, str | Mapping[str, Any]] | Iterable[Rule],
+    rules: Mapping[str, Group | Mapping[str, Any]] | Iterable[Rule],
     context: Context | None = None,
 ) -> dict[str, Rule]:
     """Runs the forward of every module whose name matches a pattern in that pattern's signal group.
 
     rules: {pattern: group} or {pattern: {"group": ..., "parts": ...}} (a weight that fuses q, k and v has 3 parts), or
-    a config's rules; the most specific pattern wins (gt.config.match). Calling it again replaces what it did. Returns
-    the rule that each placed module got. ConfigError where a pattern matches no module.
+    a config's rules; the most specific pattern wins (gt.config.match). A group may be a suffix, `_colpar`: that group of
+    the stage around the module; a list of groups: the modules are cut into as many runs. Calling it again replaces what
+    it did. Returns the rule that each placed module got. ConfigError where a pattern matches no module.
     """
     listed = read(rules)
     names = [name for name, _ in model.named_modules() if name]
@@ -43,30 +45,42 @@ def apply(
         from gt.client.signal import context as entered
 
         context = entered
-    placed: dict[str, Rule] = {}
+    placed = assign(listed, names)
     for name, module in model.named_modules():
         unplace(module)
-        rule = match(listed, name) if name else None
-        if rule is not None:
-            module.__dict__[_PLACED] = Placement(module, rule, context)
-            placed[name] = rule
+        if name in placed:
+            module.__dict__[_PLACED] = Placement(module, placed[name], context)
     return placed
 
 
-def read(rules: Mapping[str, str | Mapping[str, Any]] | Iterable[Rule]) -> list[Rule]:
+def read(rules: Mapping[str, Group | Mapping[str, Any]] | Iterable[Rule]) -> list[Rule]:
     """Rules in the form of a config's, from what a user writes."""
     if not isinstance(rules, Mapping):
         return list(rules)
     listed = []
     for pattern, value in rules.items():
-        if isinstance(value, str):
-            listed.append(Rule(pattern, value))
-        elif isinstance(value, Mapping) and set(value) <= {"group", "parts"} and isinstance(value.get("group"), str):
-            listed.append(Rule(pattern, value["group"], int(value.get("parts", 1))))
+        whole: Mapping[str, Any] = value if isinstance(value, Mapping) else {"group": value}
+        group, parts = whole.get("group"), int(whole.get("parts", 1))
+        if isinstance(group, str) and set(whole) <= {"group", "parts"}:
+            listed.append(Rule(pattern, group, parts))
+        elif isinstance(group, (list, tuple)) and group and all(isinstance(g, str) for g in group):
+            listed.append(Rule(pattern, "", parts, stages=tuple(group)))
         else:
-            want = "want a group's name or {'group': ..., 'parts': ...}"
+            want = "want a group's name, a list of them, or {'group': ..., 'parts': ...}"
             raise ConfigError(f"rule for {pattern!r} is {value!r}, {want}")
     return listed
+
+
+def governing(model: nn.Module) -> dict[str, Rule | None]:
+    """By parameter the rule that its module runs in: its own, or that of the nearest module around it. {} if none is placed."""
+    found: dict[str, Rule | None] = {}
+    inner: dict[str, Rule | None] = {}
+    for name, module in model.named_modules():
+        placement = module.__dict__.get(_PLACED)
+        inner[name] = placement.rule if placement is not None else inner.get(name.rpartition(".")[0])
+        for own, _ in module.named_parameters(name, recurse=False):
+            found[own] = inner[name]
+    return found if any(rule is not None for rule in inner.values()) else {}
 
 
 class Placement:
@@ -75,12 +89,15 @@ class Placement:
     def __init__(self, module: nn.Module, rule: Rule, context: Context) -> None:
         self.rule, self.context = rule, context
         self.entered: list[Any] = []  # a module may call itself
+        self.known = False  # whether its buffers have been announced
         self.hooks = [
             module.register_forward_pre_hook(self.enter),
             module.register_forward_hook(self.leave, always_call=True),  # also when forward raises
         ]
 
     def enter(self, module: nn.Module, args: Any) -> None:
+        if not self.known:
+            self.known = announced(module)
         context = self.context(self.rule.group, self.rule.parts)
         context.__enter__()
         self.entered.append(context)
@@ -88,6 +105,18 @@ class Placement:
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.entered:  # none where entering was what failed
             self.entered.pop().__exit__(None, None, None)
+
+
+def announced(module: nn.Module) -> bool:
+    """Buffers are the model's own, no data; False if it is not yet on the remote device."""
+    from gt.client.dispatch import announce
+    from gt.client.tensor import RemoteTensor
+
+    for buffer in module.buffers():
+        if not isinstance(buffer, RemoteTensor):
+            return False
+        announce(buffer)
+    return True
 
 
 def unplace(module: nn.Module) -> None:

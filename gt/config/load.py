@@ -208,7 +208,7 @@ class _Reader:
         return rules, name
 
     def rule(self, pattern: str, key: yaml.Node, node: yaml.Node, groups: dict[str, Group]) -> Rule:
-        """One entry of modules: a group's name, or {group, parts}."""
+        """One entry of modules: a group's name, a suffix, a list of groups, or {group, parts} with one of them."""
         where, parts, named = f"{RESERVED} modules {pattern!r}", 1, node
         if isinstance(node, yaml.MappingNode):
             found = self.known(node, RULE_KEYS, "the rule", where)
@@ -219,10 +219,23 @@ class _Reader:
                 parts = self.value(found["parts"], int, "parts", RULE_KEYS["parts"], where)
                 if parts < 1:
                     self.fail(where, _line(found["parts"]), f"parts is {parts}, want {RULE_KEYS['parts']}")
-        group = self.value(named, str, "group", RULE_KEYS["group"], where)
+        if isinstance(named, yaml.SequenceNode):
+            stages = tuple(self.named(node, where, groups) for node in named.value)
+            if not stages:
+                self.fail(where, _line(named), "the list of groups is empty")
+            return Rule(pattern, "", parts, _line(key), stages)
+        if isinstance(named, yaml.ScalarNode) and named.value in SUFFIX_AXIS:
+            if not any(group.endswith(named.value) for group in groups):
+                self.fail(where, _line(named), f"no group ends in {named.value}{hint(named.value, groups)}")
+            return Rule(pattern, named.value, parts, _line(key))
+        return Rule(pattern, self.named(named, where, groups), parts, _line(key))
+
+    def named(self, node: yaml.Node, where: str, groups: dict[str, Group]) -> str:
+        """The name of a group that there is."""
+        group = self.value(node, str, "group", RULE_KEYS["group"], where)
         if group not in groups:
-            self.fail(where, _line(named), f"no group {group!r}{hint(group, groups)}")
-        return Rule(pattern, group, parts, _line(key))
+            self.fail(where, _line(node), f"no group {group!r}{hint(group, groups)}")
+        return str(group)
 
 
 def _line(node: yaml.Node) -> int:

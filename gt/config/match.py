@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from gt.config.schema import Rule
+from gt.config.schema import SUFFIX_AXIS, Rule
+from gt.errors import ConfigError
 
 _WILD = re.compile(r"\[!?.[^\]]*\]|\*|\?")
 
@@ -32,3 +34,53 @@ def unmatched(rules: Sequence[Rule], names: Iterable[str]) -> list[Rule]:
     """Rules that match no name at all, so that a misspelt pattern is noticed."""
     names = list(names)
     return [rule for rule in rules if not any(fnmatchcase(name, rule.pattern) for name in names)]
+
+
+# ---- from rules to the group of each module
+
+
+def assign(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
+    """The rule of each module that has one, with the one group that it means there. names: parents before children."""
+    names = list(names)
+    runs = {rule.pattern: cut(rule, names) for rule in rules if rule.stages}
+    placed: dict[str, Rule] = {}
+    for name in names:
+        rule = match(rules, name)
+        if rule is None:
+            continue
+        group = rule.group
+        if rule.stages:
+            group = next(runs[rule.pattern][at] for at in (name, *around(name)) if at in runs[rule.pattern])
+        elif group in SUFFIX_AXIS:
+            outer = next((placed[at] for at in around(name) if at in placed), None)
+            if outer is None:
+                hint = f"give {(around(name) or [name])[-1]!r} a stage, or name a whole group"
+                raise ConfigError(f"modules {rule.pattern!r}: {name} is in no stage whose {group} it could be in; {hint}")
+            group = stem(outer.group) + group
+        placed[name] = replace(rule, group=group, stages=())
+    return placed
+
+
+def cut(rule: Rule, names: Sequence[str]) -> dict[str, str]:
+    """The stage of each outermost module that a rule of several stages matches; the first runs are the longer ones."""
+    matched = {name for name in names if fnmatchcase(name, rule.pattern)}
+    outermost = [name for name in names if name in matched and not any(at in matched for at in around(name))]
+    count, extra = divmod(len(outermost), len(rule.stages))
+    if matched and not count:
+        raise ConfigError(f"modules {rule.pattern!r}: {len(outermost)} modules for {len(rule.stages)} stages; name fewer")
+    lengths = [count + (n < extra) for n in range(len(rule.stages))]
+    order = [stage for stage, length in zip(rule.stages, lengths) for _ in range(length)]
+    return dict(zip(outermost, order))
+
+
+def around(name: str) -> list[str]:
+    """Names of the modules that a module is in, the nearest first; not the model itself."""
+    parts = name.split(".")
+    return [".".join(parts[:at]) for at in range(len(parts) - 1, 0, -1)]
+
+
+def stem(group: str) -> str:
+    """A stage's name, of any of its groups."""
+    for suffix in SUFFIX_AXIS:
+        group = group.removesuffix(suffix)
+    return group

@@ -18,7 +18,7 @@ GROUP_KEYS = {
 }
 SHARD_KEYS = {"axis": "a whole number", "workers": "a list of worker numbers"}
 GT_KEYS = {"modules": "a mapping from module pattern to group", "schedule": "the name of a schedule"}
-RULE_KEYS = {"group": "the name of a group", "parts": "a whole number of at least 1"}
+RULE_KEYS = {"group": "the name of a group, a suffix, or a list of groups", "parts": "a whole number of at least 1"}
 
 SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # what the suffix of a group's name says about its axis
 
@@ -45,12 +45,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Modules whose name matches `pattern` run in `group`; parts: how many weights are fused in one."""
+    """Modules whose name matches `pattern` run in `group`; parts: how many weights are fused in one.
+
+    group may be a suffix (`_colpar`): that group of the stage around the module. stages, if any, take its place: the
+    modules are cut into as many runs of about one length, in order.
+    """
 
     pattern: str
     group: str
     parts: int = 1
     line: int = 0
+    stages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

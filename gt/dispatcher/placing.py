@@ -144,6 +144,10 @@ class Placer:
         self.s.note_planned((storage.recipe or [])[-1].known, (), (copy.storage,))
         return copy
 
+    def whole(self, storage: Storage) -> bool:
+        """Whether it is no data but made, and cannot be in parts: counted positions are cheaper whole than brought together."""
+        return any(_whole(step) for step in storage.recipe or ())
+
     def _layouts(self, recipe: list[Step], storage: Storage, root: Tensor, want: Layout) -> dict[int, Layout] | None:
         """Layout of every value of the recipe if all can be made in parts; None if something has to run whole."""
         made: dict[int, Layout] = {}
@@ -152,8 +156,8 @@ class Placer:
             template = step.known.template
             specs = [template.outs[i].spec for i in step.known.news]
             if not step.ins:
-                if step.data is None and not step.known.random and step.known.name not in SIZES and not want.replicated:
-                    return None  # eye, arange and the like: a piece is not the same op of other sizes
+                if _whole(step) and not want.replicated:
+                    return None
                 for slot, spec in zip(step.outs, specs, strict=True):
                     made[slot] = want if spec and spec.shape == shape else replicated(want.mesh)
                 continue
@@ -228,6 +232,11 @@ class Placer:
         if key not in known.plans:
             known.plans[key] = self.s.emitter.define("upload", payload)
         return known.plans[key]
+
+
+def _whole(step: Step) -> bool:
+    """eye, arange and the like: a piece is not the same op of other sizes."""
+    return not step.ins and step.data is None and not step.known.random and step.known.name not in SIZES
 
 
 def _joined(ins: list[Tensor]) -> tuple[list[Step], dict[int, int], int]:

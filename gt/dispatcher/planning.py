@@ -275,19 +275,21 @@ class Planner:
 
     def _entering(self, t: Tensor, mesh: Mesh, meaning: Meaning) -> Sequence[Placement]:
         """As the group splits what enters; a view of what is split here, or so on a like mesh, as that has it."""
+        if self.s.placer.whole(t.storage):
+            return [R] * len(mesh.axes)
         base, root = t.base, t
         while root.base is not None:
             root = root.base
         if base is None or t.via is None or t.layout is None or root.layout is None:
-            return meaning.entering(len(t.spec.shape)).placements
+            return meaning.entering(t.spec.shape).placements
         for layout in base.copies or {}:
             made = self.s.mover.view_layouts(t.via[0], layout) if layout.mesh == mesh and not layout.replicated else None
             if made is not None:
                 return made[t.via[2]].placements
-        enters = meaning.entering(len(root.spec.shape)).placements
+        enters = meaning.entering(root.spec.shape).placements
         if root.layout.mesh.axes == mesh.axes and root.layout.placements == enters and not t.layout.replicated:
             return t.layout.placements
-        return meaning.entering(len(t.spec.shape)).placements
+        return meaning.entering(t.spec.shape).placements
 
     def _decide(
         self, known: Known, ins: list[Tensor], starts: list[list], mesh: Mesh

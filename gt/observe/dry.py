@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gt import errors
+from gt.config.schema import Rule
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import Action, Received, Send
 from gt.dispatcher.failures import Journal, Planned
@@ -86,6 +87,7 @@ class Dry:
         self.steps: dict[str, Step] = {}  # the newest of each kind: captured, optimizer, all
         self.places: dict[int, Place] = {}
         self.weights: list[tuple[PlanLine, str, Layout]] = []  # parameters: line, name, how each lies
+        self.rules: dict[str, Rule | None] = {}  # of parameters of a model that was placed by rules
         self._origins: dict[Origin, Place] = {}
         self._journal: list[Place] = []
         self._moves: Counter[PlanLine] = Counter()

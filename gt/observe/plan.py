@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from gt.config.schema import Rule
 from gt.dispatcher.schedule.balance import said
 from gt.ir.layout import Replicate
 from gt.ir.text import PlanLine
@@ -50,7 +51,8 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     moves = [(line, count) for line, count in lines if not line.op.startswith(LOCAL)]
     body: dict[str, Any] = {
         "program": about, "workers": len(dry.workers), "step": STEP[kind], "values": dry.values,
-        "weights": [{"plan": str(line), "name": name, "bytes": _nbytes(line)} for line, name, _ in dry.weights],
+        "weights": [_weight(line, name, dry.rules.get(name)) for line, name, _ in dry.weights],
+        "unplaced": [name for name, rule in dry.rules.items() if rule is None],
         "collectives": [_move(line, count) for line, count in moves if line.op.startswith(MOVES)],
         "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(MOVES)],
         "memory": [_worker(dry, step, i) for i in dry.followed],
@@ -64,6 +66,13 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
 def _nbytes(line: PlanLine) -> int:
     first = line.note.partition(" B")[0]
     return int(first) if first.isdigit() else 0
+
+
+def _weight(line: PlanLine, name: str, rule: Rule | None) -> dict[str, Any]:
+    """With the rule that its module runs in, if any: {pattern, group, parts}."""
+    said = "" if rule is None else f" by {rule.pattern} in {rule.group}" + (f", {rule.parts} in one" if rule.parts > 1 else "")
+    shown = None if rule is None else {"pattern": rule.pattern, "group": rule.group, "parts": rule.parts}
+    return {"plan": str(replace(line, note=line.note + said)), "name": name, "bytes": _nbytes(line), "rule": shown}
 
 
 def _move(line: PlanLine, count: int) -> dict[str, Any]:
@@ -145,6 +154,8 @@ def _text(body: dict[str, Any]) -> list[str]:
     for title, rows in (("weights", body["weights"]), ("collectives", body["collectives"]), ("transfers", body["transfers"])):
         total = sum(row["bytes"] * row.get("count", 1) for row in rows)
         lines += ["#", f"# {title}: {len(rows)} lines, {_size(total)}"] + [row["plan"] for row in rows]
+        if title == "weights" and body["unplaced"]:
+            lines.append(f"# no rule for {_some(body['unplaced'])}")
     lines += ["#", "# memory a worker: weights, gradients, optimizer, activations at most, all at once; arena; sent, received"]
     for row in body["memory"]:
         sizes = ", ".join(_size(row[k]) for k in (WEIGHTS, GRADIENTS, OPTIMIZER, "activations", "peak"))
@@ -179,6 +190,10 @@ def _pipeline(pipe: dict[str, Any]) -> list[str]:
         lines.append(f"# a better cut gains {better['gain']:.1%} in {better['schedule']}: {share} ({begins})")
         lines.append(f"# {said(better['moves'], pipe['stages'])}")
     return lines
+
+
+def _some(names: list[str], most: int = 12) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _range(workers: list[int]) -> str:

@@ -29,13 +29,14 @@ class Meaning:
     backward: str | None = None
     parts: int = 0  # how many weights are fused in one, where the user has said so
 
-    def entering(self, dims: int) -> Layout:
-        """Layout of an activation of that many dims where it first comes to the mesh."""
-        return Layout(self.mesh, tuple(self._enters(name, dims) for name, _ in self.mesh.axes))
+    def entering(self, shape: tuple[int, ...]) -> Layout:
+        """Layout of an activation of that shape where it first comes to the mesh."""
+        return Layout(self.mesh, tuple(self._enters(name, shape) for name, _ in self.mesh.axes))
 
-    def _enters(self, axis: str, dims: int) -> Placement:
-        data = axis == "dp"
-        return Shard(self.axis if self.kind == DATA else 0) if data and dims > self.split_dim else R
+    def _enters(self, axis: str, shape: tuple[int, ...]) -> Placement:
+        """One row, such as positions that are broadcast to all, is whole on each worker."""
+        dim = self.split_dim
+        return Shard(dim) if axis == "dp" and len(shape) > dim and shape[dim] != 1 else R
 
     @property
     def split_dim(self) -> int:

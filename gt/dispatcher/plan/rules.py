@@ -290,10 +290,31 @@ def padded(known: Known, places: list[Place], size: int) -> Decision | None:
     return Decision((kept,), (kept,))
 
 
+def constant_pad(known: Known, places: list[Place], size: int) -> Decision | None:
+    """Local along dims that get nothing; a pad has two lengths for each dim, the last dim's first."""
+    place, pad = places[0], known.arg(1)
+    if not isinstance(place, Shard):
+        return whole(known)
+    at = 2 * (len(out_shape(known)) - 1 - place.dim)
+    return Decision((place,), (place,)) if not any(pad[at : at + 2]) else None
+
+
+def _cat_with_nothing(known: Known, places: list[Place], dim: int) -> Decision:
+    """Operands of the shape [0] are left out, whatever the rank of the others: an empty cache of keys, say."""
+    rank = len(out_shape(known))
+    some = {p for p, s in zip(places, known.template.ins, strict=True) if s.shape != (0,)}
+    place = some.pop() if len(some) == 1 else R
+    kept = isinstance(place, Shard) and place.dim != dim % rank
+    there = place if kept and isinstance(place, Shard) else R
+    return Decision(tuple(R if s.shape == (0,) else there for s in known.template.ins), (there,))
+
+
 def cat(known: Known, places: list[Place], size: int) -> Decision | None:
     """cat and stack: a split along another dim is kept where all operands have it."""
-    outs = known.template.outs
+    outs, ins = known.template.outs, known.template.ins
     dim = known.arg(1, 0)
+    if known.name == "cat" and any(s.shape == (0,) for s in ins) and len(out_shape(known)) > 1:
+        return _cat_with_nothing(known, places, dim)
     rank = max((len(s.shape) for s in known.template.ins), default=0)
     kinds = set(places)
     if len(kinds) == 1 and isinstance(places[0], Partial) and places[0].op == "sum":
@@ -328,6 +349,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(LOSSES, loss),
     **dict.fromkeys((PART, *(f"{name}_backward" for name in LOSSES)), loss_backward),
     **dict.fromkeys(("slice_backward", "select_backward"), padded),
+    "constant_pad_nd": constant_pad,
     "cat": cat,
     "stack": cat,
 }
