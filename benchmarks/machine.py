@@ -28,14 +28,16 @@ def about(script: str) -> dict[str, Any]:
         "command": " ".join(["python", script, *sys.argv[1:]]),
     }
     if torch.cuda.is_available():
-        gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-        found |= {"gpus": gpus, "cuda": torch.version.cuda}
+        ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]  # torch would make a context to say it
+        names = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.splitlines()
+        found |= {"gpus": names[: torch.cuda.device_count()], "cuda": torch.version.cuda}
     return found
 
 
-def tell(script: str, found: dict[str, Any], path: Path | None) -> None:
-    """Print a result as one line of JSON, and write it where it is to be kept."""
+def tell(script: str, found: dict[str, Any], path: Path | None, silent: bool = False) -> None:
+    """Print a result as one line of JSON (unless there is more to come), and write it where it is to be kept."""
     result = {"machine": about(script), **found}
-    print(json.dumps(result))
+    if not silent:
+        print(json.dumps(result), flush=True)
     if path:
         path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,28 +1,34 @@
 """GPT-2 as a pipeline over several GPUs: examples/gpt2's step through `remote`, beside the best native step of one GPU.
 
-`python benchmarks/gpu/bench_pipeline.py [--json FILE] [--model d12] [--size 32x1024] [--cases 8,4:4:1f1b ...] [--native]`. A
-case is layers of each stage, micro-batches, schedule. bf16 weights, fused AdamW. Prints milliseconds a step (median of blocks
-of steps that are waited for together), how much faster than one GPU that is, the predicted bubble, and one line of JSON.
+`python benchmarks/gpu/bench_pipeline.py [--json FILE] [--size 32x1024] [--cases 8,4:4:1f1b ..] [--rivals CASE ..] [--native]`.
+A case is layers of each stage, micro-batches, schedule; rivals are such by torch.distributed.pipelining (native.py). bf16
+weights, fused AdamW. Prints milliseconds a step (median of blocks of steps that are waited for together), how much faster than
+one GPU that is, the bubble, each GPU's own work in a step, and one line of JSON. All have to have the first row's losses.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "gpt2"), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "gpu")]
+import cases
+import native
+
+ALONE = "native graph"  # of bench_step.py
+COLUMNS = {
+    "": -34, "ms": 10, "alone ms": 10, "tokens/s": 11, "x one GPU": 11, "idle, predicted": 17, "measured": 10, "first s": 9,
+    "work of each, ms": 28, "peak MiB": 28,
+}  # fmt: skip
 
 
-def ours(case: str, size: str, name: str) -> dict[str, Any]:
+def ours(case: str, size: str, name: str, seconds: float) -> cases.Row:
     import torch
     import train
-    from bench_step import timed
 
     import gt
 
@@ -30,91 +36,98 @@ def ours(case: str, size: str, name: str) -> dict[str, Any]:
     batch, length = map(int, size.split("x"))
     stages = len(cut.split(","))
     flags = {"-e": name, "-b": batch, "-t": length, "-M": parts, "--stages": stages, "--cut": cut, "--schedule": schedule}
-    args = train.arguments([*(str(part) for pair in flags.items() for part in pair), "--dtype", "bf16"])
+    args = train.arguments([*(str(part) for pair in flags.items() for part in pair), "--dtype", "bf16", "--seed", "0"])
     config = train.sizes(args)
-    workers = train.settle(args, config, torch.cuda.device_count())
-    args.gpus, args.workers, args.backend = torch.cuda.device_count(), max(workers) + 1, "cudagraphs"
+    gpus = torch.cuda.device_count()
+    workers = train.settle(args, config, gpus)
+    args.gpus, args.workers, args.backend = gpus, max(workers) + 1, "cudagraphs" if gpus else "eager"
     model, _ = train.built(args, config)
     train.start(args, workers)
     model.to("remote")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = native.optimizer_of(model.parameters())
     step, _ = train.steps(model, optimizer, args)
-    torch.manual_seed(1)
-    data = torch.randint(50257, (batch, length + 1))
-    batch_of = data[:, :-1].contiguous(), data[:, 1:].contiguous()
+    data = native.batch_of(batch, length, "cpu")
     start = time.perf_counter()
-    losses = [step(*batch_of).item() for _ in range(8)]
+    losses = [step(*data).item() for _ in range(8)]
     first = time.perf_counter() - start
     last: list[Any] = []
 
     def once() -> None:
-        last[:] = [step(*batch_of)]
+        last[:] = [step(*data)]
 
-    ms, alone = timed(once, lambda: last[0].item())
-    step(*batch_of).item()
+    ms, alone = cases.timed(once, lambda: last[0].item(), seconds)
+    step(*data).item()
     stats = gt.stats()
     print(step.explain(), file=sys.stderr)
     gt.shutdown()
     found = stats.get("schedule", {})
     return {
-        "ms": ms, "alone ms": alone, "first s": first, "losses": losses[:4],
-        "idle": found.get("predicted", {}).get("idle"), "measured": found.get("measured", {}), "schedule": found.get("name"),
+        "ms": ms, "alone ms": alone, "first s": first, "losses": losses[: cases.STEPS],
+        "predicted": found.get("predicted", {}).get("idle"), "measured": found.get("measured", {}),
+        "schedule": found.get("name"),
         "peak MiB": [round(w["peak_bytes"] / 2**20) for w in stats["workers"]],
         "transport": stats["workers"][0]["transport"],
     }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    parser.add_argument("--model", default="d12", help="of examples/gpt2")
-    parser.add_argument("--size", default="32x1024", help="batch x tokens")
-    parser.add_argument("--cases", nargs="+", default=["8,4:4:1f1b", "8,4:4:zb-h1", "8,4:8:zb-h1", "9,3:4:1f1b"])
-    parser.add_argument("--native", action="store_true", help="measure one GPU too: torch.compile in a CUDA graph")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        print(json.dumps(ours(args.child, args.size, args.model)))
-        return 0
-    batch, length = map(int, args.size.split("x"))
-    found: dict[str, dict[str, Any]] = {}
-    alone = None
-    commands = {}
+def rows(args: argparse.Namespace) -> Iterator[tuple[str, cases.Row | None, str]]:
+    """Name, result and what was said of each case, as they come: one GPU, the rivals, GT."""
+    same = ["--size", args.size, "--model", args.model, "--seconds", args.seconds]
     if args.native:
         script = str(Path(__file__).with_name("bench_step.py"))
-        commands["native graph, one GPU"] = [script, "--child", "native graph", args.size, args.model]
-    same = ["--size", args.size, "--model", args.model]
-    commands |= {case: [__file__, "--child", case, *same] for case in args.cases}
-    columns = {
-        "": -32,
-        "ms": 10,
-        "alone ms": 10,
-        "tokens/s": 12,
-        "x one GPU": 11,
-        "idle, predicted": 17,
-        "measured": 10,
-        "first s": 9,
-    }
-    print("".join(f"{text:>{w}s}" if w > 0 else f"{text:<{-w}s}" for text, w in columns.items()) + "  peak MiB")
-    for name, command in commands.items():
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"{name}: failed\n{done.stderr[-3000:]}", flush=True)
-            continue
-        row = found[name] = json.loads(done.stdout.splitlines()[-1])
-        alone = alone or (row["ms"] if name.startswith("native") else None)
-        idle = f"{row['idle']:.1%}" if row.get("idle") is not None else ""
-        ran = row.get("measured", {}).get("idle")
-        idle = f"{idle:>17s}" + (f"{ran:10.1%}" if ran is not None else " " * 10)
-        over = f"{alone / row['ms']:.2f}" if alone else ""
-        rate = batch * length / row["ms"] * 1e3
-        print(f"{name:32s}{row['ms']:10.3f}{rate:12.0f}{over:>11s}{idle}{row['first s']:9.1f}  {row['peak MiB']}", flush=True)
-        said = [line for line in done.stderr.splitlines() if "backend" in line or "not as asked" in line or "schedule" in line]
-        print("\n".join(f"    {line.strip()[:300]}" for line in said), flush=True)
-    from machine import tell
+        command = [script, "--child", ALONE, args.size, args.model, "--seconds", args.seconds]
+        yield ALONE, *cases.together([command], args.limit)
+    for case in args.rivals:
+        yield f"native {case}", *native.measured(case, args.size, args.model, args.seconds, args.limit)
+    for case in args.cases:
+        yield case, *cases.together([[__file__, "--child", case, *same]], args.limit)
 
-    tell("benchmarks/gpu/bench_pipeline.py", {"model": args.model, "size": args.size, "figures": found}, args.json)
-    return 0
+
+def main() -> int:
+    parser = cases.flags(__doc__ or "")
+    parser.add_argument("--model", default="d12", help="of examples/gpt2")
+    parser.add_argument("--size", default="32x1024", help="batch x tokens")
+    parser.add_argument("--cases", nargs="*", default=["8,4:4:1f1b", "8,4:4:zb-h1", "8,4:8:zb-h1", "9,3:4:1f1b"])
+    parser.add_argument("--rivals", nargs="*", default=[], help="cases of native.py, as 8,4:4:1f1b")
+    parser.add_argument("--native", action="store_true", help="measure one GPU too: torch.compile in a CUDA graph")
+    parser.add_argument("--one", type=float, help="ms of a step of one GPU, where --native was measured before")
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(ours(args.child[0], args.size, args.model, args.seconds)))
+        return 0
+    batch, length = map(int, args.size.split("x"))
+    report = cases.Report(
+        "benchmarks/gpu/bench_pipeline.py", args.json, COLUMNS, model=args.model, size=args.size, one=args.one
+    )
+    report.head()
+    one: float | None = args.one
+    wanted: list[float] = []
+    for name, row, said in rows(args):
+        if row is not None:
+            one = row["ms"] if name == ALONE else one
+            wanted = wanted or row["losses"]
+            row["x one GPU"] = one and one / row["ms"]
+            row["tokens/s"] = round(batch * length / row["ms"] * 1e3)
+            row["apart"] = cases.apart(row["losses"], wanted)
+            if row["apart"] > cases.NOISE:
+                row, said = None, f"its losses {row['losses']} are not those of the first row, {wanted}"
+        wants = ("backend", "not as asked", "schedule")
+        lines = [] if name.startswith("native") else [line for line in said.splitlines() if any(w in line for w in wants)]
+        report.row(name, row, said, cells, lines)
+    return report.end()
+
+
+def cells(row: cases.Row) -> list[str]:
+    n, measured = cases.number, row.get("measured") or {}
+    span = measured.get("makespan", 0) * 1e3
+    work = row.get("work ms") or [(1 - share) * span for share in measured.get("bubble", ())]
+    idle = row.get("predicted"), measured.get("idle", row.get("idle"))
+    memory = row["peak MiB"] if isinstance(row["peak MiB"], list) else [row["peak MiB"]]
+    return [
+        n(row["ms"]), n(row["alone ms"]), f"{row['tokens/s']}", n(row["x one GPU"], ".2f"),
+        *(n(share, ".1%") for share in idle),
+        n(row["first s"], ".1f"), " ".join(f"{ms:.1f}" for ms in work), " ".join(f"{mib:.0f}" for mib in memory),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,22 +8,17 @@ torch.compile with the whole step in a CUDA graph; GT: op by op, and captured wi
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "gpt2"), str(ROOT / "benchmarks")]
+import cases
 
 NATIVE = ("native eager", "native torch.compile", "native graph")
 GT = ("gt eager", "gt eager captured", "gt inductor", "gt cudagraphs")
-BLOCK = 0.25  # seconds of steps that are waited for together
+COLUMNS = {"ms": ".3f", "alone ms": ".3f", "tokens/s": ".0f", "peak MiB": ".0f", "first s": ".1f"}
 # what must hold: (GT's, native's, at most so many times, of what, at which size)
 BARS = [
     ("gt cudagraphs", "native graph", 1.03, "ms", "4x128"),
@@ -40,9 +35,7 @@ def training(device: str, batch: int, length: int, name: str, compiled: bool = F
     from model import GPT2, fresh
 
     model = GPT2(fresh(name)).materialize(torch.bfloat16).initialize(0).to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, fused=True, **({} if device == "remote" else {"capturable": True})
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device == "cuda")
     forward = torch.compile(model) if compiled else model
 
     def step(tokens: Any, targets: Any) -> Any:
@@ -57,31 +50,16 @@ def training(device: str, batch: int, length: int, name: str, compiled: bool = F
     return step, [data[:, :-1].contiguous(), data[:, 1:].contiguous()], model
 
 
-def timed(step: Callable[[], Any], wait: Callable[[], None], seconds: float = 5.0) -> tuple[float, float]:
-    """Median over blocks of steps, and over steps that are each waited for, in ms a step."""
-
-    def block(count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            step()
-        wait()
-        return (time.perf_counter() - start) / count * 1e3
-
-    alone = statistics.median(block(1) for _ in range(10))
-    count = max(4, int(BLOCK / alone * 1e3))
-    return statistics.median(block(count) for _ in range(max(5, int(seconds / BLOCK)))), alone
-
-
-def native(name: str, batch: int, length: int, model: str) -> dict[str, float]:
+def native(name: str, batch: int, length: int, model: str, seconds: float) -> cases.Row:
     import torch
 
-    torch.cuda.reset_peak_memory_stats()
-    step, data, _ = training("cuda", batch, length, model, compiled=name != "native eager")
-    data = [part.cuda() for part in data]
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # the latter to try this out
+    step, data, _ = training(device, batch, length, model, compiled=name != "native eager")
+    data = [part.to(device) for part in data]
     start = time.perf_counter()
-    losses = [step(*data).item() for _ in range(4)]
+    losses = [step(*data).item() for _ in range(cases.STEPS)]
     run: Callable[[], Any] = lambda: step(*data)  # noqa: E731
-    if name == "native graph":
+    if name == "native graph" and device == "cuda":
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             for _ in range(3):
@@ -92,17 +70,17 @@ def native(name: str, batch: int, length: int, model: str) -> dict[str, float]:
             step(*data)
         run = graph.replay
     first = time.perf_counter() - start
-    ms, alone = timed(run, torch.cuda.synchronize)
+    ms, alone = cases.timed(run, torch.cuda.synchronize if device == "cuda" else lambda: None, seconds)
     return {
         "ms": ms,
         "alone ms": alone,
-        "peak MiB": torch.cuda.max_memory_allocated() / 2**20,
+        "peak MiB": torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else 0.0,
         "first s": first,
         "losses": losses,
     }
 
 
-def remote(name: str, batch: int, length: int, model: str) -> dict[str, float]:
+def remote(name: str, batch: int, length: int, model: str, seconds: float) -> cases.Row:
     import gt
 
     gt.gpu_workers(1)
@@ -120,7 +98,7 @@ def remote(name: str, batch: int, length: int, model: str) -> dict[str, float]:
     def once() -> None:
         last[:] = [run(*data)]
 
-    ms, alone = timed(once, lambda: last[0].item())
+    ms, alone = cases.timed(once, lambda: last[0].item(), seconds)
     (worker,) = gt.stats()["workers"]
     said = run.explain() if run is not step else ""
     print(said, file=sys.stderr)
@@ -129,48 +107,32 @@ def remote(name: str, batch: int, length: int, model: str) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the result here too")
+    parser = cases.flags(__doc__ or "")
     parser.add_argument("--sizes", nargs="+", default=["4x128", "32x1024"], help="batch x tokens")
     parser.add_argument("--model", default="d12", help="of examples/gpt2")
     parser.add_argument("--only", nargs="+", default=[*NATIVE, *GT], choices=[*NATIVE, *GT])
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         name, size, model = args.child
         batch, length = map(int, size.split("x"))
-        print(json.dumps((native if name in NATIVE else remote)(name, batch, length, model)))
+        print(json.dumps((native if name in NATIVE else remote)(name, batch, length, model, args.seconds)))
         return 0
-    found: dict[str, dict[str, Any]] = {}
-    columns = ("ms", "alone ms", "tokens/s", "peak MiB", "first s")
-    print(f"{'':36s}" + "".join(f"{name:>12s}" for name in columns))
+    report = cases.Report("benchmarks/gpu/bench_step.py", args.json, {"": -36, **dict.fromkeys(COLUMNS, 12)}, model=args.model)
+    report.head()
     for size in args.sizes:
         batch, length = map(int, size.split("x"))
         for name in args.only:
-            command = [sys.executable, __file__, "--child", name, size, args.model]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                print(f"{size} {name}: failed\n{done.stderr[-3000:]}")
-                continue
-            row = found[f"{size} {name}"] = json.loads(done.stdout.splitlines()[-1])
-            row["tokens/s"] = round(batch * length / row["ms"] * 1e3)
-            print(
-                f"{size + ' ' + name:36s} {row['ms']:10.3f} {row['tokens/s']:10d} {row['peak MiB']:10.0f} {row['first s']:8.1f}"
-            )
-            if done.stderr.strip() and name in GT:
-                print("    " + done.stderr.strip()[-600:].replace("\n", "\n    "))
-            sys.stdout.flush()
+            command = [__file__, "--child", name, size, args.model, "--seconds", args.seconds]
+            row, said = cases.together([command], args.limit)
+            if row is not None:
+                row["tokens/s"] = batch * length / row["ms"] * 1e3
+            lines = said.strip()[-600:].splitlines() if name in GT else []
+            report.row(f"{size} {name}", row, said, lambda row: [f"{row[k]:{form}}" for k, form in COLUMNS.items()], lines)
     for ours, theirs, most, what, size in BARS:
-        a, b = found.get(f"{size} {ours}"), found.get(f"{size} {theirs}")
+        a, b = (report.rows.get(f"{size} {name}", {}).get(what) for name in (ours, theirs))
         if a and b:
-            over = a[what] / b[what]
-            print(
-                f"{size}: {what} of {ours} is {over:.3f}x that of {theirs}, want {most}x" + ("" if over <= most else "  OVER")
-            )
-    from machine import tell
-
-    tell("benchmarks/gpu/bench_step.py", {"figures": found}, args.json)
-    return 0
+            report.bar(f"{size}: {what} of {ours} over that of {theirs}", a / b, most=most)
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,215 @@
+"""What the benchmarks of GPUs share: cases in processes of their own, how a step is timed, a table kept as its rows come.
+
+Every case has a time limit; one that hangs or fails is a row that says so, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "gpt2"), str(ROOT / "benchmarks")]
+BLOCK = 0.25  # seconds of steps that are waited for together
+STEPS = 4  # whose losses are compared, from the first
+NOISE = 2e-3  # relative: what bf16 may do to a loss in so many steps, by another order of sums
+Row = dict[str, Any]
+
+
+def without_gt() -> None:
+    """A native rival's process has torch alone: the examples' models need GT for nothing but their groups."""
+    sys.modules["gt"] = ModuleType("gt")
+
+
+def tuning_demo() -> ModuleType:
+    """The tuning demo's model, under another name than that of examples/gpt2."""
+    if "tuning_model" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("tuning_model", ROOT / "examples" / "tuning_demo" / "model.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules["tuning_model"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["tuning_model"])
+    return sys.modules["tuning_model"]
+
+
+def flags(what: str, json_too: bool = True) -> argparse.ArgumentParser:
+    """A parser with what all of them take."""
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the result here too, after each row")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of steps to time in each case")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds after which a case is given up")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    return parser
+
+
+# ---- time
+
+
+def timed(
+    step: Callable[[], Any], wait: Callable[[], None], seconds: float = 5.0, agree: Callable[[int], int] = lambda n: n
+) -> tuple[float, float]:
+    """Median over blocks of steps, and over steps that are each waited for, in ms a step.
+
+    agree: what several processes that step together make of a number that each proposes.
+    """
+
+    def block(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        wait()
+        return (time.perf_counter() - start) / count * 1e3
+
+    alone = statistics.median(block(1) for _ in range(10))
+    count = agree(max(4, int(BLOCK / alone * 1e3)))
+    blocks = agree(max(5, int(seconds / (count * alone / 1e3))))
+    return statistics.median(block(count) for _ in range(blocks)), alone
+
+
+def apart(losses: Sequence[float], wanted: Sequence[float]) -> float:
+    """The largest relative difference of the first steps' losses."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=False))
+
+
+# ---- processes
+
+
+def together(commands: Sequence[Sequence[object]], seconds: float, **variables: str) -> tuple[Row | None, str]:
+    """Run Python programs side by side: what the first printed last, as JSON, and what it said on stderr.
+
+    None and why, if one failed or they took too long; then stderr has where each of their threads was.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    env = {**os.environ, "PYTHONFAULTHANDLER": "1", **variables}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        files = [
+            [stack.enter_context((Path(folder) / f"{n}{end}").open("w+")) for end in ("out", "err")]
+            for n in range(len(commands))
+        ]
+        processes = [
+            subprocess.Popen([sys.executable, *map(str, command)], stdout=out, stderr=err, env=env, preexec_fn=os.setpgrp)
+            for command, (out, err) in zip(commands, files, strict=True)
+        ]
+        try:
+            why = _awaited(processes, time.monotonic() + seconds)
+        finally:
+            _end(processes)
+        texts = [[_text(file) for file in pair] for pair in files]
+    if why:
+        said = [f"-- {n}: {err.strip()[-1500:]}" for n, (_, err) in enumerate(texts) if err.strip()]
+        return None, "\n".join([why.format(seconds=f"{seconds:g}"), *said])
+    lines = texts[0][0].splitlines()
+    return (json.loads(lines[-1]), texts[0][1]) if lines else (None, f"it printed nothing\n{texts[0][1][-2500:]}")
+
+
+def _text(file: Any) -> str:
+    file.seek(0)
+    return str(file.read())
+
+
+def _awaited(processes: Sequence[subprocess.Popen], end: float) -> str:
+    """Why they are no good; "" when all have ended well. The others of one that failed get a moment to say why they did."""
+    while None in (codes := [process.poll() for process in processes]):
+        if any(codes):
+            end = min(end, time.monotonic() + 3)
+        if time.monotonic() > end:
+            break
+        time.sleep(0.02)
+    codes = [process.poll() for process in processes]
+    if any(codes):
+        return f"exit codes {codes}"
+    return "" if None not in codes else "given up after {seconds} s"
+
+
+def _end(processes: Sequence[subprocess.Popen]) -> None:
+    """Kill what is left, and what it started; Python says where it was."""
+    left = [process for process in processes if process.poll() is None]
+    for process in left:
+        process.send_signal(signal.SIGABRT)
+    for process in left:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2)
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextlib.contextmanager
+def meeting(script: str, world: int, *rest: object) -> Iterator[list[list[object]]]:
+    """Commands of the ranks of a native program that meet through a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield [[script, *rest, "--rank", n, "--world", world, "--meet", f"{folder}/meet"] for n in range(world)]
+
+
+# ---- the table
+
+
+class Report:
+    """Rows as they come: printed, and written to a file of JSON with all that were there before."""
+
+    def __init__(self, script: str, path: Path | None, columns: dict[str, int], **about: Any) -> None:
+        self.script, self.path, self.columns, self.about = script, path, columns, about
+        self.rows: dict[str, Row] = {}
+        self.bars: list[str] = []
+        self.failed = False
+
+    def head(self) -> None:
+        print("".join(f"{text:>{w}s}" if w > 0 else f"{text:<{-w}s}" for text, w in self.columns.items()), flush=True)
+
+    def row(
+        self, name: str, found: Row | None, said: str, cells: Callable[[Row], Sequence[object]], lines: Sequence[str] = ()
+    ) -> None:
+        """A case's result; said: why there is none. lines: to print below it."""
+        if found is None:
+            self.failed = True
+            self.rows[name] = {"failed": said[:300]}
+            print(f"{name}: failed: {said[:6000]}", flush=True)
+        else:
+            self.rows[name] = found
+            texts = [name, *(cell if isinstance(cell, str) else "" if cell is None else f"{cell}" for cell in cells(found))]
+            print("".join(f"{t:>{w}s}" if w > 0 else f"{t:<{-w}s}" for t, w in zip(texts, self.columns.values(), strict=False)))
+            print("".join(f"    {line.strip()[:300]}\n" for line in lines), end="", flush=True)
+        self.keep()
+
+    def bar(self, what: str, value: float, most: float | None = None, least: float | None = None) -> None:
+        """Says whether a bar is held."""
+        over = (most is not None and value > most) or (least is not None and value < least)
+        self.failed |= over
+        want = f"want at most {most:g}" if most is not None else f"want at least {least:g}"
+        self.bars.append(f"{what}: {value:.4g}, {want}" + ("  MISSED" if over else ""))
+        print(self.bars[-1], flush=True)
+        self.keep()
+
+    def body(self) -> Row:
+        return {**self.about, "figures": self.rows, "bars": self.bars}
+
+    def keep(self) -> None:
+        from machine import tell
+
+        if self.path:
+            tell(self.script, self.body(), self.path, silent=True)
+
+    def end(self) -> int:
+        """One line of JSON; the exit code of a benchmark: 1 where a bar was missed or a case failed."""
+        from machine import tell
+
+        tell(self.script, self.body(), self.path)
+        return int(self.failed)
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,84 @@
+"""What the benchmarks of GPUs share: cases in processes of their own, and results that are kept as they come."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+GPU = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu"
+
+
+@pytest.fixture
+def cases(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    spec = importlib.util.spec_from_file_location("cases", GPU / "cases.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "cases", module)
+    return module
+
+
+def test_a_case_is_what_its_first_process_prints_last(cases: ModuleType) -> None:
+    speak = "import sys, json; print('a word'); print(json.dumps({'n': %d})); print('said', file=sys.stderr)"
+    assert cases.together([["-c", speak % 1], ["-c", speak % 2]], 60) == ({"n": 1}, "said\n")
+
+
+def test_a_case_that_hangs_is_given_up_with_all_it_started_and_says_where_it_was(cases: ModuleType, tmp_path: Path) -> None:
+    """Its own child holds a pipe open, which ends with the child."""
+    code = f"""
+import subprocess, sys, time
+def stuck():
+    time.sleep(60)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=open({str(tmp_path / "fifo")!r}, "w"))
+stuck()
+"""
+    os.mkfifo(tmp_path / "fifo")
+    reading = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    start = time.monotonic()
+    row, why = cases.together([["-c", code]], 1.5)
+    assert row is None and "given up after 1.5 s" in why and "in stuck" in why
+    assert time.monotonic() - start < 20
+    os.set_blocking(reading, True)
+    assert os.read(reading, 1) == b""  # nobody has it any more
+    os.close(reading)
+
+
+def test_one_process_that_fails_ends_the_others_and_says_why(cases: ModuleType) -> None:
+    start = time.monotonic()
+    row, why = cases.together([["-c", "import time; time.sleep(60)"], ["-c", "raise SystemExit('no such GPU')"]], 60)
+    assert time.monotonic() - start < 30
+    assert row is None and "exit codes" in why and "no such GPU" in why
+
+
+def test_results_are_on_disk_after_each_row(cases: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "out.json"
+    report = cases.Report("some.py", path, {"": -8, "ms": 8})
+    report.row("a", {"ms": 2.0}, "", lambda row: [f"{row['ms']:.1f}"])
+    assert json.loads(path.read_text())["figures"] == {"a": {"ms": 2.0}}
+    report.row("b", None, "it broke", lambda row: [])
+    assert json.loads(path.read_text())["figures"]["b"] == {"failed": "it broke"}
+    report.bar("a over b", 1.2, most=1.03)
+    assert "MISSED" in json.loads(path.read_text())["bars"][0]
+    assert report.end() == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]["a"] == {"ms": 2.0}
+
+
+def test_cases_of_rivals_are_read_as_they_are_written(cases: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("native_case", GPU / "native.py")
+    assert spec is not None and spec.loader is not None
+    native = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "native_case", native)
+    spec.loader.exec_module(native)
+    assert native.Case.read("8,4:4:1f1b") == native.Case("1f1b", 2, True, (8, 4), 4)
+    assert native.Case.read("4,4,4,0:8:zb-v") == native.Case("zb-v", 2, False, (4, 4, 4, 0), 8)
+    assert native.Case.read("ddp@4:eager") == native.Case("ddp", 4, False)
+    with pytest.raises(SystemExit, match="schedules"):
+        native.Case.read("8,4:4:fastest")
