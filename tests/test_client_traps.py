@@ -564,6 +564,39 @@ def list_ops(d):
     return torch._foreach_norm(xs), xs, torch._foreach_sqrt(torch._foreach_abs(xs)), torch._foreach_mul(xs, 2)
 
 
+@row
+def backward_of_silu_and_mish(d):
+    found = []
+    for activation in (nn.functional.silu, nn.functional.mish):
+        x = torch.linspace(-3, 3, 401).to(d).requires_grad_()
+        activation(x).backward(torch.linspace(-1, 2, 401).to(d))
+        found.append(x.grad)
+    return found
+
+
+@row
+def matmuls_of_groups(d):
+    found = []
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32, device=d)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = base(d, 6, 8).to(dtype).requires_grad_(), base(d, 3, 16, 8).to(dtype).requires_grad_()
+        y = nn.functional.grouped_mm(x, w.transpose(1, 2), offs=ends)
+        y.backward(base(d, 6, 16).to(dtype))
+        found += [y, x.grad, w.grad, y.stride()]
+    return found
+
+
+@row
+def memory_in_common(d):
+    x, y = base(d), base(d)
+    linear = nn.Linear(2, 2).to(d)
+    views = [x, x[1:], x.t(), x.detach(), x.view(-1)[3:]]
+    shared = [*views, y, linear.state_dict()["weight"], linear.weight, torch.empty(0, device=d)]
+    at = [t.untyped_storage().data_ptr() for t in shared]
+    where = [t.data_ptr() - t.untyped_storage().data_ptr() for t in shared]
+    return [at.index(a) for a in at], where, [t.untyped_storage().nbytes() for t in (x, x.t(), y)]
+
+
 def plain(value: Any) -> Any:
     """The result with remote tensors brought to the CPU."""
     if isinstance(value, torch.Tensor):

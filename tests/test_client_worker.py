@@ -33,6 +33,12 @@ def test_checkpoint_recomputes_the_same_dropout_mask(how: str) -> None:
     same_training(train("remote", OPTIMIZERS["sgd"], steps=3, dropout=0.2, how=how), want)
 
 
+def test_the_cpu_counts_integers_as_gpus_do() -> None:
+    x = torch.tensor([0, 3, 3, 1, 7, -1])
+    found = torch.histc(x.int().to("remote"), 4, 0, 3)
+    assert found.dtype is torch.int32 and found.tolist() == torch.histc(x.double(), 4, 0, 3).tolist()
+
+
 def test_workers_forget_what_the_program_forgets() -> None:
     train("remote", OPTIMIZERS["adamw"], steps=2)
     gc.collect()

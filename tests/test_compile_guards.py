@@ -12,6 +12,7 @@ import contextvars
 import dataclasses
 import enum
 import functools
+import importlib
 import itertools
 import logging
 import random
@@ -19,6 +20,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ import torch
 from torch import nn
 
 import gt
+from gt.client import foreign
 
 CALLS = 9
 CHANGES = (4, 7)  # before these calls; a program is there from the third
@@ -616,3 +619,62 @@ def test_explain_says_in_what_a_call_is_another(caplog: pytest.LogCaptureFixture
     for _ in range(3):
         step(held, -1.0)
     assert caplog.text.count("8 programs were made by now") == 1
+
+
+LIBRARY = """
+import collections
+class Lazy(dict):
+    def items(self):
+        raise ImportError("nothing is to be loaded for it")
+registry, calls = Lazy(a=1), []
+class Config:
+    def __init__(self):
+        self.scale, self.inner = 1.0, {"shift": 0.0}
+class Layer:
+    def __init__(self, config, mine):
+        self.config, self.mine = config, mine
+    def __call__(self, x):
+        calls.append(len(registry))
+        return x * self.config.scale + self.config.inner["shift"] + self.mine.bias
+"""
+
+
+class Given:
+    """A user's object, of which only a library's code names what it has."""
+
+    def __init__(self) -> None:
+        self.bias = 0
+
+
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_of_an_installed_package_objects_are_compared_and_code_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "installed_for_a_test.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(foreign, "_SITES", (f"{tmp_path}/",))
+    library = importlib.import_module("installed_for_a_test")
+    layer = library.Layer(library.Config(), Given())
+    step = gt.compile(lambda x: layer(x))
+    x = torch.ones(2)
+    for n, (scale, shift, bias) in enumerate([(1, 0, 0)] * 4 + [(2, 0, 0)] * 4 + [(2, 3, 0)] * 4 + [(2, 3, 4)] * 4):
+        layer.config.scale, layer.config.inner["shift"], layer.mine.bias = scale, shift, bias
+        assert step(x).tolist() == [scale + shift + bias] * 2, n
+    assert len(step._programs) == 4 and len(library.calls) < 16, step.explain()
+
+
+class Growing(dict):
+    """Its items() makes what it has not."""
+
+    def items(self) -> Any:
+        self["more"] = 1
+        return super().items()
+
+
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_looking_at_a_dictionary_runs_none_of_its_code() -> None:
+    table = Growing(scale=2.0)
+    step = gt.compile(lambda x: x * table["scale"])
+    assert [step(torch.ones(1)).item() for _ in range(4)] == [2.0] * 4 and dict(table) == {"scale": 2.0}
+    table["scale"] = 3.0
+    assert step(torch.ones(1)).item() == 3.0

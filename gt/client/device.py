@@ -6,7 +6,9 @@ Registering the name breaks local CUDA autograd in the process, so where there i
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,9 @@ from gt.client import random
 from gt.client.attention import attention
 from gt.client.autocast import register as register_autocast
 from gt.client.dispatch import dispatch, fallback
+from gt.client.handlers import WHOLE
 from gt.client.hostops import tensor_split
+from gt.client.runtime import Live
 from gt.client.tensor import LAZY, RemoteTensor, Shown
 
 NAME = "remote"
@@ -38,6 +42,23 @@ class _Here:
         return None
 
 
+def recording() -> bool:
+    """Whether a call of a compiled function is being recorded: values cannot be read, as in a CUDA graph's capture."""
+    return Live.recorder is not None and Live.recorder.tape is not None
+
+
+def _capturing() -> None:
+    """Libraries ask this of CUDA before they read a value to choose a way: they are to choose the one that reads none."""
+    given = torch.cuda.is_current_stream_capturing
+
+    @functools.wraps(given)
+    def capturing() -> bool:
+        ours = recording() and not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
+        return ours or given()
+
+    torch.cuda.is_current_stream_capturing = capturing
+
+
 def _module() -> types.ModuleType:
     """torch.remote, as checkpointing, autocast and manual_seed look for it."""
     module = types.ModuleType("torch.remote", "The remote device.")
@@ -54,7 +75,7 @@ def _module() -> types.ModuleType:
         "get_rng_state": random.get_rng_state,
         "initial_seed": random.initial_seed,
         "is_available": lambda: True,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": recording,
         "is_initialized": lambda: True,
         "manual_seed": random.manual_seed,
         "manual_seed_all": random.manual_seed,
@@ -74,6 +95,8 @@ def _kernels(key: str) -> None:
     anything.fallback(fallback, key, with_keyset=False)
     copy = torch.ops.aten.copy_.default
     aten.impl("copy_", lambda to, source, non_blocking=False: dispatch(RemoteTensor, copy, (), (to, source)), key)
+    for whole in WHOLE:  # or autograd decomposes them
+        aten.impl(whole.name(), functools.partial(fallback, whole), key)
     _libraries.extend((anything, aten))
 
 
@@ -142,6 +165,7 @@ def prepare() -> None:
     aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradLazy")
     _libraries.append(aten)
     _lists()
+    _capturing()
     if not _cuda():
         register()
 

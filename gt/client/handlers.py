@@ -159,10 +159,14 @@ _ROWS: dict[str, Callable] = {
 }
 
 
+# Composite on a device that has no kernels for them, as workers do: decomposed they would not have torch's bits
+WHOLE = (aten.silu_backward.default, aten.mish_backward.default)
+
+
 def handler_of(info: OpInfo) -> Callable | None:
     """What is done with an op, None if it is simply recorded."""
     row = _ROWS.get(info.name)
-    if row is not None:
+    if row is not None or info.func in WHOLE:
         return row
     if info.composite:
         return decompose

@@ -43,6 +43,7 @@ _ONE_DTYPE: dict[str, tuple[str, ...]] = {
     "aten.addmv.default": ("self", "mat", "vec"),
     "aten.baddbmm.default": ("self", "batch1", "batch2"),
     "aten.convolution.default": ("input", "weight", "bias"),
+    "aten._grouped_mm.default": ("self", "mat2"),
 }
 _INDICES: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
     "aten.embedding.default": ("indices", (torch.int64, torch.int32)),
@@ -54,6 +55,22 @@ _INDICES: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
 
 # Ops whose meta kernels say what GPUs save in evaluation; the CPU saves nothing, which is as good
 _SAVES_NOTHING = ("aten.native_batch_norm.default", "aten._native_batch_norm_legit.default")
+
+
+def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
+    """Rows (or columns, or inner dims) in groups that end at `offs`: torch's meta kernel wants bfloat16, its kernels do not."""
+    if offs is not None and offs.dtype != torch.int32:
+        raise RuntimeError(f"aten._grouped_mm: expected offs to be int32, got {dtype_name(offs.dtype)}")
+    if (a.dim() == 2 or b.dim() == 2) and offs is None:
+        raise RuntimeError("aten._grouped_mm: offs is needed where a matrix has 2 dims")
+    if (a.dim() == 3 or b.dim() == 3) and a.size(-1) != b.size(-2):
+        raise RuntimeError(f"aten._grouped_mm: {list(a.shape)} and {list(b.shape)} do not contract")
+    groups = [] if a.dim() != b.dim() else [a.size(0) if a.dim() == 3 else offs.numel()]
+    return a.new_empty([*groups, a.size(-2), b.size(-1)], dtype=out_dtype)
+
+
+# Ops whose own meta kernels say less than their real ones do
+_META: dict[str, Callable] = {"aten._grouped_mm.default": _grouped_mm}
 
 
 class OpInfo:
@@ -220,7 +237,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
         return None, False
     try:
         with torch.no_grad(), uninterrupted():  # the first of them imports half of torch, which a Ctrl-C would break
-            found = info.func(*args, **kwargs)
+            found = _META.get(info.name, info.func)(*args, **kwargs)
         if info.name in _SAVES_NOTHING and not args[5]:
             found = (found[0], *(f.new_empty(0) for f in found[1:]))
         return found, True

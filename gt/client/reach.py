@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gt.client.foreign import FOREIGN, STATE, foreign, foreign_base, idle, installed
 from gt.client.tensor import RemoteTensor
 
 MOST = 200_000  # items of one walk
@@ -31,20 +32,7 @@ _PLAIN = frozenset({
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...), slice, range,
     datetime.date, datetime.datetime, datetime.timedelta, pathlib.PosixPath,
 })  # fmt: skip
-_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "gt", "numpy", "pytest", "_pytest"})
-_STATE = (
-    "torch.nn",
-    "torch.optim",
-    "torch.ao.nn",
-    "torch.amp",
-    "torch.cuda.amp",
-    "torch.distributions",
-)  # of foreign packages, those whose objects are the user's state
 _SAID = frozenset({"__module__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__qualname__", "__slots__"})
-_QUIET = frozenset({
-    "logging", "typing", "abc", "_abc", "dataclasses", "enum", "inspect", "importlib", "re", "unittest", "contextlib",
-    "builtins", "threading", "functools", "operator", "weakref", "warnings",
-})  # of no consequence  # fmt: skip
 _DYNAMIC = frozenset(
     {"asdict", "astuple", "getattr", "setattr", "vars", "__dict__", "attrgetter", "__getattr__", "__getattribute__"}
 )
@@ -65,11 +53,6 @@ def plain(value: Any) -> bool:
 def exact(value: Any) -> Any:
     """What two plain values have to share to be the same: the sign of zero counts, and one NaN is like another."""
     return repr(value) if isinstance(value, (float, complex, np.generic)) else value
-
-
-def _foreign(module: str | None) -> bool:
-    """Whether code of this module is not the user's."""
-    return not module or module.partition(".")[0] in _FOREIGN
 
 
 @dataclass(slots=True)
@@ -133,6 +116,7 @@ class Walk:
         self._seen: dict[int, Any] = {}
         self._queue: deque[tuple[str, Any]] = deque()
         self._looked: set[int] = set()  # tensors, by identity
+        self._given: set[int] = set()  # objects that a library has, whose code is not looked at, by identity
         self._unordered: set[int] = set()  # dictionaries whose order is of no consequence, by identity
         self._queue.extend(_GLOBAL)
         for name, root in roots.items():
@@ -182,11 +166,11 @@ class Walk:
             self._queue.append((path, thing()))
         elif not isinstance(thing, RemoteTensor) and stamp(thing) is not None:
             self._stamp(path, thing)
-        elif hasattr(kind, "__next__") and _foreign(kind.__module__):
+        elif hasattr(kind, "__next__") and foreign(kind.__module__):
             self.found.opaque.append(f"{path} is a {kind.__name__}, and where it stands cannot be seen")
         elif not isinstance(thing, (types.BuiltinFunctionType, torch.Tensor)):
             self._object(path, thing)
-        if isinstance(thing, (dict, list, tuple, set, frozenset, deque, functools.partial)) and kind.__module__ not in _FOREIGN:
+        if isinstance(thing, (dict, list, tuple, set, frozenset, deque, functools.partial)) and kind.__module__ not in FOREIGN:
             self._object(path, thing)
         elif not isinstance(thing, (type, types.ModuleType, types.MethodType)):
             wrapped = getattr(thing, "__dict__", {}).get("__wrapped__")  # lru_cache, gt.compile
@@ -199,7 +183,7 @@ class Walk:
             self._unordered.update(id(value) for value in thing.values() if isinstance(value, dict))
         elif len(thing) > 1:
             self.found.orders.append((path, thing, list(map(id, thing))))
-        for n, (key, value) in enumerate(list(thing.items())):
+        for n, (key, value) in enumerate(list(dict.items(thing) if isinstance(thing, dict) else thing.items())):
             name = repr(key) if plain(key) else str(n)
             self._item(f"{path}[{name}]", thing, key, False, value)
             if not plain(key) and not isinstance(key, torch.Tensor):
@@ -249,7 +233,7 @@ class Walk:
             except ValueError:  # empty
                 continue
         self._queue.append((f"{path or function.__qualname__}'s attributes", function.__dict__))
-        if _foreign(function.__module__):
+        if foreign(function.__module__):
             return
         for name in ("__defaults__", "__kwdefaults__", "__code__"):
             value = getattr(function, name)
@@ -263,21 +247,21 @@ class Walk:
         package = function.__globals__.get("__package__") or ""
         for name in names:  # imported within
             module = sys.modules.get(name) or sys.modules.get(f"{package}.{name}")
-            if module is not None and not _foreign(module.__name__):
+            if module is not None and not foreign(module.__name__):
                 self._queue.append((name, module))
 
     def _module(self, path: str, module: types.ModuleType) -> None:
         """What user code names of a user's module."""
-        if not _foreign(module.__name__):
+        if not foreign(module.__name__):
             every = self.used is None
             for name, value in list(module.__dict__.items()):
                 if name == "__getattr__" or (not name.startswith("__") and (every or name in self.used)):  # type: ignore[operator]
                     self._item(f"{path}.{name}", module.__dict__, name, False, value)
 
     def _class(self, path: str, cls: type) -> None:
-        if _foreign(cls.__module__):
+        if foreign(cls.__module__):
             return
-        every = self.used is None or _foreign_base(cls)
+        every = self.used is None or foreign_base(cls)
         for name, value in list(vars(cls).items()):
             if every or name in self.used or (name.startswith("__") and name not in _SAID):  # type: ignore[operator]
                 if name in ("__init__", "__new__") and self.used is not None and cls.__name__ not in self.used:
@@ -296,8 +280,7 @@ class Walk:
 
     def _object(self, path: str, thing: Any) -> None:
         kind = type(thing)
-        top = kind.__module__.partition(".")[0]
-        if _foreign(top) and not kind.__module__.startswith(_STATE) and (top not in sys.stdlib_module_names or top in _QUIET):
+        if idle(kind):
             return
         self.found.kinds.append((path, thing, kind))
         if isinstance(thing, torch.optim.Optimizer):
@@ -315,6 +298,9 @@ class Walk:
 
     def _attributes(self, path: str, thing: Any, own: dict) -> None:
         module = isinstance(thing, torch.nn.Module)
+        if installed(type(thing).__module__):
+            self._given.update(map(id, own.values()))
+        every = self.used is None or foreign_base(type(thing)) or id(thing) in self._given
         for name, value in list(own.items()):
             if module and name in ("_parameters", "_buffers", "_modules"):
                 self._sized(f"{path}.{name}", value)
@@ -322,15 +308,10 @@ class Walk:
                     self._item(f"{path}.{key}", value, key, False, part)
             elif module and name in _HOOKS and isinstance(value, dict) and not value:
                 self._sized(f"{path}.{name}", value)
-            elif self.used is None or name in self.used or _foreign_base(type(thing)):
-                if isinstance(value, dict) and type(thing).__module__.startswith(_STATE):
+            elif every or name in self.used:  # type: ignore[operator]
+                if isinstance(value, dict) and type(thing).__module__.startswith(STATE):
                     self._unordered.add(id(value))
                 self._item(f"{path}.{name}", own, name, False, value)
-
-
-def _foreign_base(kind: type) -> bool:
-    """Whether code that is not walked (torch's, a library's) knows instances of this class and may use any attribute."""
-    return any(_foreign(cls.__module__) for cls in kind.__mro__[:-1])
 
 
 def _names(code: types.CodeType) -> set[str]:

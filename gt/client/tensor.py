@@ -161,8 +161,37 @@ class RemoteTensor(torch.Tensor):
         memo[id(self)] = made
         return made
 
+    def untyped_storage(self) -> Memory:  # type: ignore[override]
+        return Memory(self)
+
+    def data_ptr(self) -> int:
+        return Memory(self).data_ptr() + self.storage_offset() * self.itemsize if self.numel() else 0
+
     def pin_memory(self, device: Any = None) -> torch.Tensor:
         raise RuntimeError(f"cannot pin 'torch.remote.{self.dtype}' only dense CPU tensors can be pinned")
+
+
+class Memory:
+    """In place of a storage: says which tensors share memory, to programs that look for tied weights by their pointers.
+
+    Addresses are of no processor, and differ as memory does. A view of a detached view has one of its own.
+    """
+
+    def __init__(self, tensor: RemoteTensor) -> None:
+        while isinstance(tensor._base, RemoteTensor):
+            tensor = tensor._base
+        ref = tensor._ref
+        self.device = Shown.device
+        self._id, self._meta = ref.target.id if isinstance(ref, Alias) else ref.id, tensor._ref.meta
+
+    def data_ptr(self) -> int:
+        return (1 << 60) + (self._id << 20 << 16) if self._meta.numel else 0
+
+    def nbytes(self) -> int:
+        last = sum((n - 1) * step for n, step in zip(self._meta.shape, self._meta.stride, strict=True))
+        return (self._meta.offset + last + 1) * self._meta.dtype.itemsize if self._meta.numel else 0
+
+    size = __len__ = nbytes
 
 
 def make(meta: Meta, ref: Ref | Alias) -> RemoteTensor:

@@ -247,10 +247,21 @@ def _as_real(op: Callable) -> Callable:
     return lambda x: op(x.resolve_conj())
 
 
+def _histc(op: Callable) -> Callable:
+    """Of integers too, as on GPUs: programs that ask for the device's type take `remote` for one."""
+
+    def call(x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        through = x.is_cpu and not x.is_floating_point()
+        return op(x.double(), *rest, **named).to(x.dtype) if through else op(x, *rest, **named)
+
+    return call
+
+
 # Ops that differ from what the client infers (lesser results of other shapes on the CPU, conjugate bits) -> as it does
 ALIKE: dict[str, Callable[[Callable], Callable]] = {
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),
+    "histc": _histc,
     "view_as_real": _as_real,
 }
 
