@@ -109,7 +109,7 @@ def together(commands: Sequence[Sequence[object]], seconds: float, **variables: 
             _end(processes)
         texts = [[_text(file) for file in pair] for pair in files]
     if why:
-        said = [f"-- {n}: {err.strip()[-1500:]}" for n, (_, err) in enumerate(texts) if err.strip()]
+        said = [f"-- {n}: {_last(err)}" for n, (_, err) in enumerate(texts) if err.strip()]
         return None, "\n".join([why.format(seconds=f"{seconds:g}"), *said])
     lines = texts[0][0].splitlines()
     return (json.loads(lines[-1]), texts[0][1]) if lines else (None, f"it printed nothing\n{texts[0][1][-2500:]}")
@@ -118,6 +118,12 @@ def together(commands: Sequence[Sequence[object]], seconds: float, **variables: 
 def _text(file: Any) -> str:
     file.seek(0)
     return str(file.read())
+
+
+def _last(err: str) -> str:
+    """The end of an error; of a process that was told to say where it was, the innermost calls of its main thread."""
+    at = err.rfind("Current thread")
+    return err.strip()[-1500:] if at < 0 else err[at:].partition("\nExtension modules")[0][:1500]
 
 
 def _awaited(processes: Sequence[subprocess.Popen], end: float) -> str:

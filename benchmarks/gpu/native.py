@@ -129,11 +129,11 @@ def model_of(name: str) -> Any:
     return model.initialize(0)
 
 
-def batch_of(batch: int, length: int, device: Any) -> list[Any]:
+def batch_of(batch: int, length: int, device: Any, vocab: int = 50257) -> list[Any]:
     """Tokens and targets, the same in each process."""
     import torch
 
-    data = torch.randint(50257, (batch, length + 1), generator=torch.Generator().manual_seed(1))
+    data = torch.randint(vocab, (batch, length + 1), generator=torch.Generator().manual_seed(1))
     return [data[:, :-1].contiguous().to(device), data[:, 1:].contiguous().to(device)]
 
 
@@ -143,11 +143,11 @@ def optimizer_of(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, lr=LR, fused=True)
 
 
-def one_process(model: Any, data: Sequence[Any], parts: int, steps: int = cases.STEPS) -> list[float]:
+def one_process(model: Any, data: Sequence[Any], parts: int, parameters: Any = None) -> list[float]:
     """The losses that a case has to have: the whole model on this process's device, not compiled."""
-    optimizer = optimizer_of(model.parameters())
+    optimizer = optimizer_of(parameters or model.parameters())
     losses = []
-    for _ in range(steps):
+    for _ in range(cases.STEPS):
         terms = []
         for x, y in zip(*(part.chunk(parts) for part in data), strict=True):
             loss = model(x, y) / parts
