@@ -87,10 +87,12 @@ def apart(losses: Sequence[float], wanted: Sequence[float]) -> float:
 # ---- processes
 
 
-def together(commands: Sequence[Sequence[object]], seconds: float, **variables: str) -> tuple[Row | None, str]:
+def together(
+    commands: Sequence[Sequence[object]], seconds: float, partly: bool = False, **variables: str
+) -> tuple[Row | None, str]:
     """Run Python programs side by side: what the first printed last, as JSON, and what it said on stderr.
 
-    None and why, if one failed or they took too long; then stderr has where each of their threads was.
+    None (partly: what it had printed until then) and why, if one failed or they took too long; the text says where each was.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     env = {**os.environ, "PYTHONFAULTHANDLER": "1", **variables}
@@ -108,10 +110,10 @@ def together(commands: Sequence[Sequence[object]], seconds: float, **variables: 
         finally:
             _end(processes)
         texts = [[_text(file) for file in pair] for pair in files]
+    lines = texts[0][0].splitlines()
     if why:
         said = [f"-- {n}: {_last(err)}" for n, (_, err) in enumerate(texts) if err.strip()]
-        return None, "\n".join([why.format(seconds=f"{seconds:g}"), *said])
-    lines = texts[0][0].splitlines()
+        return json.loads(lines[-1]) if partly and lines else None, "\n".join([why.format(seconds=f"{seconds:g}"), *said])
     return (json.loads(lines[-1]), texts[0][1]) if lines else (None, f"it printed nothing\n{texts[0][1][-2500:]}")
 
 
