@@ -127,6 +127,7 @@ def side_effect(entry: Reach, leaving: Reach, made: int) -> Difference | None:
     """Python state that the call changed: a replay would not."""
     before = {item.path: item for item in entry.items}
     after = {item.path: item for item in leaving.items}
+    empty = {path for _, n, path in entry.sized if not n} & {path for _, n, path in leaving.sized if not n}
     for path in [*before, *after]:
         if path not in after or path not in before:
             return Difference("", f"it {'adds' if path in after else 'removes'} {path}{OUTSIDE}")
@@ -134,7 +135,7 @@ def side_effect(entry: Reach, leaving: Reach, made: int) -> Difference | None:
         if isinstance(new.value, RemoteTensor):
             if new.value is not old.value and new.value._ref.id < made:
                 return Difference("", f"it assigns to {path} a tensor that was there before; copy_() into it instead")
-        elif not same(old.value, new.value):
+        elif not same(old.value, new.value) and not (path in empty and type(old.value) is type(new.value)):
             return Difference("", f"it changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}")
     for path, (_, then) in entry.stamps.items():
         if path not in leaving.stamps or leaving.stamps[path][1] != then:

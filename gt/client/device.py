@@ -20,6 +20,7 @@ from gt.client import random
 from gt.client.attention import attention
 from gt.client.autocast import register as register_autocast
 from gt.client.dispatch import dispatch, fallback
+from gt.client.files import extend_load
 from gt.client.handlers import WHOLE
 from gt.client.hostops import tensor_split
 from gt.client.runtime import Live
@@ -166,6 +167,7 @@ def prepare() -> None:
     _libraries.append(aten)
     _lists()
     _capturing()
+    extend_load()
     if not _cuda():
         register()
 

@@ -155,7 +155,7 @@ class RemoteTensor(torch.Tensor):
         with torch.no_grad():
             made = self.detach().clone()
         made.requires_grad_(self.requires_grad)
-        if self.grad is not None:
+        if self.grad is not None and not getattr(self, "_is_param", False):  # as torch's Parameter
             made.grad = copy.deepcopy(self.grad, memo)
         made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_ref"})
         memo[id(self)] = made
