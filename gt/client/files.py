@@ -71,12 +71,11 @@ class _Moved:
 
 def _parts(thing: Any) -> list[tuple[Any, Any, Any]]:
     """(holder, key, value) of what can be replaced in a container or an object."""
+    found: list[tuple[Any, Any, Any]] = []
     if isinstance(thing, dict):
         found = [(thing, key, value) for key, value in thing.items()]
     elif isinstance(thing, list):
         found = [(thing, n, value) for n, value in enumerate(thing)]
-    else:
-        found = []
     own = None if isinstance(thing, (type, torch.Tensor)) else getattr(thing, "__dict__", None)
     return found + ([(own, key, value) for key, value in own.items()] if isinstance(own, dict) else [])
 
