@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -93,6 +94,11 @@ class Ring:
             comm = self.made.setdefault(unique_id, (threading.Barrier(count), [b""] * count))
         comm[0].wait(20)
         return (*comm, rank)
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        self.calls.append(("group", 0))
+        yield
 
     def _all(self, comm: Any, data: int, nbytes: int) -> list[torch.Tensor]:
         meeting, brought, rank = comm
@@ -295,6 +301,35 @@ def test_large_collectives_are_nccls(count: int, monkeypatch: pytest.MonkeyPatch
     assert len(ring.made) == 1  # one communicator a team
     least = min(nbytes for name, nbytes in ring.calls if name == "all_reduce")
     assert least >= 1 << 12 and {name for name, _ in ring.calls} == {"all_reduce", "all_gather", "reduce_scatter"}
+
+
+@pytest.mark.parametrize("nccls", [True, False])
+def test_all_reduces_of_a_batch(nccls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one where all of it is large, of two teams each by itself; what has to be done afterwards is."""
+    monkeypatch.setattr(nccl, "FROM", {1: 1 << 12})
+    ring = Ring() if nccls else None
+    lengths = (3, 900, 200, 300)
+
+    def run(rank: int, arena: Arena) -> list[torch.Tensor]:
+        found = []
+        with arena.batch():
+            for number, size in enumerate(lengths):
+                found.append(data(rank, size, number))
+                members = range(3) if number < 3 else (0, 2)
+                if rank in members:
+                    form = team(tuple(members), rank, 4096, TEAM + 65536 * (number == 3), int(number == 3))
+                    arena.all_reduce(form, flat(found[-1]), COMBINED, lambda tensor=found[-1]: tensor.mul_(2))
+            assert torch.equal(found[0], data(rank, 3, 0))  # nothing is done yet
+        return found
+
+    for rank, found in enumerate(together(3, run, ring=ring)):
+        for number, value in enumerate(found):
+            members = range(3) if number < 3 else (0, 2)
+            want = total([data(r, lengths[number], number) for r in members]) * 2 if rank in members else data(1, 300, 3)
+            assert torch.equal(value, want)
+    if ring is not None:
+        assert [call for call in ring.calls if call[0] == "group"] == [("group", 0)] * 3
+        assert sorted(nbytes for call, nbytes in ring.calls if call != "group") == sorted(4 * n for n in lengths[:3] * 3)
 
 
 def test_teams_and_channels_do_not_disturb_one_another() -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gt.dispatcher.arrange import arrange
+from gt.dispatcher.early import early
 from gt.dispatcher.failures import Cause, Launched, Planned
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ProtocolError
@@ -148,11 +150,20 @@ class Programs:
             self._free(tape.constants)
         else:
             order = arrange(tape, message.schedule, self.times, self._lies) if message.schedule else {}
+            if not order or order["why"]:
+                early(tape, cache(lambda count: self._together(tape, count)))
             self._make(tape, pairs, message)
             self.all[message.program].order = order
         s.cut()
         counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order}
+
+    def _together(self, tape: Tape, count: int) -> Define:
+        """What says that so many all-reduces may be done as one, known to all of the tape's workers."""
+        define = self.s.emitter.define("together", {"count": count})
+        for worker in tape.code:
+            self.s.emitter.write(self.s.cluster.workers[worker], define, [])
+        return define
 
     def _place_all(self) -> None:
         """What was made while this was recorded lies somewhere: so a replay makes it too."""

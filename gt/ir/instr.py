@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "op": (("tensors", "values", "outs"), ("op", "args", "kwargs", "tensors", "values", "outs", "random")),
     # team: {"id", "workers", "rank", "offset", "bytes"}: workers in rank order, this worker's rank, its heap region.
     "all_reduce": (("tensor",), ("team", "op")),  # in place
+    "together": ((), ("count",)),  # of a program: the next `count` all-reduces are one team's, and may be done as one
     # boxes[rank]: the boxes of `shape` that each rank holds, in local order
     "all_gather": (("src", "dst"), ("team", "shape", "dtype", "boxes")),
     # src holds a term of all of `shape`; dst the sum of this rank's boxes

@@ -7,6 +7,7 @@ waits. Nothing receives there: who receives needs it at once. Pure; knows neithe
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from gt.ir.instr import FREE
@@ -25,6 +26,40 @@ class Aside(Protocol):
 
     def join(self, code: list, at: int) -> None:
         """A step: what follows waits for all that was put there."""
+
+
+def together(
+    rows: Sequence[Row], code: Sequence, definition: Definition, batch: Callable[[], AbstractContextManager]
+) -> tuple[list[Row], dict[int, list[Row]]]:
+    """Rows with all-reduces that may be done as one as one row, in all replays or members would not meet; by its place, what
+    each stands for. batch: around them.
+    """
+    found: list[Row] = []
+    groups: dict[int, list[Row]] = {}
+    some: list[Row] = []
+    missing = 0
+    for at, step in rows:
+        define = None if code[at] == FREE else definition(code[at])
+        if define is not None and define.kind == "together":
+            missing, some = define.payload["count"], []
+        elif missing and define is not None and define.kind == "all_reduce":
+            some.append((at, step))
+            missing -= 1
+            if not missing:
+                groups[some[0][0]] = some
+                found.append((some[0][0], _batched(some, batch)))
+        else:
+            found.append((at, step))
+    return found, groups
+
+
+def _batched(rows: Sequence[Row], batch: Callable[[], AbstractContextManager]) -> Step:
+    def step(code: list, at: int) -> None:
+        with batch():
+            for place, one in rows:
+                one(code, place + 2)
+
+    return step
 
 
 def beside(
@@ -68,12 +103,17 @@ def beside(
 def _moves(
     rows: Sequence[Row], code: Sequence, definition: Definition, direct: Container[int]
 ) -> tuple[list[int], list[int]] | None:
-    """Ids that a transfer reads and makes, None if it is no such."""
-    define = definition(code[rows[0][0]]) if len(rows) == 1 and code[rows[0][0]] != FREE else None
-    if define is None or define.kind not in ASIDE or define.number not in direct:
-        return None
-    define, operands = instruction(code, rows[0][0], definition)
-    return read(define, operands), [i for i, _ in made(define, operands)]
+    """Ids that transfers read and make, None if they are no such."""
+    reads: list[int] = []
+    makes: list[int] = []
+    for at, _ in rows:
+        define = None if code[at] == FREE else definition(code[at])
+        if define is None or define.kind not in ASIDE or define.number not in direct:
+            return None
+        define, operands = instruction(code, at, definition)
+        reads += read(define, operands)
+        makes += [i for i, _ in made(define, operands)]
+    return (reads, makes) if rows else None
 
 
 def _touched(rows: Sequence[Row], code: Sequence, definition: Definition, lives: Lives) -> tuple[set[int], set[int]]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from gt.ir.instr import FREE
-from gt.worker.beside import beside
+from gt.worker.beside import beside, together
 from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit, Recorder, Replays, Strictly
 from gt.worker.lives import Definition, lives, taken
 from gt.worker.segments import Known, Row, Wired, cut, known, runs, wire
@@ -27,6 +28,7 @@ MOVES = ("send", "recv", "merge", "all_reduce", "all_gather", "reduce_scatter", 
 ISSUES = ("alias", "shard", "partial", "fill")  # kinds that do no more than issue work, beside ops
 
 Each = Callable[[Sequence[Row]], Any]  # carries rows out; whether all went well, where failures are told
+Batch = Callable[[], AbstractContextManager]
 Parts = list[tuple[str, list[Row]]]  # rows by action
 Fail = Callable[[list, int, Exception, Sequence[tuple[int, Any]]], None]  # (code, place, error, (id, spec) of each output)
 
@@ -83,12 +85,12 @@ class Segment:
 class Plan:
     """The segments of one program on this worker. `report` may be called by any thread."""
 
-    def __init__(self, backend: str, engine: Engine, tensors: dict[int, Any], each: Each, fail: Fail) -> None:
-        self.backend, self.why = backend, ""
+    def __init__(self, backend: str, engine: Engine, tensors: dict[int, Any], each: Each, fail: Fail, batch: Batch) -> None:
+        self.backend, self.why, self._batch = backend, "", batch
         self.segments: list[Segment] = []
         self.compiler: Compiler | None = None
         self._ready = False
-        self._inside: dict[int, list[Row]] = {}  # place of a segment's first op -> its instructions
+        self._inside: dict[int, list[Row]] = {}  # place of the first instruction of what is one row -> its instructions
         self._replays: Replays | None = None
         self._held, self._each, self._fail = tensors, each, fail
         opened = getattr(engine, "compiler", None)
@@ -99,6 +101,8 @@ class Plan:
 
     def fold(self, rows: list[Row], code: Sequence, definition: Definition) -> list[Row]:
         """Rows with each segment as one."""
+        rows, groups = together(rows, code, definition, self._batch)
+        self._inside.update(groups)
         compiler = self.compiler
         if compiler is None:
             return rows

@@ -51,13 +51,21 @@ def all_reduce(worker: Worker, payload: dict[str, Any]) -> Step:
         except Exception:
             _declined(plane.all_reduce, team, NOTHING, _never)
             raise
-        plane.all_reduce(team, view, combine)
-        if op == "avg":
-            engine.divide(data, len(team["workers"]))
-        if data is not target:
-            engine.copy(target, data)
+
+        def then() -> None:
+            if op == "avg":
+                engine.divide(data, len(team["workers"]))
+            if data is not target:
+                engine.copy(target, data)
+
+        plane.all_reduce(team, view, combine, then)
 
     return step
+
+
+def together(worker: Worker, payload: dict[str, Any]) -> Step:
+    """By itself nothing: gt.worker.beside makes one row of those that follow."""
+    return lambda code, at: None
 
 
 def all_gather(worker: Worker, payload: dict[str, Any]) -> Step:

@@ -16,8 +16,10 @@ from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
 from gt.ir.spec import Spec, contiguous
 from gt.wire.messages import Trouble
 from gt.worker import exchange, local
-from gt.worker.compiled import MOVES, Plan
+from gt.worker.beside import together
+from gt.worker.compiled import MOVES, Batch, Plan
 from gt.worker.engine.base import Engine
+from gt.worker.lives import Definition
 from gt.worker.outgoing import Outgoing
 from gt.worker.pieces import as_boxes
 from gt.worker.pieces import local as local_shape
@@ -110,9 +112,11 @@ class Executor:
                 step.step = _failing(error)
 
     def _program(self, define: Define) -> Step:
-        fold, prepare = _unfolded, _nothing
+        batch = self.worker.plane.batch
+        fold: Callable = partial(_unfolded, definition=self._definition, batch=batch)
+        prepare: Callable = _nothing
         if define.payload["backend"] != "eager":
-            plan = Plan(define.payload["backend"], self._engine, self.tensors, self._each, self._fail_segment)
+            plan = Plan(define.payload["backend"], self._engine, self.tensors, self._each, self._fail_segment, batch)
             self._plans[define.number] = plan
             fold, prepare = partial(plan.fold, definition=self._definition), partial(self._prepare, plan)
         stamp = partial(self._stamp, define.number)
@@ -293,8 +297,8 @@ class Executor:
             raise Poisoned(text) from error
 
 
-def _unfolded(rows: list[Row], code: list) -> list[Row]:
-    return rows
+def _unfolded(rows: list[Row], code: list, definition: Definition, batch: Batch) -> list[Row]:
+    return together(rows, code, definition, batch)[0]
 
 
 def _nothing(parts: list, code: list, randoms: Sequence[int]) -> None:

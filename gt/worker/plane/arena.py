@@ -6,14 +6,16 @@ all that is issued to a stream may be recorded and done again. Large collectives
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from gt.errors import SystemFailure
 from gt.ir.heap import LINE, ChannelRegion, TeamRegion, aligned
 from gt.worker.plane import nccl
-from gt.worker.plane.base import Buffer, Channel, Combine, Doomed, TeamForm, Turns
+from gt.worker.plane.base import Buffer, Channel, Combine, Doomed, TeamForm, Then, Turns, nothing
 from gt.worker.plane.collectives import parts
 
 DIRECT = 256 << 10  # bytes up to which an all-reduce has every member add everything
@@ -53,6 +55,7 @@ class Arena:
         self._out: dict[tuple[int, int], _Side] = {}
         self._in: dict[tuple[int, int], _Side] = {}
         self._teams: dict[int, _Team] = {}
+        self._batch: list[tuple[TeamForm, Buffer, Combine, Then]] | None = None
 
     # ---- transfers. A slot is full while its full flag is 1 at the receiver, taken while its other flag is 1 at the sender.
 
@@ -100,18 +103,47 @@ class Arena:
 
     # ---- collectives. What adds, adds in rank order: all members get the same bits.
 
-    def all_reduce(self, form: TeamForm, data: Buffer, combine: Combine) -> None:
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """All-reduces within it are issued together at its end: as one, if NCCL is the faster for all their bytes."""
+        self._batch = []
+        try:
+            yield
+        finally:
+            batch, self._batch = self._batch, None
+        for _, group in groupby(batch, key=lambda one: one[0]["id"]):
+            some = list(group)
+            team, total = self._team(some[0][0]), sum(len(data) for _, data, _, _ in some)
+            if len(some) > 1 and team.large(total) and all(nccl.adds(combine) for _, _, combine, _ in some):
+                with self.ring.group():
+                    for _, data, combine, _ in some:
+                        self._by_ring(team, data, combine)
+                for *_, then in some:
+                    then()
+            else:
+                for one in some:
+                    self.all_reduce(*one)
+
+    def _by_ring(self, team: _Team, data: Buffer, combine: Combine) -> None:
+        self.ring.all_reduce(team.comm, self.engine.address(data), len(data), combine, self.engine.stream())
+        for rank in range(team.size):
+            team.count(rank, *_share(len(data), rank, team))
+
+    def all_reduce(self, form: TeamForm, data: Buffer, combine: Combine, then: Then = nothing) -> None:
         _present(data)
+        if self._batch is not None:
+            self._batch.append((form, data, combine, then))
+            return
         team, total = self._team(form), len(data)
         if team.large(total) and nccl.adds(combine):
-            self.ring.all_reduce(team.comm, self.engine.address(data), total, combine, self.engine.stream())
-            for rank in range(team.size):
-                team.count(rank, *_share(total, rank, team))
+            self._by_ring(team, data, combine)
+            then()
             return
         for start, stop in parts(total, team.bytes) if team.size > 1 else ():
             team.all_reduce(data[start:stop], combine)
             for rank in range(team.size):
                 team.count(rank, *_share(stop - start, rank, team))
+        then()
 
     def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
         _present(data)

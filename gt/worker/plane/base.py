@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypedDict
 
 from gt import env
@@ -22,7 +23,12 @@ ALL = -1  # abort: every peer
 # writable. Called in rank order, so that every member gets the same bits at any timing.
 Combine = Callable[[memoryview, memoryview], None]
 Turns = dict[tuple[int, int, bool], int]  # (peer, offset, whether it sends) -> the slot that comes next
+Then = Callable[[], None]
 Buffer = Any  # C-contiguous bytes-like: memoryview, numpy array, bytearray
+
+
+def nothing() -> None:
+    pass
 
 
 class Channel(TypedDict):
@@ -93,6 +99,10 @@ class Plane(ABC):
         """What has the methods below for memory of the engine's device (Engine.direct), between these workers; or None."""
         return None
 
+    def batch(self) -> AbstractContextManager:
+        """All-reduces of one team within it may be done as one."""
+        return nullcontext()
+
     def rewind(self, channels: Iterable[Sequence[int]]) -> None:  # noqa: B027  where nothing is recorded there is nothing to do
         """A program that uses these [peer, offset, whether it sends] begins, at their other ends too."""
 
@@ -112,8 +122,8 @@ class Plane(ABC):
         """The next message of the pair, which has exactly len(into) bytes."""
 
     @abstractmethod
-    def all_reduce(self, team: TeamForm, data: Buffer, combine: Combine) -> None:
-        """In place, in rank order; elements of at most 64 bytes, of a size that divides 64."""
+    def all_reduce(self, team: TeamForm, data: Buffer, combine: Combine, then: Then = nothing) -> None:
+        """In place, in rank order; elements of at most 64 bytes, of a size that divides 64. then: called once it is issued."""
 
     @abstractmethod
     def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:

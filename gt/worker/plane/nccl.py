@@ -7,6 +7,8 @@ out the same from run to run, since NCCL adds in an order that follows from size
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from gt import env
@@ -53,6 +55,15 @@ class Nccl:
         made = ctypes.c_void_p()
         self._check(self._lib.ncclCommInitRank(ctypes.byref(made), count, _UniqueId.from_buffer_copy(unique_id), rank))
         return made
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """What is asked for within it is done by one launch."""
+        self._check(self._lib.ncclGroupStart())
+        try:
+            yield
+        finally:
+            self._check(self._lib.ncclGroupEnd())
 
     def all_reduce(self, comm: Any, data: int, nbytes: int, combine: Any, stream: int) -> None:
         """In place. Addresses on this member's device; work is issued to the stream. combine: what `adds` took."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from gt import env
@@ -113,6 +114,9 @@ class NvshmemPlane(ShmPlane):
         """What moves memory of the device between these workers (this one among them or not)."""
         arena = self._arena
         return arena if arena is not None and all(index in self._members for index in workers) else None
+
+    def batch(self) -> AbstractContextManager:
+        return nullcontext() if self._arena is None else self._arena.batch()
 
     def rewind(self, channels: Iterable[Sequence[int]]) -> None:
         if self._arena is not None:

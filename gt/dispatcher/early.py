@@ -1,0 +1,138 @@
+"""Gradients of a recorded step are reduced as soon as they are complete, several at a time, so that what follows hides it.
+
+Where the step asked for a sum is where the sum was first needed: behind the whole backward pass, one after the other. A worker
+does transfers beside what it computes (gt.worker.beside), so each moves up behind what made its data; they wait for one
+another until there are enough bytes, since a reduction costs much by itself and cuts what is compiled in two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from gt.dispatcher.depends import Unfit, check, flow, viewed
+from gt.dispatcher.tape import Row, Tape
+from gt.ir.instr import Define
+from gt.ir.spec import Spec
+
+BUCKET = 12 << 20  # bytes that are reduced together
+
+
+def early(tape: Tape, mark: Callable[[int], Define]) -> bool:
+    """Move the all-reduces of a tape up; whether that gives the same values and all workers still meet, or nothing is done.
+
+    mark: what says of so many rows that they may be done together.
+    """
+    ops = {row.seq: row for row in tape.journal}
+    code = {worker: list(_moved(rows)) for worker, rows in tape.code.items()}
+    try:
+        for worker, rows in tape.code.items():
+            check(worker, rows, code[worker], ops)
+        flow(code)
+    except Unfit:
+        return False
+    tape.code.update(code)
+    runs = {worker: _runs(rows) for worker, rows in code.items()}
+    if all(runs[worker][team] == runs[one][team] for worker in runs for team in runs[worker] for one in team if one in runs):
+        tape.code.update({worker: list(_marked(rows, mark)) for worker, rows in code.items()})
+    return True
+
+
+def _team(row: Row) -> tuple[int, ...]:
+    return tuple(row.define.payload["team"]["workers"]) if row.define.kind == "all_reduce" else ()
+
+
+def _runs(rows: Sequence[Row]) -> dict[tuple[int, ...], list[int]]:
+    """Of each team: how many all-reduces stand side by side, each time. What members do together has to be the same."""
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for team, group in groupby(rows, key=_team):
+        if team:
+            found[team].append(len(list(group)))
+    return found
+
+
+def _marked(rows: Sequence[Row], mark: Callable[[int], Define]) -> Iterator[Row]:
+    for team, group in groupby(rows, key=_team):
+        some = list(group)
+        if team and len(some) > 1:
+            yield Row(some[0].seq, mark(len(some)), [])
+        yield from some
+
+
+def _moved(rows: Sequence[Row]) -> Iterator[Row]:
+    """Rows, each all-reduce behind the last that touches its tensor, or a little later with others."""
+    memory = _memory(rows)
+    ready, size = _ready(rows, memory)
+    waiting: list[Row] = []
+    held: set[int] = set()  # memory of those
+    nbytes = 0
+    for n, row in enumerate(rows):
+        if row.define.kind != "all_reduce":
+            if not held.isdisjoint(memory[n]):
+                yield from _together(waiting, held)
+                nbytes = 0
+            yield row
+        for one in ready.get(n, ()):
+            number, more = size[id(one)]
+            if not held.isdisjoint(memory[number]):  # a sum of sums
+                yield from _together(waiting, held)
+                nbytes = 0
+            waiting.append(one)
+            held |= memory[number]
+            nbytes += more
+        if nbytes >= BUCKET:
+            yield from _together(waiting, held)
+            nbytes = 0
+    yield from _together(waiting, held)
+
+
+def _together(waiting: list[Row], held: set[int]) -> list[Row]:
+    """Those of one team side by side; none waits any longer."""
+    found = sorted(waiting, key=_team)
+    waiting.clear()
+    held.clear()
+    return found
+
+
+def _memory(rows: Sequence[Row]) -> list[set[int]]:
+    """The memory that each row touches."""
+    where: dict[int, int] = {}
+    found = []
+    for n, row in enumerate(rows):
+        reads, makes = row.ids()
+        views = viewed(row)
+        touched = {where.get(i, i) for i in reads}
+        for k, i in enumerate(makes):
+            where[i] = where.get(reads[views[k]], reads[views[k]]) if k in views else -1 - (n << 6) - k
+            touched.add(where[i])
+        found.append(touched)
+    return found
+
+
+def _ready(rows: Sequence[Row], memory: Sequence[set[int]]) -> tuple[dict[int, list[Row]], dict[int, tuple[int, int]]]:
+    """By the number of a row: the all-reduces that may follow it. Of each of these, by identity: its own number, and bytes."""
+    last: dict[int, int] = {}  # memory -> the row that touched it last
+    made: dict[int, Spec] = {}
+    found: dict[int, list[Row]] = defaultdict(list)
+    size: dict[int, tuple[int, int]] = {}
+    for n, row in enumerate(rows):
+        if row.define.kind == "all_reduce":
+            spec = made.get(row.operands[0])
+            size[id(row)] = n, 0 if spec is None else spec.nbytes
+            found[max((last.get(i, -1) for i in memory[n]), default=-1)].append(row)
+            last.update(dict.fromkeys(memory[n], n))
+            continue
+        last.update(dict.fromkeys(memory[n], n))
+        made.update(_made(row))
+    found[0] = found.pop(-1, []) + found[0]  # of what was there before
+    return found, size
+
+
+def _made(row: Row) -> Iterator[tuple[int, Spec]]:
+    if row.define.kind != "op":
+        return
+    outs = [out for out in row.define.payload["outs"] if out[0] in ("new", "view")]
+    for i, out in zip(row.ids()[1], outs, strict=True):
+        if out[1] is not None:
+            yield i, Spec.from_wire(out[1])

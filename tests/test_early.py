@@ -1,0 +1,147 @@
+"""Gradients reduced early: the same values, all workers meet, sums side by side are the same ones for all members."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from gt.dispatcher import early as module
+from gt.dispatcher.depends import flow
+from gt.dispatcher.tape import Row, Tape
+from gt.ir.instr import Define
+from gt.ir.spec import contiguous
+
+SPEC = contiguous((8,), "float32").wire()  # 32 bytes
+
+
+def op(number: int, name: str, tensors: int, out: list | None) -> Define:
+    outs = [] if out is None else [out]
+    payload = {"op": name, "args": [], "kwargs": {}, "tensors": tensors, "values": 0, "outs": outs, "random": None}
+    return Define(number, "op", payload)
+
+
+ADD = op(10, "aten.add.Tensor", 2, ["new", SPEC, 0])
+ADD_ = op(11, "aten.add_.Tensor", 2, ["same", SPEC, 0])
+VIEW = op(12, "aten.t.default", 1, ["view", SPEC, 0])
+MARK = 99
+
+
+def reduce(number: int, workers: tuple[int, ...], rank: int) -> Define:
+    return Define(number, "all_reduce", {"team": {"id": number, "workers": list(workers), "rank": rank}, "op": "sum"})
+
+
+def mark(count: int) -> Define:
+    return Define(MARK, "together", {"count": count})
+
+
+def programs(rng: random.Random, workers: int, length: int) -> dict[int, list[Row]]:
+    """The same on all workers, whose tensors have other values; sums over all of them, or over pairs."""
+    rows: dict[int, list[Row]] = {worker: [] for worker in range(workers)}
+    alive, fresh = list(range(3)), 10
+    for seq in range(length):
+        kind = rng.choice(("add", "add", "add", "add_", "view", "sum", "sum", "pair"))
+        a, b = rng.choice(alive), rng.choice(alive)
+        fresh += 1
+        for worker in range(workers):
+            if kind in ("sum", "pair"):
+                pair = tuple(range(workers)) if kind == "sum" or workers < 4 else (worker // 2 * 2, worker // 2 * 2 + 1)
+                row = Row(seq, reduce(20 if kind == "sum" else 21, pair, pair.index(worker)), [a])
+            else:
+                define = {"add": ADD, "add_": ADD_, "view": VIEW}[kind]
+                row = Row(seq, define, [*([a] if kind == "view" else [a, b]), *([] if kind == "add_" else [fresh])])
+            rows[worker].append(row)
+        if kind in ("add", "view"):
+            alive.append(fresh)
+    return rows
+
+
+def values(code: dict[int, list[Row]]) -> dict[tuple[int, int], int]:
+    """Of every tensor of every worker at the end, all carried out in turns; views share a cell."""
+    cells: dict[tuple[int, int], list[int]] = {(w, i): [w * 1000 + i * 7 + 1] for w in code for i in range(3)}
+    places = dict.fromkeys(code, 0)
+    while any(places[w] < len(code[w]) for w in code):
+        before = dict(places)
+        for worker, rows in code.items():
+            while places[worker] < len(rows):
+                row = rows[places[worker]]
+                if row.define.kind == "all_reduce":
+                    team = row.define.payload["team"]["workers"]
+                    there = [next(iter(code[m][places[m] : places[m] + 1]), None) for m in team]
+                    if any(r is None or module._team(r) != tuple(team) for r in there):
+                        break
+                    found = [cells[m, r.operands[0]] for m, r in zip(team, there, strict=True) if r is not None]
+                    result = sum(cell[0] for cell in found) % 1000003
+                    for cell in found:
+                        cell[0] = result
+                    for m in team:
+                        places[m] += 1
+                    continue
+                _carry_out(cells, worker, row)
+                places[worker] += 1
+        assert places != before, "they wait for one another"
+    return {key: cell[0] for key, cell in cells.items()}
+
+
+def _carry_out(cells: dict, worker: int, row: Row) -> None:
+    of: Any = [cells.get((worker, i)) for i in row.operands]
+    if row.define is ADD:
+        cells[worker, row.operands[2]] = [(of[0][0] * 3 + of[1][0]) % 1000003]
+    elif row.define is ADD_:
+        of[0][0] = (of[0][0] * 5 + of[1][0]) % 1000003
+    elif row.define is VIEW:
+        cells[worker, row.operands[1]] = of[0]
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_values_are_the_same_and_all_meet(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(module, "BUCKET", rng.choice((1, 64, 1 << 20)))
+    workers = rng.choice((2, 3, 4))
+    code = programs(rng, workers, 40)
+    before = {worker: list(rows) for worker, rows in code.items()}
+    tape = Tape(0, [], {})
+    tape.code.update(code)
+    assert module.early(tape, mark)
+    plain = {worker: [row for row in rows if row.define.number != MARK] for worker, rows in tape.code.items()}
+    assert {w: sorted(map(id, rows)) for w, rows in plain.items()} == {w: sorted(map(id, rows)) for w, rows in before.items()}
+    flow(plain)
+    assert values(plain) == values(before)
+    for rows in tape.code.values():
+        for n, row in enumerate(rows):
+            if row.define.number == MARK:
+                some = rows[n + 1 : n + 1 + row.define.payload["count"]]
+                assert len({tuple(r.define.payload["team"]["workers"]) for r in some}) == 1 and len(some) > 1
+
+
+def test_sums_move_up_behind_what_made_their_data_in_groups_of_enough_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUCKET", 64)
+    makes = [Row(n, ADD, [0, 1, 10 + n]) for n in range(5)]
+    sums = [Row(10 + n, reduce(20, (0, 1), 0), [10 + n]) for n in (4, 0, 3, 1, 2)]
+    last = Row(20, op(13, "aten._foreach_add_.List", 5, None), [10, 11, 12, 13, 14])
+    tape = Tape(0, [], {})
+    for worker in (0, 1):
+        tape.code[worker] = [*makes, *sums, last]
+    assert module.early(tape, mark)
+    by = {row.operands[0] - 10: row for row in sums}
+    order = [f"make {makes.index(r)}" if r in makes else "last" if r is last else r.define.kind for r in tape.code[0]]
+    assert order == [
+        *("make 0", "make 1", "together", "all_reduce", "all_reduce"),
+        *("make 2", "make 3", "together", "all_reduce", "all_reduce"),
+        *("make 4", "all_reduce", "last"),
+    ]
+    assert [r for r in tape.code[0] if r.define.kind == "all_reduce"] == [by[n] for n in range(5)]
+
+
+def test_what_members_do_not_have_alike_is_not_done_together() -> None:
+    """One has work between two sums that another has not."""
+    extra = Row(5, ADD, [0, 1, 30])
+    after = Row(6, ADD_, [0, 1])
+    tape = Tape(0, [], {})
+    for worker in (0, 1):
+        first, second = (Row(n, reduce(20, (0, 1), worker), [0 if n == 2 else 1]) for n in (2, 3))
+        tape.code[worker] = [first, *([extra] if worker else []), second, after]
+    kinds = {w: [r.define.kind for r in rows] for w, rows in tape.code.items()}
+    assert module.early(tape, mark)
+    assert {w: [r.define.kind for r in rows] for w, rows in tape.code.items()} == kinds
