@@ -575,6 +575,15 @@ def backward_of_silu_and_mish(d):
 
 
 @row
+def strides_of_gradients(d):
+    x, g = base(d, 2, 12, 3), base(d, 2, 3, 12).transpose(1, 2)
+    more = {"softplus": (1, 20), "hardtanh": (-1, 1), "threshold": (0,), "leaky_relu": (0.1, False), "logit": (None,)}
+    names = ("silu", "gelu", "mish", "sigmoid", "tanh", "hardswish", "hardsigmoid", *more)
+    found = [getattr(torch.ops.aten, f"{name}_backward")(g, x / 40, *more.get(name, ())) for name in names]
+    return found, [t.stride() for t in found]
+
+
+@row
 def matmuls_of_groups(d):
     found = []
     ends = torch.tensor([2, 2, 6], dtype=torch.int32, device=d)

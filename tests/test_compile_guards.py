@@ -663,6 +663,13 @@ def test_of_an_installed_package_objects_are_compared_and_code_is_not(
     assert len(step._programs) == 4 and len(library.calls) < 16, step.explain()
 
 
+def test_a_notebooks_functions_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = types.ModuleType("__main__")
+    started.__file__ = f"{foreign._SITES[0]}ipykernel_launcher.py"
+    monkeypatch.setitem(sys.modules, "__main__", started)
+    assert not foreign.foreign("__main__") and foreign.foreign("yaml.loader") and not foreign.foreign(__name__)
+
+
 class Growing(dict):
     """Its items() makes what it has not."""
 

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "tuning_demo"
-SHOWN = ("quickstart", "signal_groups", "debugging", "programs", "schedules", "plan")
+SHOWN = ("quickstart", "signal_groups", "debugging", "programs", "schedules", "plan", "models")
 WITH_PYTHON = ("README.md", *(f"docs/{page}.md" for page in SHOWN))
 WITH_SHELL = (*WITH_PYTHON, "examples/tuning_demo/README.md")
 
@@ -87,6 +87,7 @@ def shared(server: Any, session: Callable, monkeypatch: pytest.MonkeyPatch, tmp_
         monkeypatch.setattr(gt, name, workers, raising=False)
     monkeypatch.setenv("GT_SERVER", server.address)
     monkeypatch.setenv("GT_TOKEN", server.token)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -26,7 +26,7 @@ _QUIET = frozenset({
 _SITES = tuple(
     {f"{path}{os.sep}" for path in (*map(sysconfig.get_path, ("purelib", "platlib")), *site.getsitepackages()) if path}
 )
-_places: dict[str, bool] = {}
+_places: dict[str, bool] = {"__main__": False}  # the user's, whatever started it: a notebook's kernel is installed
 
 
 def foreign(module: str | None) -> bool:

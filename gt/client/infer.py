@@ -69,8 +69,18 @@ def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: A
     return a.new_empty([*groups, a.size(-2), b.size(-1)], dtype=out_dtype)
 
 
-# Ops whose own meta kernels say less than their real ones do
-_META: dict[str, Callable] = {"aten._grouped_mm.default": _grouped_mm}
+def _as_mul(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    """The strides of an elementwise kernel of two operands: those of decompositions, which torch's meta kernels are, differ."""
+    return torch.mul(grad, x)
+
+
+# Ops whose own meta kernels do not say what their real ones do
+_META: dict[str, Callable] = {
+    "aten._grouped_mm.default": _grouped_mm,
+    **dict.fromkeys(
+        (f"aten.{name}_backward.default" for name in ("softplus", "hardswish", "hardtanh", "hardsigmoid", "logit")), _as_mul
+    ),
+}
 
 
 class OpInfo:
