@@ -667,6 +667,7 @@ def test_a_notebooks_functions_are_the_users(monkeypatch: pytest.MonkeyPatch) ->
     started = types.ModuleType("__main__")
     started.__file__ = f"{foreign._SITES[0]}ipykernel_launcher.py"
     monkeypatch.setitem(sys.modules, "__main__", started)
+    importlib.import_module("yaml")
     assert not foreign.foreign("__main__") and foreign.foreign("yaml.loader") and not foreign.foreign(__name__)
 
 
