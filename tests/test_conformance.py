@@ -1,4 +1,4 @@
-"""A sample of torch's own operator tests, drawn by a fixed seed: on one worker, and split over two and four, they are torch.
+"""A sample of torch's own tests of ops and modules, drawn by a fixed seed: on one worker, and split, they are torch.
 
 `python -m tests.conformance` runs them all; docs/ops.md has what that came to.
 """
@@ -10,9 +10,12 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
+
+import gt
 
 pytest.importorskip("expecttest")  # torch's tests need it
-PAIRS, SAMPLES = 100, 2
+PAIRS, SAMPLES, MODULES = 100, 2, 40
 
 
 @pytest.mark.slow
@@ -33,11 +36,59 @@ def test_torchs_own_operator_tests_pass_whole_and_split(server: Any) -> None:
     assert {row["form"] for row in rows} >= {"function", "backward", "in place", "write"}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("plain_threads")
+def test_torchs_own_modules_pass_whole_and_split(server: Any) -> None:
+    """Called and differentiated in both modes: inputs and parameters split by hand, and in each kind of group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from conformance import modules, report
+        from conformance.__main__ import pairs, run
+        from conformance.run import Plan
+
+        chosen = random.Random(2026).sample(pairs([], ["one"], modules.entries()), MODULES)
+        rows = run(chosen, Plan(workers=(1, 2), most=1, gathers=False), server, quiet=True)
+    assert not [row for row in rows if row["outcome"] != "equal"], report.text(rows)
+    assert {row["form"] for row in rows} == {"forward", "backward", "eval forward", "eval backward", "weights"}
+    assert {row["workers"] for row in rows} == {1, 2} and {row["op"] for row in rows} == {entry.name for entry, _ in chosen}
+
+
+class Odd(torch.nn.Module):
+    """Right on the CPU, and on the remote device where nothing is split along dim 0; its buffer is always right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        remote = x.device.type == "remote"
+        return x * self.weight + (1 if remote and gt.inspect(x)["layout"] == "[S(0)]" else 0)
+
+
+def test_the_runner_tells_a_wrong_module(server: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from conformance.__main__ import run
+        from conformance.run import Plan
+        from torch.testing._internal.common_modules import FunctionInput, ModuleInfo, ModuleInput
+
+    def inputs(info: Any, device: str, dtype: torch.dtype, requires_grad: bool, training: bool) -> list:
+        called = FunctionInput(torch.ones(6, 4, dtype=dtype, requires_grad=requires_grad))
+        return [ModuleInput(constructor_input=FunctionInput(), forward_input=called)]
+
+    entry = ModuleInfo(Odd, module_inputs_func=inputs)
+    rows = run([(entry, torch.float32)], Plan(workers=(1, 2)), server, quiet=True)
+    found = {(row["form"], row["workers"]): (row["outcome"], row["unequal"]) for row in rows}
+    wrong = {key for key, (outcome, _) in found.items() if outcome == "wrong"}
+    assert wrong == {("forward", 2), ("eval forward", 2)} and found["forward", 2][1] == 1 and found["backward", 2][0] == "equal"
+
+
 def test_the_runner_tells_equal_from_wrong() -> None:
     """It must be able to fail: other values, shapes and dtypes, writes that are not seen, refusals that do not come."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import torch
         from conformance.compare import EQUAL, UNSUPPORTED, WRONG, difference, outcome
 
         from gt.errors import OpFailed, UnsupportedOp, WorkerLost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,25 @@ def conjugated(x: torch.Tensor) -> tuple:
     return z, turned, turned.real, turned.imag, torch.view_as_real(z), z @ turned.mT
 
 
+def bytes_of(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    """x seen as other dtypes, and written to through that."""
+    made = []
+    for dtype in (torch.int32, torch.int16, torch.float64, torch.uint8):
+        base = split(x, dim)
+        seen = base.view(dtype)
+        made.append(seen.clone())
+        seen[2:] = 0
+        made.append(base)
+    return made
+
+
+def running(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    """Statistics that lie elsewhere than the batch: they are written though the op's schema does not say so."""
+    mean, var = torch.zeros(3, device=x.device), torch.ones(3, device=x.device)
+    mean, var = mean + 0, var + 0  # now they lie somewhere
+    return [F.batch_norm(split(x, dim), mean, var, training=True), mean, var]
+
+
 X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1))
 SAME: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], Any]]] = {
@@ -83,6 +103,8 @@ SAME: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], Any]]] = {
         X[None].int(), lambda x: torch.baddbmm(x, split(x[..., :1], 2), x[:, :1], beta=0.2, alpha=0.6)),
     "baddbmm of integers, fewer batches than workers": (
         X[None].int(), lambda x: torch.baddbmm(x, split(x[..., :7], 0), x.mT[:, :6].mT[:, :6], beta=0.2, alpha=0.6)),
+    "other dtypes of the same bytes, split": (X, lambda x: [*bytes_of(x, 0), *bytes_of(x, 1)]),
+    "running statistics, the batch split": (IMAGE, lambda x: [*running(x, 0), *running(x, 1)]),
     "a range, split": (X, lambda x: split(torch.arange(7, device=x.device), 0)),
 }  # fmt: skip
 
@@ -183,3 +205,62 @@ def test_an_op_that_is_not_torchs_own_is_refused_and_the_session_goes_on(one: No
         with pytest.raises(UnsupportedOp, match=r"gt_tests\.twice"):
             torch.ops.gt_tests.twice(X.to("remote"))
     assert torch.equal((X.to("remote") + 1).cpu(), X + 1)
+
+
+MASKED: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
+    "convolution": (F.conv2d, [(2, 3, 6, 6), (4, 3, 3, 3), (4,)]),
+    "batch norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(4, 3, 5), (3,), (3,)]),
+    "group norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [(4, 4, 5), (4,), (4,)]),
+    "layer norm": (lambda x, w, b: F.layer_norm(x, (5,), w, b), [(4, 5), (5,), (5,)]),
+    "grid sample": (lambda x, g: F.grid_sample(x, g, align_corners=False), [(2, 3, 6, 6), (2, 4, 4, 2)]),
+    "linear": (F.linear, [(4, 5), (3, 5), (3,)]),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_only_what_asks_for_a_gradient_gets_one(name: str, one: None) -> None:
+    """Kernels give nothing for the others: of a model's first norm, whose input is data."""
+    function, shapes = MASKED[name]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.rand(*shape, generator=generator) for shape in shapes]
+    for mask in itertools.product([False, True], repeat=len(shapes)):
+        here, there = ([x.clone().to(d).requires_grad_(m) for x, m in zip(inputs, mask)] for d in ("cpu", "remote"))
+        for given in (here, there):
+            if any(mask):
+                function(*given).square().sum().backward()
+        for a, b in zip(here, there):
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                torch.testing.assert_close(b.grad.cpu(), a.grad)
+
+
+LAZY: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+    "convolution": (lambda: torch.nn.LazyConv2d(4, 3), (2, 3, 8, 8)),
+    "norm": (lambda: torch.nn.LazyBatchNorm1d(), (5, 3)),
+    "two within a model": (
+        lambda: torch.nn.Sequential(torch.nn.LazyLinear(7), torch.nn.ReLU(), torch.nn.LazyLinear(2)), (5, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_a_lazy_module_has_its_weights_where_it_was_sent(name: str, one: None) -> None:
+    """They are drawn as on the CPU, and an optimizer made before has them."""
+    make, shape = LAZY[name]
+    x, found = torch.randn(*shape), []
+    for device in ("cpu", "remote"):
+        module = make().to(device)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        torch.manual_seed(0)
+        module(x.to(device)).square().sum().backward()
+        optimizer.step()
+        state = module.state_dict()
+        assert {t.device.type for t in state.values()} == {device}
+        found.append({key: t.cpu() for key, t in state.items()})
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_lazy_module_changes_its_dtype_as_in_plain_torch(one: None) -> None:
+    module = torch.nn.LazyLinear(4).to(torch.float64)
+    assert module.weight.data.dtype == torch.float64 and module(torch.ones(2, 3).double()).dtype == torch.float64
+    module = torch.nn.LazyLinear(4).to("remote").half()
+    assert module(torch.ones(2, 3, device="remote").half()).dtype == module.weight.dtype == torch.float16

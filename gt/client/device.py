@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from gt.client import random
+from gt.client import lazymodules, random
 from gt.client.attention import attention
 from gt.client.autocast import register as register_autocast
 from gt.client.dispatch import dispatch, fallback
@@ -168,6 +168,7 @@ def prepare() -> None:
     _lists()
     _capturing()
     extend_load()
+    lazymodules.prepare()
     if not _cuda():
         register()
 

@@ -211,12 +211,19 @@ def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
         tuple(t._ref.meta.spec for t in encoder.tensors),
         encoder.values + 2 * info.random,
         tuple(outs),
-        entry.written,
+        entry.written + _unsaid(info, args, positions),
         not known,
         info.pointwise,
     )
     entry.number = runtime.current().define(template)
     return entry
+
+
+def _unsaid(info: OpInfo, args: tuple, positions: dict[str, list[int]]) -> tuple[int, ...]:
+    """Operands that are written though the schema does not say so, and autograd is not to know: statistics of a batch."""
+    if info.name != "aten.native_batch_norm.default" or not args[5]:
+        return ()
+    return tuple(i for name in ("running_mean", "running_var") for i in positions[name])
 
 
 def _check_dtypes(info: OpInfo, args: tuple, kwargs: dict) -> None:
@@ -250,6 +257,8 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
             found = _META.get(info.name, info.func)(*args, **kwargs)
         if info.name in _SAVES_NOTHING and not args[5]:
             found = (found[0], *(f.new_empty(0) for f in found[1:]))
+        if info.names[-1] == "output_mask" and len(args) == len(info.names):  # kernels give nothing where nothing is asked for
+            found = tuple(f if asked else None for f, asked in zip(found, args[-1], strict=True))
         return found, True
     except NotImplementedError:
         return None, False

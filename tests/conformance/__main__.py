@@ -1,6 +1,7 @@
 """`python -m tests.conformance`: torch's operator tests on the remote device, against plain torch on the CPU.
 
---ops and --dtypes say what; --sample SEED N takes N (op, dtype) pairs and a few samples of each; --json keeps every variant.
+--ops and --dtypes say what, --modules that it is nn modules; --sample SEED N takes N (op, dtype) pairs and a few samples of
+each; --json keeps every variant.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ import torch
 
 from gt.ir.spec import DTYPES
 
-from . import report
+from . import modules, report
 from .place import WORKERS, Cluster
 from .run import Plan, Runner, Variant, entries
 
 FEW = 6  # samples of an op in a sample of pairs
 
 
-def pairs(ops: list[str], dtypes: list[str]) -> list[tuple[Any, torch.dtype]]:
-    """(OpInfo, dtype) asked for; "all" is every dtype that the op claims on the CPU and GT has."""
+def pairs(ops: list[str], dtypes: list[str], database: dict[str, Any] | None = None) -> list[tuple[Any, torch.dtype]]:
+    """(OpInfo or ModuleInfo, dtype) asked for; "all" is every dtype that it claims on the CPU and GT has."""
     found = []
-    for name, entry in entries().items():
+    for name, entry in (entries() if database is None else database).items():
         if ops and not any(fnmatch.fnmatch(name, pattern) for pattern in ops):
             continue
-        claimed = {str(d)[6:]: d for d in entry.supported_dtypes("cpu") if str(d)[6:] in DTYPES}
+        known = entry.dtypes if isinstance(entry, modules.ModuleInfo) else entry.supported_dtypes("cpu")
+        claimed = {str(d)[6:]: d for d in known if str(d)[6:] in DTYPES}
         if "one" in dtypes:  # float32, or where it has none the first it has
             found += [(entry, claimed["float32" if "float32" in claimed else min(claimed)])] if claimed else []
         else:
@@ -43,6 +45,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.conformance", description=__doc__)
     parser.add_argument("--ops", nargs="+", default=[], help="names or patterns, as in torch's database (sort, linalg.*)")
     dtypes = "torch's names, all, or one (float32 where it is claimed)"
+    parser.add_argument("--modules", action="store_true", help="torch's list of nn modules instead of its ops")
     parser.add_argument("--dtypes", nargs="+", default=["float32"], help=dtypes)
     parser.add_argument("--workers", nargs="+", type=int, choices=WORKERS, default=list(WORKERS))
     parser.add_argument("--most", type=int, default=0, help="samples of each op, at most")
@@ -72,10 +75,11 @@ def run(chosen: list[tuple[Any, torch.dtype]], plan: Plan, server: Any = None, q
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    chosen, plan = pairs(args.ops, args.dtypes), Plan(args.workers, args.most)
+    database = modules.entries() if args.modules else entries()
+    chosen, plan = pairs(args.ops, args.dtypes, database), Plan(args.workers, args.most)
     if args.sample:
         seed, count = args.sample
-        every = pairs(args.ops, ["all"])
+        every = pairs(args.ops, ["all"], database)
         chosen = random.Random(seed).sample(every, min(count, len(every)))
         plan = Plan(args.workers, args.most or FEW, seed)
     start = time.monotonic()

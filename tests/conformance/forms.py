@@ -6,6 +6,7 @@ Nothing here knows of GT: `Inputs` is a sample on the CPU, and the same sample p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +20,13 @@ Tensors = list[Any]  # tensors, and numbers that an op gave instead
 class Inputs:
     """A sample's arguments, and how they come to a device."""
 
-    entry: Any  # an OpInfo
+    entry: Any  # an OpInfo, or a ModuleInfo
     args: tuple
     kwargs: dict
     sample: Any
     put: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda t: t)  # what makes a tensor of the device
+    module: torch.nn.Module | None = None
+    around: Callable[[], AbstractContextManager] = nullcontext  # what it is called within
 
 
 def leaves(inputs: Inputs) -> list[torch.Tensor]:

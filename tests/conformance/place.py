@@ -6,9 +6,11 @@ One server with four workers lives for the whole run; what breaks it is told, an
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,26 +22,32 @@ from gt import api
 from gt.launch import local
 
 from .forms import Inputs, leaves
+from .modules import parameters
 
 WORKERS = (1, 2, 4)
 DIMS = 6  # samples have few more
 
 
+GROUPS = ("over{}_dim0", "tp{}_colpar", "tp{}_rowpar")  # that a module is called in
+
+
 class Split(NamedTuple):
-    """workers 1: everything whole on one. Else tensor number `index` of the sample is split along `dim`."""
+    """workers 1: everything whole on one. Else tensor number `index` of the sample is split along `dim`.
+
+    Parameters of a module are numbered after its inputs. group: nothing is split by hand, a module is called in it.
+    """
 
     workers: int
     index: int = 0
     dim: int = 0
+    group: str = ""
 
 
 def config() -> str:
-    """A data parallel group for each number of workers and each dim."""
-    return "".join(
-        f"over{workers}_dim{dim}: {{shard: {{axis: {dim}, workers: {list(range(workers))}}}}}\n"
-        for workers in WORKERS[1:]
-        for dim in range(DIMS)
-    )
+    """A data parallel group for each number of workers and each dim, and tensor parallel ones."""
+    names = [(f"over{n}_dim{dim}", dim, n) for n in WORKERS[1:] for dim in range(DIMS)]
+    names += [(f"tp{n}{suffix}", axis, n) for n in WORKERS[1:] for suffix, axis in (("", 0), ("_colpar", 1), ("_rowpar", 0))]
+    return "".join(f"{name}: {{shard: {{axis: {axis}, workers: {list(range(n))}}}}}\n" for name, axis, n in names)
 
 
 def splits(inputs: Inputs, workers: int) -> Iterator[Split]:
@@ -48,6 +56,10 @@ def splits(inputs: Inputs, workers: int) -> Iterator[Split]:
     for index, t in enumerate(leaves(inputs)):
         if t.layout == torch.strided and not shared[index]:
             yield from (Split(workers, index, dim) for dim, n in enumerate(t.shape[:DIMS]) if n > 1)
+    if inputs.module is not None:
+        yield from (Split(workers, group=group.format(workers)) for group in GROUPS)
+        for index, (_, p) in enumerate(parameters(inputs), len(shared)):
+            yield from (Split(workers, index, dim) for dim, n in enumerate(p.shape[:DIMS]) if n > 1)
 
 
 def storages(tensors: list[torch.Tensor]) -> list[bool]:
@@ -69,16 +81,35 @@ def viewed(t: torch.Tensor, memory: dict[int, torch.Tensor]) -> torch.Tensor:
     return memory[storage.data_ptr()].view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
 
 
+def cut(t: torch.Tensor, split: Split) -> torch.Tensor:
+    """A remote tensor split along a dim; the copy is of its pieces: nobody has it whole."""
+    with gt.signal.context(f"over{split.workers}_dim{split.dim}"):
+        return gt.signal.move(t).clone()
+
+
+def module_placed(inputs: Inputs, split: Split, first: int) -> torch.nn.Module | None:
+    """A copy of the sample's module on the remote device; `first`: the number of its first parameter."""
+    if inputs.module is None:
+        return None
+    module = copy.deepcopy(inputs.module).to("remote")
+    for index, (name, _) in enumerate(parameters(inputs), first):
+        if split.workers > 1 and not split.group and index == split.index:
+            owner, _, own = name.rpartition(".")
+            whole = module.get_parameter(name)
+            setattr(module.get_submodule(owner), own, torch.nn.Parameter(cut(whole.detach(), split), whole.requires_grad))
+    return module
+
+
 def placed(inputs: Inputs, split: Split) -> Inputs:
     """The sample on the remote device."""
     order = leaves(inputs)
+    module = module_placed(inputs, split, len(order))
     shared, memory = storages(order), {}
     known: dict[int, torch.Tensor] = {}
     for index, t in enumerate(order):
         made = viewed(t.detach(), memory) if shared[index] else t.detach().to("remote")
-        if split.workers > 1 and index == split.index:
-            with gt.signal.context(f"over{split.workers}_dim{split.dim}"):
-                made = gt.signal.move(made).clone()  # the copy is of its pieces: nobody has it whole
+        if split.workers > 1 and not split.group and index == split.index:
+            made = cut(made, split)
         known[id(t)] = made.detach().requires_grad_(t.requires_grad)
 
     def there(x: Any) -> Any:
@@ -91,7 +122,9 @@ def placed(inputs: Inputs, split: Split) -> Inputs:
     def moved(tree: Any) -> Any:
         return pytree.tree_map(lambda x: there(x) if isinstance(x, (torch.Tensor, torch.device, str)) else x, tree)
 
-    return dataclasses.replace(inputs, args=moved(inputs.args), kwargs=moved(inputs.kwargs), put=lambda t: t.to("remote"))
+    around = partial(gt.signal.context, split.group) if split.group else inputs.around
+    args, kwargs = moved(inputs.args), moved(inputs.kwargs)
+    return dataclasses.replace(inputs, args=args, kwargs=kwargs, put=lambda t: t.to("remote"), module=module, around=around)
 
 
 def collectives() -> dict[str, int]:

@@ -6,6 +6,7 @@ A variant is (op, dtype, form, workers); it is equal if all its samples are, in 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import random
 import signal
@@ -23,11 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gt
 from gt.errors import SystemFailure
 
+from . import modules
 from .compare import EQUAL, UNSUPPORTED, WRONG, difference, host, outcome
-from .forms import FORMS, Inputs, Tensors, forms_of
+from .forms import FORMS as OF_OPS
+from .forms import Inputs, Tensors, forms_of
 from .forms import leaves as tensors
 from .place import Cluster, Split, collectives, placed, splits
 
+FORMS = {**OF_OPS, **modules.FORMS}
+COUNTED = ("function", "forward")  # forms whose gathers are counted
 GATHERS = ("all_gather", "all_to_all")
 SLACK = 10  # times torch's tolerances, where sums are of terms of several workers
 DOUBLE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
@@ -87,7 +92,8 @@ class Plan:
 
 
 def name_of(entry: Any) -> str:
-    return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else entry.name
+    variant = getattr(entry, "variant_test_name", "")
+    return f"{entry.name}.{variant}" if variant else entry.name
 
 
 def entries() -> dict[str, Any]:
@@ -141,7 +147,10 @@ def given(entry: Any, sample: Any) -> Inputs:
 
 
 def samples(entry: Any, dtype: torch.dtype, plan: Plan) -> Iterator[tuple[str, Inputs]]:
-    """(form, inputs) of one op with one dtype."""
+    """(form, inputs) of one op, or module, with one dtype."""
+    if isinstance(entry, modules.ModuleInfo):
+        yield from modules.samples(entry, dtype, plan.most, plan.seed)
+        return
     torch.manual_seed(plan.seed)
     grad = entry.supports_autograd and dtype in entry.supported_backward_dtypes("cpu")
     found = list(entry.sample_inputs("cpu", dtype, requires_grad=grad))
@@ -219,7 +228,7 @@ class Runner:
     ) -> tuple[tuple[str, str], bool | None]:
         """What became of it; whether it ran with no gather (None: not counted)."""
         kept = None
-        counted = self.plan.gathers and split.workers > 1 and form == "function" and want.error is None
+        counted = self.plan.gathers and split.workers > 1 and not split.group and form in COUNTED and want.error is None
         try:
             with within(PATIENCE + int(SLOWER * want.seconds)):
                 gt.manual_seed(0)
@@ -253,7 +262,8 @@ class Runner:
         """Whether the same sample in double precision is right: single was too little for its condition."""
         if all(t.dtype not in DOUBLE for t in tensors(inputs)):
             return False
-        double = dataclasses.replace(inputs, args=doubled(inputs.args), kwargs=doubled(inputs.kwargs))
+        module = copy.deepcopy(inputs.module).double() if inputs.module is not None else None
+        double = dataclasses.replace(inputs, args=doubled(inputs.args), kwargs=doubled(inputs.kwargs), module=module)
         plain = attempt(form, double)
         if plain.error is not None:
             return False
@@ -286,8 +296,10 @@ def shown(inputs: Inputs) -> str:
         return repr(x)
 
     given = [*map(text, inputs.args), *(f"{k}={text(v)}" for k, v in inputs.kwargs.items())]
-    return ", ".join(given)[:300]
+    made = f"{inputs.sample.constructor_input.args} {inputs.sample.constructor_input.kwargs}: " if inputs.module else ""
+    return (made + ", ".join(given))[:300]
 
 
 def shown_split(split: Split) -> str:
-    return "" if split.workers == 1 else f"| tensor {split.index} along {split.dim} over {split.workers}"
+    where = split.group or f"tensor {split.index} along {split.dim} over {split.workers}"
+    return "" if split.workers == 1 else f"| {where}"

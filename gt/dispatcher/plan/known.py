@@ -28,6 +28,8 @@ class Known:
     def __post_init__(self) -> None:
         op = self.template.op
         self.name = op.split(".")[1] if op.startswith("aten.") else op.rpartition(".")[0]
+        if op == "aten.view.dtype":  # the same bytes, no other shape
+            self.name = "view.dtype"
         self.random = op in RANDOM
         self.overwrites = self.name in OVERWRITES
         if self.name.startswith(("_foreach_", "_fused_", "_amp_foreach")):

@@ -166,6 +166,12 @@ def as_complex(known: Known, place: Shard, size: int) -> Shard | None:
     return place if place.dim < len(_shapes(known)[0]) - 1 else None
 
 
+def retyped(known: Known, place: Shard, size: int) -> Shard | None:
+    """x.view(dtype): an element of the last dim may become several, or a part of one."""
+    old, new = _shapes(known)
+    return place if old == new or place.dim < len(old) - 1 else None
+
+
 def never(known: Known, place: Shard, size: int) -> Shard | None:
     return None
 
@@ -175,5 +181,5 @@ VIEWS: dict[str, Split] = {
     "permute": permute, "transpose": transpose, "t": transpose, "unsqueeze": unsqueeze, "squeeze": squeeze,
     "slice": along, "narrow": along, "select": select, "unbind": unbind, "split": split, "split_with_sizes": split,
     "alias": same, "detach": same, "as_strided": never, "diagonal": never, "unfold": never, "view_as_real": same,
-    "view_as_complex": as_complex, "_conj": same, "_neg_view": same,
+    "view_as_complex": as_complex, "_conj": same, "_neg_view": same, "view.dtype": retyped,
 }  # fmt: skip
