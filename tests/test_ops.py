@@ -105,6 +105,8 @@ SAME: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], Any]]] = {
         X[None].int(), lambda x: torch.baddbmm(x, split(x[..., :7], 0), x.mT[:, :6].mT[:, :6], beta=0.2, alpha=0.6)),
     "other dtypes of the same bytes, split": (X, lambda x: [*bytes_of(x, 0), *bytes_of(x, 1)]),
     "running statistics, the batch split": (IMAGE, lambda x: [*running(x, 0), *running(x, 1)]),
+    "loss of several labels, of one row": (
+        X[0], lambda x: F.multilabel_margin_loss(x, torch.tensor([1, 3, 0, -1, 2, 4], device=x.device), reduction="none")),
     "a range, split": (X, lambda x: split(torch.arange(7, device=x.device), 0)),
 }  # fmt: skip
 

@@ -66,13 +66,21 @@ def in_place(inputs: Inputs) -> Tensors:
 
 
 def write(inputs: Inputs) -> Tensors:
-    """What the op gives is written to; its input has changed with it if it is a view."""
+    """What the op gives is written to, which its base and another view of that see; then the base is, and the views see it."""
     with torch.no_grad():
         base = inputs.args[0].clone()
+        other = base.unsqueeze(0)
         made = [t for t in flat(inputs.entry.op(base, *inputs.args[1:], **inputs.kwargs)) if isinstance(t, torch.Tensor)]
         for t in (*made[:1], *made[1:][-1:]):
-            t.fill_(1)
-        return [base, *made]
+            t.copy_(counted(inputs, t, 1))
+        seen = [base.clone(), other.clone(), *(t.clone() for t in made)]
+        base.copy_(counted(inputs, base, 5))
+        return [*seen, other, *made]
+
+
+def counted(inputs: Inputs, t: torch.Tensor, first: int) -> torch.Tensor:
+    """Values of t's shape and dtype that tell the places apart."""
+    return inputs.put((torch.arange(first, first + t.numel()) % 89).reshape(t.shape).to(t.dtype))
 
 
 FORMS: dict[str, Callable[[Inputs], Tensors]] = {
