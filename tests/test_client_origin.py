@@ -111,6 +111,16 @@ def test_backward_inherits_the_micro_batch_wherever_it_is_called(inline: InlineS
     assert [micro for op, micro in backward if op.startswith("aten.add")] == [1, 1, 2, 2]
 
 
+def test_a_result_that_is_used_as_an_alias_only_is_of_its_own_micro_batch(inline: InlineSession) -> None:  # noqa: F811
+    """Nothing has marked its node; its parameter, the first of its inputs, knows the first micro-batch only."""
+    w = torch.nn.Parameter(torch.ones(3, device="remote"))
+    for part in gt.microbatches(torch.ones(6, 3, device="remote", requires_grad=True), 3):
+        (w * torch.tanh(part))[:, :].sum().backward()
+    gt.stats()
+    found = [inline.origins[n] for op, n in inline.log if op == "aten.mul.Tensor"]
+    assert [row[-1] for row in found if row[4]] == [0, 0, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_ops_take_the_context_entered_there(inline: InlineSession, reentrant: bool) -> None:  # noqa: F811
     def part(y: torch.Tensor) -> torch.Tensor:

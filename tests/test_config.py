@@ -158,6 +158,13 @@ def test_the_most_specific_pattern_wins(name: str, group: str) -> None:
     assert found is not None and found.group == group
 
 
+def test_the_model_itself_has_an_empty_name_that_no_wildcard_matches() -> None:
+    rules = (Rule("*", "all"), Rule("", "root"), Rule("up", "_colpar"))
+    placed = assign(rules, ["", "a", "up"])
+    assert {name: rule.group for name, rule in placed.items()} == {"": "root", "a": "all", "up": "root_colpar"}
+    assert match(rules[:1], "") is None and [rule.pattern for rule in unmatched(rules, ["a"])] == ["", "up"]
+
+
 def test_of_equal_patterns_the_later_wins_and_unused_ones_are_found() -> None:
     found = match((Rule("a.*", "first"), Rule("*.b", "second"), Rule("*.b", "third")), "a.b")
     assert found is not None and found.group == "third"

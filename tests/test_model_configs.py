@@ -103,7 +103,7 @@ def test_a_model_placed_by_a_ready_config_is_torchs(name: str, session: Callable
     where = {n: gt.inspect(p) for n, p in model.named_parameters()}
     used = {piece["index"] for row in where.values() for piece in row["pieces"]}
     assert used == set(range(dp * tp * pp))
-    assert len({rule.group for n, rule in placed.items() if n[-1].isdigit()}) == (pp if pp > 1 else 0)
+    assert len({rule.group for n, rule in placed.items() if n[-1:].isdigit()}) == (pp if pp > 1 else 0)
     split_weights = {n for n, row in where.items() if "S(" in row["layout"]}
     matrices = {n for n, p in model.named_parameters() if p.dim() > 1 and (".h." in n or ".layers." in n)}
     assert matrices <= split_weights if tp > 1 else not split_weights
@@ -158,3 +158,37 @@ def test_nothing_is_gathered_where_heads_divide(name: str) -> None:
 def test_the_plan_warns_where_heads_do_not_divide(config: str, kind: str, heads: int, kv: int) -> None:
     warnings = planned(config, kind, 2, heads, kv, 48)["warnings"]
     assert any(f"modeling_{kind}.py" in warning and "all_gather over tp" in warning for warning in warnings), warnings
+
+
+@pytest.mark.usefixtures("plain_threads")
+@pytest.mark.parametrize(("name", "schedule"), [("gpt2/dp2pp2", "1f1b"), ("llama/tp2pp2", "zb-h1"), ("qwen/pp4", "1f1b")])
+def test_a_pipeline_of_a_model_is_captured_in_its_schedule(name: str, schedule: str, session: Callable) -> None:
+    """The loss is in the last stage, whoever computes it; GPT-2's embedding is the first stage's, and the last one's head."""
+    session(placements.CONFIGS / f"{name}.yaml")
+    kind = {"qwen": "qwen3"}.get(name.partition("/")[0], name.partition("/")[0])
+    batches = torch.randint(WORDS, (5, ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+
+    def losses(device: str) -> list[float]:
+        model = made(kind, 4).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(words: torch.Tensor) -> torch.Tensor:
+            total = torch.zeros((), device=device)
+            for part in gt.microbatches(words, 4):
+                loss = model(input_ids=part, labels=part).loss / 4
+                loss.backward()
+                total = total + loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            return total
+
+        if device == "cpu":
+            return [step(words).item() for words in batches]
+        gt.signal.apply(model)
+        run = gt.compile(step, schedule=schedule)
+        found = [run(words).item() for words in batches]
+        (program,) = run._programs
+        assert program.replays and not program.answer["schedule"]["why"], run.explain()
+        return found
+
+    assert losses("remote") == pytest.approx(losses("cpu"), abs=2e-5)

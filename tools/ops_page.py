@@ -19,15 +19,16 @@ Table = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 PAGE = """# Ops
 
 torch's own operator tests (its OpInfo database), run on the `remote` device against plain torch on the CPU: every op's sample
-inputs in four forms (the op, its backward, its in-place variant, writes through the views that it gives), and what it has to
-refuse. On one worker everything is whole; over two and four each dim of each input is split in turn, unevenly too. Values that
-are drawn are compared with one worker's. A variant is an op with one dtype in one form; it is equal if all its samples are, in
-every split. `--dtypes one` is float32, or another for ops that lack it; `--sample SEED N` draws N pairs of op and dtype.
+inputs in four forms (the op, its backward, its in-place variant, writes to the views that it gives and to what they view, each
+of which the others see), and what it has to refuse. On one worker everything is whole; over two and four each dim of each input
+is split in turn, unevenly too. Values that are drawn are compared with one worker's. A variant is an op with one dtype in one
+form; it is equal if all its samples are, in every split. `--dtypes one` is float32, or another for ops that lack it;
+`--sample SEED N` draws N pairs of op and dtype.
 
-`--modules` takes torch's list of modules (its ModuleInfo database): each is called with its sample inputs in train and eval mode,
-results, buffers, and gradients of inputs and parameters are compared, and once more those of parameters where inputs are data. Over
-two workers inputs are split as above, parameters too where there are at most four, and the module is called in a data parallel, a
-`_colpar` and a `_rowpar` group.
+`--modules` takes torch's list of modules (its ModuleInfo database): each is called with its sample inputs in train and eval
+mode; results, buffers, and gradients of inputs and parameters are compared, and once more those of parameters where inputs are
+data. Over two workers inputs are split as above, parameters too where there are at most four, and the module is called in a
+data parallel, a `_colpar` and a `_rowpar` group.
 
 {runs}
 Whatever GT cannot do raises `gt.UnsupportedOp`, which names the op, on your line or where the program next waits.
@@ -58,6 +59,7 @@ def run(name: str, heading: str, things: str, table: Table) -> str:
     given = [f"--{key}" for key, v in asked.items() if v is True] + given
     kinds = ("variants", "equal", "unsupported", "wrong")
     rows = [(n, *(str(counts[n][k]) for k in kinds), f"{counts[n]['share']:.1%}") for n in counts if n.isdigit()]
+    head = ("what is not equal, and why", "outcome", "variants", things, "workers")
     rest = [
         (row["reason"], row["outcome"], str(row["variants"]), listed(row["ops"]), ", ".join(map(str, row["workers"])))
         for row in found["rest"]
@@ -69,7 +71,7 @@ def run(name: str, heading: str, things: str, table: Table) -> str:
         torch=found["torch"].partition("+")[0],
         seconds=found["seconds"],
         counts=table(("workers", *kinds, "share equal"), rows),
-        rest=table(("what is not equal, and why", "outcome", "variants", things, "workers"), rest) if rest else "All are equal.",
+        rest=table(head, rest) if rest else "All are equal.",
         **{key: counts[key] for key in counts if key.startswith("entries")},
     )
 

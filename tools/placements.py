@@ -98,6 +98,7 @@ def groups(split: Split) -> Iterator[tuple[str, list]]:
 def modules(family: Family, split: Split, stages: list[str]) -> Iterator[tuple[str, str, str]]:
     """(pattern, group, comment)"""
     last = stages[-1]
+    yield "", last, "the model itself: its loss"
     yield family.outer, stages[0], "embeddings, and what no other rule has"
     if split.pp > 1:
         yield f"{family.outer}.{family.layers}.*", f"[{', '.join(stages)}]", "cut evenly, however many there are"

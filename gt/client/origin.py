@@ -33,6 +33,15 @@ def _marked(node: Any) -> int:
     return max(ref.home, 0) if ref is not None else 0
 
 
+def _next(node: Any) -> list:
+    return [f for f, _ in node.next_functions if f is not None]
+
+
+def _leaf(node: Any) -> bool:
+    """Whether it accumulates the gradient of a parameter, whose home is of whatever micro-batch used it first."""
+    return hasattr(node, "variable")
+
+
 class Origins:
     """Interned origins of one session."""
 
@@ -87,11 +96,11 @@ class Origins:
         """Origin of a backward op, 0 if its node is not marked."""
         number = _marked(node)
         if not number:  # nothing used its output: a root of this backward pass, which belongs with what came before it
-            number = next((n for n in map(_marked, (f for f, _ in node.next_functions if f is not None)) if n), 0)
+            number = next((n for n in map(_marked, sorted(_next(node), key=_leaf)) if n), 0)
             if not number:
                 return 0
             node.metadata[MARK] = number
-        if hasattr(node, "variable"):  # the home of its parameter knows one micro-batch of many
+        if _leaf(node):  # the home of its parameter knows one micro-batch of many
             return self._back(number, stack.micro if stack.micro >= 0 else self._micros.get(self._last, -1))
         self._last = self._back(number, None)
         return self._last

@@ -36,11 +36,11 @@ def apply(
     it did. Returns the rule that each placed module got. ConfigError where a pattern matches no module.
     """
     listed = read(rules)
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for name, _ in model.named_modules()]
     missed = unmatched(listed, names)
     if missed:
         pattern = missed[0].pattern
-        raise ConfigError(f"pattern {pattern!r} matches none of the {len(names)} modules, such as {names[:3]}")
+        raise ConfigError(f"pattern {pattern!r} matches none of the {len(names) - 1} modules, such as {names[1:4]}")
     if context is None:
         from gt.client.signal import context as entered
 

@@ -2,7 +2,7 @@
 
 `*` also crosses dots, so `transformer.h.[0-5].*` is everything inside the first six blocks. A pattern that ends in a
 name is about that name and beats one that ends in `*`; among equals the one with more written-out characters wins, then
-the later one.
+the later one. The model itself has the name "", which only the pattern "" matches.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ def specificity(pattern: str) -> tuple[bool, bool, int]:
 
 def match(rules: Sequence[Rule], name: str) -> Rule | None:
     """The most specific rule whose pattern the name matches, or None."""
-    found = [(specificity(rule.pattern), at, rule) for at, rule in enumerate(rules) if fnmatchcase(name, rule.pattern)]
+    found = [(specificity(rule.pattern), at, rule) for at, rule in enumerate(rules) if matches(name, rule.pattern)]
     return max(found, key=lambda row: row[:2])[2] if found else None
+
+
+def matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) if name else not pattern
 
 
 def unmatched(rules: Sequence[Rule], names: Iterable[str]) -> list[Rule]:
     """Rules that match no name at all, so that a misspelt pattern is noticed."""
     names = list(names)
-    return [rule for rule in rules if not any(fnmatchcase(name, rule.pattern) for name in names)]
+    return [rule for rule in rules if not any(matches(name, rule.pattern) for name in names)]
 
 
 # ---- from rules to the group of each module
@@ -54,7 +58,7 @@ def assign(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
         elif group in SUFFIX_AXIS:
             outer = next((placed[at] for at in around(name) if at in placed), None)
             if outer is None:
-                hint = f"give {(around(name) or [name])[-1]!r} a stage, or name a whole group"
+                hint = f"give {name.partition('.')[0]!r} a stage, or name a whole group"
                 raise ConfigError(f"modules {rule.pattern!r}: {name} is in no stage whose {group} it could be in; {hint}")
             group = stem(outer.group) + group
         placed[name] = replace(rule, group=group, stages=())
@@ -63,7 +67,7 @@ def assign(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
 
 def cut(rule: Rule, names: Sequence[str]) -> dict[str, str]:
     """The stage of each outermost module that a rule of several stages matches; the first runs are the longer ones."""
-    matched = {name for name in names if fnmatchcase(name, rule.pattern)}
+    matched = {name for name in names if matches(name, rule.pattern)}
     outermost = [name for name in names if name in matched and not any(at in matched for at in around(name))]
     count, extra = divmod(len(outermost), len(rule.stages))
     if matched and not count:
@@ -74,9 +78,9 @@ def cut(rule: Rule, names: Sequence[str]) -> dict[str, str]:
 
 
 def around(name: str) -> list[str]:
-    """Names of the modules that a module is in, the nearest first; not the model itself."""
+    """Names of the modules that a module is in, the nearest first, the model itself last."""
     parts = name.split(".")
-    return [".".join(parts[:at]) for at in range(len(parts) - 1, 0, -1)]
+    return [".".join(parts[:at]) for at in range(len(parts) - 1, -1, -1)] if name else []
 
 
 def stem(group: str) -> str:

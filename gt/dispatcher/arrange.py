@@ -19,6 +19,7 @@ from gt.dispatcher.ending import ending
 from gt.dispatcher.failures import Planned
 from gt.dispatcher.parts import EARLY, LATE, Bases, Key, Part, Parts, bases, pairs, together
 from gt.dispatcher.plan.groups import stem
+from gt.dispatcher.plan.views import VIEWS
 from gt.dispatcher.schedule.auto import NoRoom
 from gt.dispatcher.stagecosts import Lies, price, stage_costs
 from gt.dispatcher.tape import Row, Tape
@@ -57,8 +58,8 @@ def arrange(tape: Tape, text: str, times: dict[int, float], lies: Lies) -> dict:
         ops = {row.seq: row for row in tape.journal}
         stages = _stages(tape.journal)
         parts = {worker: _parts(worker, rows, ops, stages) for worker, rows in tape.code.items()}
-        _Needs(parts, stages.meshes).assign()
         memory = {worker: bases(rows) for worker, rows in parts.items()}
+        _Needs(parts, stages.meshes, memory, ops).assign()
         _weights(parts, ops, memory)
         end = ending(parts, stages.meshes, memory, ops)
         if not stages.backward:
@@ -100,6 +101,8 @@ def _stages(journal: Sequence[Planned]) -> Stages:
         if origin.micro < 0 or origin.meaning is None:
             continue
         name, path = stem(origin.meaning.name), paths[origin.backward, origin.micro]
+        if path and path[-1] != name and row.known.name in VIEWS:
+            continue  # a view stays with what it views, in whatever group
         if not path or path[-1] != name:
             path.append(name)
             if not origin.backward and not origin.micro:
@@ -145,17 +148,19 @@ def _parts(worker: int, rows: Sequence[Row], ops: dict[int, Planned], stages: St
 class _Needs:
     """Gives rows that are no stage's own (transfers, what is outside of groups) to the action that makes or takes them."""
 
-    def __init__(self, parts: dict[int, list[Part]], meshes: Sequence[tuple[int, ...]]) -> None:
-        self.parts, self.meshes = parts, meshes
-        self.maker: dict[int, dict[int, Part]] = {}  # part -> of each id that it reads, what made it; by identity
+    def __init__(
+        self, parts: Parts, meshes: Sequence[tuple[int, ...]], memory: dict[int, Bases], ops: dict[int, Planned]
+    ) -> None:
+        self.parts, self.meshes, self.memory, self.ops = parts, meshes, memory, ops
+        self.sources: dict[int, list[Part]] = {}  # part (by identity) -> what made, and last wrote, what it reads
         self.pairs = pairs(parts)
         self.given: set[Part] = set()  # parts whose action was found here
         self.together = together(parts)
 
     def assign(self) -> None:
         """Sends go with what made their data; everything else with the first action that needs it, or to the end."""
-        for rows in self.parts.values():
-            self._makers(rows)
+        for worker, rows in self.parts.items():
+            self._makers(rows, self.memory[worker])
         takers: dict[int, Part] = {}  # part (by identity) -> the first action's part that needs it
         for worker in self.parts:
             self._backwards(worker, takers)
@@ -211,11 +216,14 @@ class _Needs:
             part.key = max((made_in[i] for i in part.row.ids()[0] if i in made_in), default=None, key=_order)
             part.when = () if part.key is not None else EARLY
 
-    def _makers(self, rows: Sequence[Part]) -> None:
+    def _makers(self, rows: Sequence[Part], memory: Bases) -> None:
         made: dict[int, Part] = {}
+        wrote: dict[int, Part] = {}  # memory -> what last changed it: terms that are added up before they are sent, say
         for part in rows:
             reads, makes = part.row.ids()
-            self.maker[id(part)] = {i: made[i] for i in reads if i in made}
+            at = [memory[id(part), i] for i in reads]
+            self.sources[id(part)] = [made[i] for i in reads if i in made] + [wrote[base] for base in at if base in wrote]
+            wrote.update({at[k]: part for k in written(part.row, self.ops)})
             made.update(dict.fromkeys(makes, part))
 
     def _backwards(self, worker: int, takers: dict[int, Part]) -> None:
@@ -223,7 +231,7 @@ class _Needs:
         for part in reversed(self.parts[worker]):
             needed = part if part.key is not None else takers.get(id(part))
             if needed is not None:
-                for source in self.maker[id(part)].values():
+                for source in self.sources[id(part)]:
                     if source.key is None:
                         known = takers.get(id(source))
                         if known is None or (known.key is not None and needed.key is not None and needed.number < known.number):
