@@ -82,3 +82,15 @@ def test_cases_of_rivals_are_read_as_they_are_written(cases: ModuleType, monkeyp
     assert native.Case.read("ddp@4:eager") == native.Case("ddp", 4, False)
     with pytest.raises(SystemExit, match="schedules"):
         native.Case.read("8,4:4:fastest")
+
+
+@pytest.mark.slow
+def test_nothing_grows_with_replays_and_a_lost_worker_comes_back(cases: ModuleType) -> None:
+    """A short soak: what it looks at, and that its bars hold."""
+    row, said = cases.together([[GPU / "soak.py", "--child", "soak", "--model", "mlp", "--replays", 300]], 100)
+    assert row is not None and len(row["looks"]) == 10, said
+    early, last = row["looks"][1], row["looks"][-1]
+    assert set(last["resident"]) == {"client", "gt.server", "gt.worker 0", "gt.worker 1"}
+    assert last["descriptors"] == early["descriptors"] and last["tensors"] == early["tensors"]
+    assert all(mib < early["resident"][name] + 8 for name, mib in last["resident"].items())
+    assert row["lost s"] < 2 and row["back s"] < 10

@@ -1,9 +1,9 @@
 """GPT-2 as a pipeline over several GPUs: examples/gpt2's step through `remote`, beside the best native step of one GPU.
 
 `python benchmarks/gpu/bench_pipeline.py [--json FILE] [--size 32x1024] [--cases 8,4:4:1f1b ..] [--rivals CASE ..] [--native]`.
-A case is layers of each stage, micro-batches, schedule; rivals are such by torch.distributed.pipelining (native.py). bf16
-weights, fused AdamW. Prints milliseconds a step (median of blocks of steps that are waited for together), how much faster than
-one GPU that is, the bubble, each GPU's own work in a step, and one line of JSON. All have to have the first row's losses.
+A case is layers of each stage (x4: four stages by cost), micro-batches, schedule; rivals are such by native.py. bf16 weights,
+fused AdamW. Prints milliseconds a step (median of blocks of steps that are waited for together), how much faster than one GPU
+that is, the bubble, each GPU's own work in a step, and one line of JSON. All have to have the first row's losses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +26,31 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def ours(case: str, size: str, name: str, seconds: float) -> cases.Row:
+def trainer(case: str, size: str, name: str, dtype: str = "bf16", backend: str = "") -> Callable[..., Any]:
+    """The case's captured training step, on workers that are started for it."""
     import torch
     import train
 
-    import gt
-
-    cut, parts, schedule = case.split(":")
-    batch, length = map(int, size.split("x"))
-    stages = len(cut.split(","))
-    flags = {"-e": name, "-b": batch, "-t": length, "-M": parts, "--stages": stages, "--cut": cut, "--schedule": schedule}
-    args = train.arguments([*(str(part) for pair in flags.items() for part in pair), "--dtype", "bf16", "--seed", "0"])
+    cut, parts, schedule = case.split(":", 2)
+    batch, length = size.split("x")
+    flags = {"-e": name, "-b": batch, "-t": length, "-M": parts, "--schedule": schedule, "--dtype": dtype, "--seed": "0"}
+    flags |= {"--stages": cut[1:]} if cut[0] == "x" else {"--stages": str(len(cut.split(","))), "--cut": cut}
+    args = train.arguments([part for pair in flags.items() for part in pair])
     config = train.sizes(args)
     gpus = torch.cuda.device_count()
     workers = train.settle(args, config, gpus)
-    args.gpus, args.workers, args.backend = gpus, max(workers) + 1, "cudagraphs" if gpus else "eager"
+    args.gpus, args.workers, args.backend = gpus, max(workers) + 1, backend or ("cudagraphs" if gpus else "eager")
     model, _ = train.built(args, config)
     train.start(args, workers)
     model.to("remote")
-    optimizer = native.optimizer_of(model.parameters())
-    step, _ = train.steps(model, optimizer, args)
+    return train.steps(model, native.optimizer_of(model.parameters()), args)[0]
+
+
+def ours(case: str, size: str, name: str, seconds: float) -> cases.Row:
+    import gt
+
+    step = trainer(case, size, name)
+    batch, length = map(int, size.split("x"))
     data = native.batch_of(batch, length, "cpu")
     start = time.perf_counter()
     losses = [step(*data).item() for _ in range(8)]
