@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from gt.ir.instr import FREE, Define
-from gt.worker.beside import ASIDE, beside
+from gt.worker.beside import ASIDE, beside, together
 from gt.worker.lives import lives
 from gt.worker.segments import Row
 
@@ -133,6 +135,25 @@ def test_what_touches_what_is_under_way_waits(seed: int) -> None:
                 changed = operands[:1] if define.number in (11, 24) else operands if define.number == 13 else []
                 assert not reads.intersection(changed)
     assert not reads and not writes  # whatever ends the recording has waited
+
+
+def test_what_is_done_together_is_freed_afterwards() -> None:
+    code = [40, 0, 21, 0, 7, FREE, 0, 1, 7, 21, 0, 8, FREE, 0, 1, 8, 10, 0, 1, 2, 3]
+    log: list[Any] = []
+    rows = [(at, lambda code, place: log.append(place - 2)) for at in (0, 2, 5, 9, 12, 16)]
+
+    @contextlib.contextmanager
+    def batch() -> Iterator[None]:
+        log.append("begin")
+        yield
+        log.append("end")
+
+    defines = {**DEFINES, 40: Define(40, "together", {"count": 2})}
+    found, groups = together(rows, code, defines.get, batch)
+    for at, step in found:
+        step(code, at + 2)
+    assert log == ["begin", 2, 9, "end", 5, 12, 16]
+    assert {at: [place for place, _ in some] for at, some in groups.items()} == {2: [2, 9]}
 
 
 def _ids(rows: list[Row], code: list) -> set[int]:

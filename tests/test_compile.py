@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import GPT
 from test_parity import mini
 from torch import nn
@@ -394,6 +395,35 @@ def test_workers(config: str, session: Callable[..., None]) -> None:
         return run
 
     agree(make, step)
+
+
+@pytest.mark.usefixtures("plain_threads", "session")
+def test_gradients_of_data_parallel_workers_are_summed_together(session: Callable[..., None]) -> None:
+    """Among them one of a weight that is used twice, and ones that are views of what is summed; as torch on the whole batch."""
+    session(CONFIGS / "dp2.yaml")
+
+    def made(device: str) -> Callable:
+        torch.manual_seed(0)
+        embedding, linear = nn.Embedding(50, 16), nn.Linear(16, 16)
+        model = nn.ModuleList([embedding, linear]).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            with gt.signal.context("pp_stage0"):
+                out = F.gelu(linear(embedding(x))) @ embedding.weight.t()
+                loss = F.cross_entropy(out.view(-1, 50), y.view(-1))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    plain, compiled = made("cpu"), gt.compile(made("remote"))
+    for _ in range(7):
+        x, y = torch.randint(50, (2, 4, 8))
+        torch.testing.assert_close(compiled(x, y).cpu(), plain(x, y), rtol=1e-5, atol=1e-6)
+    assert compiled._programs[0].replays > 2, compiled.explain()
 
 
 @pytest.mark.usefixtures("plain_threads", "one")

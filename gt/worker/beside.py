@@ -37,19 +37,20 @@ def together(
     found: list[Row] = []
     groups: dict[int, list[Row]] = {}
     some: list[Row] = []
+    ended: list[Row] = []  # frees between them: all are needed until all are done
     missing = 0
     for at, step in rows:
         define = None if code[at] == FREE else definition(code[at])
         if define is not None and define.kind == "together":
-            missing, some = define.payload["count"], []
-        elif missing and define is not None and define.kind == "all_reduce":
+            missing, some, ended = define.payload["count"], [], []
+        elif missing and define is not None:
             some.append((at, step))
             missing -= 1
             if not missing:
                 groups[some[0][0]] = some
-                found.append((some[0][0], _batched(some, batch)))
+                found += [(some[0][0], _batched(some, batch)), *ended]
         else:
-            found.append((at, step))
+            (ended if missing else found).append((at, step))
     return found, groups
 
 
