@@ -426,6 +426,35 @@ def test_gradients_of_data_parallel_workers_are_summed_together(session: Callabl
     assert compiled._programs[0].replays > 2, compiled.explain()
 
 
+MEANS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a mean": lambda y: y.mean().detach(),
+    "a sum": lambda y: y.sum(),
+    "a mean for each column": lambda y: y.mean(0).detach(),
+    "a sum for each column": lambda y: y.sum(0),
+    "the largest of each column": lambda y: y.amax(0),
+    "rows": lambda y: y * 2,
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.usefixtures("plain_threads")
+def test_what_workers_hold_terms_of_is_whole_after_each_replay(name: str, session: Callable[..., None]) -> None:
+    """Reading it adds the terms up where they are; the next replay leaves terms there again."""
+    session("rows: {shard: {axis: 0, workers: [0, 1]}}\n")
+    weight = torch.arange(16.0).reshape(4, 4)
+    remote = torch.nn.Parameter(weight.to("remote"))
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with gt.signal.context("rows"):
+            return MEANS[name](x @ remote)
+
+    for n in range(6):
+        x = torch.randint(9, (8, 4), generator=torch.Generator().manual_seed(n)).float()
+        assert torch.equal(step(x).cpu(), MEANS[name](x @ weight))
+    assert step._programs[0].replays == 4
+
+
 @pytest.mark.usefixtures("plain_threads", "one")
 def test_a_transformer_on_one_worker_is_torchs_to_the_bit() -> None:
     torch.manual_seed(0)

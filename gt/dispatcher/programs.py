@@ -18,7 +18,7 @@ from gt.dispatcher.failures import Cause, Launched, Planned
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, FORGET, FREE, Define
-from gt.ir.layout import Layout, local_shape, replicated
+from gt.ir.layout import Layout, Partial, R, local_shape, replicated
 from gt.wire.messages import Seal
 
 if TYPE_CHECKING:
@@ -33,12 +33,13 @@ MOST_SLOTS = 4096
 
 @dataclass(slots=True)
 class Program:
-    """code: its definitions by worker, in order. layouts: how the tensors that it takes lay when it was recorded."""
+    """code: its definitions by worker, in order. layouts, made: how what it takes and what it makes lay when recorded."""
 
     code: dict[int, list[Define]]
     uses: list[Define]  # definitions that its code names: they live as long as it
     journal: list[Planned]
     layouts: list[tuple[Tensor, Layout]]
+    made: list[tuple[Tensor, Layout]]
     reads: list[Storage]
     writes: list[Storage]
     makes: list[Storage]
@@ -135,7 +136,7 @@ class Programs:
         """Make a program of the tape; the body of the answer."""
         s, number = self.s, message.program
         s.emitter.seq = s.emitter.base = s.cluster.seq
-        self._place_all()
+        self._place_all({made for _, made in _pairs(message.carried, s.table.rows)})
         tape = self._stop()
         if tape is None:
             raise ProtocolError(f"Seal.program is {number}, and nothing was recorded")
@@ -165,15 +166,23 @@ class Programs:
             self.s.emitter.write(self.s.cluster.workers[worker], define, [])
         return define
 
-    def _place_all(self) -> None:
-        """What was made while this was recorded lies somewhere: so a replay makes it too."""
+    def _place_all(self, carried: set[int]) -> None:
+        """What was made while this was recorded lies somewhere: so a replay makes it too.
+
+        A scalar's terms are added up, since a loss is read after most replays. Gradients may go on being accumulated.
+        """
         s, tape = self.s, self.tape
         if tape is None or s.troubled:
             return
         for storage in dict.fromkeys(t.storage for i, t in s.table.rows.items() if i not in tape.before):
-            if storage.recipe is not None and not any(i in tape.before for i in storage.tensors):
+            if any(i in tape.before for i in storage.tensors):
+                continue
+            root = next(t for t in storage.tensors.values() if t.base is None)
+            if storage.recipe is not None:
                 s.placer.place(storage, replicated(s.default_mesh()))
                 storage.default = True
+            elif not root.spec.shape and root.layout and root.layout.partial and carried.isdisjoint(storage.tensors):
+                s.mover.settle(storage)
         s.cut()
 
     def _prevents(self, tape: Tape, pairs: list[tuple[int, int]]) -> str:
@@ -227,9 +236,10 @@ class Programs:
         writes = dict.fromkeys([w for row in tape.journal for w in row.writes if w in storages] + carried)
         makes = dict.fromkeys(t.storage for i, t in rows.items() if i not in tape.before)
         layouts = [(t, t.layout) for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None]
+        made = [(t, t.layout) for i, t in rows.items() if i not in tape.before and t.layout is not None and t.base is None]
         uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
         journal = [Planned(n, row.known, row.origin, (), (), ()) for n, row in enumerate(tape.journal)]
-        return Program(code, [*uses], journal, layouts, [*reads], [*writes], [*makes], tape.constants, tape.size)
+        return Program(code, [*uses], journal, layouts, made, [*reads], [*writes], [*makes], tape.constants, tape.size)
 
     def _lies(self, worker: int, name: int) -> tuple[tuple[int, ...], int] | None:
         """Local shape and itemsize of a tensor of the table."""
@@ -261,6 +271,9 @@ class Programs:
         for tensor, layout in program.layouts:
             if tensor.layout is not layout and program.failed is None:
                 s.mover.relayout(tensor.storage, s.placer.root_layout(tensor, layout))
+        for tensor, layout in program.made if program.failed is None else ():
+            if tensor.layout is not layout and tensor.storage.tensors:
+                self._made_again(tensor.storage, layout)
         s.emitter.seq = s.cluster.seq
         row = Launched(
             s.cluster.seq, program.journal[0].known, s.origin, tuple(program.reads), tuple(program.writes),
@@ -275,6 +288,16 @@ class Programs:
         for worker, defines in program.code.items():
             for define in defines:
                 s.emitter.write(s.cluster.workers[worker], define, (seed, counter))
+
+    def _made_again(self, storage: Storage, layout: Layout) -> None:
+        """What came to lie otherwise since it was made: its terms were added up, or it moved."""
+        terms = {axis: place for axis, place in enumerate(layout.placements) if isinstance(place, Partial)}
+        self.s.mover.relayout(
+            storage, Layout(layout.mesh, tuple(R if n in terms else p for n, p in enumerate(layout.placements)))
+        )
+        for tensor in storage.tensors.values() if terms else ():
+            lies = tensor.layout.placements if tensor.layout else ()
+            tensor.layout = self.s.intern(Layout(layout.mesh, tuple(terms.get(n, place) for n, place in enumerate(lies))))
 
     def _doomed(self, program: Program) -> bool:
         """What reads a failed tensor fails; whether it is not sent at all, for want of a worker."""
