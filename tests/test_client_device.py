@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import subprocess
 import sys
 
@@ -166,3 +167,37 @@ def test_libraries_are_told_that_values_cannot_be_read_while_a_call_is_recorded(
     assert not torch.remote.is_current_stream_capturing()
     with contextlib.suppress(RuntimeError):  # torch's answer again: without CUDA it has none
         assert not torch.cuda.is_current_stream_capturing()
+
+
+def test_the_devices_module_waits_and_counts(one: None) -> None:
+    kept = [torch.ones(256, 4, device="remote") for _ in range(3)]
+    torch.remote.synchronize()
+    for module in (torch.remote, torch.accelerator):
+        module.empty_cache()
+        assert module.memory_allocated() == sum(t.nbytes for t in kept) <= module.max_memory_allocated()
+    states = torch.remote.get_rng_state_all()
+    first = torch.rand(3, device="remote")
+    torch.remote.set_rng_state_all(states)
+    assert torch.equal(torch.rand(3, device="remote"), first)
+    for wait in (torch.remote.synchronize, torch.accelerator.synchronize):
+        nn.functional.embedding(torch.tensor([9], device="remote"), kept[0][:2])
+        with pytest.raises(gt.OpFailed, match="embedding"):
+            wait()
+    run = gt.compile(lambda x: (torch.remote.synchronize(), x + 1)[1])  # as in a CUDA graph: nothing to wait for
+    assert [run(torch.ones(1)).item() for _ in range(4)] == [2.0] * 4 and run._programs[0].replays
+
+
+def test_ways_to_name_the_device_and_to_copy(inline: InlineSession) -> None:  # noqa: F811
+    x, model = torch.ones(2).remote(), nn.Linear(2, 2).remote()
+    assert x.is_remote and not torch.ones(2).is_remote and model.weight.is_remote
+    same = x.to("remote:0"), x.to(torch.device("remote", 0)), x.to(0), torch.ones(2).to("remote")
+    assert {t.device for t in same} == {x.device}
+    assert x.type() == "torch.remote.FloatTensor" and x.type(torch.float16).dtype is torch.float16
+    twin = copy.copy(model.weight)
+    assert isinstance(twin, nn.Parameter) and twin.requires_grad and twin.is_leaf
+    with torch.no_grad():
+        twin.zero_()
+    assert not model.weight.any() and copy.copy(x).is_remote
+    for ask in (x._typed_storage, x.is_shared, x.share_memory_):
+        with pytest.raises(gt.UnsupportedOp, match="no storage"):
+            ask()

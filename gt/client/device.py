@@ -1,4 +1,4 @@
-"""The `remote` device: its name, its module `torch.remote`, its kernels, and torch's lists of what devices can do.
+"""The `remote` device: its name, its kernels, and torch's lists of what devices can do.
 
 Registering the name breaks local CUDA autograd in the process, so where there is CUDA it waits for the first connect, and
 `name=False` leaves it out: then the device is `torch.device("lazy")`, and the rest is the same.
@@ -9,43 +9,23 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import backend_registration
 
-from gt.client import lazymodules, random
+from gt.client import lazymodules, module
 from gt.client.attention import attention
 from gt.client.autocast import register as register_autocast
 from gt.client.dispatch import dispatch, fallback
 from gt.client.files import extend_load
 from gt.client.handlers import WHOLE
 from gt.client.hostops import tensor_split
-from gt.client.runtime import Live
 from gt.client.tensor import LAZY, RemoteTensor, Shown
 
 NAME = "remote"
 _libraries: list[torch.library.Library] = []  # kernels live as long as these
-
-
-class _Here:
-    """Context of the only device there is: `with torch.remote.device(0):`."""
-
-    def __init__(self, index: Any = 0) -> None:
-        self.index = index
-
-    def __enter__(self) -> _Here:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        return None
-
-
-def recording() -> bool:
-    """Whether a call of a compiled function is being recorded: values cannot be read, as in a CUDA graph's capture."""
-    return Live.recorder is not None and Live.recorder.tape is not None
 
 
 def _capturing() -> None:
@@ -54,40 +34,10 @@ def _capturing() -> None:
 
     @functools.wraps(given)
     def capturing() -> bool:
-        ours = recording() and not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
+        ours = module.recording() and not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
         return ours or given()
 
     torch.cuda.is_current_stream_capturing = capturing
-
-
-def _module() -> types.ModuleType:
-    """torch.remote, as checkpointing, autocast and manual_seed look for it."""
-    module = types.ModuleType("torch.remote", "The remote device.")
-    entries: dict[str, Any] = {
-        "_initialized": True,
-        "_is_in_bad_fork": lambda: False,
-        "_lazy_init": lambda: None,
-        "current_device": lambda: 0,
-        "current_stream": lambda device=None: None,
-        "device": _Here,
-        "device_count": lambda: 1,
-        "empty_cache": lambda: None,
-        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-        "get_rng_state": random.get_rng_state,
-        "initial_seed": random.initial_seed,
-        "is_available": lambda: True,
-        "is_current_stream_capturing": recording,
-        "is_initialized": lambda: True,
-        "manual_seed": random.manual_seed,
-        "manual_seed_all": random.manual_seed,
-        "seed": random.seed_all,
-        "set_device": lambda device: None,
-        "set_rng_state": random.set_rng_state,
-        "synchronize": lambda device=None: None,
-    }
-    for name, value in entries.items():
-        setattr(module, name, value)
-    return module
 
 
 def _kernels(key: str) -> None:
@@ -178,7 +128,10 @@ def register() -> None:
     if Shown.device is not LAZY:
         return
     torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, _module())
+    remote = module.make()
+    torch._register_device_module(NAME, remote)
+    module.serve_accelerator(remote)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)  # x.remote(), model.remote(), x.is_remote
     torch._C._acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
     _kernels("PrivateUse1")
     if not _cuda():

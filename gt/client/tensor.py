@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gt.client.meta import Meta
+from gt.errors import UnsupportedOp
 
 LAZY = torch.device("lazy", 0)
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # so that autocast("remote") is seen
@@ -160,6 +161,18 @@ class RemoteTensor(torch.Tensor):
         made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_ref"})
         memo[id(self)] = made
         return made
+
+    def __copy__(self) -> RemoteTensor:
+        made = self.detach().requires_grad_(self.requires_grad)
+        made.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_ref"})
+        return made
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        found = _base.type(self, dtype, non_blocking, **kwargs)
+        return found.replace("lazy", Shown.device.type) if isinstance(found, str) else found
+
+    def _typed_storage(self) -> Any:  # that storage(), is_shared() and share_memory_() ask
+        raise UnsupportedOp("a remote tensor has no storage in this process: share or look at a copy, x.cpu()")
 
     def untyped_storage(self) -> Memory:  # type: ignore[override]
         return Memory(self)
