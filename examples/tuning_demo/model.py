@@ -127,7 +127,8 @@ class MiniGPT(nn.Module):
     def stages(self) -> int:
         return self.places[-1].number + 1
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[batch, length] to [batch, length, vocabulary]."""
         with within(self.places[0].stage):
             x = F.embedding(tokens, self.token_weight) + self.position_weight[: tokens.shape[1]]
         here = self.places[0]
@@ -139,7 +140,11 @@ class MiniGPT(nn.Module):
                 here = block.place
             x = block(x)
         with within(here.stage):
-            logits = self.norm(x) @ self.head_weight
+            return self.norm(x) @ self.head_weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.logits(tokens)
+        with within(self.places[-1].stage):
             return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
 
 
