@@ -22,7 +22,7 @@ VARIABLES = (
     Variable("GT_SERVER", "", "host:port of a running dispatcher; empty starts one for this program"),
     Variable("GT_TOKEN", "", "secret that server, workers and clients share; needed off loopback"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (CPU, no torch in their processes)"),
-    Variable("GT_TRANSPORT", "", "data plane: nvshmem (GPUs), or shm (host memory); empty picks one"),
+    Variable("GT_TRANSPORT", "", "data plane: nvshmem or nccl (GPUs), or shm (host memory); empty picks one"),
     Variable("GT_HEAP_SIZE", "", "symmetric memory of a worker, as 512MiB; default 256MiB on CPUs, 2GiB on GPUs"),
     Variable("GT_INSTRUCTION_LOG", "", "path: the dispatcher writes one line an event"),
     Variable("GT_VERBOSE", "", "1: every process logs what it does"),

@@ -311,7 +311,7 @@ def planes() -> Iterator[list[NvshmemPlane]]:
         made.append(NvshmemPlane(Engine(Played(), (), True), 4 << 20, Silent()))
         made[-1].open()
         made[-1].world([[1, "w1", 1, "host", 0, 0, "a"]])
-        made[-1].form([0, 1], 0, "")
+        made[-1].form([0, 1], 0, "nvshmem:")
     yield made
     for plane in made:
         plane.close()
@@ -356,7 +356,7 @@ def test_definitions_from_before_workers_share_memory_move_data_there_from_then_
         plane.world([[1, "w1", 1, "host", 0, 0, "a"]])
         replay(bench)
         assert "is on host 'host'" in bench.sent.pop()[0].message  # through host memory, where nobody is
-        plane.form([0, 1], 0, "")
+        plane.form([0, 1], 0, "nvshmem:")
         bench.executor.formed()
         replay(bench)
         bench.executor.run([100, 0, 1], 0)

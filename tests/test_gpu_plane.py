@@ -1,4 +1,4 @@
-"""Plane nvshmem on GPUs: what workers exchange, eagerly and in programs that are replayed as CUDA graphs."""
+"""Planes of GPUs: what workers exchange, eagerly and in programs that are replayed as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -59,8 +59,14 @@ def run(program: str, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("config, schedule", [("pp2", "1f1b"), ("pp2", "zb-h1"), ("tp2", None), ("dp2", None)])
-def test_programs_as_graphs_have_the_losses_of_one_process(config, schedule):
+@pytest.mark.parametrize(
+    "config, schedule, transport",
+    [
+        *(("pp2", "1f1b", "nvshmem"), ("pp2", "zb-h1", "nvshmem"), ("tp2", None, "nvshmem"), ("dp2", None, "nvshmem")),
+        *(("pp2", "1f1b", "nccl"), ("dp2", None, "nccl")),
+    ],
+)
+def test_programs_as_graphs_have_the_losses_of_one_process(config, schedule, transport):
     run(
         f"""
 torch.manual_seed(1)
@@ -77,8 +83,9 @@ for backend in (None, "eager", "cudagraphs"):
         assert "1 CUDA graph" in said and "not as asked" not in said, said
         before = gt.stats()["workers"][0]["bytes_sent"]
 assert before and all(before.values())
-assert [w["transport"] for w in gt.stats()["workers"]] == ["nvshmem"] * 2
+assert [w["transport"] for w in gt.stats()["workers"]] == [{transport!r}] * 2
 """,
+        GT_TRANSPORT=transport,
         GT_CONFIG=str(ROOT / "configs" / f"{config}.yaml"),
     )
 

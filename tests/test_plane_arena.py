@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import queue
 import random
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from gt.errors import SystemFailure
 from gt.ir.heap import SLOTS, channel_bytes, channel_class, sizes, team_bytes
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch.direct import DirectEngine
 from gt.worker.plane import nccl
 from gt.worker.plane.arena import DIRECT, Arena
 from gt.worker.plane.base import Doomed
+from gt.worker.plane.nvshmem import NvshmemPlane
+from gt.worker.plane.rings import Rings
 
 BYTES = 4 << 20
 TEAM = 2 << 20  # offset of the first team
@@ -85,6 +90,7 @@ class Ring:
     def __init__(self) -> None:
         self.lock, self.made, self.calls = threading.Lock(), {}, []
         self.ids = itertools.count(1)
+        self.wires: dict[Any, queue.Queue] = {}
 
     def unique_id(self) -> bytes:
         return next(self.ids).to_bytes(nccl.ID_BYTES, "little")
@@ -99,6 +105,18 @@ class Ring:
     def group(self) -> Iterator[None]:
         self.calls.append(("group", 0))
         yield
+
+    def send(self, comm: Any, data: int, nbytes: int, rank: int, stream: int) -> None:
+        self._wire(comm, comm[2], rank).put(ctypes.string_at(data, nbytes))
+
+    def recv(self, comm: Any, into: int, nbytes: int, rank: int, stream: int) -> None:
+        data = self._wire(comm, rank, comm[2]).get(timeout=20)
+        assert len(data) == nbytes
+        ctypes.memmove(into, data, nbytes)
+
+    def _wire(self, comm: Any, source: int, target: int) -> queue.Queue:
+        with self.lock:
+            return self.wires.setdefault((id(comm[0]), source, target), queue.Queue())
 
     def _all(self, comm: Any, data: int, nbytes: int) -> list[torch.Tensor]:
         meeting, brought, rank = comm
@@ -150,6 +168,58 @@ def together(count: int, run: Callable[[int, Arena], Any], seed: int = 0, ring: 
     return found
 
 
+class Host:
+    """Plane shm between threads, as far as ids need it."""
+
+    def __init__(self) -> None:
+        self.lock, self.wires, self.meetings = threading.Lock(), {}, {}
+
+    def of(self, rank: int) -> Any:
+        """Of one member."""
+        host = types.SimpleNamespace()
+        host.send = lambda channel, data: self._wire(rank, channel["peer"]).put(bytes(data))
+        host.recv = lambda channel, into: into.__setitem__(slice(None), self._wire(channel["peer"], rank).get(timeout=20))
+        host.all_gather = self._gather
+        return host
+
+    def _wire(self, source: int, target: int) -> queue.Queue:
+        with self.lock:
+            return self.wires.setdefault((source, target), queue.Queue())
+
+    def _gather(self, form: Any, data: Any, outs: Any) -> None:
+        with self.lock:
+            count = len(form["workers"])
+            meeting, brought = self.meetings.setdefault(tuple(form["workers"]), (threading.Barrier(count), [b""] * count))
+        brought[form["rank"]] = bytes(data)
+        meeting.wait(20)
+        for out, part in zip(outs, brought, strict=True):
+            out[:] = part
+        meeting.wait(20)
+
+
+def by_nccl(count: int, run: Callable[[int, Any], Any]) -> list[Any]:
+    """As `together`, with plane nccl's way."""
+    ring, host, found, errors = Ring(), Host(), [None] * count, []
+    engine = DirectEngine(TorchEngine("cpu"), COMBINE)
+
+    def member(rank: int) -> None:
+        try:
+            rings = Rings(ring, engine, host.of(rank), Plane().count_bytes)
+            rings.plane = rings._count.__self__  # type: ignore[attr-defined]
+            found[rank] = run(rank, rings)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    if errors:
+        raise errors[0]
+    return found
+
+
 def team(members: Sequence[int], rank: int, nbytes: int = 4096, at: int = TEAM, number: int = 0) -> Any:
     return {"id": number, "workers": list(members), "rank": members.index(rank), "offset": at, "bytes": nbytes}
 
@@ -174,8 +244,9 @@ def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return list(itertools.accumulate(parts))[-1]
 
 
+@pytest.mark.parametrize("way", [together, by_nccl])
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_messages_arrive_in_order_whatever_their_sizes(count: int) -> None:
+def test_messages_arrive_in_order_whatever_their_sizes(count: int, way: Callable) -> None:
     lengths = [3, 0, 64, 65, 1000, 1, 300, 0, 500]
 
     def run(rank: int, arena: Arena) -> list[torch.Tensor]:
@@ -192,7 +263,7 @@ def test_messages_arrive_in_order_whatever_their_sizes(count: int) -> None:
         assert sum(sent for sent, _ in arena.plane.moved.values()) == 4 * sum(lengths)
         return got
 
-    for rank, got in enumerate(together(count, run)):
+    for rank, got in enumerate(way(count, run)):
         for number, (into, size) in enumerate(zip(got, lengths, strict=True)):
             assert torch.equal(into, data((rank - 1) % count, size, number))
 
@@ -216,8 +287,9 @@ def test_a_sender_ahead_overwrites_nothing() -> None:
         assert torch.equal(into, data(0, 32, number % 5))
 
 
+@pytest.mark.parametrize("way", [together, by_nccl])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_collectives(count: int) -> None:
+def test_collectives(count: int, way: Callable) -> None:
     """Each twice in a row and in a mixed order, in rounds of a small buffer."""
     sizes_ = [7, 1024, 5000]
 
@@ -238,13 +310,34 @@ def test_collectives(count: int) -> None:
             found.append((reduced, outs, part, swapped))
         return found
 
-    results = together(count, run, count)
+    results = way(count, run)
     for rank, found in enumerate(results):
         for number, (size, (reduced, outs, part, swapped)) in enumerate(zip(sizes_ * 2, found, strict=True)):
             assert torch.equal(reduced, total([data(r, size, number) for r in range(count)]))
             assert all(torch.equal(out, data(r, size + r, number)) for r, out in enumerate(outs))
             assert torch.equal(part, total([data(r, size + rank, number + 50 + rank) for r in range(count)]))
             assert all(torch.equal(into, data(r, size + rank, number + 50 + rank)) for r, into in enumerate(swapped))
+
+
+def test_what_nccl_cannot_add_is_added_in_rank_order() -> None:
+    norms = DirectEngine(TorchEngine("cpu"), COMBINE).combine("norm2", "float32")
+
+    def run(rank: int, arena: Any) -> torch.Tensor:
+        value = data(rank, 100)
+        arena.all_reduce(team(range(3), rank), flat(value), norms)
+        assert arena.plane.moved == {r: [400, 400] for r in range(3) if r != rank}
+        return value
+
+    want = torch.stack([data(r, 100) for r in range(3)]).norm(dim=0)
+    for value in by_nccl(3, run):
+        torch.testing.assert_close(value, want)
+
+
+def test_worlds_of_two_kinds_do_not_mix() -> None:
+    """One worker lacks what the others have."""
+    plane = NvshmemPlane(None, 1 << 20, library=object())
+    with pytest.raises(SystemFailure, match="moves data by nvshmem, others by nccl: set GT_TRANSPORT"):
+        plane.form([0, 1], 0, "nccl:there")
 
 
 def test_a_large_all_reduce_goes_by_shares() -> None:
@@ -332,7 +425,8 @@ def test_all_reduces_of_a_batch(nccls: bool, monkeypatch: pytest.MonkeyPatch) ->
         assert sorted(nbytes for call, nbytes in ring.calls if call != "group") == sorted(4 * n for n in lengths[:3] * 3)
 
 
-def test_teams_and_channels_do_not_disturb_one_another() -> None:
+@pytest.mark.parametrize("way", [together, by_nccl])
+def test_teams_and_channels_do_not_disturb_one_another(way: Callable) -> None:
     def run(rank: int, arena: Arena) -> list[torch.Tensor]:
         pair = (rank // 2 * 2, rank // 2 * 2 + 1)
         column = (rank % 2, rank % 2 + 2)
@@ -345,20 +439,21 @@ def test_teams_and_channels_do_not_disturb_one_another() -> None:
                 found.append(value)
         return found
 
-    for rank, found in enumerate(together(4, run)):
+    for rank, found in enumerate(way(4, run)):
         sets = [(rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2), range(4)]
         for n, value in enumerate(found):
             assert torch.equal(value, total([data(r, 40, n // 3) for r in sets[n % 3]]))
 
 
-def test_who_cannot_take_part_has_to_end() -> None:
+@pytest.mark.parametrize("way", [together, by_nccl])
+def test_who_cannot_take_part_has_to_end(way: Callable) -> None:
     def run(rank: int, arena: Arena) -> None:
         with pytest.raises(Doomed, match="others are waiting"):
             arena.send(channel(rank, 1 - rank), memoryview(b""))
         with pytest.raises(Doomed):
             arena.all_reduce(team(range(2), rank), memoryview(b""), COMBINED)
 
-    together(2, run)
+    way(2, run)
 
 
 def test_a_larger_heap_has_larger_slots_and_buffers_and_room_for_many() -> None:

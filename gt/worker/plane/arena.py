@@ -47,7 +47,7 @@ class Arena:
         peers = [base if rank == self.rank else library.peer(base, rank) for rank in range(len(self.members))]
         far = [self.members[rank] for rank, address in enumerate(peers) if not address]
         if far:
-            raise SystemFailure(f"NVSHMEM cannot map the memory of workers {far} here: set GT_TRANSPORT=shm")
+            raise SystemFailure(f"NVSHMEM cannot map the memory of workers {far} here: set GT_TRANSPORT=nccl")
         self.memory = [engine.memory(address, nbytes) for address in peers]
         self.memory[self.rank][:] = 0
         engine.finish()
@@ -60,7 +60,7 @@ class Arena:
     # ---- transfers. A slot is full while its full flag is 1 at the receiver, taken while its other flag is 1 at the sender.
 
     def send(self, channel: Channel, data: Buffer) -> None:
-        _present(data)
+        present(data)
         side, stream, total = self._side(self._out, channel), self.engine.stream(), len(data)
         region, source = side.region, self.engine.address(data)
         for start, stop in parts(total, region.bytes) if total else ((0, 0),):
@@ -75,7 +75,7 @@ class Arena:
         self.plane.count_bytes(channel["peer"], total, 0)
 
     def recv(self, channel: Channel, into: Buffer) -> None:
-        _present(into)
+        present(into)
         side, stream, total = self._side(self._in, channel), self.engine.stream(), len(into)
         region, own = side.region, self.memory[self.rank]
         for start, stop in parts(total, region.bytes) if total else ((0, 0),):
@@ -130,7 +130,7 @@ class Arena:
             team.count(rank, *_share(len(data), rank, team))
 
     def all_reduce(self, form: TeamForm, data: Buffer, combine: Combine, then: Then = nothing) -> None:
-        _present(data)
+        present(data)
         if self._batch is not None:
             self._batch.append((form, data, combine, then))
             return
@@ -146,7 +146,7 @@ class Arena:
         then()
 
     def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
-        _present(data)
+        present(data)
         team, size = self._team(form), len(data)
         if len(set(map(len, outs))) == 1 and team.large(size * team.size):
             row = None if self._in_a_row(outs) else self.engine.staging((size * team.size,), "uint8")
@@ -170,7 +170,7 @@ class Arena:
         outs[team.rank][:] = data
 
     def reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
-        _present(out)
+        present(out)
         team = self._team(form)
         if team.size == 1:
             out[:] = sections[0]
@@ -196,7 +196,7 @@ class Arena:
             team.exchange(1)
 
     def all_to_all(self, form: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
-        _present(sends[0])
+        present(sends[0])
         team = self._team(form)
         share, own = team.bytes // team.size // LINE * LINE, team.rank
         for start, stop in parts(longest, share) if team.size > 1 else ():
@@ -331,7 +331,7 @@ def _share(total: int, rank: int, team: _Team) -> tuple[int, int]:
     return both, both
 
 
-def _present(data: Buffer) -> None:
+def present(data: Buffer) -> None:
     """A member that cannot bring its part would leave the others waiting on their devices for ever."""
     if isinstance(data, memoryview):
         raise Doomed("it cannot take part in a transfer that others are waiting in")

@@ -163,22 +163,36 @@ def _shm(engine: Any) -> Plane:
 def _nvshmem(engine: Any) -> Plane:
     from gt.worker.plane.nvshmem import NvshmemPlane
 
-    if engine.direct is None:
-        raise ConfigError("plane nvshmem moves memory of GPUs, and this worker has none: leave GT_TRANSPORT empty, or use shm")
+    _on_gpu("nvshmem", engine)
     return NvshmemPlane(engine, env.size("GT_HEAP_SIZE", DEVICE_HEAP_BYTES))
 
 
-PLANES: dict[str, Callable[[Any], Plane]] = {"shm": _shm, "nvshmem": _nvshmem}  # GT_TRANSPORT -> its plane
+def _nccl(engine: Any) -> Plane:
+    from gt.worker.plane.rings import NcclPlane
+
+    _on_gpu("nccl", engine)
+    return NcclPlane(engine, env.size("GT_HEAP_SIZE", HEAP_BYTES))
+
+
+def _on_gpu(name: str, engine: Any) -> None:
+    if engine.direct is None:
+        raise ConfigError(f"plane {name} moves memory of GPUs, and this worker has none: leave GT_TRANSPORT empty, or use shm")
+
+
+# GT_TRANSPORT -> its plane; for GPUs the first that there is
+PLANES: dict[str, Callable[[Any], Plane]] = {"nvshmem": _nvshmem, "nccl": _nccl, "shm": _shm}
 
 
 def open_plane(name: str, engine: Any) -> Plane:
     """The plane of a transport's name for an engine; "" is the best one there is."""
     if name and name not in PLANES:
-        raise ConfigError(f"no data plane is named {name!r}: GT_TRANSPORT may be {' or '.join(PLANES)}, or empty")
+        raise ConfigError(f"no data plane is named {name!r}: GT_TRANSPORT may be {', '.join(PLANES)}, or empty")
     if name or engine.direct is None:
         return PLANES[name or "shm"](engine)
-    try:
-        return _nvshmem(engine)
-    except ConfigError as error:
-        log.warning("transfers between GPUs go through host memory: %s", error)
-        return _shm(engine)
+    for name in ("nvshmem", "nccl"):
+        try:
+            return PLANES[name](engine)
+        except ConfigError as error:
+            log.warning("transfers between GPUs do not go by %s: %s", name, error)
+    log.warning("transfers between GPUs go through host memory")
+    return _shm(engine)

@@ -43,6 +43,7 @@ class Nccl:
         self._lib.ncclAllReduce.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
         self._lib.ncclReduceScatter.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
         self._lib.ncclAllGather.argtypes = [pointer, pointer, size, number, pointer, pointer]
+        self._lib.ncclSend.argtypes = self._lib.ncclRecv.argtypes = [pointer, size, number, number, pointer, pointer]
 
     def unique_id(self) -> bytes:
         """What a team's first member hands to the others."""
@@ -78,6 +79,13 @@ class Nccl:
         """nbytes of the result, of as many parts of that size as there are members."""
         count, kind, op = _of(combine, nbytes)
         self._check(self._lib.ncclReduceScatter(data, out, count, kind, op, comm, stream))
+
+    def send(self, comm: Any, data: int, nbytes: int, rank: int, stream: int) -> None:
+        """To another member, which receives as many: the stream waits until it does."""
+        self._check(self._lib.ncclSend(data, nbytes, TYPES["uint8"], rank, comm, stream))
+
+    def recv(self, comm: Any, into: int, nbytes: int, rank: int, stream: int) -> None:
+        self._check(self._lib.ncclRecv(into, nbytes, TYPES["uint8"], rank, comm, stream))
 
     def _check(self, code: int) -> None:
         if code:

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 from gt import env
 from gt.errors import ConfigError
 from gt.worker.plane import nccl
 from gt.worker.plane.arena import Arena
-from gt.worker.plane.base import Turns
-from gt.worker.plane.shm import ShmPlane
+from gt.worker.plane.device import DevicePlane
 
 log = logging.getLogger("gt.worker")
 ROOM = 64 << 20  # bytes of symmetric memory that NVSHMEM itself takes
@@ -87,47 +85,20 @@ def _ring() -> nccl.Nccl | None:
         return None
 
 
-class NvshmemPlane(ShmPlane):
-    """engine: of a GPU worker. arena_bytes: of symmetric memory, and of the heap under it, which takes pages when touched."""
+class NvshmemPlane(DevicePlane):
+    """arena_bytes: of symmetric memory, and of the heap under it, which takes pages when touched."""
+
+    name = "nvshmem"
 
     def __init__(self, engine: Any, arena_bytes: int, library: Any = None, ring: Any = None) -> None:
-        super().__init__(arena_bytes)
+        super().__init__(engine, arena_bytes)
         self.arena_bytes = arena_bytes
-        self._engine = engine
         self._library = Library() if library is None else library
         self._ring = _ring() if library is None else ring
-        self._arena: Arena | None = None
-        self._members: tuple[int, ...] = ()  # of the world that this process is in
 
-    def open(self, index: int = -1) -> dict[str, Any]:
-        return {**super().open(index), "unique_id": self._library.unique_id()}
+    def unique_id(self) -> str:
+        return self._library.unique_id()
 
-    def form(self, members: Sequence[int], own: int, unique_id: str) -> None:
-        """Meet the other members; waits for them."""
-        self._members = tuple(members)
-        base = self._library.join(unique_id, self._members.index(own), len(members), self.arena_bytes)
-        self.transport = "nvshmem"
-        self._arena = Arena(self, self._library, self._engine.direct, members, own, base, self.arena_bytes, self._ring)
-        log.info("in one NVSHMEM world with workers %s, %d bytes each", list(members), self.arena_bytes)
-
-    def reach(self, workers: Sequence[int]) -> Arena | None:
-        """What moves memory of the device between these workers (this one among them or not)."""
-        arena = self._arena
-        return arena if arena is not None and all(index in self._members for index in workers) else None
-
-    def batch(self) -> AbstractContextManager:
-        return nullcontext() if self._arena is None else self._arena.batch()
-
-    def rewind(self, channels: Iterable[Sequence[int]]) -> None:
-        if self._arena is not None:
-            self._arena.rewind(channels)
-
-    def turns(self) -> Turns:
-        return {} if self._arena is None else self._arena.turns()
-
-    def resume(self, turns: Turns) -> None:
-        if self._arena is not None:
-            self._arena.resume(turns)
-
-    def count_bytes(self, index: int, sent: int, received: int) -> None:
-        self.count(self._peer(index), sent, received)
+    def join(self, members: Sequence[int], own: int, unique_id: str) -> Arena:
+        base = self._library.join(unique_id, list(members).index(own), len(members), self.arena_bytes)
+        return Arena(self, self._library, self._engine.direct, members, own, base, self.arena_bytes, self._ring)

@@ -1,0 +1,150 @@
+"""Plane `nccl`: what GPUs send each other goes by NCCL, where NVSHMEM is not to be had.
+
+A pair has a communicator for each direction, a team one of its own; their ids come by way of plane shm when they are first
+used, which all do in the dispatcher's order. NCCL keeps no message: a sender's stream waits until its message is taken. The
+dispatcher's orders allow for that (gt.dispatcher.depends.flow), and in a recorded program what is sent is beside the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from gt.errors import SystemFailure
+from gt.worker.plane.arena import present
+from gt.worker.plane.base import Buffer, Channel, Combine, TeamForm, Then, Turns, nothing
+from gt.worker.plane.device import DevicePlane
+from gt.worker.plane.nccl import ID_BYTES, Nccl, adds
+
+
+class Rings:
+    """What plane.base.Plane does, for flat uint8 tensors of `engine` (Engine.direct). host: the plane for ids."""
+
+    def __init__(self, ring: Any, engine: Any, host: Any, count: Callable[[int, int, int], None]) -> None:
+        self._ring, self._engine, self._host, self._count = ring, engine, host, count
+        self._pairs: dict[tuple[int, int, bool], Any] = {}
+        self._teams: dict[int, Any] = {}
+
+    # ---- transfers
+
+    def send(self, channel: Channel, data: Buffer) -> None:
+        present(data)
+        if len(data):
+            comm = self._pair(channel, True)
+            self._ring.send(comm, self._engine.address(data), len(data), 1, self._engine.stream())
+        self._count(channel["peer"], len(data), 0)
+
+    def recv(self, channel: Channel, into: Buffer) -> None:
+        present(into)
+        if len(into):
+            comm = self._pair(channel, False)
+            self._ring.recv(comm, self._engine.address(into), len(into), 0, self._engine.stream())
+        self._count(channel["peer"], 0, len(into))
+
+    def rewind(self, channels: Iterable[Sequence[int]]) -> None:
+        """There are no slots to begin with."""
+
+    def turns(self) -> Turns:
+        return {}
+
+    def resume(self, turns: Turns) -> None:
+        pass
+
+    def batch(self) -> AbstractContextManager:
+        return nullcontext()
+
+    # ---- collectives. What NCCL cannot add, members add in rank order.
+
+    def all_reduce(self, form: TeamForm, data: Buffer, combine: Combine, then: Then = nothing) -> None:
+        present(data)
+        size, total = len(form["workers"]), len(data)
+        if size > 1 and total:
+            if adds(combine):
+                self._ring.all_reduce(self._team(form), self._engine.address(data), total, combine, self._engine.stream())
+            else:
+                parts = [self._engine.staging((total,), "uint8") for _ in range(size)]
+                self._exchange(form, [data] * size, parts)
+                self._add(data, parts, combine)
+            self._counted(form, [total] * size, [total] * size)
+        then()
+
+    def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
+        present(data)
+        self._exchange(form, [data] * len(outs), outs)
+        self._counted(form, [len(data)] * len(outs), list(map(len, outs)))
+
+    def reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
+        present(out)
+        parts = [self._engine.staging((len(out),), "uint8") for _ in sections]
+        self._exchange(form, sections, parts)
+        self._add(out, parts, combine)
+        self._counted(form, list(map(len, sections)), [len(out)] * len(sections))
+
+    def all_to_all(self, form: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
+        present(sends[0])
+        self._exchange(form, sends, recvs)
+        self._counted(form, list(map(len, sends)), list(map(len, recvs)))
+
+    # ----
+
+    def _exchange(self, form: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer]) -> None:
+        own, address, stream = form["rank"], self._engine.address, self._engine.stream()
+        if len(recvs[own]):
+            recvs[own][:] = sends[own]
+        if len(sends) == 1:
+            return
+        comm = self._team(form)
+        with self._ring.group():
+            for rank, (piece, into) in enumerate(zip(sends, recvs, strict=True)):
+                if rank != own and len(piece):
+                    self._ring.send(comm, address(piece), len(piece), rank, stream)
+                if rank != own and len(into):
+                    self._ring.recv(comm, address(into), len(into), rank, stream)
+
+    def _add(self, out: Buffer, parts: Sequence[Buffer], combine: Combine) -> None:
+        if len(out):
+            out[:] = parts[0]
+            for part in parts[1:]:
+                combine(out, part)
+
+    def _pair(self, channel: Channel, sends: bool) -> Any:
+        """The sender is rank 0."""
+        key = channel["peer"], channel["offset"], sends
+        if key not in self._pairs:
+            name = bytearray(self._ring.unique_id() if sends else ID_BYTES)
+            (self._host.send if sends else self._host.recv)(channel, memoryview(name))
+            self._pairs[key] = self._ring.join(bytes(name), 0 if sends else 1, 2)
+        return self._pairs[key]
+
+    def _team(self, form: TeamForm) -> Any:
+        """The first member's id is the team's."""
+        if form["id"] not in self._teams:
+            names = [bytearray(ID_BYTES) for _ in form["workers"]]
+            own = bytes(ID_BYTES) if form["rank"] else self._ring.unique_id()
+            self._host.all_gather(form, memoryview(own), [memoryview(name) for name in names])
+            self._teams[form["id"]] = self._ring.join(bytes(names[0]), form["rank"], len(names))
+        return self._teams[form["id"]]
+
+    def _counted(self, form: TeamForm, sent: Sequence[int], received: Sequence[int]) -> None:
+        for rank, worker in enumerate(form["workers"]):
+            if rank != form["rank"]:
+                self._count(worker, sent[rank], received[rank])
+
+
+class NcclPlane(DevicePlane):
+    """heap_bytes: of the heap in host memory."""
+
+    name = "nccl"
+
+    def __init__(self, engine: Any, heap_bytes: int) -> None:
+        super().__init__(engine, heap_bytes)
+        self._ring = Nccl()
+
+    def unique_id(self) -> str:
+        return "pairs and teams have their own"
+
+    def join(self, members: Sequence[int], own: int, unique_id: str) -> Rings:
+        if own not in members:
+            raise SystemFailure(f"worker {own} is none of {list(members)}")
+        return Rings(self._ring, self._engine.direct, self, self.count_bytes)
