@@ -24,6 +24,9 @@ COLUMNS = {
     "": -34, "ms": 10, "alone ms": 10, "tokens/s": 11, "x one GPU": 11, "idle, predicted": 17, "measured": 10, "first s": 9,
     "work of each, ms": 28, "peak MiB": 28,
 }  # fmt: skip
+# what must hold of GT's best: times one GPU, by model, size and GPUs; and ms
+TIMES = {("d12", "32x1024", 2): 1.5, ("d12", "32x1024", 4): 2.2, ("d36", "32x1024", 2): 1.65, ("d36", "32x1024", 4): 2.8}
+MOST = {("d12", "4x128", 2): 3.5}
 
 
 def trainer(case: str, size: str, name: str, dtype: str = "bf16", backend: str = "") -> Callable[..., Any]:
@@ -119,7 +122,28 @@ def main() -> int:
         wants = ("backend", "not as asked", "schedule")
         lines = [] if name.startswith("native") else [line for line in said.splitlines() if any(w in line for w in wants)]
         report.row(name, row, said, cells, lines)
+    bars(report, args)
     return report.end()
+
+
+def gpus_of(case: str) -> int:
+    cut, _, schedule = case.split(":", 2)
+    stages = int(cut[1:]) if cut[0] == "x" else len(cut.split(","))
+    return stages // 2 if schedule.startswith(("zb-v", "interleaved")) and stages > 1 else stages
+
+
+def bars(report: cases.Report, args: argparse.Namespace) -> None:
+    ms = {name: row["ms"] for name, row in report.rows.items() if "ms" in row}
+    for gpus in (2, 4):
+        found = [ms[case] for case in args.cases if case in ms and gpus_of(case) == gpus]
+        rivals = [ms[f"native {case}"] for case in args.rivals if f"native {case}" in ms and gpus_of(case) == gpus]
+        one, key = ms.get(ALONE, args.one), (args.model, args.size, gpus)
+        if found and one and key in TIMES:
+            report.bar(f"{gpus} GPUs: times one GPU", one / min(found), least=TIMES[key])
+        if found and key in MOST:
+            report.bar(f"{gpus} GPUs: ms", min(found), most=MOST[key])
+        if found and rivals:
+            report.bar(f"{gpus} GPUs: rate over that of the best native pipeline", min(rivals) / min(found), least=1.0)
 
 
 def cells(row: cases.Row) -> list[str]:
