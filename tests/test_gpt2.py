@@ -216,6 +216,16 @@ def test_sizes_are_the_published_ones(gpt2: Any) -> None:
     assert all(gpt2.model.fresh(f"d{n}").width % gpt2.model.fresh(f"d{n}").heads == 0 for n in range(2, 49))
 
 
+@pytest.mark.parametrize(
+    "flags, gpus, parts",
+    [("-b 4 -t 128", 2, 1), ("-b 4 -t 128", 0, 4), ("-b 32 -t 1024", 2, 4), ("-b 32 -t 1024 -M 8", 2, 8), ("-b 6 -t 1024", 2, 1)],
+)
+def test_a_gpu_is_not_given_small_micro_batches(flags: str, gpus: int, parts: int, gpt2: Any) -> None:
+    args = gpt2.train.arguments([*flags.split(), "-e", "d12", "--stages", "2"])
+    gpt2.train.settle(args, gpt2.model.fresh("d12"), gpus)
+    assert args.parts == parts
+
+
 def test_stages_are_cut_by_cost(gpt2: Any) -> None:
     model = gpt2.model.GPT2(gpt2.model.fresh("d12"))
     for stages in range(1, 13):

@@ -37,6 +37,7 @@ from model import GPT2, Config, activation_bytes, cut, fresh, layers_cut, placed
 
 DATA = "dev/data/tinyshakespeare/tiny_shakespeare_{}.bin"
 NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SMALL = 4096  # tokens: a GPU takes as long for fewer, so a batch is not cut into less
 OFTEN = 0.25  # seconds: losses are read together, so that workers never wait for a line to be printed
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -111,7 +112,9 @@ def settle(args: argparse.Namespace, config: Config, gpus: int) -> list[int]:
         raise ValueError(f"--cut {args.cut}: want {args.stages} numbers that add up to {config.layers} layers")
     most = args.batch if args.stages == 1 else 2 * args.stages
     fits = [n for n in range(1, most + 1) if args.batch % n == 0]
-    args.parts = args.parts or (1 if args.stages == 1 else fits[-1])
+    least = SMALL if gpus else 1
+    worth = [n for n in fits if args.batch // n * args.length >= least] or [1]
+    args.parts = args.parts or (1 if args.stages == 1 else worth[-1])
     if args.parts < 1 or args.batch % args.parts:
         raise ValueError(f"-b {args.batch} is not divisible by -M {args.parts} micro-batches: want a multiple of {args.parts}")
     if max(args.length, args.sample) > config.context:
