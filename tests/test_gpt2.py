@@ -218,7 +218,7 @@ def test_sizes_are_the_published_ones(gpt2: Any) -> None:
 
 @pytest.mark.parametrize(
     "flags, gpus, parts",
-    [("-b 4 -t 128", 2, 1), ("-b 4 -t 128", 0, 4), ("-b 32 -t 1024", 2, 4), ("-b 8 -t 1024 -M 8", 2, 8), ("-b 6 -t 1024", 2, 1)],
+    [("-b 4 -t 128", 2, 1), ("-b 4 -t 128", 0, 4), ("-b 32 -t 1024", 2, 4), ("-b 8 -t 256 -M 8", 2, 8), ("-b 6 -t 1024", 2, 1)],
 )
 def test_a_gpu_is_not_given_small_micro_batches(flags: str, gpus: int, parts: int, gpt2: Any) -> None:
     args = gpt2.train.arguments([*flags.split(), "-e", "d12", "--stages", "2"])
