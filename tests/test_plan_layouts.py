@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
@@ -182,6 +184,8 @@ def test_a_placed_models_buffers_are_whole_as_its_parameters_are():
     with planned(ALONE, 2) as plan:
         m = nn.Sequential(Scaled(), Scaled()).to("remote")
         gt.signal.apply(m, {"0": "stage"})
-        y = m[0](remote(B, C))
-        assert plan.layout(m[0].scale) == "[R] on 0,1" and plan.layout(y) == "[S(0)] on 0,1", plan.text()
+        for made in (m[0], copy.deepcopy(m[0]), m[0]):
+            y = made(remote(B, C))
+            assert plan.layout(made.scale) == "[R] on 0,1" and plan.layout(y) == "[S(0)] on 0,1", plan.text()
+            m[0].scale = torch.ones(C).to("remote")  # another one
         assert not plan.count("all_gather"), plan.text()

@@ -89,15 +89,15 @@ class Placement:
     def __init__(self, module: nn.Module, rule: Rule, context: Context) -> None:
         self.rule, self.context = rule, context
         self.entered: list[Any] = []  # a module may call itself
-        self.known = False  # whether its buffers have been announced
+        self.buffers = [(inner, name) for inner in module.modules() for name in inner._buffers]
         self.hooks = [
             module.register_forward_pre_hook(self.enter),
             module.register_forward_hook(self.leave, always_call=True),  # also when forward raises
         ]
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        if not self.known:
-            self.known = announced(module)
+        if self.buffers:
+            announced([inner._buffers.get(name) for inner, name in self.buffers])
         context = self.context(self.rule.group, self.rule.parts)
         context.__enter__()
         self.entered.append(context)
@@ -107,16 +107,14 @@ class Placement:
             self.entered.pop().__exit__(None, None, None)
 
 
-def announced(module: nn.Module) -> bool:
-    """Buffers are the model's own, no data; False if it is not yet on the remote device."""
+def announced(buffers: Iterable[torch.Tensor | None]) -> None:
+    """Buffers are the model's own, no data."""
     from gt.client.dispatch import announce
     from gt.client.tensor import RemoteTensor
 
-    for buffer in module.buffers():
-        if not isinstance(buffer, RemoteTensor):
-            return False
-        announce(buffer)
-    return True
+    for buffer in buffers:
+        if isinstance(buffer, RemoteTensor):
+            announce(buffer)
 
 
 def unplace(module: nn.Module) -> None:
