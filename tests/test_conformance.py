@@ -49,7 +49,7 @@ def test_torchs_own_modules_pass_whole_and_split(server: Any) -> None:
         chosen = random.Random(2026).sample(pairs([], ["one"], modules.entries()), MODULES)
         rows = run(chosen, Plan(workers=(1, 2), most=1, gathers=False), server, quiet=True)
     assert not [row for row in rows if row["outcome"] != "equal"], report.text(rows)
-    assert {row["form"] for row in rows} == {"forward", "backward", "eval forward", "eval backward", "weights"}
+    assert {row["form"] for row in rows} == {"train forward", "train backward", "eval forward", "eval backward", "weights"}
     assert {row["workers"] for row in rows} == {1, 2} and {row["op"] for row in rows} == {entry.name for entry, _ in chosen}
 
 
@@ -82,7 +82,38 @@ def test_the_runner_tells_a_wrong_module(server: Any) -> None:
     rows = run([(entry, torch.float32)], Plan(workers=(1, 2)), server, quiet=True)
     found = {(row["form"], row["workers"]): (row["outcome"], row["unequal"]) for row in rows}
     wrong = {key for key, (outcome, _) in found.items() if outcome == "wrong"}
-    assert wrong == {("forward", 2), ("eval forward", 2)} and found["forward", 2][1] == 1 and found["backward", 2][0] == "equal"
+    assert wrong == {("train forward", 2), ("eval forward", 2)} and found["train forward", 2][1] == 1
+    assert found["train backward", 2][0] == found["weights", 2][0] == "equal"
+
+
+class Doubled(torch.autograd.Function):
+    """x, whose gradient is right on the CPU only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2 if grad.device.type == "remote" else grad
+
+
+def test_the_runner_tells_a_wrong_gradient(server: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from conformance.__main__ import run
+        from conformance.run import Plan
+        from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+    def inputs(info: Any, device: str, dtype: torch.dtype, requires_grad: bool, **rest: Any) -> list:
+        return [SampleInput(torch.ones(6, 4, dtype=dtype, requires_grad=requires_grad))]
+
+    entry = OpInfo("odd", op=Doubled.apply, sample_inputs_func=inputs, dtypes=(torch.float32,))
+    rows = run([(entry, torch.float32)], Plan(), server, quiet=True)
+    found = {(row["form"], row["workers"]): row["outcome"] for row in rows if row["form"] in ("function", "backward")}
+    assert found == {
+        **{("function", n): "equal" for n in (1, 2, 4)}, **{("backward", n): "wrong" for n in (1, 2, 4)},
+    }  # fmt: skip
 
 
 def test_the_runner_tells_equal_from_wrong() -> None:

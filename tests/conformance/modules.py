@@ -31,9 +31,9 @@ def samples(entry: ModuleInfo, dtype: torch.dtype, most: int, seed: int) -> Iter
         for sample in found:
             inputs = given(entry, sample, dtype, training)
             if inputs is not None:
-                prefix = "" if training else "eval "
-                yield f"{prefix}forward", inputs
-                yield f"{prefix}backward", inputs
+                mode = "train" if training else "eval"
+                yield f"{mode} forward", inputs
+                yield f"{mode} backward", inputs
                 if training and any(True for _ in inputs.module.parameters()):
                     yield "weights", inputs
 
@@ -88,7 +88,10 @@ def called(inputs: Inputs) -> tuple[torch.nn.Module, Any]:
         return module, module(*inputs.args, **inputs.kwargs)
 
 
-FORMS = {"forward": forward, "backward": backward, "eval forward": forward, "eval backward": backward, "weights": weights}
+FORMS = {
+    "train forward": forward, "train backward": backward, "eval forward": forward, "eval backward": backward,
+    "weights": weights,
+}  # fmt: skip
 
 
 def parameters(inputs: Inputs) -> list[tuple[str, torch.nn.Parameter]]:

@@ -23,7 +23,8 @@ def counts(rows: Sequence[Row]) -> dict[str, Any]:
             "runs": sum(row["runs"] for row in rows if row["workers"] == workers),
             "share": round(mine[EQUAL] / total, 4),
         }  # fmt: skip
-    split = [row for row in rows if row["samples_split"] and row["form"] in ("function", "forward") and row["outcome"] == EQUAL]
+    forms = ("function", "train forward")
+    split = [row for row in rows if row["samples_split"] and row["form"] in forms and row["outcome"] == EQUAL]
     found["entries"] = len({row["op"] for row in rows})
     found["entries_split"] = len({row["op"] for row in split})
     found["entries_without_gather"] = len({row["op"] for row in split if row["samples_without_gather"]})

@@ -32,7 +32,8 @@ from .forms import leaves as tensors
 from .place import Cluster, Split, collectives, placed, splits
 
 FORMS = {**OF_OPS, **modules.FORMS}
-COUNTED = ("function", "forward")  # forms whose gathers are counted
+assert len(FORMS) == len(OF_OPS) + len(modules.FORMS), "a form of one name with another"
+COUNTED = ("function", "train forward")  # forms whose gathers are counted
 GATHERS = ("all_gather", "all_to_all")
 SLACK = 10  # times torch's tolerances, where sums are of terms of several workers
 DOUBLE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
@@ -115,13 +116,14 @@ def attempt(form: str, inputs: Inputs) -> Wanted:
 
 
 class Draws(TorchDispatchMode):
-    """Sees whether torch draws random numbers inside."""
+    """Sees whether torch draws random numbers inside, but for those of a generator of ours."""
 
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        return func(*args, **kwargs)
 
 
 def wanted(entry: Any, form: str, inputs: Inputs) -> Wanted:
