@@ -170,6 +170,21 @@ def test_a_lost_worker_takes_what_it_held_and_waits_end(plan):
     assert ask.failed(on("a", torch.add, a, a)) == ""
 
 
+def test_what_waited_for_a_lost_worker_is_lost_also_when_its_successor_came_first(plan):
+    x = torch.ones(3, device="remote")
+    good, far = on("a", torch.abs, x), on("b", torch.exp, x)
+    a = on("a", torch.neg, far)
+    plan.text()
+    seq = seq_of(plan, a)
+    plan.handle(PeerLost(b"w1", "its process ended"))
+    plan.handle(Received(b"again", worker("w1")))
+    assert not any(w.lost for w in plan.core.cluster.workers)
+    plan.handle(Received(b"w0", Trouble(seq, "peer", "")))
+    ask = Asking(plan)
+    assert "worker w1 is lost: its process ended" in ask.failed(a)
+    assert ask.failed(good) == ""
+
+
 def test_a_client_that_leaves_leaves_nothing(plan):
     x = torch.ones(3, device="remote")
     kept = [on("a", torch.neg, x), on("b", torch.exp, x)]

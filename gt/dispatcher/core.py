@@ -404,9 +404,8 @@ class Core:
                 if session.requests.failed(message.seq, worker.name, message.message):
                     return
                 continue
-            lost = next((w for w in self.cluster.workers if w.lost), None) if message.kind == "peer" else None
-            if lost is not None:  # the loss itself has been told
-                self._guarded(session, "a failed op", session.taint, message.seq, session.cause_of_loss(lost))
+            if message.kind == "peer" and (loss := session.loss()) is not None:  # the loss itself has been told
+                self._guarded(session, "a failed op", session.taint, message.seq, loss)
                 return
             error = op_failed(row, message.seq, message.kind, message.message, worker.name)
             failed = row.at(message.seq)

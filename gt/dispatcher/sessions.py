@@ -89,6 +89,7 @@ class Session:
         self._layouts: dict[Layout, Layout] = {}
         self.known_names: set[str] = set()
         self._losses: dict[int, Cause] = {}
+        self._lost: Cause | None = None  # the last of them, also when all are back
         self._failed_ops: set[int] = set()
 
     # ---- to workers
@@ -246,8 +247,14 @@ class Session:
         assert worker is not None
         if worker.index not in self._losses:
             under_way = next((row.number for row in self.journal.rows if isinstance(row, Launched)), 0)
-            self._losses[worker.index] = Cause(worker_lost(worker.name, worker.lost, under_way), lost=worker.index)
+            self._lost = Cause(worker_lost(worker.name, worker.lost, under_way), lost=worker.index)
+            self._losses[worker.index] = self._lost
         return self._losses[worker.index]
+
+    def loss(self) -> Cause | None:
+        """Why a worker misses a peer: another is lost, or was, and its successor came before what waited for it had ended."""
+        lost = next((w for w in self.cluster.workers if w.lost), None)
+        return self._lost if lost is None else self.cause_of_loss(lost)
 
     def lose(self, worker: Worker) -> None:
         """A worker is gone: what it held is failed for good, and so is what waits for it."""
