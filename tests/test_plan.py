@@ -337,6 +337,35 @@ def test_the_command_prints_text_or_json(tmp_path: Path, capsys: pytest.CaptureF
     assert "invalid literal" in capsys.readouterr().err
 
 
+def test_configs_are_compared_and_the_fastest_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows split over two are half the work, and one sum, which costs more than the work where there are few rows."""
+    from gt.cli import compare, main
+
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys\nimport torch, gt\n"
+        "weight = torch.nn.Parameter(torch.randn(1024, 1024, device='remote'))\n"
+        "with gt.signal.context('g'):\n"
+        "    (torch.randn(int(sys.argv[1]), 1024, device='remote') @ weight).sum().backward()\n"
+        "print(weight.grad.square().sum().item())\n"
+    )
+    for name, workers in (("one", [0]), ("two", [0, 1])):
+        (tmp_path / f"{name}.yaml").write_text(f"g: {{shard: {{axis: 0, workers: {workers}}}}}\n")
+    configs = [part for name in ("one", "two", "none") for part in ("--config", str(tmp_path / f"{name}.yaml"))]
+    assert main(["plan", "--json", *configs, str(script), "64"]) == 1
+    one, two, none = json.loads(capsys.readouterr().out)
+    assert [one["workers"], two["workers"]] == [1, 2] and one["links"] == 0 < two["links"]
+    assert one["compute"] > two["compute"] and one["step"] < two["step"] and "cannot be read" in none["failed"]
+    two = {**two, "config": "two.yaml", "step": one["step"] / 2}
+    rows = {"one": {**one, "config": "one.yaml"}, "two": two}
+    monkeypatch.setattr(compare, "_planned", lambda config, *_: rows[config])
+    assert main(["plan", "--config", "one", "--config", "two", str(script)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:2] == ["two.yaml", "2"] and "two.yaml is the fastest, 2.00x one.yaml" in lines[-1]
+
+
 def test_many_workers_cost_no_more_than_their_kinds(tmp_path: Path) -> None:
     """256 workers in four stages: four are followed, and stand for all."""
     path = tmp_path / "many.yaml"

@@ -9,21 +9,27 @@ import sys
 import traceback
 from pathlib import Path
 
+from gt.cli.compare import compare
 from gt.errors import GTError
 
 
 def main(args: list[str], text: str) -> int:
     parser = argparse.ArgumentParser(prog="gt plan", description=text)
     parser.add_argument("--workers", type=int, default=0, help="how many there would be; by default what script or config ask")
-    parser.add_argument("--config", help="YAML of signal groups, instead of the script's or GT_CONFIG")
+    parser.add_argument(
+        "--config", action="append", help="YAML of signal groups, instead of the script's or GT_CONFIG; several are compared"
+    )
     parser.add_argument("--json", action="store_true", help="print data instead of text")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
     given = parser.parse_args(args)
     from gt.api import planning
 
+    configs = given.config or []
+    if len(configs) > 1:
+        return compare(configs, given.workers, given.script, given.args, given.json)
     try:
-        with planning(given.workers, given.config) as made:
+        with planning(given.workers, configs[0] if configs else None) as made:
             run(given.script, given.args)
         plan = made(Path(given.script).name)
     except (GTError, ValueError, OSError) as error:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gt.config.schema import Rule
+from gt.dispatcher.plan.cost import LINK
 from gt.dispatcher.schedule.balance import said
 from gt.ir.layout import Replicate
 from gt.ir.text import PlanLine
@@ -60,7 +61,20 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     }  # fmt: skip
     _scheduled(body, pipe, dry)
     body["warnings"] = _warnings(dry, step, body)
+    body["time"] = _took(step, body)
     return body
+
+
+def _took(step: Step, body: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step of a nominal GPU: the schedule and what is done once, or all work and all transfers in a row."""
+    rows, pipe = body["memory"], body["pipeline"]
+    took = max(row["seconds"] + row["link_seconds"] for row in rows)
+    if pipe.get("makespan"):
+        told = (step.answer.get("schedule") or {}).get("costs") is not None  # with what is done once in it
+        works = [stretch.work.items() for stretch in step.stretches.values()]
+        once = 0.0 if told else max(sum(work[2] for place, work in some if place.micro < 0) for some in works)
+        took = pipe["makespan"] + once
+    return {"step": took, "compute": max(row["seconds"] for row in rows), "links": max(row["link_seconds"] for row in rows)}
 
 
 def _nbytes(line: PlanLine) -> int:
@@ -101,6 +115,8 @@ def _worker(dry: Dry, step: Step, index: int) -> dict[str, Any]:
         "received": {str(peer): n for peer, n in sorted(stretch.received.items())},
         "collectives": {kind: n for kind, n in sorted(stretch.collectives.items()) if n},
         "flops": sum(work[0] for work in stretch.work.values()),
+        "seconds": sum(work[2] for work in stretch.work.values()),
+        "link_seconds": max(sum(stretch.sent.values()), sum(stretch.received.values())) / LINK,
     }
     return found
 
@@ -129,7 +145,7 @@ def _warnings(dry: Dry, step: Step, body: dict[str, Any]) -> list[str]:
         count, nbytes = sum(row["count"] for row in rows), sum(row["count"] * row["bytes"] for row in rows)
         kinds = " and ".join(sorted({f"{row['kind']} over {row['axis']}" for row in rows}))
         found.append(
-            f"{where}: {count} x {kinds}, {_size(nbytes)}: an op there needs whole what is split: put it into the group that "
+            f"{where}: {count} x {kinds}, {size(nbytes)}: an op there needs whole what is split: put it into the group that "
             "ends the split (_rowpar after _colpar), split another dim, or say how many weights are fused (parts)"
         )
     total = sum(row["bytes"] for row in body["weights"])
@@ -151,19 +167,22 @@ def _warnings(dry: Dry, step: Step, body: dict[str, Any]) -> list[str]:
 def _text(body: dict[str, Any]) -> list[str]:
     pipe = body["pipeline"]
     lines = [f"# plan of {body['program']} on {body['workers']} workers: {body['step']}"]
+    took = body["time"]
+    alone = f"{time(took['compute'])} of work, {time(took['links'])} of transfers where there is most"
+    lines.append(f"# {time(took['step'])} of a nominal GPU: {alone}")
     for title, rows in (("weights", body["weights"]), ("collectives", body["collectives"]), ("transfers", body["transfers"])):
         total = sum(row["bytes"] * row.get("count", 1) for row in rows)
-        lines += ["#", f"# {title}: {len(rows)} lines, {_size(total)}"] + [row["plan"] for row in rows]
+        lines += ["#", f"# {title}: {len(rows)} lines, {size(total)}"] + [row["plan"] for row in rows]
         if title == "weights" and body["unplaced"]:
             lines.append(f"# no rule for {_some(body['unplaced'])}")
     lines += ["#", "# memory a worker: weights, gradients, optimizer, activations at most, all at once; arena; sent, received"]
     for row in body["memory"]:
-        sizes = ", ".join(_size(row[k]) for k in (WEIGHTS, GRADIENTS, OPTIMIZER, "activations", "peak"))
-        moved = ", ".join(_size(sum(row[k].values())) for k in ("sent", "received"))
+        sizes = ", ".join(size(row[k]) for k in (WEIGHTS, GRADIENTS, OPTIMIZER, "activations", "peak"))
+        moved = ", ".join(size(sum(row[k].values())) for k in ("sent", "received"))
         order = ""
         if "peak_scheduled" in row:
-            order = f"; in the schedule {_size(row['activations_scheduled'])}, {_size(row['peak_scheduled'])}"
-        lines.append(f"# {_range(row['workers'])}: {sizes}; {_size(row['arena'])}; {moved}{order}")
+            order = f"; in the schedule {size(row['activations_scheduled'])}, {size(row['peak_scheduled'])}"
+        lines.append(f"# {_range(row['workers'])}: {sizes}; {size(row['arena'])}; {moved}{order}")
     if pipe:
         lines += _pipeline(pipe)
     lines += ["#", *[f"# warning: {warning}" for warning in body["warnings"]]] if body["warnings"] else []
@@ -176,11 +195,11 @@ def _pipeline(pipe: dict[str, Any]) -> list[str]:
     if pipe["why"]:
         lines.append(f"# not used: {pipe['why']}")
     if "grid" in pipe:
-        lines.append(f"# predicted bubble {pipe['idle']:.2%} of {_time(pipe['makespan'])} (nominal)")
+        lines.append(f"# predicted bubble {pipe['idle']:.2%} of {time(pipe['makespan'])} (nominal)")
         lines += [f"# {row}" for row in pipe["grid"].splitlines()]
     for name, row in pipe["choices"].items():
-        took = f"{_time(row['makespan'])}, {row['bubble']:.2%} bubble"
-        lines.append(f"# with {name}: {took}, {_size(round(row['activations']))} of activations")
+        took = f"{time(row['makespan'])}, {row['bubble']:.2%} bubble"
+        lines.append(f"# with {name}: {took}, {size(round(row['activations']))} of activations")
     balance = pipe["balance"]
     lines.append("# balance: " + ", ".join(f"{n} {s:.1%}" for n, s in zip(pipe["stages"], balance["share"])))
     if "better" in balance:
@@ -206,14 +225,14 @@ def _range(workers: list[int]) -> str:
     return "worker " + ",".join(f"{a}-{b}" if a < b else str(a) for a, b in runs)
 
 
-def _time(seconds: float) -> str:
+def time(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3f} us"
 
 
-def _size(nbytes: int) -> str:
-    size = float(nbytes)
+def size(nbytes: int) -> str:
+    left = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
+        if left < 1024 or unit == "GiB":
+            return f"{left:.0f} {unit}" if unit == "B" else f"{left:.1f} {unit}"
+        left /= 1024
     raise AssertionError
