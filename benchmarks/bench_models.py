@@ -24,8 +24,8 @@ HEADS = ("ops", "plain", "eager", "captured", "eager/", "captured/", "cpu/")
 BLOCKS, STEPS, WARM = 9, 5, 2
 WIDTHS = {"": {"width": 192, "heads": 6}, ", small": {"width": 128, "heads": 4}}
 WORDS = {"layers": 4, "vocabulary": 2048, "rows": 4}
-LENGTHS: dict[str, dict[str, Any]] = {"": {**WORDS, "length": 64}, ", small": {**WORDS, "length": 48}}
-PICTURES: dict[str, dict[str, Any]] = {"": {"size": 64, "patch": 8}, ", small": {"size": 48, "patch": 8}}
+LENGTHS: dict[str, dict[str, Any]] = {"": {**WORDS, "length": 64}, ", small": {**WORDS, "length": 56}}
+PICTURES: dict[str, dict[str, Any]] = {"": {"size": 64, "patch": 8}, ", small": {"size": 56, "patch": 8}}
 
 
 def stepping(model: Any) -> Callable[[dict], Any]:
