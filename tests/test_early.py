@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from gt.dispatcher import early as module
+from gt.dispatcher import programs as writing
 from gt.dispatcher.depends import flow
 from gt.dispatcher.tape import Row, Tape
-from gt.ir.instr import Define
+from gt.ir.instr import FREE, Define
 from gt.ir.spec import contiguous
+from gt.wire.messages import Seal
 
 SPEC = contiguous((8,), "float32").wire()  # 32 bytes
 
@@ -145,3 +147,34 @@ def test_what_members_do_not_have_alike_is_not_done_together() -> None:
     kinds = {w: [r.define.kind for r in rows] for w, rows in tape.code.items()}
     assert module.early(tape, mark)
     assert {w: [r.define.kind for r in rows] for w, rows in tape.code.items()} == kinds
+
+
+def test_where_members_would_add_up_different_tensors_nothing_is_moved() -> None:
+    """One uses the first gradient once more, so there the other is complete before it."""
+    makes = [Row(n, ADD, [0, 1, 10 + n]) for n in range(2)]
+    tape = Tape(0, [], {})
+    for worker in (0, 1):
+        sums = [Row(5 + n, reduce(20, (0, 1), worker), [10 + n]) for n in range(2)]
+        tape.code[worker] = [*makes, *([Row(4, ADD, [10, 10, 30])] if worker else []), *sums]
+    before = {worker: list(rows) for worker, rows in tape.code.items()}
+    assert not module.early(tape, mark)
+    assert tape.code == before
+
+
+def test_what_is_done_together_is_in_one_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each definition of a long program is read by itself."""
+    monkeypatch.setattr(writing, "LONGEST", 1)
+    sums = [Row(n, reduce(20, (0, 1), 0), [n]) for n in range(6)]
+    rows = [Row(0, ADD, [0, 1, 9]), Row(0, mark(4), []), *sums, *(Row(7, ADD, [0, n, 10 + n]) for n in range(3))]
+    writer = writing._Writer({}, set(), Seal(0, 0, "", "eager", [], 0, 0), {})
+    writer.write(rows)
+    kinds = {row.define.number: row.define for row in rows}
+    found = []
+    for part in writer.parts:
+        code, at, names = part["code"], 0, []
+        while at < len(code):
+            free = code[at] == FREE
+            names += [] if free else [kinds[code[at]].kind]
+            at += 3 + code[at + 2] if free else 2 + kinds[code[at]].operands
+        found.append(names)
+    assert found == [["op"], ["together", *["all_reduce"] * 6, "op"], ["op"], ["op"], []]

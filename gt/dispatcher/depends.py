@@ -96,4 +96,6 @@ def _steps(worker: int, row: Row) -> list[tuple]:
         return [((worker, payload["channel"]["peer"]), "message")]
     if kind in ("recv", "merge"):
         return [((channel["peer"], worker), "message") for channel, _ in payload["parts"]]
-    return [(tuple(payload["team"]["workers"]), kind)] if kind in COLLECTIVES else []
+    if kind in COLLECTIVES:  # of the same tensors, or members would add up what does not belong together
+        return [(tuple(payload["team"]["workers"]), kind, row.seq, *row.operands)]
+    return []

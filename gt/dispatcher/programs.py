@@ -393,7 +393,7 @@ class _Writer:
                 self._randoms.append(len(self._code) + 2 + place)
                 operands[place + 1] -= self.counter
         self._code += (row.define.number, self._at, *operands)
-        if len(self._code) > LONGEST:
+        if len(self._code) > LONGEST and row.define.kind not in ("together", "all_reduce"):  # those stay in one definition
             self._end()
 
     def _free(self, ids: Sequence[int]) -> None:
