@@ -90,12 +90,14 @@ class Ring:
     def __init__(self) -> None:
         self.lock, self.made, self.calls = threading.Lock(), {}, []
         self.ids = itertools.count(1)
+        self.grouping = threading.local()
         self.wires: dict[Any, queue.Queue] = {}
 
     def unique_id(self) -> bytes:
         return next(self.ids).to_bytes(nccl.ID_BYTES, "little")
 
     def join(self, unique_id: bytes, rank: int, count: int) -> Any:
+        assert not vars(self.grouping), "within a group nobody meets before its end"
         with self.lock:
             comm = self.made.setdefault(unique_id, (threading.Barrier(count), [b""] * count))
         comm[0].wait(20)
@@ -104,7 +106,11 @@ class Ring:
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
         self.calls.append(("group", 0))
-        yield
+        self.grouping.inside = True
+        try:
+            yield
+        finally:
+            del self.grouping.inside
 
     def send(self, comm: Any, data: int, nbytes: int, rank: int, stream: int) -> None:
         self._wire(comm, comm[2], rank).put(ctypes.string_at(data, nbytes))
@@ -423,6 +429,26 @@ def test_all_reduces_of_a_batch(nccls: bool, monkeypatch: pytest.MonkeyPatch) ->
     if ring is not None:
         assert [call for call in ring.calls if call[0] == "group"] == [("group", 0)] * 3
         assert sorted(nbytes for call, nbytes in ring.calls if call != "group") == sorted(4 * n for n in lengths[:3] * 3)
+
+
+@pytest.mark.parametrize("nccls", [True, False])
+def test_a_member_that_fails_after_its_part_of_a_batch_has_taken_part_in_all(nccls: bool) -> None:
+    ring = Ring() if nccls else None
+
+    def run(rank: int, arena: Arena) -> list[torch.Tensor]:
+        found, forms = [data(rank, 30, n) for n in range(3)], [team((0, 1), rank, 4096, TEAM + 65536 * n, n) for n in (0, 0, 1)]
+
+        def then() -> None:
+            if rank:
+                raise MemoryError("no room")
+
+        with pytest.raises(MemoryError) if rank else contextlib.nullcontext(), arena.batch():
+            for form, value in zip(forms, found, strict=True):
+                arena.all_reduce(form, flat(value), COMBINED, then)
+        return found
+
+    for found in together(2, run, ring=ring):
+        assert all(torch.equal(value, total([data(r, 30, n) for r in range(2)])) for n, value in enumerate(found))
 
 
 @pytest.mark.parametrize("way", [together, by_nccl])

@@ -115,17 +115,18 @@ class Arena:
             some = list(group)
             team, total = self._team(some[0][0]), sum(len(data) for _, data, _, _ in some)
             if len(some) > 1 and team.large(total) and all(nccl.adds(combine) for _, _, combine, _ in some):
+                comm = team.comm  # members meet for it by themselves, which cannot be done within a group
                 with self.ring.group():
                     for _, data, combine, _ in some:
-                        self._by_ring(team, data, combine)
-                for *_, then in some:
-                    then()
+                        self._by_ring(team, comm, data, combine)
             else:
-                for one in some:
-                    self.all_reduce(*one)
+                for form, data, combine, _ in some:
+                    self.all_reduce(form, data, combine)
+        for *_, then in batch:  # once all is issued: others wait for that
+            then()
 
-    def _by_ring(self, team: _Team, data: Buffer, combine: Combine) -> None:
-        self.ring.all_reduce(team.comm, self.engine.address(data), len(data), combine, self.engine.stream())
+    def _by_ring(self, team: _Team, comm: Any, data: Buffer, combine: Combine) -> None:
+        self.ring.all_reduce(comm, self.engine.address(data), len(data), combine, self.engine.stream())
         for rank in range(team.size):
             team.count(rank, *_share(len(data), rank, team))
 
@@ -136,7 +137,7 @@ class Arena:
             return
         team, total = self._team(form), len(data)
         if team.large(total) and nccl.adds(combine):
-            self._by_ring(team, data, combine)
+            self._by_ring(team, team.comm, data, combine)
             then()
             return
         for start, stop in parts(total, team.bytes) if team.size > 1 else ():
