@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -423,18 +423,44 @@ class Capture:
 
 
 class Stream:
+    waits: ClassVar[list[tuple[Any, Any]]] = []
+
     def __init__(self, *args: Any) -> None: ...
 
-    def wait_stream(self, other: Any) -> None: ...
+    def wait_stream(self, other: Any) -> None:
+        Stream.waits.append((self, other))
 
 
-def test_why_a_recording_failed_is_told_not_that_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda, as far as a recording that fails needs it."""
     cuda = module.torch.cuda
     for name, stand_in in {"CUDAGraph": Capture, "Stream": Stream, "graph_pool_handle": lambda: 0}.items():
         monkeypatch.setattr(cuda, name, stand_in)
     monkeypatch.setattr(cuda, "current_stream", Stream)
     monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(Stream, "waits", [])
+    monkeypatch.setattr(Capture, "ended", 0)
 
+
+def test_what_is_aside_is_joined_also_where_a_recording_fails(played: None) -> None:
+    """torch's allocator is not told of the end of a capture that work was apart from. What is not apart cannot be joined."""
+    device = Cuda(CPU)
+
+    def run() -> None:
+        device.aside(lambda: None)
+        raise ValueError("it waits for the device")
+
+    pair = device._stream, device._side
+    for what, joins in ((run, 1), (lambda: 1 / 0, 0)):
+        Stream.waits.clear()
+        with pytest.raises((ValueError, ZeroDivisionError)):
+            device._record(what)
+        assert Stream.waits.count(pair) == joins
+    assert Capture.ended == 2
+
+
+def test_why_a_recording_failed_is_told_not_that_it_did(played: None) -> None:
     def run() -> None:
         raise ValueError("it waits for the device")
 

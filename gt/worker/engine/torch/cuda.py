@@ -41,7 +41,7 @@ class Cuda:
         self._side = torch.cuda.Stream(device)
         self._clock = torch.cuda.Stream(device)
         self._keeper: Callable[[], None] | None = None
-        self._recording = False
+        self._recording = self._apart = False  # apart: whether the side stream has what is not joined yet
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         if self._keeper is None:  # a pool ends with the last graph that uses it, and may not begin again
@@ -58,13 +58,15 @@ class Cuda:
             try:
                 run()
             except BaseException:
+                with suppress(Exception):  # with work apart it would not end for torch's allocator
+                    self.join()
                 with suppress(Exception):  # that nothing came of it says less than why
                     graph.capture_end()
                 raise
             else:
                 graph.capture_end()
             finally:
-                self._recording = False
+                self._recording = self._apart = False
         here.wait_stream(self._stream)
         return graph.replay
 
@@ -73,12 +75,14 @@ class Cuda:
             run()
             return
         self._side.wait_stream(self._stream)
+        self._apart = True
         with torch.cuda.stream(self._side):
             run()
 
     def join(self) -> None:
-        if self._recording:
+        if self._apart:
             self._stream.wait_stream(self._side)
+            self._apart = False
 
     def mark(self) -> Any:
         if not self._recording:
