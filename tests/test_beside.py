@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -149,7 +149,12 @@ def test_what_is_done_together_is_freed_afterwards() -> None:
         log.append("end")
 
     defines = {**DEFINES, 40: Define(40, "together", {"count": 2})}
-    found, groups = together(rows, code, defines.get, batch)
+
+    def each(some: Sequence[Row]) -> None:
+        for at, step in some:
+            step(code, at + 2)
+
+    found, groups = together(rows, code, defines.get, batch, each)
     for at, step in found:
         step(code, at + 2)
     assert log == ["begin", 2, 9, "end", 5, 12, 16]

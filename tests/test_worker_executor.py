@@ -350,6 +350,24 @@ def test_a_failed_op_still_takes_part_in_the_collective_that_follows():
     assert all(torch.equal(got, torch.full((2, 2), 3.0)) for got in world(2, part))
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_of_what_is_done_together_one_fails_and_the_others_are_done(backend):
+    """Members do not know where another failed: they would wait for what it leaves out."""
+
+    def part(bench: Bench, rank: int) -> tuple:
+        bench.put(_1=torch.ones(3), _2=torch.ones(3))
+        bench.executor.define([Define(30, "together", {"count": 3}).wire()])
+        bench.executor.define([Define(31, "all_reduce", {"team": team(rank), "op": "sum"}).wire()])
+        code = [30, 0, 31, 1, 1, 31, 2, 9, 31, 3, 2]  # there is no 9
+        payload = {"code": code, "randoms": [], "actions": [], "backend": backend, "channels": []}
+        bench.do("program", payload, 0, 0)
+        return bench[1], bench[2], [m.seq for m, _ in bench.sent]
+
+    for first, last, troubles in world(2, part):
+        assert torch.equal(first, torch.full((3,), 2.0)) and torch.equal(last, first)
+        assert troubles == [102]
+
+
 @pytest.mark.slow
 def test_an_instruction_costs_a_few_microseconds():
     bench, n = Bench(), 20_000

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from gt.ir.instr import FREE
 from gt.worker.lives import Definition, Lives, changed, instruction, made, read
@@ -28,8 +28,12 @@ class Aside(Protocol):
         """A step: what follows waits for all that was put there."""
 
 
+Batch = Callable[[], AbstractContextManager]
+Each = Callable[[Sequence[Row]], Any]  # carries rows out, the others also where one fails; whether all went well
+
+
 def together(
-    rows: Sequence[Row], code: Sequence, definition: Definition, batch: Callable[[], AbstractContextManager]
+    rows: Sequence[Row], code: Sequence, definition: Definition, batch: Batch, each: Each
 ) -> tuple[list[Row], dict[int, list[Row]]]:
     """Rows with all-reduces that may be done as one as one row, in all replays or members would not meet; by its place, what
     each stands for. batch: around them.
@@ -48,17 +52,17 @@ def together(
             missing -= 1
             if not missing:
                 groups[some[0][0]] = some
-                found += [(some[0][0], _batched(some, batch)), *ended]
+                found += [(some[0][0], _batched(some, batch, each)), *ended]
         else:
             (ended if missing else found).append((at, step))
+    assert not missing, f"{missing} all-reduces are in another definition than what is done with them"
     return found, groups
 
 
-def _batched(rows: Sequence[Row], batch: Callable[[], AbstractContextManager]) -> Step:
+def _batched(rows: Sequence[Row], batch: Batch, each: Each) -> Step:
     def step(code: list, at: int) -> None:
         with batch():
-            for place, one in rows:
-                one(code, place + 2)
+            each(rows)  # all of them whatever becomes of one: the other members do not know of it
 
     return step
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from gt.ir.instr import FREE
-from gt.worker.beside import beside, together
+from gt.worker.beside import Batch, Each, beside, together
 from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit, Recorder, Replays, Strictly
 from gt.worker.lives import Definition, lives, taken
 from gt.worker.segments import Known, Row, Wired, cut, known, runs, wire
@@ -27,8 +26,6 @@ REASONS = 8  # told of one program
 MOVES = ("send", "recv", "merge", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ISSUES = ("alias", "shard", "partial", "fill")  # kinds that do no more than issue work, beside ops
 
-Each = Callable[[Sequence[Row]], Any]  # carries rows out; whether all went well, where failures are told
-Batch = Callable[[], AbstractContextManager]
 Parts = list[tuple[str, list[Row]]]  # rows by action
 Fail = Callable[[list, int, Exception, Sequence[tuple[int, Any]]], None]  # (code, place, error, (id, spec) of each output)
 
@@ -101,7 +98,7 @@ class Plan:
 
     def fold(self, rows: list[Row], code: Sequence, definition: Definition) -> list[Row]:
         """Rows with each segment as one."""
-        rows, groups = together(rows, code, definition, self._batch)
+        rows, groups = together(rows, code, definition, self._batch, self._each)
         self._inside.update(groups)
         compiler = self.compiler
         if compiler is None:

@@ -17,9 +17,8 @@ from gt.ir.spec import Spec, contiguous
 from gt.wire.messages import Trouble
 from gt.worker import exchange, local
 from gt.worker.beside import together
-from gt.worker.compiled import MOVES, Batch, Plan
+from gt.worker.compiled import MOVES, Plan
 from gt.worker.engine.base import Engine
-from gt.worker.lives import Definition
 from gt.worker.outgoing import Outgoing
 from gt.worker.pieces import as_boxes
 from gt.worker.pieces import local as local_shape
@@ -112,16 +111,19 @@ class Executor:
                 step.step = _failing(error)
 
     def _program(self, define: Define) -> Step:
-        batch = self.worker.plane.batch
-        fold: Callable = partial(_unfolded, definition=self._definition, batch=batch)
+        fold: Callable = self._unfolded
         prepare: Callable = _nothing
         if define.payload["backend"] != "eager":
+            batch = self.worker.plane.batch
             plan = Plan(define.payload["backend"], self._engine, self.tensors, self._each, self._fail_segment, batch)
             self._plans[define.number] = plan
             fold, prepare = partial(plan.fold, definition=self._definition), partial(self._prepare, plan)
         stamp = partial(self._stamp, define.number)
         rewind = self.worker.plane.rewind
         return program(define.payload, self._steps, self.tensors, self._play, stamp, fold, rewind, prepare)
+
+    def _unfolded(self, rows: list[Row], code: list) -> list[Row]:
+        return together(rows, code, self._definition, self.worker.plane.batch, self._each)[0]
 
     def _definition(self, number: int) -> Define | None:
         return self._made[number][2]
@@ -295,10 +297,6 @@ class Executor:
         self._send(Trouble(seq, _kind(error), text))
         if self._engine.poisoned(error):
             raise Poisoned(text) from error
-
-
-def _unfolded(rows: list[Row], code: list, definition: Definition, batch: Batch) -> list[Row]:
-    return together(rows, code, definition, batch)[0]
 
 
 def _nothing(parts: list, code: list, randoms: Sequence[int]) -> None:
