@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import os
 import queue
 import random
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -337,6 +339,16 @@ def test_what_nccl_cannot_add_is_added_in_rank_order() -> None:
     want = torch.stack([data(r, 100) for r in range(3)]).norm(dim=0)
     for value in by_nccl(3, run):
         torch.testing.assert_close(value, want)
+
+
+def test_nccl_takes_memory_alike_in_graphs_and_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One member may replay a graph while another, whose tensors have moved, does the same as instructions."""
+    for name in ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(nccl.ctypes, "CDLL", mock.MagicMock())
+    nccl.Nccl()
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
 
 
 def test_worlds_of_two_kinds_do_not_mix() -> None:

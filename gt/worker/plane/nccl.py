@@ -33,6 +33,8 @@ class Nccl:
 
     def __init__(self) -> None:
         env.foreign("NCCL_NVLS_ENABLE", "0")  # multicast, which machines forbid
+        # memory known to NCCL only in graphs: undefined where one member replays what another does as instructions
+        env.foreign("NCCL_GRAPH_REGISTER", "0")
         try:
             self._lib = ctypes.CDLL("libnccl.so.2")
         except OSError as error:
