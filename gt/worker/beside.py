@@ -17,6 +17,9 @@ from gt.worker.steps import Step
 
 ASIDE = ("send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
+Batch = Callable[[], AbstractContextManager]
+Each = Callable[[Sequence[Row]], Any]  # carries rows out, the others also where one fails; whether all went well
+
 
 class Aside(Protocol):
     """What puts work on the other stream."""
@@ -26,10 +29,6 @@ class Aside(Protocol):
 
     def join(self, code: list, at: int) -> None:
         """A step: what follows waits for all that was put there."""
-
-
-Batch = Callable[[], AbstractContextManager]
-Each = Callable[[Sequence[Row]], Any]  # carries rows out, the others also where one fails; whether all went well
 
 
 def together(
