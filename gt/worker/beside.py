@@ -87,8 +87,8 @@ def beside(
         moves = _moves(within, code, definition, direct)
         if moves is not None:
             found.append((row[0], other.aside(row[1], [*moves[0], *moves[1]])))
-            reading.update(map(lives.root, moves[0]))
-            writing.update(map(lives.root, moves[1]))
+            reading.update(map(lives.memory, moves[0]))
+            writing.update(map(lives.memory, moves[1]))
             writing |= change
             continue
         if touched & writing or change & reading:
@@ -128,6 +128,6 @@ def _touched(rows: Sequence[Row], code: Sequence, definition: Definition, lives:
         if code[at] == FREE:
             continue
         define, operands = instruction(code, at, definition)
-        touched.update(map(lives.root, (*read(define, operands), *(i for i, _ in made(define, operands)))))
-        change.update(map(lives.root, changed(define, operands)))
+        touched.update(map(lives.memory, (*read(define, operands), *(i for i, _ in made(define, operands)))))
+        change.update(map(lives.memory, changed(define, operands)))
     return touched, change

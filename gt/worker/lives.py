@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from gt.ir.instr import FREE, KINDS, Define
 
 Definition = Callable[[int], Define | None]
+OLDER = -1  # stands for memory that was there before
 
 
 @dataclass(slots=True)
 class Lives:
     """made: ids that it makes, or has name something else. last: of these, those whose memory is named when it is over.
-    base: what an id shared memory with; `root` is the same for all that did.
+    base: what an id shared memory with; `root` is the same for all that did. older: roots of what was there before.
     """
 
     made: set[int] = field(default_factory=set)
     last: set[int] = field(default_factory=set)
     base: dict[int, int] = field(default_factory=dict)
+    older: set[int] = field(default_factory=set)
 
     def root(self, tensor: int) -> int:
         base = self.base
@@ -26,11 +28,17 @@ class Lives:
             tensor = base[tensor]
         return tensor
 
+    def memory(self, tensor: int) -> int:
+        """As `root`, and one for all that was there before: of what that shares the program says nothing."""
+        root = self.root(tensor)
+        return OLDER if root in self.older else root
+
 
 def lives(code: Sequence, definition: Definition) -> Lives:
     """Of a whole program. Ids that ever shared memory are taken to share it."""
     found, at = Lives(), 0
     alive: set[int] = set()
+    older: set[int] = set()
     root = found.root
     while at < len(code):
         if code[at] == FREE:
@@ -39,6 +47,7 @@ def lives(code: Sequence, definition: Definition) -> Lives:
             at = end
             continue
         define, operands = instruction(code, at, definition)
+        older.update(i for i in read(define, operands) if i not in found.made)
         for tensor, source in made(define, operands):
             found.made.add(tensor)
             alive.add(tensor)
@@ -47,6 +56,7 @@ def lives(code: Sequence, definition: Definition) -> Lives:
         at += 2 + define.operands
     roots = {root(tensor) for tensor in alive}
     found.last = {tensor for tensor in found.made if root(tensor) in roots}
+    found.older = set(map(root, older))
     return found
 
 
