@@ -8,7 +8,7 @@ demo: .venv/stamp
 	$(BIN)/python examples/tuning_demo/train_simple.py --check
 
 test: .venv/stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 tiny: .venv/stamp
 	$(BIN)/python -m pytest tests/test_tiny.py

@@ -80,10 +80,12 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(f"left processes {new_processes()}")
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_in_the_end() -> Iterator[None]:
+    """Set up before all others, so that it looks when they are over; of each process that runs tests, by itself."""
+    yield
     if not wait_until(lambda: not started()):
-        print(f"\nprocesses left by the test run: {started()}")
-        session.exitstatus = 1
+        pytest.fail(f"processes left by the test run: {started()}")
 
 
 # ---- the shared server
