@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,22 +55,7 @@ def ours(name: str, size: str, model_name: str, seconds: float) -> cases.Row:
         return loss.detach()
 
     data = native.batch_of(*map(int, size.split("x")), "cpu")
-    start = time.perf_counter()
-    losses = [step(*data).item() for _ in range(8)]
-    first = time.perf_counter() - start
-    last: list[Any] = []
-
-    def once() -> None:
-        last[:] = [step(*data)]
-
-    ms, alone = cases.timed(once, lambda: last[0].item(), seconds)
-    stats = gt.stats()
-    print(step.explain(), file=sys.stderr)
-    gt.shutdown()
-    return {
-        "ms": ms, "alone ms": alone, "first s": first, "losses": losses[: cases.STEPS],
-        "peak MiB": [w["peak_bytes"] / 2**20 for w in stats["workers"]], "transport": stats["workers"][0]["transport"],
-    }  # fmt: skip
+    return cases.captured(step, data, seconds)
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, cases.Row | None, str]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,32 +49,7 @@ def trainer(case: str, size: str, name: str, dtype: str = "bf16", backend: str =
 
 
 def ours(case: str, size: str, name: str, seconds: float) -> cases.Row:
-    import gt
-
-    step = trainer(case, size, name)
-    batch, length = map(int, size.split("x"))
-    data = native.batch_of(batch, length, "cpu")
-    start = time.perf_counter()
-    losses = [step(*data).item() for _ in range(8)]
-    first = time.perf_counter() - start
-    last: list[Any] = []
-
-    def once() -> None:
-        last[:] = [step(*data)]
-
-    ms, alone = cases.timed(once, lambda: last[0].item(), seconds)
-    step(*data).item()
-    stats = gt.stats()
-    print(step.explain(), file=sys.stderr)
-    gt.shutdown()
-    found = stats.get("schedule", {})
-    return {
-        "ms": ms, "alone ms": alone, "first s": first, "losses": losses[: cases.STEPS],
-        "predicted": found.get("predicted", {}).get("idle"), "measured": found.get("measured", {}),
-        "schedule": found.get("name"),
-        "peak MiB": [round(w["peak_bytes"] / 2**20) for w in stats["workers"]],
-        "transport": stats["workers"][0]["transport"],
-    }  # fmt: skip
+    return cases.captured(trainer(case, size, name), native.batch_of(*map(int, size.split("x")), "cpu"), seconds)
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, cases.Row | None, str]]:

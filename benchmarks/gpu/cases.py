@@ -79,6 +79,31 @@ def timed(
     return statistics.median(block(count) for _ in range(blocks)), alone
 
 
+def captured(step: Callable, data: Sequence[Any], seconds: float) -> Row:
+    """What a captured step takes from its first call on; then its session is over."""
+    import gt
+
+    start = time.perf_counter()
+    losses = [step(*data).item() for _ in range(8)]
+    first = time.perf_counter() - start
+    last: list[Any] = []
+
+    def once() -> None:
+        last[:] = [step(*data)]
+
+    ms, alone = timed(once, lambda: last[0].item(), seconds)
+    step(*data).item()
+    stats = gt.stats()
+    print(step.explain(), file=sys.stderr)
+    gt.shutdown()
+    found = stats.get("schedule", {})
+    return {
+        "ms": ms, "alone ms": alone, "first s": first, "losses": losses[:STEPS], "schedule": found.get("name"),
+        "predicted": found.get("predicted", {}).get("idle"), "measured": found.get("measured", {}),
+        "peak MiB": [round(w["peak_bytes"] / 2**20) for w in stats["workers"]], "transport": stats["workers"][0]["transport"],
+    }  # fmt: skip
+
+
 def apart(losses: Sequence[float], wanted: Sequence[float]) -> float:
     """The largest relative difference of the first steps' losses."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=False))
