@@ -150,30 +150,43 @@ class Ring:
         ctypes.memmove(target, values.contiguous().data_ptr(), values.nbytes)
 
 
-def together(count: int, run: Callable[[int, Arena], Any], seed: int = 0, ring: Any = None) -> list[Any]:
-    """What `run(rank, arena)` gives for each member, all at once."""
-    world, found, errors = World(count), [None] * count, []
-    engine = DirectEngine(TorchEngine("cpu"), COMBINE)
+def members_of(count: int, member: Callable[[int], Any], failed: Callable[[], None] = lambda: None) -> list[Any]:
+    """What `member(rank)` gives in a thread each; the first error, of which `failed` tells the others, or that one hangs."""
+    found: list[Any] = [None] * count
+    errors: list[BaseException] = []
 
-    def member(rank: int) -> None:
-        library = Library(world, rank, random.Random(seed * 100 + rank))
+    def run(rank: int) -> None:
         try:
-            arena = Arena(Plane(), library, engine, range(count), rank, world.bases[rank], BYTES, ring)
-            found[rank] = run(rank, arena)
+            found[rank] = member(rank)
         except BaseException as error:
             errors.append(error)
-            with world.told:
-                world.failed = True
-                world.told.notify_all()
+            failed()
 
-    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(count)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(40)
     if errors:
         raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a member waits for ever"
     return found
+
+
+def together(count: int, run: Callable[[int, Arena], Any], seed: int = 0, ring: Any = None) -> list[Any]:
+    """What `run(rank, arena)` gives for each member, all at once."""
+    world, engine = World(count), DirectEngine(TorchEngine("cpu"), COMBINE)
+
+    def member(rank: int) -> Any:
+        library = Library(world, rank, random.Random(seed * 100 + rank))
+        return run(rank, Arena(Plane(), library, engine, range(count), rank, world.bases[rank], BYTES, ring))
+
+    def failed() -> None:
+        with world.told:
+            world.failed = True
+            world.told.notify_all()
+
+    return members_of(count, member, failed)
 
 
 class Host:
@@ -207,25 +220,14 @@ class Host:
 
 def by_nccl(count: int, run: Callable[[int, Any], Any]) -> list[Any]:
     """As `together`, with plane nccl's way."""
-    ring, host, found, errors = Ring(), Host(), [None] * count, []
-    engine = DirectEngine(TorchEngine("cpu"), COMBINE)
+    ring, host, engine = Ring(), Host(), DirectEngine(TorchEngine("cpu"), COMBINE)
 
-    def member(rank: int) -> None:
-        try:
-            rings = Rings(ring, engine, host.of(rank), Plane().count_bytes)
-            rings.plane = rings._count.__self__  # type: ignore[attr-defined]
-            found[rank] = run(rank, rings)
-        except BaseException as error:
-            errors.append(error)
+    def member(rank: int) -> Any:
+        rings = Rings(ring, engine, host.of(rank), Plane().count_bytes)
+        rings.plane = rings._count.__self__  # type: ignore[attr-defined]
+        return run(rank, rings)
 
-    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40)
-    if errors:
-        raise errors[0]
-    return found
+    return members_of(count, member)
 
 
 def team(members: Sequence[int], rank: int, nbytes: int = 4096, at: int = TEAM, number: int = 0) -> Any:

@@ -19,9 +19,9 @@ ID_BYTES = 128  # of a unique id
 TYPES = {"int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 OPS = {"sum": 0, "product": 1, "max": 2, "min": 3}
 
-# bytes from which NCCL is faster than members that read one another's memory, by members (of more: the last); measured by
-# benchmarks/gpu/bench_plane.py on H200s
-FROM = {2: 0, 4: 0}
+# bytes from which NCCL is faster than members that read one another's memory, by members (of more: the last): an all-reduce of
+# two H200s is at every size (benchmarks/gpu/bench_plane.py); more members are not measured
+FROM = {2: 0}
 
 
 class _UniqueId(ctypes.Structure):
