@@ -241,7 +241,8 @@ class Liar:
             carried = mutated(rng, carried) if carried else [[]]
         schedule = rng.choice(["", "", "1f1b", "zb-v", "auto", "no schedule"])
         backend = rng.choice(["eager", "eager", "inductor", "x"])
-        return Seal(rng.randrange(1 << 30), number, schedule, backend, carried, rng.choice([0, 7]), rng.choice([0, 5, -1]))
+        numbers = rng.choice([0, 7]), rng.choice([0, 5, -1])
+        return Seal(rng.randrange(1 << 30), number, schedule, backend, carried, *numbers, rng.random() < 0.5)
 
     def op(self, number: int, form: Any, frames: list) -> list:
         rng = self.rng

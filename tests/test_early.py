@@ -184,7 +184,7 @@ def test_what_is_done_together_is_in_one_definition(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(writing, "LONGEST", 1)
     sums = [Row(n, reduce(20, (0, 1), 0), [n]) for n in range(6)]
     rows = [Row(0, ADD, [0, 1, 9]), Row(0, mark(4), []), *sums, *(Row(7, ADD, [0, n, 10 + n]) for n in range(3))]
-    writer = writing._Writer({}, set(), Seal(0, 0, "", "eager", [], 0, 0), {})
+    writer = writing._Writer({}, set(), Seal(0, 0, "", "eager", [], 0, 0, False), {})
     writer.write(rows)
     kinds = {row.define.number: row.define for row in rows}
     found = []

@@ -6,6 +6,7 @@ from typing import Any
 
 from gt.client.session import Session
 from gt.errors import GTError
+from gt.ir.schedules import size
 
 
 def lines(session: Session, program: int, asked: str) -> list[str]:
@@ -23,6 +24,15 @@ def lines(session: Session, program: int, asked: str) -> list[str]:
         found.append(f"backend {backend} on {', '.join(names)}: {rest[0]}")
         found += [f"  {line}" for line in rest[1:]]
     return found
+
+
+def saved(recomputed: dict[str, list[int]]) -> list[str]:
+    """What is made again rather than kept, and what that saves, by workers of which the same is true."""
+    said: dict[str, list[str]] = {}
+    for name, (values, before, after) in recomputed.items():
+        sizes = " instead of ".join(map(size, (after, before)))
+        said.setdefault(f"{values} values are made again: the step makes at most {sizes}", []).append(name)
+    return [f"{text} on {', '.join(names)}" for text, names in said.items()]
 
 
 def _worker(plans: list[dict[str, Any]]) -> list[str]:

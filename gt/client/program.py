@@ -55,7 +55,9 @@ aten = torch.ops.aten
 _COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
 
 
-def compile(fn: Callable | None = None, *, schedule: str | None = None, backend: str | None = None) -> Any:
+def compile(
+    fn: Callable | None = None, *, schedule: str | None = None, backend: str | None = None, recompute: bool | None = None
+) -> Any:
     """A function that does what `fn` does, at the cost of one message once two calls have been found to agree.
 
     CPU tensors among the arguments are uploaded at each call; remote ones are read where they are; everything else is a guard:
@@ -66,16 +68,19 @@ def compile(fn: Callable | None = None, *, schedule: str | None = None, backend:
     `compile: true`. "inductor" compiles what lies between communications, after the first replay, each distinct piece once;
     "cudagraphs" has a GPU replay that as CUDA graphs. What cannot be done so is done as the one before would, and `.explain()`
     says why.
+
+    recompute: whether values that are cheap to make (activations, norms, casts) are made again for the backward pass rather
+    than kept, where that lowers the peak of memory; None: with "cudagraphs".
     """
     if fn is None:
-        return functools.partial(compile, schedule=schedule, backend=backend)
+        return functools.partial(compile, schedule=schedule, backend=backend, recompute=recompute)
     if not callable(fn):
         raise TypeError(f"gt.compile takes a function, got {type(fn).__name__}")
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not known: want one of {', '.join(BACKENDS)}")
     if schedule is not None:
         asked(schedule)  # or a ValueError
-    return Compiled(fn, schedule or "", backend or "")
+    return Compiled(fn, schedule or "", backend or "", recompute)
 
 
 @dataclass(eq=False)
@@ -160,9 +165,9 @@ def _drop(recorder: Recorder, number: int) -> None:
 class Compiled:
     """What gt.compile gives."""
 
-    def __init__(self, fn: Callable, schedule: str = "", backend: str = "") -> None:
+    def __init__(self, fn: Callable, schedule: str = "", backend: str = "", recompute: bool | None = None) -> None:
         functools.update_wrapper(self, fn)
-        self.fn, self.schedule, self.backend = fn, schedule, backend
+        self.fn, self.schedule, self.backend, self.recompute = fn, schedule, backend, recompute
         self._programs: list[Program] = []  # the one used last comes first
         self._last: Call | None = None
         self._slot = next(_slots)
@@ -210,6 +215,7 @@ class Compiled:
             if order:
                 lines.append(f"    schedule {order['name']}: {order['why'] or _bubbles(order)}")
                 lines += [f"    {line}" for line in order.get("said", ())]
+            lines += [f"    {line}" for line in backends.saved(program.answer["recomputed"])]
             if program.answer["backend"] != "eager":
                 told = backends.lines(program.recorder.session, program.number, program.answer["backend"])
                 lines += [f"    {line}" for line in told]
@@ -277,7 +283,8 @@ class Compiled:
         number = next(_numbers)
         pairs = [list(pair) for pair in moved]
         name, backend = self.schedule or runtime.Live.schedule, self.backend or runtime.Live.backend
-        answer = recorder.session.seal(number, name, backend, pairs, tape.seed, tape.counter)
+        again = backend == "cudagraphs" if self.recompute is None else self.recompute
+        answer = recorder.session.seal(number, name, backend, pairs, tape.seed, tape.counter, again)
         if answer["why"]:
             self._say(answer["why"])
             return None

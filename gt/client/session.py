@@ -145,9 +145,9 @@ class Session:
         """Specs of the outputs of a dynamic op."""
         return [Spec.from_wire(row) for row in self._ask(lambda request: Describe(request, tensors))]
 
-    def seal(self, program: int, schedule: str, backend: str, carried: list, seed: int, counter: int) -> dict[str, Any]:
-        """Make a program of what was recorded; see messages.Seal for the answer."""
-        return self._ask(lambda request: Seal(request, program, schedule, backend, carried, seed, counter))
+    def seal(self, program: int, *what: Any) -> dict[str, Any]:
+        """Make a program of what was recorded; see messages.Seal for the rest and the answer."""
+        return self._ask(lambda request: Seal(request, program, *what))
 
     def inspect(self, tensor: int) -> dict[str, Any]:
         """Layout, mesh and pieces of a tensor."""

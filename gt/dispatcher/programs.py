@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gt.dispatcher.arrange import arrange
 from gt.dispatcher.early import early
 from gt.dispatcher.failures import Cause, Launched, Planned
+from gt.dispatcher.recompute import recompute
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, FORGET, FREE, Define
@@ -147,17 +148,27 @@ class Programs:
         pairs = _pairs(message.carried, s.table.rows)
         why = self._prevents(tape, pairs)
         order: dict = {}
+        again: dict[str, list[int]] = {}
         if why:
             self._free(tape.constants)
         else:
             order = arrange(tape, message.schedule, self.times, self._lies) if message.schedule else {}
             if not order or order["why"]:
                 early(tape, cache(lambda count: self._together(tape, count)))
+            again = self._again(tape, message.backend != "eager") if message.recompute else {}
             self._make(tape, pairs, message)
             self.all[message.program].order = order
         s.cut()
         counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
-        return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order}
+        return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order, "recomputed": again}
+
+    def _again(self, tape: Tape, compiled: bool) -> dict[str, list[int]]:
+        """Have what is cheap made again where that lowers the peak of memory; what came of it, by worker."""
+        s, rows, offset = self.s, self.s.table.rows, self.s.emitter.offset
+        homes = {offset + i: id(rows[i].storage) for i in tape.before if i in rows}
+        lasting = {offset + i for i in rows}
+        told = recompute(tape, lasting, homes, self._lies, lambda: offset + s.emitter.temporary(), compiled)
+        return {s.cluster.workers[worker].name: said for worker, said in told.items()}
 
     def _together(self, tape: Tape, count: int) -> Define:
         """What says that so many all-reduces may be done as one, known to all of the tape's workers."""

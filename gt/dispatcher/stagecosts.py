@@ -53,11 +53,11 @@ def price(parts: Parts, times: dict[int, float], lies: Lies) -> Prices:
     count: dict[int, int] = defaultdict(int)
     sizes: dict[tuple[int, int], int] = {}
     for worker, rows in parts.items():
-        looks: dict[int, Look] = {}
+        seen: dict[int, Look] = {}
         for part in rows:
-            ins, outs = _looks(worker, part.row, looks, lies)
+            ins, outs = looks(worker, part.row, seen, lies)
             sizes.update(((id(part), i), prod(shape) * size) for i, (shape, size) in outs.items())
-            number, took = part.row.define.number, _nominal(part.row, ins, list(outs.values()))
+            number, took = part.row.define.number, nominally(part.row, ins, list(outs.values()))
             nominal[id(part)] = took
             smallest[number] = min(took, smallest.get(number, took))
             count[number] += 1
@@ -84,19 +84,19 @@ def _agreed(known: dict[int, float], parts: Parts) -> dict[int, float]:
     return known
 
 
-def _looks(worker: int, row: Row, looks: dict[int, Look], lies: Lies) -> tuple[list[Look], dict[int, Look]]:
+def looks(worker: int, row: Row, seen: dict[int, Look], lies: Lies) -> tuple[list[Look], dict[int, Look]]:
     """Of what a row reads and, by id, of what it makes."""
     reads, makes = row.ids()
     for i in reads:
-        if i not in looks:
-            looks[i] = lies(worker, i) or NOTHING
-    ins, made = [looks[i] for i in reads], {}
+        if i not in seen:
+            seen[i] = lies(worker, i) or NOTHING
+    ins, made = [seen[i] for i in reads], {}
     if row.define.kind == "op":
         specs = [out[1] for out in row.define.payload["outs"] if out[0] in ("new", "view")]
         made = {i: (tuple(s[0]), DTYPES[s[3]][0]) if s else NOTHING for i, s in zip(makes, specs)}
     elif makes:
         made = {makes[0]: _moved(row, ins[0] if ins else NOTHING)}
-    looks.update(made)
+    seen.update(made)
     return ins, made
 
 
@@ -110,7 +110,7 @@ def _moved(row: Row, source: Look) -> Look:
     return tuple(payload["shape"]) if "shape" in payload else source[0], size
 
 
-def _nominal(row: Row, ins: Sequence[Look], outs: Sequence[Look]) -> float:
+def nominally(row: Row, ins: Sequence[Look], outs: Sequence[Look]) -> float:
     """Seconds of a nominal GPU."""
     kind = row.define.kind
     nbytes = sum(prod(shape) * size for shape, size in (*ins, *outs))

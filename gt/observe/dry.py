@@ -199,10 +199,10 @@ class Dry:
         where = next((f"{o.file}:{o.line}: " for o in [self.state.origin] if o.file), "")
         raise UnsupportedOp(f"{where}a shape depends on values, and a plan has none: leave this op out while planning")
 
-    def seal(self, program: int, schedule: str, backend: str, carried: list, seed: int, counter: int) -> dict[str, Any]:
+    def seal(self, program: int, schedule: str, *what: Any) -> dict[str, Any]:
         """A recording is over: it is the step. Where not all workers are followed its order is not checked."""
         every = len(self.followed) == len(self.workers)
-        self._handle(Received(CLIENT, Seal(0, program, schedule if every else "", backend, carried, seed, counter)))
+        self._handle(Received(CLIENT, Seal(0, program, schedule if every else "", *what)))
         answer = self._reports.pop(0)
         if not self.told:
             self.known(self.living())
