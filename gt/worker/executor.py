@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 from gt.errors import ProtocolError, UnsupportedOp
@@ -27,6 +28,7 @@ from gt.worker.program import Bound, Stamp, program
 from gt.worker.segments import Row
 from gt.worker.steps import Binder, Blank, Counted, Step, Worker
 from gt.worker.store import Cancelled, Uploads
+from gt.worker.straight import Straight, whereabouts
 from gt.worker.timed import Timed
 
 log = logging.getLogger("gt.worker")
@@ -77,7 +79,7 @@ class Executor:
         self._compiling = self._strict = False
         self._stamps: dict[int, list[Stamp]] = {}  # by definition of a program, actions of its last replay
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
-        self._base = self._place = 0
+        self._base = self._place = self._thread = 0
 
     def define(self, rows: Sequence[list]) -> None:
         """Bind definitions from their wire form. What cannot be bound fails when it is run."""
@@ -111,9 +113,13 @@ class Executor:
                 step.step = _failing(error)
 
     def _program(self, define: Define) -> Step:
-        fold: Callable = self._unfolded
+        fold: Callable
         prepare: Callable = _nothing
-        if define.payload["backend"] != "eager":
+        if define.payload["backend"] == "eager":
+            source, randoms = self._engine.source, define.payload["randoms"]
+            straight = Straight(randoms, self._definition, source, self.tensors, self._each, self._carried)
+            fold = partial(self._unfolded, straight)
+        else:
             batch = self.worker.plane.batch
             plan = Plan(define.payload["backend"], self._engine, self.tensors, self._each, self._fail_segment, batch)
             self._plans[define.number] = plan
@@ -122,8 +128,11 @@ class Executor:
         rewind = self.worker.plane.rewind
         return program(define.payload, self._steps, self.tensors, self._play, stamp, fold, rewind, prepare)
 
-    def _unfolded(self, rows: list[Row], code: list) -> list[Row]:
-        return together(rows, code, self._definition, self.worker.plane.batch, self._each)[0]
+    def _unfolded(self, straight: Straight, rows: list[Row], code: list) -> list[Row]:
+        return straight.fold(together(rows, code, self._definition, self.worker.plane.batch, self._each)[0], code)
+
+    def _carried(self, count: int) -> None:
+        self.instructions += count
 
     def _definition(self, number: int) -> Define | None:
         return self._made[number][2]
@@ -134,7 +143,7 @@ class Executor:
         at, end, done = 0, len(code), 0
         if timed and self._engine.clock is not None:
             steps = Timed(self._steps, self._engine.clock, self.times)
-        self.worker.epoch = epoch
+        self.worker.epoch, self._thread = epoch, get_ident()
         self._code, self._base = code, base
         with self._engine.guard():
             while at < end:
@@ -214,7 +223,7 @@ class Executor:
 
     def where(self) -> tuple[int, int, str] | None:
         """(place in its Run, its op's seq, its kind) of the instruction that is being carried out; by any thread."""
-        code, base, at = self._code, self._base, self._place
+        code, base, at = self._code, self._base, whereabouts(self._thread) or self._place
         made = self._made.get(code[at]) if at + 1 < len(code) else None
         if made is None or type(code[at + 1]) is not int:  # read while the other thread goes on
             return None

@@ -13,6 +13,7 @@ from gt.errors import ConfigError
 from gt.ir.spec import Spec
 
 if TYPE_CHECKING:
+    from gt.worker.engine.calls import Source
     from gt.worker.segments import Row, Wired
     from gt.worker.steps import Counted, Step
 
@@ -174,6 +175,9 @@ class Engine(Moves, Protocol):
 
     def bind(self, payload: dict[str, Any]) -> Call:
         """The callable of an `op` definition (ir.instr.KINDS)."""
+
+    def source(self, payload: dict[str, Any]) -> Source:
+        """The same as source."""
 
     def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
         """A contiguous tensor of memory as it comes."""

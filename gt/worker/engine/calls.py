@@ -1,8 +1,9 @@
-"""From an op's args tree to one Python function with its constants bound. For every engine; knows no kind of tensor."""
+"""From an op's args tree to Python source with its constants bound. For every engine; knows no kind of tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from keyword import iskeyword
 from typing import Any
 
@@ -23,58 +24,76 @@ def finish(outs: Sequence[Sequence[Any]]) -> list[tuple[int, Spec | None]]:
     return [(at, Spec.from_wire(out[1]) if out[0] == "new" and out[1] is not None else None) for at, out in kept]
 
 
-def function(op: Callable, payload: dict[str, Any], constant: Callable[[Const], Any], check: Check, unless: str = "") -> Call:
-    """(*tensors, *values) -> None, one output, or a tuple of those that get an id. Made as source: a call is one frame.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An op as Python source. unless: condition to make the check under, of `{out}` and its `{stride}`; none checks always."""
 
-    unless: condition to make the check under, of `{out}` and its `{stride}`; none checks always.
-    """
-    tensors, values, outs = payload["tensors"], payload["values"], payload["outs"]
-    bound: dict[str, Any] = {"op": op, "flatten": _flatten}
-    holes = [f"t{i}" for i in range(tensors)] + [f"v{i}" for i in range(values)]
-    parts = _arguments(payload, holes, bound, constant)
-    if getattr(op, "draws", False):  # GT's own: seed and counter come last
-        parts += [f"seed=v{values - 2}", f"counter=v{values - 1}"]
-    ends = finish(outs)
-    if not ends and parts == holes:
-        return op
-    lines = [f"r = op({', '.join(parts)})"]
-    if ends and (len(ends) > 1 or len(outs) > 1):
-        lines.append("r = list(flatten(r))")
-        lines += [f"r{n} = r[{at}]" for n, (at, _) in enumerate(ends)]
-    elif ends:
-        lines.append("r0 = r if type(r) is not list else r[0]")
-    for n, (_, spec) in enumerate(ends):
-        if spec is not None:
-            bound[f"f{n}"] = check(bound, f"s{n}", spec)
-            guard = f"if {unless.format(out=f'r{n}', stride=f's{n}')}: " if unless else ""
-            lines.append(f"{guard}r{n} = f{n}(r{n})")
-    lines.append("return " + (", ".join(f"r{n}" for n in range(len(ends))) or "None"))
-    # Only names made here and identifiers checked above are in the source.
-    exec(f"def call({', '.join(holes)}):\n    " + "\n    ".join(lines), bound)
-    return bound["call"]
+    op: Callable
+    payload: dict[str, Any]
+    constant: Callable[[Const], Any]
+    check: Check
+    unless: str = ""
+
+    def function(self) -> Call:
+        """(*tensors, *values) -> None, one output, or a tuple of those that get an id. Made as source: a call is one frame."""
+        payload, bound = self.payload, dict[str, Any]()
+        tensors = [f"t{i}" for i in range(payload["tensors"])]
+        values = [f"v{i}" for i in range(payload["values"])]
+        outs = [f"r{n}" for n in range(len(finish(payload["outs"])))]
+        if not outs and self._arguments(tensors, values, bound) == tensors + values:
+            return self.op
+        lines = [*self.statements(tensors, values, outs, bound), f"return {', '.join(outs) or None}"]
+        # Only names made here and identifiers that were checked are in the source.
+        exec(f"def call({', '.join(tensors + values)}):\n    " + "\n    ".join(lines), bound)
+        return bound["call"]
+
+    def statements(self, tensors: list[str], values: list[str], outs: list[str], bound: dict[str, Any]) -> list[str]:
+        """Lines that carry it out on tensors and values of these names. bound: globals, in which what they need is put."""
+        call = f"{bind(bound, self.op)}({', '.join(self._arguments(tensors, values, bound))})"
+        ends = finish(self.payload["outs"])
+        if not ends:
+            return [call]
+        if len(ends) > 1 or len(self.payload["outs"]) > 1:
+            lines = [f"r = list({bind(bound, _flatten)}({call}))"]
+            lines += [*(f"{out} = r[{at}]" for out, (at, _) in zip(outs, ends, strict=True)), "del r"]
+        else:
+            lines = [f"{outs[0]} = {call}", f"if type({outs[0]}) is list: {outs[0]} = {outs[0]}[0]"]
+        for out, (_, spec) in zip(outs, ends, strict=True):
+            if spec is not None:
+                stride = f"s{len(bound)}"
+                check = bind(bound, self.check(bound, stride, spec))
+                guard = f"if {self.unless.format(out=out, stride=stride)}: " if self.unless else ""
+                lines.append(f"{guard}{out} = {check}({out})")
+        return lines
+
+    def _arguments(self, tensors: list[str], values: list[str], bound: dict[str, Any]) -> list[str]:
+        """The source of the op's arguments; constants are put into `bound`."""
+
+        def text(arg: Any) -> str:
+            if isinstance(arg, (T, V)):
+                holes = tensors if isinstance(arg, T) else values
+                if not 0 <= arg.index < len(holes):
+                    raise ValueError(f"argument {arg} is beyond the {len(tensors)} tensors and {len(values)} values")
+                return holes[arg.index]
+            if isinstance(arg, list) and _has_hole(arg):
+                return f"[{', '.join(map(text, arg))}]"
+            return bind(bound, _constants(arg, self.constant))
+
+        parts = [text(arg) for arg in from_wire(list(self.payload["args"]))]
+        for key, value in self.payload["kwargs"].items():
+            if not key.isidentifier() or iskeyword(key):
+                raise ValueError(f"{key!r} is no argument name")
+            parts.append(f"{key}={text(from_wire(value))}")
+        if getattr(self.op, "draws", False):  # GT's own: seed and counter come last
+            parts += [f"seed={values[-2]}", f"counter={values[-1]}"]
+        return parts
 
 
-def _arguments(payload: dict[str, Any], holes: list[str], bound: dict[str, Any], constant: Callable[[Const], Any]) -> list[str]:
-    """The source of the op's arguments; constants are put into `bound`."""
-
-    def text(arg: Any) -> str:
-        if isinstance(arg, (T, V)):
-            hole = f"{'t' if isinstance(arg, T) else 'v'}{arg.index}"
-            if hole not in holes:
-                raise ValueError(f"argument {arg} is beyond the {len(holes)} tensors and values")
-            return hole
-        if isinstance(arg, list) and _has_hole(arg):
-            return f"[{', '.join(map(text, arg))}]"
-        name = f"c{len(bound)}"
-        bound[name] = _constants(arg, constant)
-        return name
-
-    parts = [text(arg) for arg in from_wire(list(payload["args"]))]
-    for key, value in payload["kwargs"].items():
-        if not key.isidentifier() or iskeyword(key):
-            raise ValueError(f"{key!r} is no argument name")
-        parts.append(f"{key}={text(from_wire(value))}")
-    return parts
+def bind(bound: dict[str, Any], value: Any) -> str:
+    """A name for a value among these globals."""
+    name = f"c{len(bound)}"
+    bound[name] = value
+    return name
 
 
 def _flatten(result: Any) -> Iterator[Any]:

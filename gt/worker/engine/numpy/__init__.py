@@ -15,7 +15,7 @@ import numpy as np
 from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine
-from gt.worker.engine.calls import function
+from gt.worker.engine.calls import Source
 from gt.worker.engine.numpy import blas
 from gt.worker.engine.numpy.arrays import (
     DTYPE,
@@ -47,7 +47,10 @@ class NumpyEngine:
         return np.errstate(all="ignore")
 
     def bind(self, payload: dict[str, Any]) -> Call:
-        return function(resolve(payload["op"], payload["random"]), payload, _constant, checked)
+        return self.source(payload).function()
+
+    def source(self, payload: dict[str, Any]) -> Source:
+        return Source(resolve(payload["op"], payload["random"]), payload, _constant, checked)
 
     # ---- memory
 

@@ -18,7 +18,7 @@ from gt.ir.ops import RANDOM, known
 from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
-from gt.worker.engine.calls import function
+from gt.worker.engine.calls import Source
 from gt.worker.engine.torch import attention, norms, random
 from gt.worker.engine.torch.calls import DTYPE, NAME, UNLESS, checked, conform
 from gt.worker.engine.torch.cuda import Cuda
@@ -56,11 +56,14 @@ class TorchEngine:
     # ---- ops
 
     def bind(self, payload: dict[str, Any]) -> Call:
+        return self.source(payload).function()
+
+    def source(self, payload: dict[str, Any]) -> Source:
         name, outs = payload["op"], payload["outs"]
         op = self.resolve(name, payload)
         if name in META and any(out[0] != "same" for out in outs):
             op = _on_alias(op)
-        return function(op, payload, self._constant, checked, UNLESS)
+        return Source(op, payload, self._constant, checked, UNLESS)
 
     def resolve(self, name: str, payload: dict[str, Any]) -> Callable:
         if not known(name):
