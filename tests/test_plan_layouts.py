@@ -48,9 +48,9 @@ def bias(group):
 
 
 def embedding(group):
-    m = nn.Embedding(16, C).to("remote")
+    m = nn.Embedding(256, C).to("remote")
     with gt.signal.context(group):
-        return m(torch.randint(0, 16, (B, 6)).to("remote")), m.weight
+        return m(torch.randint(0, 256, (B, 6)).to("remote")), m.weight
 
 
 def layer_norm(group):
@@ -82,7 +82,7 @@ TABLE = [
     (embedding, ALONE, "stage", "[S(0)]", "[R]"),
     (embedding, STAGE, "stage", "[R]", "[R]"),
     (embedding, STAGE, "stage_colpar", "[S(2)]", "[S(1)]"),
-    (embedding, STAGE, "stage_rowpar", "[R]", "[R]"),
+    (embedding, STAGE, "stage_rowpar", "[P]", "[S(0)]"),
     (layer_norm, ALONE, "stage", "[S(0)]", "[R]"),
     (layer_norm, STAGE, "stage", "[R]", "[R]"),
     (layer_norm, STAGE, "stage_colpar", "[R]", "[R]"),

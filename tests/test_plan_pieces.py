@@ -135,8 +135,8 @@ CASES = {
 class Recorded:
     """The last op of a program, as the dispatcher got it, and its inputs' global values."""
 
-    def __init__(self, name: str) -> None:
-        function, *inputs = CASES[name]
+    def __init__(self, name: str, cases: dict = CASES) -> None:
+        function, *inputs = cases[name]
         with planned("", 1) as plan:
             remote = [t.to("remote") for t in inputs]
             ids = [t._ref.id for t in remote]

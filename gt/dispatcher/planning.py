@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from gt.dispatcher.failures import Planned
 from gt.dispatcher.fused import WEIGHTS, Unseen, lay_out_again, note_maker, parts_ahead, undecided
+from gt.dispatcher.lowering import Lowering
 from gt.dispatcher.moving import same_terms
 from gt.dispatcher.plan.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.plan.known import Known
-from gt.dispatcher.plan.losses import mean_backward
-from gt.dispatcher.plan.lower import mean_of_rows, parts_of, quotient, share, sums
+from gt.dispatcher.plan.lower import mean_of_rows
+from gt.dispatcher.plan.redistribute import Order
 from gt.dispatcher.plan.rules import Decision, decide, whole
 from gt.dispatcher.plan.views import VIEWS, wanted_parts
 from gt.dispatcher.stream import Bound, lost_in
@@ -44,6 +45,7 @@ class Planner:
     def __init__(self, session: Session) -> None:
         self.s = session
         self._warned: set[str] = set()
+        self._lowering = Lowering(self)
         self.hits = 0
 
     def op(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
@@ -81,16 +83,14 @@ class Planner:
             self._place_targets(known, origin, ins)
             plan = known.plans.get(_key(origin, ins))
         if mean_of_rows(known, [t.layout for t in ins]):
-            self._mean_of_rows(known, origin, ins, values, outs)
+            self._lowering.mean_of_rows(known, origin, ins, values, outs)
             return
         if plan is None or (origin.meaning is not None and any(t.storage.default and t.storage.param for t in ins)):
             mesh = self._mesh(known, origin, ins)
             if lost_in(self.s.cluster, mesh):
                 self.abandon(known, mesh, ins, outs)
                 return
-            parts = parts_of(known, mesh, self._start(ins[1], mesh, _own(origin, mesh), False)) if mean_backward(known) else 1
-            if parts > 1:
-                self._part_of_mean(*share(known, parts), origin, ins, values, outs)
+            if self._lowering.op(known, origin, ins, outs, values, mesh):
                 return
             before = _key(origin, ins)
             plan = self._plan(known, origin, ins, outs, mesh)
@@ -106,34 +106,25 @@ class Planner:
         if any(t.storage.failed and t.storage.failed.lost >= 0 for t in ins):
             self.abandon(known, (plan.wants + plan.outs)[0].mesh, ins, outs)
             return
+        self.carry_out(known, plan, ins, values, outs)
+        if origin.meaning is not None and origin.meaning.kind == COLUMN:
+            note_maker(self.s, known, ins, outs)
+
+    def carry_out(self, known: Known, plan: Plan, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
+        """Bring the inputs to where the plan wants them, and emit the op."""
         for t, want in zip(ins, plan.wants, strict=True):
             if t.layout is not None and t.layout.partial and not same_terms(t.layout, want):
                 self.s.mover.settle(t.storage)  # before any is brought: another operand may view the same terms
         brought = [self.s.mover.bring(t, want) for t, want in zip(ins, plan.wants, strict=True)]
         self.emit(known, plan, ins, brought, values, outs)
-        if origin.meaning is not None and origin.meaning.kind == COLUMN:
-            note_maker(self.s, known, ins, outs)
 
-    def _mean_of_rows(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
-        """Sum and weight of each worker's rows, added up over the mesh, and their quotient."""
-        emitter, table = self.s.emitter, self.s.table
-        total = emitter.temporary()
-        self._planned(sums(known), origin, ins, values, [total, outs[1]], None)
-        pair = [table.rows[total], table.rows[outs[1]]]
-        for t in pair:
-            if t.layout is not None and t.layout.partial:
-                self.s.mover.settle(t.storage)
-        self._planned(quotient(known), origin, pair, (), [outs[0]], None)
-        self.s.mover.release([total])
+    def anew(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
+        """Plan and emit one of the ops that another is carried out as."""
+        self._planned(known, origin, ins, values, outs, known.plans.get(_key(origin, ins)))
 
-    def _part_of_mean(
-        self, divide: Known, part: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]
-    ) -> None:
-        """The gradient of a mean of equal parts is that of each part's mean, divided by how many there are."""
-        grad = self.s.emitter.temporary()
-        self._planned(divide, origin, ins[:1], (), [grad], None)
-        self._planned(part, origin, [self.s.table.rows[grad], *ins[1:]], values, outs, None)
-        self.s.mover.release([grad])
+    def bound(self, wants: tuple[Layout, ...], makes: tuple[Layout, ...], orders: list[Order]) -> Plan:
+        """The plan of an op that is decided."""
+        return Plan(wants, makes, self.s.emitter.bind(orders), False)
 
     def emit(self, known: Known, plan: Plan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]) -> None:
         """Write the instruction, and say so; enter the outputs."""
@@ -228,6 +219,13 @@ class Planner:
                 target.storage.default = origin.meaning is None
 
     # ---- which layouts
+
+    def starts(self, known: Known, origin: Origin, ins: list[Tensor], mesh: Mesh) -> list[list[Placement | None]]:
+        """Where planning finds the inputs of an op that is no view and writes none of them."""
+        meaning = _own(origin, mesh)
+        if meaning is not None and known.name == "embedding":
+            self._place_weights(known, meaning, ins, [])
+        return [self._start(t, mesh, meaning, False) for t in ins]
 
     def _plan(self, known: Known, origin: Origin, ins: list[Tensor], outs: list[int], mesh: Mesh) -> Plan:
         meaning = _own(origin, mesh)
@@ -342,8 +340,6 @@ class Planner:
                 dim = rank - 1 if meaning.kind == COLUMN else rank - 2
             else:  # w @ x: [out, in]
                 dim = rank - 2 if meaning.kind == COLUMN else rank - 1
-            if right < 0 and meaning.kind == ROW:
-                dim = -1  # looking up a table whose rows are split needs the whole table
             parts = 1
             if meaning.kind == COLUMN and right >= 0 and not t.placed:
                 parts = meaning.parts or parts_ahead(self.s, outs)

@@ -11,6 +11,9 @@ from gt.ir.spec import Spec
 
 Place = Placement | None
 
+# Known by another name: a reduction of pieces that all have something, however many elements each
+OF_PIECES = {"amax": "amax of pieces", "amin": "amin of pieces"}
+
 
 class Decision(NamedTuple):
     """Placements wanted of each tensor operand, and of each flat output, on this axis."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from math import prod
 
 FLOPS, BYTES, LINK = 4e14, 3e12, 3.9e11  # a second: of arithmetic (half precision), of memory, between two GPUs
+LATENCY = 2e-5  # seconds of a collective, however little it moves
 Shape = tuple[int, ...]
 _FACTORS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 _ATTENTION = {"gt.sdpa": (0, 1, 2, 4), "gt.sdpa_backward": (1, 2, 3, 10)}  # places of q, k, v; operations a score and channel
@@ -33,3 +34,13 @@ def flops(op: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
 def seconds(operations: float, nbytes: float) -> float:
     """Whichever of arithmetic and memory takes longer."""
     return max(operations / FLOPS, nbytes / BYTES)
+
+
+def gathered(nbytes: float, size: int) -> float:
+    """Seconds until each of `size` workers has all of so many bytes, of which it had its share."""
+    return LATENCY + nbytes * (size - 1) / size / LINK
+
+
+def added_up(nbytes: float, size: int) -> float:
+    """Seconds of an all-reduce."""
+    return LATENCY + 2 * nbytes * (size - 1) / size / LINK

@@ -6,7 +6,7 @@ rule likes. A rule that returns None has no answer: the inputs are gathered and 
 
 from __future__ import annotations
 
-from gt.dispatcher.plan.base import Decision, Place, Rule, a_piece_is_empty, even, out_shape, settled, shape, whole
+from gt.dispatcher.plan.base import OF_PIECES, Decision, Place, Rule, a_piece_is_empty, even, out_shape, settled, shape, whole
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.plan.losses import LOSSES, PART, loss, loss_backward, nll_loss, nll_loss_backward
 from gt.dispatcher.plan.views import VIEWS, view
@@ -40,7 +40,7 @@ DIMWISE = {
 REDUCTIONS = {
     "sum": "sum", "mean": "avg", "amax": "max", "amin": "min", "max": "max", "min": "min", "prod": None, "any": None,
     "all": None, "logsumexp": None, "argmax": None, "argmin": None, "var": None, "std": None, "var_mean": None,
-    "linalg_vector_norm": None, "norm": None, "count_nonzero": "sum",
+    "linalg_vector_norm": None, "norm": None, "count_nonzero": "sum", OF_PIECES["amax"]: "max", OF_PIECES["amin"]: "min",
 }  # fmt: skip
 
 
@@ -104,7 +104,8 @@ def reduction(known: Known, places: list[Place], size: int) -> Decision | None:
     dims, keep = _reduced(known)
     if place.dim in dims:
         op = REDUCTIONS[known.name]
-        usable = outs == 1 and (op == "sum" or even(spec.shape[place.dim], place, size))
+        any_length = op == "sum" or known.name in OF_PIECES.values()
+        usable = outs == 1 and (any_length or even(spec.shape[place.dim], place, size))
         return Decision((place,), (Partial(op),)) if usable and op else None
     dim = place.dim if keep else place.dim - sum(d < place.dim for d in dims)
     return Decision((place,), (Shard(dim, place.parts),) * outs)

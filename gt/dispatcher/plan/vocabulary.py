@@ -1,0 +1,302 @@
+"""Softmax, losses and look-ups over a dim that is split, such as a vocabulary: made of ops that are done on pieces.
+
+Each worker deals with the classes (a table's rows) that are its own. What passes between workers are maxima and sums of rows,
+added up where the next op reads them. Whether that or gathering takes longer is asked of the cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+from gt.dispatcher.plan.base import OF_PIECES, Place
+from gt.dispatcher.plan.chain import Chain, Part, Placements, Value, retyped
+from gt.dispatcher.plan.cost import BYTES, added_up, gathered
+from gt.dispatcher.plan.known import Known
+from gt.dispatcher.plan.localize import dense
+from gt.dispatcher.plan.lower import MEAN, SUM, quotient
+from gt.ir.layout import Layout, Mesh, P, R, Shard, boxes, local_shape
+from gt.ir.spec import Spec, contiguous
+from gt.ir.template import Template
+
+HALF = ("float16", "bfloat16")
+NOBODY = -(1 << 31) + 2  # stands for a label that is another worker's
+FAR = (1 << 31) - 1  # beyond every label
+Starts = Sequence[Sequence[Place]]
+
+
+class Split:
+    """An operand that may be split along `dim`: over which axes of the mesh, and what passing it on costs."""
+
+    def __init__(self, spec: Spec, dim: int, start: Sequence[Place], mesh: Mesh) -> None:
+        self.spec, self.dim, self.mesh = spec, dim, mesh
+        self.layout = Layout(mesh, tuple(R if p is None else p for p in start))
+        self.axes = [n for n, p in enumerate(start) if isinstance(p, Shard) and p.dim == dim]
+        self.size = prod(mesh.sizes[n] for n in self.axes)
+        others = prod(size for n, size in enumerate(mesh.sizes) if n not in self.axes and isinstance(start[n], Shard))
+        self.nbytes = spec.nbytes / others  # of the whole dim, on one worker
+        self.rows = 4 * self.nbytes / spec.itemsize / max(spec.shape[dim], 1)
+
+    @property
+    def plain(self) -> bool:
+        """Whether every worker has one run of the dim, and none has nothing."""
+        if not self.axes or any(isinstance(p, Shard) and p.parts > 1 for p in self.layout.placements):
+            return False
+        return all(local_shape(self.layout, self.spec.shape, rank)[self.dim] for rank in range(len(self.mesh.workers)))
+
+    def spans(self) -> list[tuple[int, int]]:
+        """[start, stop) of the dim on each worker."""
+        return [boxes(self.layout, self.spec.shape, rank)[0][self.dim] for rank in range(len(self.mesh.workers))]
+
+    def gathering(self, passes: float) -> float:
+        """Seconds to bring it together and read or write it so often."""
+        return gathered(self.nbytes, self.size) + passes * self.nbytes / BYTES
+
+    def staying(self, sums: int, passes: float) -> float:
+        """Seconds to pass so many sums of rows between the workers, and read or write a part so often (in compiled code)."""
+        return sums * added_up(self.rows, self.size) + passes * self.nbytes / self.size / BYTES
+
+
+# ---- softmax
+
+
+def _reduced(spec: Spec, dims: Sequence[int], dtype: str, keep: bool = True) -> Spec:
+    sizes = [1 if d in dims else n for d, n in enumerate(spec.shape) if keep or d not in dims]
+    return contiguous(tuple(sizes), dtype)
+
+
+def _like(spec: Spec, dtype: str) -> Spec:
+    return dense(spec.shape, retyped(spec, dtype))
+
+
+def _wide(*specs: Spec) -> str:
+    return "float32" if any(spec.dtype in HALF for spec in specs) else specs[0].dtype
+
+
+def softmax(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
+    """exp(x - max) / sum, or x - max - log(sum): two of [rows] are added up. x - max is made twice, not kept meanwhile."""
+    spec = known.template.ins[0]
+    dims = [known.arg(1) % len(spec.shape)] if spec.shape else []
+    split = Split(spec, dims[0], starts[0], mesh) if dims else None
+    if split is None or not split.plain or split.staying(2, 4) >= split.gathering(2):
+        return None
+    chain, wide = Chain(known), _wide(spec)
+    full, rows = _like(spec, wide), _reduced(spec, dims, wide)
+    x = chain.operand(0, wide)
+    most = chain.op("amax.default", x, dims, True, out=rows, known_as=OF_PIECES["amax"])
+    less = chain.op("sub.Tensor", x, most, out=full)
+    powers = chain.op("exp.default", less, out=full)
+    total = chain.op("sum.dim_IntList", powers, dims, True, out=rows, pointwise=False)
+    if known.name == "_softmax":
+        return chain.end(chain.op("div.Tensor", powers, total, out=full))
+    total = chain.op("log.default", total, out=rows)
+    again = chain.op("sub.Tensor", x, most, out=full)
+    return chain.end(chain.op("sub.Tensor", again, total, out=full))
+
+
+def softmax_backward(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
+    """Operands: gradient, result. grad - exp(result) * sum(grad); of softmax g - result * sum(g), g being grad * result."""
+    ins = known.template.ins
+    if not ins[0].shape or ins[0].shape != ins[1].shape:
+        return None
+    dims = [known.arg(2) % len(ins[0].shape)]
+    splits = [s for s in (Split(spec, dims[0], start, mesh) for spec, start in zip(ins, starts, strict=True)) if s.axes]
+    if not splits or not all(s.plain for s in splits) or splits[0].staying(1, 4) >= sum(s.gathering(1.5) for s in splits):
+        return None
+    chain, wide = Chain(known), _wide(*ins)
+    full, rows = _like(ins[1], wide), _reduced(ins[1], dims, wide)
+    grad, made = chain.operand(0, wide), chain.operand(1, wide)
+    if known.name == "_softmax_backward_data":
+        grad = chain.op("mul.Tensor", grad, made, out=full)
+    else:
+        made = chain.op("exp.default", made, out=full)
+    total = chain.op("sum.dim_IntList", grad, dims, True, out=rows, pointwise=False)
+    return chain.end(chain.op("addcmul.default", grad, made, total, out=full, value=-1))
+
+
+def logsumexp(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
+    """max + log(sum(exp(x - max))), an infinite maximum taken as 0 as torch does."""
+    spec, keep = known.template.ins[0], bool(known.named(2, "keepdim", False))
+    given = known.named(1, "dim")
+    dims = sorted({d % len(spec.shape) for d in ([given] if isinstance(given, int) else given)}) if spec.shape else []
+    found = [s for s in (Split(spec, d, starts[0], mesh) for d in dims) if s.axes]
+    if len(found) != 1 or "float" not in spec.dtype or not found[0].plain or found[0].staying(2, 2) >= found[0].gathering(1):
+        return None
+    chain, wide = Chain(known), _wide(spec)
+    full, rows, result = _like(spec, wide), _reduced(spec, dims, wide), _reduced(spec, dims, wide, keep)
+    x = chain.operand(0, wide)
+    most = chain.op("amax.default", x, dims, True, out=rows, known_as=OF_PIECES["amax"])
+    size = chain.op("abs.default", most, out=rows)
+    endless = chain.op("eq.Scalar", size, float("inf"), out=retyped(rows, "bool"))
+    most = chain.op("masked_fill.Scalar", most, endless, 0, out=rows)
+    powers = chain.op("exp.default", chain.op("sub.Tensor", x, most, out=full), out=full)
+    total = chain.op("log.default", chain.op("sum.dim_IntList", powers, dims, keep, out=result, pointwise=False), out=result)
+    if not keep:
+        most = chain.op("amax.default", most, dims, False, out=result, pointwise=False)
+    return chain.end(chain.op("add.Tensor", total, most, out=result))
+
+
+def extreme(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
+    """amax, amin of pieces that need not be equally long: each is known to have something."""
+    spec, dims = known.template.ins[0], known.named(1, "dim")
+    if not spec.shape or isinstance(dims, int):
+        return None
+    found = [Split(spec, d, starts[0], mesh) for d in {d % len(spec.shape) for d in dims or range(len(spec.shape))}]
+    found = [s for s in found if s.axes]
+    if not all(s.plain for s in found) or all(spec.shape[s.dim] % s.size == 0 for s in found):
+        return None
+    t = known.template
+    same = Known(Template(t.op, t.args, t.kwargs, t.ins, t.values, t.outs, t.writes))
+    same.name = OF_PIECES[known.name]
+    return [Part((same,), (0,), (-1,))]
+
+
+# ---- labels
+
+
+def _own(chain: Chain, labels: int, split: Split, where: Placements, skipped: int | None, mark: int) -> Value:
+    """Labels as each worker counts them, from its first on; `mark` for another's, and for the label that is `skipped`.
+
+    What is nobody's label stays so on the first worker or the last, and fails there as it does on one worker.
+    """
+    value = chain.operand(labels)
+    spec, flags = _like(value.spec, value.spec.dtype), _like(value.spec, "bool")
+    if skipped is not None:
+        skip = chain.lying("eq.Scalar", value, skipped, out=flags, where=where)
+        value = chain.lying("masked_fill.Scalar", value, skip, mark, out=spec, where=where)
+    last, spans = split.spec.shape[split.dim], split.spans()
+    starts = [(value, start if start else -FAR) for start, _ in spans]
+    stops = [(value, stop if stop < last else FAR) for _, stop in spans]
+    below = chain.each("lt.Scalar", starts, flags, where, where)
+    above = chain.each("ge.Scalar", stops, flags, where, where)
+    moved = chain.each("sub.Scalar", [(value, start) for start, _ in spans], spec, where, where)
+    other = chain.lying("bitwise_or.Tensor", below, above, out=flags, where=where)
+    return chain.lying("masked_fill.Scalar", moved, other, mark, out=spec, where=where)
+
+
+def _marked(ignored: int) -> tuple[int | None, int]:
+    """(label to be replaced first, what stands for it): a label that is ignored and none of the classes stands for itself."""
+    return (None, ignored) if -FAR < ignored < 0 else (ignored, NOBODY)
+
+
+def _laid(split: Split, labels: Sequence[Place]) -> list[str]:
+    """What each axis of the mesh splits: classes, rows or nothing."""
+    rows = len(split.spec.shape) > 1
+    found = []
+    for axis, (mine, others) in enumerate(zip(split.layout.placements, labels, strict=True)):
+        row = rows and Shard(0) in (mine, others)
+        found.append("classes" if axis in split.axes else "rows" if row else "")
+    return found
+
+
+def _as(laid: Sequence[str], **meant: Any) -> Placements:
+    return tuple(meant.get(kind, R) for kind in laid)
+
+
+def nll_loss(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
+    """Each worker's own labels, the others' ignored: loss and weight are terms. A mean is a sum over the weight of all."""
+    t, (ignored, reduction) = known.template, (known.arg(4), known.arg(3))
+    dim = min(len(t.ins[0].shape), 2) - 1
+    split = Split(t.ins[0], dim, starts[0], mesh)
+    if t.ins[1].dtype != "int64" or not split.plain:
+        return None
+    laid = _laid(split, starts[1])
+    each = split.rows if reduction == 0 else 4
+    if 2 * added_up(each, split.size) >= split.gathering(0):
+        return None
+    chain, (skipped, mark) = Chain(known), _marked(ignored)
+    rows = _as(laid, rows=Shard(0))
+    own = _own(chain, 1, split, rows, skipped, mark)
+    args = (*t.args[:3], SUM if reduction == MEAN else reduction, mark)
+    local = Known(Template(t.op, args, t.kwargs, (t.ins[0], own.spec, *t.ins[2:]), 0, t.outs, ()))
+    wants = (_as(laid, rows=Shard(0), classes=Shard(dim)), rows, *[_as(laid, classes=Shard(0))] * (known.tensors - 2))
+    terms = _as(laid, rows=P, classes=P)
+    loss = _as(laid, rows=Shard(0), classes=P) if reduction == 0 and t.ins[1].shape else terms
+    weight = _as(laid, classes=P) if reduction == 0 else terms
+    given = (0, own.name, *range(2, known.tensors))
+    total: int | str = "total" if reduction == MEAN else -1
+    chain.parts.append(Part((local,), given, (total, -2), wants, (loss, weight)))
+    if reduction == MEAN:
+        chain.parts.append(Part((quotient(known),), (total, -2), (-1,)))
+    return chain.parts
+
+
+def nll_loss_backward(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
+    """Operands: grad, rows, labels, weight or none, total weight. Nothing passes between the workers."""
+    t = known.template
+    dim = min(len(t.ins[1].shape), 2) - 1
+    split = Split(t.ins[1], dim, starts[1], mesh)
+    if t.ins[2].dtype != "int64" or not split.plain:
+        return None
+    laid = _laid(split, starts[2])
+    chain, (skipped, mark) = Chain(known), _marked(known.arg(5))
+    rows = _as(laid, rows=Shard(0))
+    own = _own(chain, 2, split, rows, skipped, mark)
+    local = Known(Template(t.op, (*t.args[:5], mark, *t.args[6:]), t.kwargs, (*t.ins[:2], own.spec, *t.ins[3:]), 0, t.outs, ()))
+    made = _as(laid, rows=Shard(0), classes=Shard(dim))
+    grad = rows if t.ins[0].shape else _as(laid)
+    weights = [_as(laid, classes=Shard(0))] * (known.tensors - 4)
+    ins = (0, 1, own.name, *range(3, known.tensors))
+    chain.parts.append(Part((local,), ins, (-1,), (grad, made, rows, *weights, _as(laid)), (made,)))
+    return chain.parts
+
+
+# ---- look-ups
+
+
+def embedding(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
+    """Rows of a table whose rows are split: each worker's own, zeros for the others', to be added up."""
+    table = known.template.ins[0]
+    split = Split(table, 0, starts[0], mesh)
+    out = known.template.outs[0].spec
+    assert out is not None
+    where = _spread(split, starts[1])
+    here = out.nbytes / prod(size for size, p in zip(mesh.sizes, where, strict=True) if isinstance(p, Shard))
+    if not split.plain or added_up(here, split.size) + 3 * here / BYTES >= split.gathering(0):
+        return None
+    chain = Chain(known)
+    own = _own(chain, 1, split, where, None, NOBODY)
+    tall = (*own.spec.shape, 1)
+    away = chain.lying("eq.Scalar", own, NOBODY, out=_like(own.spec, "bool"), where=where)
+    safe = chain.lying("masked_fill.Scalar", own, away, 0, out=own.spec, where=where)
+    away = chain.lying("_unsafe_view.default", away, list(tall), out=contiguous(tall, "bool"), where=where)
+    t, lies = known.template, tuple(Shard(0) if n in split.axes else R for n in range(len(mesh.axes)))
+    local = Known(Template(t.op, t.args, t.kwargs, (table, safe.spec), 0, t.outs))
+    chain.parts.append(Part((local,), (0, safe.name), ("rows",), (lies, where), (where,)))
+    terms = tuple(P if n in split.axes else p for n, p in enumerate(where))
+    return chain.end(chain.lying("masked_fill.Scalar", Value("rows", out), away, 0.0, out=out, where=where, makes=terms))
+
+
+def embedding_backward(known: Known, starts: Starts, mesh: Mesh, table: Placements) -> list[Part] | None:
+    """The gradient of a table that lies so: of each worker's own rows. Nothing passes between the workers."""
+    t, padding = known.template, known.arg(3)
+    made = t.outs[0].spec
+    assert made is not None
+    split = Split(made, 0, table, mesh)
+    if not split.plain or known.arg(4):
+        return None
+    where = _spread(split, starts[1])
+    chain = Chain(known)
+    own = _own(chain, 1, split, where, padding if padding >= 0 else None, -1)
+    local = Known(Template(t.op, (*t.args[:3], -1, False), t.kwargs, (t.ins[0], own.spec), 0, t.outs))
+    lies = tuple(Shard(0) if n in split.axes else P if isinstance(p, Shard) else R for n, p in enumerate(where))
+    chain.parts.append(Part((local,), (0, own.name), (-1,), (where, where), (lies,)))
+    return chain.parts
+
+
+def _spread(split: Split, index: Sequence[Place]) -> Placements:
+    """How indices lie that are whole where the table is split, and split elsewhere as they were."""
+    kept = (p if isinstance(p, Shard) and p.parts == 1 and n not in split.axes else R for n, p in enumerate(index))
+    return tuple(kept)
+
+
+LOWERINGS: dict[str, Callable[[Known, Starts, Mesh], list[Part] | None]] = {
+    **dict.fromkeys(("_softmax", "_log_softmax"), softmax),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), softmax_backward),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), nll_loss_backward),
+    **dict.fromkeys(("amax", "amin"), extreme),
+    "logsumexp": logsumexp,
+    "embedding": embedding,
+}

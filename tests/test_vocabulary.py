@@ -1,0 +1,117 @@
+"""A head split over its vocabulary, tied or not: torch's loss and gradients, and no scores that are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gt
+
+VOCABULARY, WIDTH, BATCH, LENGTH, SKIPPED = 50257, 8, 4, 64, -100  # a vocabulary that nothing divides
+
+
+def stage(name: str, workers: str) -> str:
+    return "".join(f"{name}{suffix}: {{workers: {workers}}}\n" for suffix in ("", "_colpar", "_rowpar"))
+
+
+# signal groups, and of which the look-up, the middle and the head are
+PLACES = {
+    "tp2": (stage("a", "[0, 1]"), "aaa"),
+    "tp4": (stage("a", "[0, 1, 2, 3]"), "aaa"),
+    "dp2tp2": (stage("a", "[[0, 1], [2, 3]]"), "aaa"),
+    "tp2pp2": (stage("a", "[0, 1]") + stage("b", "[2, 3]"), "abb"),
+    "a head over the workers of both stages": (stage("a", "[0]") + stage("b", "[1]") + stage("c", "[0, 1]"), "abc"),
+}
+
+
+class Tiny(nn.Module):
+    """A language model of almost nothing but its vocabulary."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(VOCABULARY, WIDTH) * 0.3)
+        self.head = self.table if tied else nn.Parameter(torch.randn(VOCABULARY, WIDTH) * 0.3)
+        self.middle = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, groups: str, smoothing: float = 0.0) -> torch.Tensor:
+        first, middle, last = groups
+        with gt.signal.context(f"{first}_rowpar"):
+            h = F.embedding(x, self.table)
+        with gt.signal.context(middle):
+            h = h + torch.tanh(h @ self.middle)
+        with gt.signal.context(f"{last}_colpar"):
+            scores = F.linear(h, self.head)
+        with gt.signal.context(last):
+            return F.cross_entropy(scores.view(-1, VOCABULARY), y.view(-1), ignore_index=SKIPPED, label_smoothing=smoothing)
+
+
+def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = torch.randint(VOCABULARY, (2, BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+    y[0, :5], y[-1, :7] = SKIPPED, 0
+    return x, y
+
+
+def trained(device: str, groups: str, tied: bool, capture: bool = False, steps: int = 2, smoothing: float = 0.0) -> list:
+    torch.manual_seed(0)
+    model = Tiny(tied).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x, y, groups, smoothing)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = gt.compile(step) if capture else step
+    losses = [run(*(t.to(device) for t in data(n))).detach().cpu() for n in range(steps)]
+    return [*losses, *(p.grad.cpu() for p in model.parameters()), *(p.detach().cpu() for p in model.parameters())]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[bool, list]:
+    return {tied: trained("cpu", "aaa", tied) for tied in (True, False)}
+
+
+def gathers() -> int:
+    return sum(worker["collectives"].get("all_gather", 0) for worker in gt.stats()["workers"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_split_vocabulary_trains_as_torch_does(place: str, tied: bool, session: Callable[..., None], wanted: dict) -> None:
+    config, groups = PLACES[place]
+    session(config)
+    before = gathers()
+    got = trained("remote", groups, tied)
+    assert gathers() == before
+    for a, b in zip(got, wanted[tied], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-7)
+
+
+def test_losses_of_a_split_vocabulary_are_the_same_from_run_to_run(session: Callable[..., None]) -> None:
+    session(PLACES["tp4"][0])
+    first, second = (trained("remote", "aaa", True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def test_labels_are_smoothed_over_a_split_vocabulary(session: Callable[..., None]) -> None:
+    session(PLACES["tp4"][0])
+    before = gathers()
+    got = trained("remote", "aaa", True, smoothing=0.1)
+    assert gathers() == before
+    for a, b in zip(got, trained("cpu", "aaa", True, smoothing=0.1), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-7)
+
+
+@pytest.mark.parametrize("place", ["dp2tp2", "tp2pp2"])
+def test_a_captured_step_of_a_split_vocabulary_is_the_same(place: str, session: Callable[..., None]) -> None:
+    config, groups = PLACES[place]
+    session(config)
+    got, want = (trained("remote", groups, True, capture, 5) for capture in (True, False))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
