@@ -300,7 +300,7 @@ class Silent:
 
     def barrier(self, *args: Any) -> None: ...
 
-    put = signal = wait = barrier
+    send = recv = signal = wait = barrier
 
 
 @pytest.fixture

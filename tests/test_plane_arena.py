@@ -8,9 +8,11 @@ import itertools
 import os
 import queue
 import random
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,14 +20,18 @@ import pytest
 import torch
 
 from gt.errors import SystemFailure
-from gt.ir.heap import SLOTS, channel_bytes, channel_class, sizes, team_bytes
+from gt.ir.heap import LANES, channel_bytes, channel_class, sizes, team_bytes
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch.direct import DirectEngine
 from gt.worker.plane import nccl
 from gt.worker.plane.arena import DIRECT, Arena
 from gt.worker.plane.base import Doomed
+from gt.worker.plane.kernels import cut
 from gt.worker.plane.nvshmem import NvshmemPlane
 from gt.worker.plane.rings import Rings
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks" / "gpu"))
+from played import Messages
 
 BYTES = 4 << 20
 TEAM = 2 << 20  # offset of the first team
@@ -43,7 +49,7 @@ class World:
         self.meeting = threading.Barrier(count)
 
 
-class Library:
+class Library(Messages):
     """What plane.nvshmem.Library offers, of one member."""
 
     def __init__(self, world: World, rank: int, rng: random.Random) -> None:
@@ -55,16 +61,18 @@ class Library:
     def peer(self, address: int, rank: int) -> int:
         return address - self.world.bases[self.rank] + self.world.bases[rank]
 
-    def put(self, target: int, source: int, nbytes: int, flag: int, rank: int, stream: int) -> None:
-        ctypes.memmove(self.peer(target, rank), source, nbytes)
-        self.signal(flag, 1, rank, stream)
-
     def signal(self, flag: int, value: int, rank: int, stream: int) -> None:
+        self.tell_flag(self.peer(flag, rank), value)
+
+    def tell_flag(self, flag: int, value: int) -> None:
         with self.world.told:
-            self._word(self.peer(flag, rank)).value = value
+            self._word(flag).value = value
             self.world.told.notify_all()
 
     def wait(self, flag: int, value: int, stream: int) -> None:
+        self.await_flag(flag, value)
+
+    def await_flag(self, flag: int, value: int) -> None:
         if self.rng.random() < 0.2:
             threading.Event().wait(0.001)  # others get ahead
         with self.world.told:
@@ -497,7 +505,36 @@ def test_who_cannot_take_part_has_to_end(way: Callable) -> None:
 
 
 def test_a_larger_heap_has_larger_slots_and_buffers_and_room_for_many() -> None:
-    slot, buffer = sizes(2 << 30)
-    assert slot >= 12 << 20 and buffer >= 12 << 20 and slot % 64 == buffer % 64 == 0
-    assert 8 * channel_bytes(slot, SLOTS) + 40 * team_bytes(buffer, 8) < 2 << 30
-    assert sizes(256 << 20) == (256 << 10, 1 << 20)
+    slot, slots, buffer = sizes(2 << 30)
+    assert slot * slots >= 60 << 20 and buffer >= 12 << 20 and slot % 64 == buffer % 64 == 0
+    assert 8 * channel_bytes(slot, slots) + 40 * team_bytes(buffer, 8) < 2 << 30
+    assert sizes(256 << 20) == (256 << 10, 4, 1 << 20)
+
+
+def test_messages_of_many_lanes_and_steps_pass_few_slots() -> None:
+    """Larger than all slots together, in slots that have lanes, between sizes that take one lane."""
+    region, rng = {"bytes": 32 << 10, "slots": 3}, random.Random(5)
+    lengths = [rng.choice([1, 100, 4097, 20_000, 32_768, 70_001, 200_003]) for _ in range(25)]
+
+    def run(rank: int, arena: Arena) -> list[torch.Tensor]:
+        got = []
+        for number, size in enumerate(lengths):
+            if rank == 0:
+                arena.send({**channel(0, 1), **region}, data(0, size, number).view(torch.uint8)[:size])
+            else:
+                got.append(torch.empty(size, dtype=torch.uint8))
+                arena.recv({**channel(1, 0), **region}, got[-1])
+        return got
+
+    for number, (into, size) in enumerate(zip(together(2, run)[1], lengths, strict=True)):
+        assert torch.equal(into, data(0, size, number).view(torch.uint8)[:size])
+
+
+def test_how_a_message_is_cut_covers_it_within_its_slots() -> None:
+    rng = random.Random(3)
+    for _ in range(2000):
+        slot = 64 * rng.randrange(1, 1 << rng.randrange(1, 16))
+        nbytes = rng.choice([0, 1, 8, rng.randrange(1 << rng.randrange(1, 29))])
+        how = cut(nbytes, slot)
+        assert 1 <= how.lanes <= LANES and how.chunk <= how.wide and how.lanes * how.wide <= slot and how.chunk % 16 == 0
+        assert how.lanes * how.chunk * (how.steps - 1) < max(1, nbytes) <= max(1, how.lanes * how.chunk * how.steps)

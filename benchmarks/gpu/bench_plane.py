@@ -35,7 +35,7 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from gt.ir.heap import SLOTS, channel_bytes, sizes
+        from gt.ir.heap import channel_bytes, sizes
         from gt.worker.engine.torch import COMBINE, TorchEngine
         from gt.worker.engine.torch.direct import DirectEngine
         from gt.worker.plane.arena import Arena
@@ -48,8 +48,8 @@ class Rank:
             "nccl" if self.cuda else "gloo", init_method=f"file://{meet}", rank=rank, world_size=size, **more
         )
         self.raw_at = heap  # of symmetric memory: what is received, what is sent, a flag
-        slot, buffer = sizes(heap)
-        team_at = 8 * channel_bytes(slot, SLOTS)
+        slot, slots, buffer = sizes(heap)
+        team_at = 8 * channel_bytes(slot, slots)
         library, base, ring = self.joined(meet, heap + 2 * most + 4096)
         self.base, self.library = base, library
         nbytes = heap + 2 * most + 4096
@@ -57,7 +57,7 @@ class Rank:
         self.arena, self.ring = Arena(self, library, engine, range(size), rank, base, nbytes, ring), ring
         self.sum = engine.combine("sum", "bfloat16")
         self.form: Any = {"id": 0, "workers": list(range(size)), "rank": rank, "offset": team_at, "bytes": buffer}
-        self.channel: Any = {"peer": 1 - rank, "offset": 0, "bytes": slot, "slots": SLOTS}
+        self.channel: Any = {"peer": 1 - rank, "offset": 0, "bytes": slot, "slots": slots}
         self.raw_bytes, self.count = most, 1000
 
     def joined(self, meet: str, nbytes: int) -> tuple[Any, int, Any]:

@@ -1,4 +1,4 @@
-"""What NVSHMEM does, played between processes by a file that they share: for trying out what is written for GPUs."""
+"""What NVSHMEM and the kernels for messages do, played by host memory: for trying out what is written for GPUs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,44 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
-class Library:
+class Messages:
+    """The methods of gt.worker.plane.kernels.Kernels. A flag is an address in this process."""
+
+    def await_flag(self, flag: int, value: int) -> None:
+        raise NotImplementedError
+
+    def tell_flag(self, flag: int, value: int) -> None:
+        raise NotImplementedError
+
+    def send(self, source: int, nbytes: int, passage: Any, stream: int) -> None:
+        self._pass(source, nbytes, passage, True)
+
+    def recv(self, into: int, nbytes: int, passage: Any, stream: int) -> None:
+        self._pass(into, nbytes, passage, False)
+
+    def _pass(self, data: int, nbytes: int, passage: Any, sends: bool) -> None:
+        """Step after step, one lane after the other; none writes outside its own."""
+        region, how = passage.region, passage.cut
+        assert how.chunk <= how.wide and how.lanes * how.wide <= region.bytes
+        for step in range(how.steps):
+            slot = (passage.first + step) % region.slots
+            for lane in range(how.lanes):
+                at = (step * how.lanes + lane) * how.chunk
+                if at >= nbytes and at:
+                    break
+                here = passage.slots + region.slot(slot) - region.slot(0) + lane * how.wide
+                full, empty = (flag + region.full(slot) - region.full(0) + 8 * lane for flag in (passage.full, passage.empty))
+                self.await_flag(empty if sends else full, 0 if sends else 1)
+                ctypes.c_int64.from_address(empty if sends else full).value = int(sends)
+                into, source = (here, data + at) if sends else (data + at, here)
+                ctypes.memmove(into, source, min(how.chunk, nbytes - at))
+                self.tell_flag(full if sends else empty, int(sends))
+
+
+class Library(Messages):
     """The methods of gt.worker.plane.nvshmem.Library, and of `raw` in bench_plane.py. meeting: a barrier of all."""
 
     def __init__(self, path: Path, rank: int, count: int, nbytes: int, meeting: Callable[[], None]) -> None:
@@ -40,7 +75,13 @@ class Library:
     def signal(self, flag: int, value: int, rank: int, stream: int) -> None:
         ctypes.c_int64.from_address(self.peer(flag, rank)).value = value
 
+    def tell_flag(self, flag: int, value: int) -> None:
+        ctypes.c_int64.from_address(flag).value = value
+
     def wait(self, flag: int, value: int, stream: int) -> None:
+        self.await_flag(flag, value)
+
+    def await_flag(self, flag: int, value: int) -> None:
         word = ctypes.c_int64.from_address(flag)
         while word.value != value:
             time.sleep(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gt.errors import SystemFailure
-from gt.ir.heap import SLOTS, channel_bytes, channel_class, sizes, team_bytes
+from gt.ir.heap import Sizes, channel_bytes, channel_class, sizes, team_bytes
 from gt.ir.instr import FIRST, Define
 from gt.ir.template import weight
 
@@ -94,7 +94,7 @@ class Cluster:
         self.next_key = 0
         self.now = 0.0  # of the event that is being dealt with
         self.formed: dict[int, int] = {}  # workers whose devices share memory, and which of their lives do
-        self._channels: dict[int, tuple[int, int]] = {}
+        self._channels: dict[int, tuple[int, Sizes]] = {}
         self._teams: dict[tuple[int, ...], tuple[int, int, int]] = {}
 
     def add(self, peer: bytes, info: dict) -> Worker:
@@ -132,21 +132,21 @@ class Cluster:
         self.heap_used += nbytes
         return offset
 
-    def _sizes(self, members: tuple[int, ...]) -> tuple[int, int]:
+    def _sizes(self, members: tuple[int, ...]) -> Sizes:
         return sizes(min(self.workers[i].info.get("heap_bytes", 0) for i in members))
 
-    def channel(self, source: int, target: int) -> tuple[int, int]:
-        """Heap offset and slot size for messages source -> target; pairs that never meet in a heap share one."""
+    def channel(self, source: int, target: int) -> tuple[int, Sizes]:
+        """Heap offset and sizes for messages source -> target; pairs that never meet in a heap share one."""
         shared = channel_class(source, target)
         if shared not in self._channels:
-            slot, _ = self._sizes((source, target))
-            self._channels[shared] = self._take(channel_bytes(slot, SLOTS), (source, target)), slot
+            found = self._sizes((source, target))
+            self._channels[shared] = self._take(channel_bytes(found.slot, found.slots), (source, target)), found
         return self._channels[shared]
 
     def team(self, workers: tuple[int, ...]) -> tuple[int, int, int]:
         """(id, heap offset, buffer size) of a team, made on first use."""
         if workers not in self._teams:
-            _, buffer = self._sizes(workers)
+            buffer = self._sizes(workers).buffer
             self._teams[workers] = len(self._teams), self._take(team_bytes(buffer, len(workers)), workers), buffer
         return self._teams[workers]
 
@@ -155,8 +155,8 @@ class Cluster:
         return {"id": number, "workers": list(workers), "rank": rank, "offset": offset, "bytes": buffer}
 
     def channel_payload(self, source: int, target: int, peer: int) -> dict:
-        offset, slot = self.channel(source, target)
-        return {"peer": peer, "offset": offset, "bytes": slot, "slots": SLOTS}
+        offset, found = self.channel(source, target)
+        return {"peer": peer, "offset": offset, "bytes": found.slot, "slots": found.slots}
 
     def form(self, again: bool = False) -> list[int]:
         """Workers whose devices are to share memory from here on: all of one host that can, unless some do already.

@@ -1,25 +1,38 @@
 """The symmetric heap as the dispatcher allocates it and the planes use it: constants, sizes and where each flag lies.
 
 An offset is the same on every worker. Pure arithmetic: nothing here maps memory. Bytes a region takes:
-a channel slots * (128 + aligned(slot_bytes)), a team aligned(16 * members) + 2 * (64 + aligned(buffer_bytes)).
+a channel slots * (512 + aligned(slot_bytes)), a team aligned(16 * members) + 2 * (64 + aligned(buffer_bytes)).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 LINE = 64  # alignment of every region, slot and section; a multiple of every element size
+LANES = 32  # parts of a slot, side by side, each with flags of its own; where nobody divides a slot it is one
+FLAGS = 8 * LANES  # bytes of the flags of a slot, of one kind: lines of their own, so that the two sides do not share one
 HEAP_BYTES = 256 << 20  # of each worker's heap; sparse, pages are taken when first touched
 DEVICE_HEAP_BYTES = 2 << 30  # of a GPU's symmetric memory
-SLOT_BYTES, SLOTS = 256 << 10, 4  # a channel, unless the dispatcher says otherwise
+SLOT_BYTES, SLOTS = 256 << 10, 4  # a channel's, in host memory
+DEVICE_SLOTS = 32  # in larger heaps: whole activations have room in them, and what arrived is taken while the rest comes
 BUFFER_BYTES = 1 << 20  # a team's buffer, of which it has two
 
 
-def sizes(heap_bytes: int) -> tuple[int, int]:
-    """(bytes of a channel's slot, of a team's buffer) in heaps of this size: a larger one has room for whole activations."""
+class Sizes(NamedTuple):
+    """Of a channel: bytes of a slot, and how many it has; bytes of a team's buffer."""
+
+    slot: int
+    slots: int
+    buffer: int
+
+
+def sizes(heap_bytes: int) -> Sizes:
+    """In heaps of this size. A channel takes a 32nd of a large one, a team's two buffers a 64th."""
     if heap_bytes <= HEAP_BYTES:
-        return SLOT_BYTES, BUFFER_BYTES
-    return max(SLOT_BYTES, heap_bytes // 128 // LINE * LINE), max(BUFFER_BYTES, heap_bytes // 128 // LINE * LINE)
+        return Sizes(SLOT_BYTES, SLOTS, BUFFER_BYTES)
+    share = heap_bytes // 32 // LINE * LINE
+    return Sizes(max(SLOT_BYTES, aligned(share // DEVICE_SLOTS)), DEVICE_SLOTS, max(BUFFER_BYTES, aligned(share // 4)))
 
 
 def aligned(size: int) -> int:
@@ -29,7 +42,7 @@ def aligned(size: int) -> int:
 
 def channel_bytes(slot_bytes: int, slots: int) -> int:
     """Bytes of the region of channel {"bytes": slot_bytes, "slots": slots}, flags included."""
-    return slots * (2 * LINE + aligned(slot_bytes))
+    return slots * (2 * FLAGS + aligned(slot_bytes))
 
 
 def team_bytes(buffer_bytes: int, members: int) -> int:
@@ -48,7 +61,7 @@ def channel_class(sender: int, receiver: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChannelRegion:
-    """Where the parts of a channel lie; each flag has a line of its own, so that the two sides do not share one."""
+    """Where the parts of a channel lie. A flag is an int64; those of a slot's lanes follow one another."""
 
     offset: int
     bytes: int
@@ -56,15 +69,15 @@ class ChannelRegion:
 
     def full(self, slot: int) -> int:
         """At the receiver: set by the sender when the slot holds a chunk; the int64 after it is the message's bytes."""
-        return self.offset + slot * 2 * LINE
+        return self.offset + slot * 2 * FLAGS
 
     def empty(self, slot: int) -> int:
         """At the sender: set by the receiver when the slot may be written again."""
-        return self.full(slot) + LINE
+        return self.full(slot) + FLAGS
 
     def slot(self, slot: int) -> int:
         """At the receiver: the chunk."""
-        return self.offset + self.slots * 2 * LINE + slot * aligned(self.bytes)
+        return self.offset + self.slots * 2 * FLAGS + slot * aligned(self.bytes)
 
 
 @dataclass(frozen=True, slots=True)

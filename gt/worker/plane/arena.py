@@ -17,6 +17,7 @@ from gt.ir.heap import LINE, ChannelRegion, TeamRegion, aligned
 from gt.worker.plane import nccl
 from gt.worker.plane.base import Buffer, Channel, Combine, Doomed, TeamForm, Then, Turns, nothing
 from gt.worker.plane.collectives import parts
+from gt.worker.plane.kernels import Passage, cut
 
 DIRECT = 256 << 10  # bytes up to which an all-reduce has every member add everything
 
@@ -29,9 +30,9 @@ class _Side:
     peer: int  # its rank in the world
     turn: int = 0
 
-    def advance(self) -> int:
+    def advance(self, steps: int) -> int:
         slot = self.turn
-        self.turn = slot + 1 if slot + 1 < self.region.slots else 0
+        self.turn = (slot + steps) % self.region.slots
         return slot
 
 
@@ -44,7 +45,7 @@ class Arena:
         self.plane, self.library, self.engine, self.members, self.base = plane, library, engine, list(members), base
         self.ring = ring  # an nccl.Nccl, for what is large
         self.rank = self.members.index(own)
-        peers = [base if rank == self.rank else library.peer(base, rank) for rank in range(len(self.members))]
+        self.addresses = peers = [base if rank == self.rank else library.peer(base, rank) for rank in range(len(self.members))]
         far = [self.members[rank] for rank, address in enumerate(peers) if not address]
         if far:
             raise SystemFailure(f"NVSHMEM cannot map the memory of workers {far} here: set GT_TRANSPORT=nccl")
@@ -61,30 +62,24 @@ class Arena:
 
     def send(self, channel: Channel, data: Buffer) -> None:
         present(data)
-        side, stream, total = self._side(self._out, channel), self.engine.stream(), len(data)
-        region, source = side.region, self.engine.address(data)
-        for start, stop in parts(total, region.bytes) if total else ((0, 0),):
-            slot = side.advance()
-            taken, full = self.base + region.empty(slot), self.base + region.full(slot)
-            self.library.wait(taken, 0, stream)
-            self._flags(region.empty(slot), 1).fill_(1)
-            if stop > start:
-                self.library.put(self.base + region.slot(slot), source + start, stop - start, full, side.peer, stream)
-            else:
-                self.library.signal(full, 1, side.peer, stream)
-        self.plane.count_bytes(channel["peer"], total, 0)
+        side = self._side(self._out, channel)
+        passage = self._passage(side, len(data), self.addresses[side.peer], self.base)
+        self.library.send(self.engine.address(data), len(data), passage, self.engine.stream())
+        self.plane.count_bytes(channel["peer"], len(data), 0)
 
     def recv(self, channel: Channel, into: Buffer) -> None:
         present(into)
-        side, stream, total = self._side(self._in, channel), self.engine.stream(), len(into)
-        region, own = side.region, self.memory[self.rank]
-        for start, stop in parts(total, region.bytes) if total else ((0, 0),):
-            slot = side.advance()
-            self.library.wait(self.base + region.full(slot), 1, stream)
-            self._flags(region.full(slot), 1).zero_()
-            into[start:stop] = own[region.slot(slot) : region.slot(slot) + stop - start]
-            self.library.signal(self.base + region.empty(slot), 0, side.peer, stream)
-        self.plane.count_bytes(channel["peer"], 0, total)
+        side = self._side(self._in, channel)
+        passage = self._passage(side, len(into), self.base, self.addresses[side.peer])
+        self.library.recv(self.engine.address(into), len(into), passage, self.engine.stream())
+        self.plane.count_bytes(channel["peer"], 0, len(into))
+
+    def _passage(self, side: _Side, nbytes: int, receiver: int, sender: int) -> Passage:
+        """Of the next message. receiver, sender: their arenas, in this process."""
+        region = side.region
+        how = cut(nbytes, region.bytes)
+        slots, full, empty = receiver + region.slot(0), receiver + region.full(0), sender + region.empty(0)
+        return Passage(region, slots, full, empty, side.advance(how.steps), how)
 
     def rewind(self, channels: Iterable[Sequence[int]]) -> None:
         """Both ends of these [peer, offset, whether it sends] go on with the first slot, as when they were recorded."""

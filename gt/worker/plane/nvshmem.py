@@ -19,6 +19,7 @@ from gt.errors import ConfigError
 from gt.worker.plane import nccl
 from gt.worker.plane.arena import Arena
 from gt.worker.plane.device import DevicePlane
+from gt.worker.plane.kernels import Kernels
 
 log = logging.getLogger("gt.worker")
 ROOM = 64 << 20  # bytes of symmetric memory that NVSHMEM itself takes
@@ -38,6 +39,8 @@ class Library:
         except ImportError as error:
             raise ConfigError(f"NVSHMEM needs the package nvshmem4py, of the extra `gpu`: {error}") from None
         self._core, self._bindings, self._device = core, bindings, Device
+        self._kernels = Kernels(Device(0))
+        self.send, self.recv = self._kernels.send, self._kernels.recv
         self._set, self._equal = int(SignalOp.SIGNAL_SET), int(ComparisonType.CMP_EQ)
         self._buffer: Any = None
 
@@ -53,6 +56,7 @@ class Library:
         device = self._device(0)
         device.set_current()
         self._core.init(device=device, uid=name, rank=rank, nranks=count, initializer_method="uid")
+        self._kernels.load()
         self._buffer = self._core.buffer(nbytes)
         return int(self._buffer.handle)
 
@@ -63,10 +67,6 @@ class Library:
     def peer(self, address: int, rank: int) -> int:
         """Where that member's symmetric memory is in this process; 0 if it cannot be reached so."""
         return int(self._bindings.ptr(address, rank))
-
-    def put(self, target: int, source: int, nbytes: int, flag: int, rank: int, stream: int) -> None:
-        """Write another member's memory, and then set its flag."""
-        self._bindings.putmem_signal_on_stream(target, source, nbytes, flag, 1, self._set, rank, stream)
 
     def signal(self, flag: int, value: int, rank: int, stream: int) -> None:
         """Write a flag of another member, or of this one."""
