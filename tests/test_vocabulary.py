@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,6 +107,15 @@ def test_labels_are_smoothed_over_a_split_vocabulary(session: Callable[..., None
     assert gathers() == before
     for a, b in zip(got, trained("cpu", "aaa", True, smoothing=0.1), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-7)
+
+
+def test_a_tied_head_of_another_stage_gets_each_workers_part_of_the_table_alone(tmp_path: Path) -> None:
+    config, groups = PLACES["tp2pp2"]
+    path = tmp_path / "sharding.yaml"
+    path.write_text(config)
+    rows = gt.plan(lambda: trained("remote", groups, True), config=str(path)).body["transfers"]
+    moved = [row["plan"] for row in rows if f"[{VOCABULARY}," in row["plan"]]
+    assert len(moved) == 2 and all("[S(0)]" in row for row in moved), moved
 
 
 @pytest.mark.parametrize("place", ["dp2tp2", "tp2pp2"])

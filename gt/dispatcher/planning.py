@@ -225,7 +225,7 @@ class Planner:
         meaning = _own(origin, mesh)
         if meaning is not None and known.name == "embedding":
             self._place_weights(known, meaning, ins, [])
-        return [self._start(t, mesh, meaning, False) for t in ins]
+        return self._starts(known, ins, mesh, meaning, False)
 
     def _plan(self, known: Known, origin: Origin, ins: list[Tensor], outs: list[int], mesh: Mesh) -> Plan:
         meaning = _own(origin, mesh)
@@ -236,7 +236,7 @@ class Planner:
             if target.layout is not None and target.layout.partial and not self._terms_stay(known, ins):
                 self.s.mover.settle(target.storage)
         stays = bool(known.template.writes) or known.name in VIEWS
-        starts = [self._start(t, mesh, meaning, stays) for t in ins]
+        starts = self._starts(known, ins, mesh, meaning, stays)
         wants, makes = self._decide(known, ins, starts, mesh)
         views = known.name in VIEWS and ins and ins[0].layout is not None
         if views and wants[0] != ins[0].layout.placements:  # type: ignore[union-attr]
@@ -255,6 +255,16 @@ class Planner:
         """Accumulating terms into terms needs no addition over the mesh."""
         layouts = {t.layout for t in ins}
         return known.name == "add_" and len(layouts) == 1 and len({t.spec.shape for t in ins}) == 1
+
+    def _starts(self, known: Known, ins: list[Tensor], mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[list]:
+        """Each input's; a weight that is at home on other workers comes as the group splits it, each worker's part alone."""
+        starts = [self._start(t, mesh, meaning, stays) for t in ins]
+        if meaning is not None and meaning.kind in (COLUMN, ROW) and known.name in WEIGHTS:
+            index, dim = _weight(known, meaning, ins) or (-1, 0)
+            t = ins[index]
+            if index >= 0 and t.layout is not None and t.layout.mesh != mesh:
+                starts[index] = list(self._split(meaning, len(t.spec.shape), dim, meaning.parts or 1, t).placements)
+        return starts
 
     def _start(self, t: Tensor, mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[Placement | None]:
         """Where planning finds an input on this mesh, axis by axis; None: it may be placed as the rule likes.
@@ -330,25 +340,18 @@ class Planner:
                 if t.storage.param and t.storage.default:
                     self._settle_home(t, meaning.parameter(len(t.spec.shape), None))
             return
-        left, right = WEIGHTS[known.name]
-        for index in (right, left):
-            if index < 0 or not ins[index].storage.param:
-                continue
-            t = ins[index]
-            rank = len(t.spec.shape)
-            if index == right or right < 0:  # [in, out], and an embedding's table likewise
-                dim = rank - 1 if meaning.kind == COLUMN else rank - 2
-            else:  # w @ x: [out, in]
-                dim = rank - 2 if meaning.kind == COLUMN else rank - 1
-            parts = 1
-            if meaning.kind == COLUMN and right >= 0 and not t.placed:
-                parts = meaning.parts or parts_ahead(self.s, outs)
-            self._settle_home(t, self._split(meaning, rank, dim, parts, t))
-            if known.name == "addmm" and meaning.kind == COLUMN and ins[0].storage.param:
-                bias = ins[0]
-                tall = len(bias.spec.shape)
-                self._settle_home(bias, self._split(meaning, tall, tall - 1, parts, bias))
+        found = _weight(known, meaning, ins)
+        if found is None:
             return
+        index, dim = found
+        t, parts = ins[index], 1
+        if meaning.kind == COLUMN and known.name != "embedding" and not t.placed:
+            parts = meaning.parts or parts_ahead(self.s, outs)
+        self._settle_home(t, self._split(meaning, len(t.spec.shape), dim, parts, t))
+        if known.name == "addmm" and meaning.kind == COLUMN and ins[0].storage.param:
+            bias = ins[0]
+            tall = len(bias.spec.shape)
+            self._settle_home(bias, self._split(meaning, tall, tall - 1, parts, bias))
 
     @staticmethod
     def _split(meaning: Meaning, rank: int, dim: int, parts: int, t: Tensor) -> Layout:
@@ -370,6 +373,17 @@ class Planner:
 def _own(origin: Origin, mesh: Mesh) -> Meaning | None:
     """What the op's group means, if it is done on the group's mesh."""
     return origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None
+
+
+def _weight(known: Known, meaning: Meaning, ins: list[Tensor]) -> tuple[int, int] | None:
+    """Which operand of a matmul or look-up is the weight, and which of its dims a column or row parallel group splits."""
+    left, right = WEIGHTS[known.name]
+    index = next((i for i in (right, left) if i >= 0 and ins[i].storage.param), None)
+    if index is None:
+        return None
+    rank = len(ins[index].spec.shape)
+    stored = index == right or right < 0  # [in, out], an embedding's table likewise; else w @ x: [out, in]
+    return index, rank - 1 if stored == (meaning.kind == COLUMN) else rank - 2
 
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:
