@@ -39,14 +39,14 @@ def frozen() -> Any:
     gc.unfreeze()
 
 
-def made(kind: str, layers: int = 2, heads: int = 8, kv: int = 8, width: int = 64) -> torch.nn.Module:
+def made(kind: str, layers: int = 2, heads: int = 8, kv: int = 8, width: int = 64, vocabulary: int = WORDS) -> torch.nn.Module:
     torch.manual_seed(0)
     if kind == "gpt2":
-        sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": width, "n_layer": layers, "n_head": heads}
+        sizes = {"vocab_size": vocabulary, "n_positions": LENGTH, "n_embd": width, "n_layer": layers, "n_head": heads}
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0))
     sizes = {
-        "vocab_size": WORDS, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers,
+        "vocab_size": vocabulary, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv, "max_position_embeddings": LENGTH,
     }  # fmt: skip
     if kind == "llama":
@@ -133,7 +133,7 @@ def steps(kind: str, *sizes: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
         optimizer.zero_grad()
-        words = torch.randint(WORDS, (ROWS, LENGTH)).to("remote")
+        words = torch.randint(WORDS, (ROWS * (64 if sizes[4:] else 1), LENGTH)).to("remote")
         model(input_ids=words, labels=words).loss.backward()
         optimizer.step()
 
@@ -142,16 +142,23 @@ def planned(config: str, kind: str, *sizes: int) -> Any:
     return gt.plan(steps, kind, *sizes, config=str(placements.CONFIGS / f"{config}.yaml")).body
 
 
-@pytest.mark.parametrize("name", ["gpt2/tp2", "llama/tp2", "llama/dp2"])
+@pytest.mark.parametrize("name", ["gpt2/tp2", "llama/tp2", "qwen/tp2", "llama/dp2"])
 def test_nothing_is_gathered_where_heads_divide(name: str) -> None:
-    """Two all-reduces a layer and direction, as in Megatron; only a head split by words has its scores gathered."""
-    body = planned(name, name.partition("/")[0], 2)
+    """Two all-reduces a layer and direction, as in Megatron; of a vocabulary as large as theirs, scores and table stay split."""
+    kind = name.partition("/")[0].replace("qwen", "qwen3")
+    body = planned(name, kind, 2, 8, 8, 64, 50257)
     assert body["unplaced"] == [] and all(row["rule"] for row in body["weights"])
-    assert [row["where"].partition(":")[0] for row in body["collectives"] if row["kind"] != "all_reduce"] == (
-        ["loss_utils.py"] if name == "llama/tp2" else []
-    )
-    if name == "gpt2/tp2":
-        assert sum(row["count"] for row in body["collectives"]) == 2 * 4
+    assert all(row["kind"].startswith("all_reduce") for row in body["collectives"])
+    if name != "llama/dp2":
+        whole = 4 * ROWS * 64 * LENGTH * 64  # of rows; the look-up makes one, the head's gradient one
+        counts = [row["count"] for row in body["collectives"] if row["bytes"] == whole]
+        assert sum(counts) == 2 * 4 + 2
+        assert sum(row["bytes"] * row["count"] for row in body["collectives"] if row["bytes"] != whole) < whole
+
+
+def test_few_scores_are_gathered() -> None:
+    kinds = [(row["kind"], row["where"].partition(":")[0]) for row in planned("llama/tp2", "llama", 2)["collectives"]]
+    assert ("all_gather", "loss_utils.py") in kinds
 
 
 @pytest.mark.parametrize(("config", "kind", "heads", "kv"), [("llama/tp4", "llama", 4, 2), ("gpt2/tp2", "gpt2", 3, 3)])

@@ -35,7 +35,7 @@ SPLITS = [
 
 
 class Family(NamedTuple):
-    """Models whose modules have the same names. outer: what holds everything but the head; layers, norm: in it."""
+    """Models whose modules have the same names. outer: what holds everything but the head; layers, norm, table: in it."""
 
     about: str
     outer: str
@@ -43,12 +43,12 @@ class Family(NamedTuple):
     norm: str
     columns: tuple[tuple[str, int], ...]  # pattern, how many weights are in one
     rows: tuple[str, ...]
-    tied: bool  # the head's weight is the embedding's, which lies whole on each worker
+    table: str  # the embedding in it, whose weight may be the head's as well
     note: str
 
 
 GATED = {
-    "outer": "model", "layers": "layers", "norm": "norm", "tied": False,
+    "outer": "model", "layers": "layers", "norm": "norm", "table": "embed_tokens",
     "columns": (("*.self_attn.[qkv]_proj", 1), ("*.mlp.gate_proj", 1), ("*.mlp.up_proj", 1)),
     "rows": ("*.self_attn.o_proj", "*.mlp.down_proj"),
 }  # fmt: skip
@@ -56,7 +56,7 @@ KEYS = "Key-value heads that the tensor-parallel workers do not divide are right
 FAMILIES = {
     "gpt2": Family(
         "GPT-2 (transformers' GPT2LMHeadModel)", "transformer", "h", "ln_f",
-        (("*.attn.c_attn", 3), ("*.mlp.c_fc", 1)), ("*.attn.c_proj", "*.mlp.c_proj"), True,
+        (("*.attn.c_attn", 3), ("*.mlp.c_fc", 1)), ("*.attn.c_proj", "*.mlp.c_proj"), "wte",
         "Heads that the tensor-parallel workers do not divide (12 over 8) are right, but gathered: `gt plan` says so.",
     ),
     "llama": Family("Llama (transformers' LlamaForCausalLM), and Mistral", **GATED, note=KEYS),
@@ -103,10 +103,13 @@ def modules(family: Family, split: Split, stages: list[str]) -> Iterator[tuple[s
     if split.pp > 1:
         yield f"{family.outer}.{family.layers}.*", f"[{', '.join(stages)}]", "cut evenly, however many there are"
         yield f"{family.outer}.{family.norm}", last, ""
-    if split.tp == 1 or family.tied:
-        yield "lm_head", last, "its weight is the embedding's" if family.tied else ""
-    else:
-        yield "lm_head", f"{last}_colpar", ""
+    if split.tp > 1:
+        yield (
+            f"{family.outer}.{family.table}",
+            "_rowpar",
+            "each worker has rows of the table, for it and for a head that shares it",
+        )
+    yield "lm_head", f"{last}_colpar" if split.tp > 1 else last, "scores stay split over the vocabulary" if split.tp > 1 else ""
     if split.tp > 1:
         for pattern, parts in family.columns:
             group = f"{{group: _colpar, parts: {parts}}}" if parts > 1 else "_colpar"

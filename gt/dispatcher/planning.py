@@ -22,7 +22,7 @@ from gt.dispatcher.plan.rules import Decision, decide, whole
 from gt.dispatcher.plan.views import VIEWS, wanted_parts
 from gt.dispatcher.stream import Bound, lost_in
 from gt.dispatcher.tensors import Tensor
-from gt.ir.layout import Layout, Mesh, Placement, R, Shard, replicated
+from gt.ir.layout import Layout, Mesh, Partial, Placement, R, Shard, replicated
 
 if TYPE_CHECKING:
     from gt.dispatcher.sessions import Origin, Session
@@ -279,6 +279,8 @@ class Planner:
             return [None if free and name == "tp" else R for name, _ in mesh.axes]
         if meaning is None or t.storage.param:
             return [R] * len(mesh.axes)
+        if t.layout is not None and t.layout.mesh.axes == mesh.axes and not t.storage.data:
+            return [R if isinstance(p, Partial) else p for p in t.layout.placements]  # as it lies on a mesh that is alike
         return list(self._entering(t, mesh, meaning))
 
     def _entering(self, t: Tensor, mesh: Mesh, meaning: Meaning) -> Sequence[Placement]:
