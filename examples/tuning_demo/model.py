@@ -140,7 +140,9 @@ class MiniGPT(nn.Module):
                 here = block.place
             x = block(x)
         with within(here.stage):
-            return self.norm(x) @ self.head_weight
+            x = self.norm(x)
+        with within(here.colpar):  # each worker has scores of its part of the vocabulary, and the loss of these
+            return x @ self.head_weight
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = self.logits(tokens)
