@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from models import accumulating
 from test_parity import mini
 
 import gt
+from gt.worker import straight
 from gt.worker.executor import Executor
 from tests.fuzz import serving
 
@@ -29,7 +31,7 @@ def held(tensors: dict[int, Any]) -> int:
 def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Worker -> most bytes held after any instruction since this was cleared."""
     found: dict[str, int] = {}
-    define = Executor.define
+    define, add = Executor.define, straight.Text.add
 
     def measured(self: Executor, rows: list) -> None:
         define(self, rows)
@@ -38,6 +40,14 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
             if kind != "program":  # whose rows are bound to these
                 self._steps[number] = (_watched(self, step, found), size)
 
+    def watched(self: straight.Text, at: int, lasting: set[int]) -> None:
+        """What is in variables counts, too."""
+        add(self, at, lasting)
+        self.lines.append("seen(locals())")
+        self.places.append(at)
+        self._whole.scope["seen"] = partial(_see, self._whole.each.__self__, found)
+
+    monkeypatch.setattr(straight.Text, "add", watched)
     monkeypatch.setattr(Executor, "define", measured)
     yield found
 
@@ -45,9 +55,13 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 def _watched(executor: Executor, step: Callable, found: dict) -> Callable:
     def run(code: list, at: int) -> None:
         step(code, at)
-        found[executor] = max(found.get(executor, 0), held(executor.tensors))
+        _see(executor, found, {})
 
     return run
+
+
+def _see(executor: Executor, found: dict, local: dict) -> None:
+    found[executor] = max(found.get(executor, 0), held({**executor.tensors, **local}))
 
 
 def peak(config: Path, peaks: dict, parts: int, schedule: str | None) -> list[int]:
