@@ -27,7 +27,7 @@ class InlineSession:
         self.kept: dict[int, Any] = {}
         self.log: list[tuple[str, int]] = []
         self.workers, self.groups, self.failure, self.on_idle = ["worker0"], [], None, None
-        self.batches = 0
+        self.batches, self.waiting = 0, False
 
     def submit(self, templates: list, origins: list, code: list, frames: list) -> None:
         self.batches += 1

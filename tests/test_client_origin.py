@@ -258,6 +258,20 @@ def test_a_stale_buffer_is_flushed_when_idle(inline: InlineSession) -> None:  # 
     assert inline.batches == before + 1
 
 
+def test_what_has_ended_waits_for_the_next_batch_while_an_answer_is_awaited(inline: InlineSession) -> None:  # noqa: F811
+    x, y = torch.ones(3, device="remote"), torch.ones(3, device="remote")
+    gt.stats()
+    before, held = inline.batches, len(inline.tensors)
+    del y
+    inline.waiting = True
+    inline.on_idle()
+    assert x.tolist() == [1.0] * 3
+    assert (inline.batches, len(inline.tensors)) == (before, held)
+    inline.waiting = False
+    inline.on_idle()
+    assert (inline.batches, len(inline.tensors)) == (before + 1, held - 1)
+
+
 def test_the_template_table_is_bounded(inline: InlineSession, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     from gt.client import recorder
 

@@ -63,7 +63,8 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
     recorder = runtime.current()
     if recorder.tape is not None:
         recorder.tape.refuse_fetch(tensor)
-    recorder.flush()
+    if recorder.code:  # what has ended can wait for the next batch
+        recorder.flush()
     recorder.fetches += 1
     shape, dtype, data = recorder.session.fetch(tensor._ref.id)
     kind = getattr(torch, dtype)

@@ -89,7 +89,8 @@ class Recorder:
 
     def idle(self) -> None:
         """From the session's I/O thread: hand over what has been lying here; never waits."""
-        if not (self.code or self.lives.ended) or not self._lock.acquire(blocking=False):
+        ended = self.lives.ended and not self.session.waiting
+        if not (self.code or ended) or not self._lock.acquire(blocking=False):
             return
         try:
             ready = getattr(self.session, "has_credit", None)

@@ -120,6 +120,11 @@ class Session:
         self._outbox.append((templates, origins, code, frames))
         self._link.push()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a thread waits for an answer: what has ended is freed with what follows."""
+        return bool(self._pending)
+
     def has_credit(self) -> bool:
         return len(self._outbox) < BACKLOG
 
