@@ -144,7 +144,7 @@ def planned(config: str, kind: str, *sizes: int) -> Any:
 
 @pytest.mark.parametrize("name", ["gpt2/tp2", "llama/tp2", "qwen/tp2", "llama/dp2"])
 def test_nothing_is_gathered_where_heads_divide(name: str) -> None:
-    """Two all-reduces a layer and direction, as in Megatron; of a vocabulary as large as theirs, scores and table stay split."""
+    """Two all-reduces a layer and direction, as in Megatron; scores and table of a large vocabulary stay split."""
     kind = name.partition("/")[0].replace("qwen", "qwen3")
     body = planned(name, kind, 2, 8, 8, 64, 50257)
     assert body["unplaced"] == [] and all(row["rule"] for row in body["weights"])
