@@ -36,12 +36,14 @@ class Tiny(nn.Module):
         super().__init__()
         self.table = nn.Parameter(torch.randn(VOCABULARY, WIDTH) * 0.3)
         self.head = self.table if tied else nn.Parameter(torch.randn(VOCABULARY, WIDTH) * 0.3)
-        self.middle = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+        self.position, self.middle = (nn.Parameter(torch.randn(n, WIDTH) * 0.3) for n in (LENGTH, WIDTH))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, groups: str, smoothing: float = 0.0) -> torch.Tensor:
         first, middle, last = groups
         with gt.signal.context(f"{first}_rowpar"):
             h = F.embedding(x, self.table)
+        with gt.signal.context(first):
+            h = h + self.position
         with gt.signal.context(middle):
             h = h + torch.tanh(h @ self.middle)
         with gt.signal.context(f"{last}_colpar"):
@@ -125,3 +127,41 @@ def test_a_captured_step_of_a_split_vocabulary_is_the_same(place: str, session: 
     got, want = (trained("remote", groups, True, capture, 5) for capture in (True, False))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def in_schedule(schedule: str, groups: str) -> tuple[list[float], str]:
+    """Losses of steps of two micro-batches, and what became of the schedule; "": op by op."""
+    torch.manual_seed(0)
+    model = Tiny(True).to("remote")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros((), device="remote")
+        for some, labels in gt.microbatches((x, y), 2):
+            loss = model(some, labels, groups) / 2
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        return total
+
+    run = gt.compile(step, schedule=schedule) if schedule else step
+    losses = [run(*(t.to("remote") for t in data(n))).item() for n in range(4)]
+    return losses, str(run.explain()) if schedule else ""  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_pipeline_whose_last_stage_splits_its_vocabulary_is_scheduled(schedule: str, session: Callable[..., None]) -> None:
+    config, groups = PLACES["tp2pp2"]
+    session(config)
+    (got, said), (want, _) = in_schedule(schedule, groups), in_schedule("", groups)
+    assert "is not used" not in said, said
+    assert got == want
+
+
+@pytest.mark.filterwarnings("ignore:.*is not used")
+def test_a_head_over_the_workers_of_all_stages_is_captured_in_the_calls_order(session: Callable[..., None]) -> None:
+    config, groups = PLACES["a head over the workers of both stages"]
+    session(config)
+    (got, _), (want, _) = in_schedule("1f1b", groups), in_schedule("", groups)
+    assert got == want
