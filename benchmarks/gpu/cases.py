@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "gpt2"), str(ROOT / "benchmarks")]
-BLOCK, LEAST = 0.25, 16  # seconds and number of steps, at least, that are waited for together
+BLOCK, LEAST = 0.5, 16  # seconds and number of steps, at least, that are waited for together
 STEPS = 4  # whose losses are compared, from the first
 NOISE = 2e-3  # relative: what bf16 may do to a loss in so many steps, by another order of sums
 Row = dict[str, Any]

@@ -1,7 +1,7 @@
 """The symmetric heap as the dispatcher allocates it and the planes use it: constants, sizes and where each flag lies.
 
 An offset is the same on every worker. Pure arithmetic: nothing here maps memory. Bytes a region takes:
-a channel slots * (1024 + aligned(slot_bytes)), a team aligned(16 * members) + 2 * (64 + aligned(buffer_bytes)).
+a channel slots * (2048 + aligned(slot_bytes)), a team aligned(16 * members) + 2 * (64 + aligned(buffer_bytes)).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LINE = 64  # alignment of every region, slot and section; a multiple of every element size
-LANES = 64  # parts of a slot, side by side, each with flags of its own; where nobody divides a slot it is one
+LANES = 128  # parts of a slot, side by side, each with flags of its own; where nobody divides a slot it is one
 FLAGS = 8 * LANES  # bytes of the flags of a slot, of one kind: lines of their own, so that the two sides do not share one
 HEAP_BYTES = 256 << 20  # of each worker's heap; sparse, pages are taken when first touched
 DEVICE_HEAP_BYTES = 2 << 30  # of a GPU's symmetric memory
 SLOT_BYTES, SLOTS = 256 << 10, 4  # a channel's, in host memory
-DEVICE_SLOTS = 16  # in larger heaps: whole activations have room in them, and what arrived is taken while the rest comes
+DEVICE_SLOTS = 8  # in larger heaps: whole activations have room in them, and what arrived is taken while the rest comes
 BUFFER_BYTES = 1 << 20  # a team's buffer, of which it has two
 
 

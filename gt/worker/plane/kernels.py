@@ -15,8 +15,9 @@ from typing import Any
 from gt.errors import ConfigError
 from gt.ir.heap import LANES, ChannelRegion
 
-THREADS = 512  # of a lane's block
-LEAST = 8 << 10  # bytes that are worth a lane
+THREADS = 256  # of a lane's block
+SMALL, LEAST = 32, 8 << 10  # lanes of a short message, and bytes that are worth one; more take multiprocessors from others
+LARGE = 256 << 10  # bytes for each lane more
 STEP = 64 << 10  # bytes that a lane copies before it tells, at most
 NARROW = 4 << 10  # bytes of a slot for a lane, at least
 
@@ -102,7 +103,7 @@ def cut(nbytes: int, slot_bytes: int) -> Cut:
     """Of a message, and one slot of its channel."""
     most = max(1, min(LANES, slot_bytes // NARROW))
     wide = slot_bytes // most // 16 * 16
-    lanes = max(1, min(most, -(-nbytes // LEAST)))
+    lanes = max(1, min(most, max(min(SMALL, -(-nbytes // LEAST)), nbytes // LARGE)))
     chunk = max(16, min(wide, STEP, -(-nbytes // lanes // 16) * 16))
     return Cut(lanes, wide, chunk, max(1, -(-nbytes // (lanes * chunk))))
 
