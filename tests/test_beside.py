@@ -48,7 +48,8 @@ class Other:
     def __init__(self) -> None:
         self.joins = 0
 
-    def aside(self, step: Any, ids: Any) -> Any:
+    def aside(self, step: Any, ids: Any, name: str) -> Any:
+        assert name in ASIDE
         return ("aside", step, tuple(ids))
 
     def join(self, code: list, at: int) -> None:

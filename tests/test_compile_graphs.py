@@ -344,6 +344,21 @@ def test_channels_go_on_where_instructions_would_have_left_them(device: Played, 
     assert device.replays == 0 if late else report(got)["graphs"] == 3
 
 
+def test_what_is_moved_beside_actions_is_stamped_too(device: Played, planes: list[NvshmemPlane]) -> None:
+    script = Script(inputs(5))
+    (made,) = script.op("aten.relu.default", [T(0)], [1])
+    script.send(made, CHANNEL)
+    script.op("aten.tanh.default", [T(0)], [1])
+    got = script.bench("cudagraphs", inputs(5), Engine(device, (), True), [(0, "0F0"), (2, "0F1")], planes[0], [[1, 0, True]])
+    device.held, device.worker = got.executor.tensors, got.executor.worker
+    for _ in range(4):
+        replay(got)
+    stats = got.executor.stats([99])
+    ((name, start, end),) = stats["transfers"]
+    (_, begin, over), _ = stats["actions"]
+    assert name == "send" and begin < start == end - 1 < over
+
+
 def test_definitions_from_before_workers_share_memory_move_data_there_from_then_on(device: Played) -> None:
     """Their other ends may be defined later, and all ends have to go one way."""
     script = Script(inputs(5))

@@ -50,6 +50,18 @@ def test_time_is_counted_once_where_actions_overlap() -> None:
     assert measured([[], []]) == {}
 
 
+def test_what_of_transfers_is_hidden() -> None:
+    """Against a count of small steps, on random spans; workers that did nothing do not count."""
+    draw = random.Random(1)
+    for _ in range(20):
+        actions, moves = ([["x", *sorted(draw.sample(range(101), 2))] for _ in range(5)] for _ in range(2))
+        spans = [[any(a <= t < b for _, a, b in rows) for t in range(101)] for rows in (actions, moves)]
+        found = measured([[], actions, actions], [moves, moves, []])
+        assert found["transfers"] == [sum(spans[1]), 0.0]
+        assert found["hidden"] == [pytest.approx(sum(map(all, zip(*spans, strict=True))) / sum(spans[1]), abs=1e-3), 1.0]
+    assert "hidden" not in measured([actions], [[]])
+
+
 def test_the_trace_has_every_action_twice_as_measured_and_as_predicted() -> None:
     made, costs = schedule.make("1f1b", stages=2, micro_batches=3), schedule.uniform(2)
     rows = stamps(made, costs, 0.5, 70.0)

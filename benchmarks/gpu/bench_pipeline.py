@@ -3,7 +3,8 @@
 `python benchmarks/gpu/bench_pipeline.py [--json FILE] [--size 32x1024] [--cases 8,4:4:1f1b ..] [--rivals CASE ..] [--native]`.
 A case is layers of each stage (x4: four stages by cost), micro-batches, schedule; rivals are such by native.py. bf16 weights,
 fused AdamW. Prints milliseconds a step (median of blocks of steps that are waited for together), how much faster than one GPU
-that is, the bubble, each GPU's own work in a step, and one line of JSON. All have to have the first row's losses.
+that is, the bubble, each GPU's own work in a step, what it sent and how much of that was hidden, and one line of JSON. All have to
+have the first row's losses.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import native
 ALONE = "native graph"  # of bench_step.py
 COLUMNS = {
     "": -34, "ms": 10, "alone ms": 10, "tokens/s": 11, "x one GPU": 11, "idle, predicted": 17, "measured": 10, "first s": 9,
-    "work of each, ms": 28, "peak MiB": 28,
+    "work of each, ms": 28, "transfers, ms (hidden)": 40, "peak MiB": 28,
 }  # fmt: skip
 # what must hold of GT's best: times one GPU, by model, size and GPUs; and ms
 TIMES = {("d12", "32x1024", 2): 1.5, ("d12", "32x1024", 4): 2.2, ("d36", "32x1024", 2): 1.65, ("d36", "32x1024", 4): 2.8}
@@ -124,12 +125,14 @@ def cells(row: cases.Row) -> list[str]:
     n, measured = cases.number, row.get("measured") or {}
     span = measured.get("makespan", 0) * 1e3
     work = row.get("work ms") or [(1 - share) * span for share in measured.get("bubble", ())]
+    moves = zip(measured.get("transfers", ()), measured.get("hidden", ()), strict=True)
+    moved = [f"{seconds * 1e3:.2f} ({hidden:.0%})" for seconds, hidden in moves]
     idle = row.get("predicted"), measured.get("idle", row.get("idle"))
     memory = row["peak MiB"] if isinstance(row["peak MiB"], list) else [row["peak MiB"]]
     return [
         n(row["ms"]), n(row["alone ms"]), f"{row['tokens/s']}", n(row["x one GPU"], ".2f"),
         *(n(share, ".1%") for share in idle),
-        n(row["first s"], ".1f"), " ".join(f"{ms:.1f}" for ms in work), " ".join(f"{mib:.0f}" for mib in memory),
+        n(row["first s"], ".1f"), " ".join(f"{ms:.1f}" for ms in work), " ".join(moved), " ".join(f"{mib:.0f}" for mib in memory),
     ]  # fmt: skip
 
 

@@ -170,8 +170,9 @@ def _compiles(place: Place) -> bool:
 def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict[str, Any], str]:
     """The body of a Stats answer; what it says of the newest replay's schedule, "" if it was in none."""
     workers = [survey.reports[i] for i in sorted(survey.reports)]
+    actions, transfers = ([_stamps(row.get(what)) for row in workers] for what in ("actions", "transfers"))
     body: dict[str, Any] = {"dispatcher": counters(survey.session, sent, received, relayed), "workers": workers}
-    order, ran = survey.session.programs.order, measured([_stamps(row) for row in workers])
+    order, ran = survey.session.programs.order, measured(actions, transfers)
     if not order.get("rows") or not ran:
         return body, ""
     bubble = order["bubble"]
@@ -181,9 +182,8 @@ def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict
     return body, f"{order['name']}: bubble {ran['idle']:.2%} of {took} measured, {predicted['idle']:.2%} predicted"
 
 
-def _stamps(row: dict[str, Any]) -> list:
-    """A worker's actions, if they are such: what a worker says is not trusted."""
-    rows = row.get("actions")
+def _stamps(rows: Any) -> list:
+    """A worker's actions or transfers, if they are such: what a worker says is not trusted."""
     fit = isinstance(rows, list) and all(
         isinstance(one, (list, tuple)) and [type(part) for part in one] == [str, float, float] for one in rows
     )

@@ -15,7 +15,8 @@ MEASURED, PREDICTED = 1, 2  # processes of the trace
 
 
 def chrome(stats: dict[str, Any]) -> dict[str, Any]:
-    """The trace: a thread a worker under "measured", a thread a row of the schedule under "predicted", times in microseconds.
+    """The trace: a thread a worker under "measured", and one of its transfers where they were beside its actions; a thread a
+    row of the schedule under "predicted". Times in microseconds.
 
     The prediction is in the unit in which workers are busy as long as they were. ProgramError without a scheduled replay.
     """
@@ -26,6 +27,7 @@ def chrome(stats: dict[str, Any]) -> dict[str, Any]:
             "(the function's explain() says why it is not)"
         )
     workers = [(row["name"], row["actions"]) for row in stats["workers"] if row["actions"]]
+    workers += [(f"{row['name']} transfers", row["transfers"]) for row in stats["workers"] if row.get("transfers")]
     begin = min(start for _, actions in workers for _, start, _ in actions)
     measured = [(name, [(a, start - begin, end - begin) for a, start, end in actions]) for name, actions in workers]
     events = _process(MEASURED, "measured", measured) + _process(PREDICTED, "predicted", _predicted(order))

@@ -24,7 +24,7 @@ Each = Callable[[Sequence[Row]], Any]  # carries rows out, the others also where
 class Aside(Protocol):
     """What puts work on the other stream."""
 
-    def aside(self, step: Step, ids: Sequence[int]) -> Step:
+    def aside(self, step: Step, ids: Sequence[int], name: str) -> Step:
         """The step, done there; what these ids stand for stays until `join`."""
 
     def join(self, code: list, at: int) -> None:
@@ -86,7 +86,7 @@ def beside(
         touched, change = _touched(within, code, definition, lives)
         moves = _moves(within, code, definition, direct)
         if moves is not None:
-            found.append((row[0], other.aside(row[1], [*moves[0], *moves[1]])))
+            found.append((row[0], other.aside(row[1], [*moves[0], *moves[1]], moves[2])))
             reading.update(map(lives.memory, moves[0]))
             writing.update(map(lives.memory, moves[1]))
             writing |= change
@@ -106,18 +106,20 @@ def beside(
 
 def _moves(
     rows: Sequence[Row], code: Sequence, definition: Definition, direct: Container[int]
-) -> tuple[list[int], list[int]] | None:
-    """Ids that transfers read and make, None if they are no such."""
+) -> tuple[list[int], list[int], str] | None:
+    """Ids that transfers read and make, and what they are; None if they are no such."""
     reads: list[int] = []
     makes: list[int] = []
+    kind = ""
     for at, _ in rows:
         define = None if code[at] == FREE else definition(code[at])
         if define is None or define.kind not in ASIDE or define.number not in direct:
             return None
         define, operands = instruction(code, at, definition)
+        kind = define.kind
         reads += read(define, operands)
         makes += [i for i, _ in made(define, operands)]
-    return (reads, makes) if rows else None
+    return (reads, makes, kind) if rows else None
 
 
 def _touched(rows: Sequence[Row], code: Sequence, definition: Definition, lives: Lives) -> tuple[set[int], set[int]]:

@@ -204,6 +204,10 @@ class Plan:
         """Actions of the last replay, where the device alone knows when they were."""
         return [] if self._replays is None else self._replays.stamps()
 
+    def transfers(self) -> list[tuple[str, float, float]]:
+        """The same of transfers beside them."""
+        return [] if self._replays is None else self._replays.transfers()
+
     def report(self) -> dict[str, Any]:
         """For explain(): what runs, how many segments there are, how many forms, and what stayed as instructions, why."""
         compiled = [s.compiled for s in self.segments if s.compiled is not None]

@@ -241,6 +241,7 @@ class Executor:
             "peak_bytes": self._engine.peak(),
             "definitions": len(self._steps),
             "actions": self._actions(programs),
+            "transfers": [t for plan in map(self._plans.get, programs) if plan is not None for t in plan.transfers()],
             "plans": [plan.report() for plan in map(self._plans.get, programs) if plan is not None],
             "transport": self.worker.plane.transport,
             **self.worker.plane.counters(),

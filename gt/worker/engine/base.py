@@ -50,7 +50,7 @@ class Replays(Protocol):
     def ending(self, last: set[int]) -> Step:
         """The last step of a replay that leaves these ids behind."""
 
-    def aside(self, step: Step, ids: Sequence[int]) -> Step:
+    def aside(self, step: Step, ids: Sequence[int], name: str) -> Step:
         """A transfer as a step of a run, that other work may pass; what these ids stand for stays until `join`."""
 
     def join(self, code: list, at: int) -> None:
@@ -61,6 +61,9 @@ class Replays(Protocol):
 
     def stamps(self) -> list[tuple[str, float, float]]:
         """Name, start and end (seconds of the monotonic clock) of the actions of the last replay, [] if not known yet."""
+
+    def transfers(self) -> list[tuple[str, float, float]]:
+        """The same of transfers that were put aside, if the program has actions."""
 
     def report(self) -> tuple[int, list[str]]:
         """How many runs are recorded, and why others are not."""

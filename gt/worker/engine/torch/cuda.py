@@ -25,7 +25,7 @@ class Device(Protocol):
         """What is issued from now on begins after all that was put aside."""
 
     def mark(self) -> Any:
-        """Within `run`: a place in what it issues. None outside."""
+        """Within `run`: a place in what it issues, there or aside. None outside."""
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """When the device was last there, in seconds of the monotonic clock; [] while it is not through. By any thread."""
@@ -88,7 +88,7 @@ class Cuda:
         if not self._recording:
             return None
         event = torch.cuda.Event(enable_timing=True, external=True)
-        event.record(self._stream)
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:

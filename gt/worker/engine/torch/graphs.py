@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -88,6 +89,7 @@ class Replays:
         self.graphs, self.device, self.held, self.each, self.strictly = graphs, device, held, each, strictly
         self.runs: list[Run] = []
         self.marks: list[tuple[str, Any]] = []
+        self.moves: list[tuple[str, Any, Any]] = []  # what was put aside: where it began and ended
         self.again = True  # to be recorded when it is carried out next
         self.recording = False
         self.passes = 0
@@ -100,10 +102,18 @@ class Replays:
         self.runs.append(Run(self, rows, reads, set(moving)))
         return self.runs[-1]
 
-    def aside(self, step: Step, ids: Sequence[int]) -> Step:
+    def aside(self, step: Step, ids: Sequence[int], name: str) -> Step:
+        number, device, clocked = len(self.moves), self.device, bool(self.marks)
+        self.moves.append((name, None, None))
+
         def run(code: list, at: int) -> None:
             self._kept += [self.held.get(i) for i in ids]  # or what is made meanwhile could be given its memory
-            self.device.aside(lambda: step(code, at))
+            device.aside(partial(timed if clocked else step, code, at))
+
+        def timed(code: list, at: int) -> None:
+            begin = device.mark()
+            step(code, at)
+            self.moves[number] = name, begin, device.mark()
 
         return run
 
@@ -129,6 +139,12 @@ class Replays:
         times = self.device.seconds([mark for _, mark in marks])
         pairs = zip(marks, itertools.pairwise(times)) if times else ()
         return [(name, start, end) for (name, _), (start, end) in pairs if name]
+
+    def transfers(self) -> list[tuple[str, float, float]]:
+        """The same of what was put aside."""
+        moves = [move for move in self.moves if move[1] is not None]
+        times = self.device.seconds([mark for _, *ends in moves for mark in ends]) if moves else []
+        return [(name, *ends) for (name, *_), ends in zip(moves, zip(times[::2], times[1::2], strict=True))] if times else []
 
     def begin(self, code: list, at: int) -> None:
         """The first step of the program."""
