@@ -3,8 +3,8 @@
 `python benchmarks/gpu/bench_pipeline.py [--json FILE] [--size 32x1024] [--cases 8,4:4:1f1b ..] [--rivals CASE ..] [--native]`.
 A case is layers of each stage (x4: four stages by cost), micro-batches, schedule; rivals are such by native.py. bf16 weights,
 fused AdamW. Prints milliseconds a step (median of blocks of steps that are waited for together), how much faster than one GPU
-that is, the bubble, each GPU's own work in a step, what it sent and how much of that was hidden, and one line of JSON. All have to
-have the first row's losses.
+that is, the bubble, each GPU's own work in a step, what it sent and how much of that was hidden, and one line of JSON. All
+have to have the first row's losses.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def cells(row: cases.Row) -> list[str]:
     return [
         n(row["ms"]), n(row["alone ms"]), f"{row['tokens/s']}", n(row["x one GPU"], ".2f"),
         *(n(share, ".1%") for share in idle),
-        n(row["first s"], ".1f"), " ".join(f"{ms:.1f}" for ms in work), " ".join(moved), " ".join(f"{mib:.0f}" for mib in memory),
+        n(row["first s"], ".1f"), " ".join(f"{ms:.1f}" for ms in work), " ".join(moved),
+        " ".join(f"{mib:.0f}" for mib in memory),
     ]  # fmt: skip
 
 
