@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from operator import attrgetter, itemgetter
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 
 from gt.client.reach import Item, Reach, plain, same, stamp
 
@@ -23,13 +24,13 @@ class Guard:
                 holders[id(item.holder)].append(item)
         many = [items for items in holders.values() if len(items) > 1]
         self._getters = [(itemgetter(*[item.key for item in items]), items[0].holder) for items in many]
-        self._got = [[id(item.value) for item in items] for items in many]
+        self._got = [item.value for items in many for item in items]
         single = [items[0] for items in holders.values() if len(items) == 1]
         self._pairs = [(item.holder, item.key) for item in single]
-        self._ids = [id(item.value) for item in single]
+        self._values = [item.value for item in single]
         named = [item for item in reach.items if item.attribute]
         self._named = [(item.holder, item.key) for item in named]
-        self._named_ids = [id(item.value) for item in named]
+        self._named_values = [item.value for item in named]
         self._sized = [thing for thing, length, _ in reach.sized if length]
         self._lengths = [length for _, length, _ in reach.sized if length]
         self._empty = [thing for thing, length, _ in reach.sized if not length]
@@ -48,9 +49,9 @@ class Guard:
         """What is not as it was, or ""."""
         try:
             same = (
-                [list(map(id, get(holder))) for get, holder in self._getters] == self._got
-                and [id(holder[key]) for holder, key in self._pairs] == self._ids
-                and [id(getattr(holder, key)) for holder, key in self._named] == self._named_ids
+                all(map(is_, chain.from_iterable([get(holder) for get, holder in self._getters]), self._got))
+                and all(map(is_, [holder[key] for holder, key in self._pairs], self._values))
+                and all(map(is_, [getattr(holder, key) for holder, key in self._named], self._named_values))
             )
         except (LookupError, AttributeError, ValueError, TypeError):
             return _changed(self._items) or "something that it uses is gone"
