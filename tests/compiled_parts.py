@@ -90,6 +90,7 @@ class Script:
                 places.append([len(code), starts[n]])
             code += [FREE if place < 0 else 100 + place, n, *operands]
         program = {"code": code, "randoms": [], "actions": places, "backend": backend, "channels": list(channels)}
+        program["once"] = False
         bench.executor.define([*define, Define(99, "program", program).wire()])
         return bench
 

@@ -221,7 +221,7 @@ class Liar:
         """With beginnings, ends and replays of programs about it."""
         rng, some = self.rng, [i for i, _ in self.ids[-3:]]
         if rng.random() < 0.15:
-            code = [RECORD, rng.randrange(4), rng.choice([len(some)] * 20 + [1 << 40, -1]), *some, *code]
+            code = [RECORD, rng.randrange(4), rng.randrange(3), rng.choice([len(some)] * 20 + [1 << 40, -1]), *some, *code]
         if rng.random() < 0.1:
             code = [*code, rng.choice([DISCARD, RECORD])]
         if rng.random() < 0.2:

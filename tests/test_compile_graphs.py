@@ -395,7 +395,7 @@ def test_memory_that_inputs_are_copied_into_ends_with_its_programs(device: Playe
 def test_an_end_of_a_program_that_only_frees_is_done(device: Played) -> None:
     bench = Bench(engine=Engine(device))
     bench.put(_1=torch.ones(2))
-    code = {"code": [FREE, 0, 1, 1], "randoms": [], "actions": [], "backend": "cudagraphs", "channels": []}
+    code = {"code": [FREE, 0, 1, 1], "randoms": [], "actions": [], "backend": "cudagraphs", "channels": [], "once": False}
     bench.executor.define([Define(99, "program", code).wire()])
     replay(bench, 3)
     assert not bench.sent and not bench.executor.tensors

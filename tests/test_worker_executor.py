@@ -359,7 +359,7 @@ def test_of_what_is_done_together_one_fails_and_the_others_are_done(backend):
         bench.executor.define([Define(30, "together", {"count": 3}).wire()])
         bench.executor.define([Define(31, "all_reduce", {"team": team(rank), "op": "sum"}).wire()])
         code = [30, 0, 31, 1, 1, 31, 2, 9, 31, 3, 2]  # there is no 9
-        payload = {"code": code, "randoms": [], "actions": [], "backend": backend, "channels": []}
+        payload = {"code": code, "randoms": [], "actions": [], "backend": backend, "channels": [], "once": False}
         bench.do("program", payload, 0, 0)
         return bench[1], bench[2], [m.seq for m, _ in bench.sent]
 

@@ -235,7 +235,7 @@ class Compiled:
         names: dict[int, Any] = {tensor._ref.id: path for path, tensor in reversed(list(entry.tensors()))}
         names.update({t._ref.id: f"argument {k}" for k, t in enumerate(taken) if isinstance(t, RemoteTensor)})
         recorder.flush()
-        recorder.code.extend((RECORD, self._slot, len(inputs), *[t._ref.id for t in inputs.values()]))
+        recorder.code.extend((RECORD, self._slot, self._how(), len(inputs), *[t._ref.id for t in inputs.values()]))
         recorder.flush()
         tape = Tape(recorder, runtime.Live.origins, random.initial_seed(), random._State.counter)
         recorder.tape = tape
@@ -263,6 +263,15 @@ class Compiled:
                 recorder.code.extend((FREE, len(ended), *ended))
         return results if program is None else program.take()
 
+    def _again(self) -> bool:
+        """Whether cheap values are made again."""
+        return (self.backend or runtime.Live.backend) == "cudagraphs" if self.recompute is None else self.recompute
+
+    def _how(self) -> int:
+        """How a call is carried out that is recorded: see ir.instr.RECORD. What a schedule needs is measured op by op."""
+        late = (self.backend or runtime.Live.backend) == "cudagraphs" and not (self.schedule or runtime.Live.schedule)
+        return 1 + self._again() if late else 0
+
     def _seal(self, last: Call | None, now: Call, entry: Reach, leaving: Reach, results: Any, draws: Draws) -> Program | None:
         """The program of this call, if it agrees with the one before and nothing prevents it."""
         found = self._prevented(now, entry, leaving, draws)
@@ -283,8 +292,7 @@ class Compiled:
         number = next(_numbers)
         pairs = [list(pair) for pair in moved]
         name, backend = self.schedule or runtime.Live.schedule, self.backend or runtime.Live.backend
-        again = backend == "cudagraphs" if self.recompute is None else self.recompute
-        answer = recorder.session.seal(number, name, backend, pairs, tape.seed, tape.counter, again)
+        answer = recorder.session.seal(number, name, backend, pairs, tape.seed, tape.counter, self._again())
         if answer["why"]:
             self._say(answer["why"])
             return None

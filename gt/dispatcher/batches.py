@@ -152,9 +152,9 @@ class Batches:
         if number == LAUNCH and at + 4 <= len(code):
             programs.launch(*code[at + 1 : at + 4])
             return at + 4
-        if number == RECORD and at + 3 <= len(code) and type(code[at + 2]) is int and 0 <= code[at + 2] <= len(code) - at - 3:
-            programs.record(code[at + 1], code[at + 3 : at + 3 + code[at + 2]])
-            return at + 3 + code[at + 2]
+        if number == RECORD and at + 4 <= len(code) and type(code[at + 3]) is int and 0 <= code[at + 3] <= len(code) - at - 4:
+            programs.record(code[at + 1], code[at + 2], code[at + 4 : at + 4 + code[at + 3]])
+            return at + 4 + code[at + 3]
         if number == DISCARD:
             programs.discard()
             return at + 1

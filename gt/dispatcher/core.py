@@ -177,6 +177,8 @@ class Core:
         """Whether a message has to wait; a question ends the waiting of what was sent before it."""
         if not session.stalled and not isinstance(message, Ops):
             self._attempt(peer, "Ops", session.batches.finish)
+            if not isinstance(message, Seal):
+                session.programs.later.let_go()
         return session.stalled
 
     def _fault(self, peer: Peer, what: str, error: Exception) -> None:

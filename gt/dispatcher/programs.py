@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gt.dispatcher.arrange import arrange
 from gt.dispatcher.early import early
 from gt.dispatcher.failures import Cause, Launched, Planned
+from gt.dispatcher.later import Later
 from gt.dispatcher.recompute import recompute
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ProtocolError
@@ -61,6 +62,7 @@ class Programs:
     def __init__(self, session: Session) -> None:
         self.s = session
         self.tape: Tape | None = None
+        self.later = Later(session)
         self.all: dict[int, Program] = {}
         self.order: dict = {}  # of the program that was launched last, and its definitions by worker
         self.newest: dict[int, list[int]] = {}
@@ -70,8 +72,8 @@ class Programs:
 
     # ---- recording
 
-    def record(self, slot: int, ids: Sequence[int]) -> None:
-        """Keep what follows. Inputs that lie nowhere yet are placed as those of the call before came to lie."""
+    def record(self, slot: int, how: int, ids: Sequence[int]) -> None:
+        """Keep what follows. Inputs that lie nowhere yet are placed as those of the call before came to lie. how: see Later."""
         self.discard()
         s = self.s
         s.recover()
@@ -87,6 +89,7 @@ class Programs:
         s.cut()
         self.tape = Tape(slot, inputs, {i: t.layout for i, t in s.table.rows.items()}, hints is None)
         s.journal.tape, s.emitter.kept = self.tape.journal, self.tape.defines
+        self.later.begin(how)
 
     def _drop_copies(self) -> None:
         for tensor in self.s.table.rows.values():
@@ -95,8 +98,11 @@ class Programs:
 
     def discard(self) -> None:
         """Record no more, and make nothing of it."""
+        if self.later.holds:
+            self.s.cut()
         tape = self._stop()
         if tape is not None:
+            self.later.end(tape)
             self._free(tape.constants)
 
     def _stop(self) -> Tape | None:
@@ -146,6 +152,7 @@ class Programs:
         if message.backend not in BACKENDS:
             raise ProtocolError(f"Seal.backend is {message.backend!r:.40}, want one of {', '.join(BACKENDS)}")
         pairs = _pairs(message.carried, s.table.rows)
+        self.later.end(tape)
         why = self._prevents(tape, pairs)
         order: dict = {}
         again: dict[str, list[int]] = {}
@@ -155,20 +162,26 @@ class Programs:
             order = arrange(tape, message.schedule, self.times, self._lies) if message.schedule else {}
             if not order or order["why"]:
                 early(tape, cache(lambda count: self._together(tape, count)))
-            again = self._again(tape, message.backend != "eager") if message.recompute else {}
+            lasting = {s.emitter.offset + i for i in s.table.rows}
+            again = self.again(tape, lasting, message.backend != "eager") if message.recompute else {}
             self._make(tape, pairs, message)
             self.all[message.program].order = order
         s.cut()
         counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order, "recomputed": again}
 
-    def _again(self, tape: Tape, compiled: bool) -> dict[str, list[int]]:
+    def again(self, tape: Tape, lasting: set[int], compiled: bool) -> dict[str, list[int]]:
         """Have what is cheap made again where that lowers the peak of memory; what came of it, by worker."""
         s, rows, offset = self.s, self.s.table.rows, self.s.emitter.offset
         homes = {offset + i: id(rows[i].storage) for i in tape.before if i in rows}
-        lasting = {offset + i for i in rows}
         told = recompute(tape, lasting, homes, self._lies, lambda: offset + s.emitter.temporary(), compiled)
         return {s.cluster.workers[worker].name: said for worker, said in told.items()}
+
+    def once(self, rows: Sequence[Row], base: int, lasting: set[int]) -> list[dict]:
+        """A worker's rows as definitions that are carried out once, with no random numbers but those they have."""
+        writer = _Writer({row.seq: row.seq - base for row in rows}, lasting, Seal(0, 0, "", "cudagraphs", [], -1, 0, False), {})
+        writer.write(rows)
+        return [{**part, "once": True} for part in writer.parts]
 
     def _together(self, tape: Tape, count: int) -> Define:
         """What says that so many all-reduces may be done as one, known to all of the tape's workers."""
@@ -417,7 +430,7 @@ class _Writer:
             self.parts.append(
                 {
                     "code": self._code, "randoms": self._randoms, "actions": self._actions, "backend": self.backend,
-                    "channels": [list(use) for use in first],
+                    "channels": [list(use) for use in first], "once": False,
                 }
             )  # fmt: skip
             self._code, self._randoms, self._actions = [], [], [[0, self._name]] if self._name else []

@@ -103,21 +103,27 @@ class Session:
         """Send what is written for workers, or hold it back for its uploads; the number of each one's last Run, once sent."""
         if not (self.held or self.uploads.awaited):
             self.emitter.forget()
-        rows = [(w, w.lives, *part) for w in self.cluster.workers for part in w.take()]
+        held = self.taken(base)
         if self.programs.tape is not None:
-            for worker, _, _, code in rows:
+            for worker, _, _, code in held.rows:
                 self.programs.take(worker.index, base, code)
-        self.emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
-        self.emitter.base = self.cluster.seq
-        held = Held(base, rows, {index: UNSENT for index in self.emitter.used}, self.programs.tape is not None)
         if self.uploads.awaited:
             self.held.append(held)
         else:
-            self._dispatch(held)
+            self.dispatch(held)
         return held.runs
 
-    def _dispatch(self, held: Held) -> None:
-        """To every worker in one go, so that all of them see what sessions exchange in the same order."""
+    def taken(self, base: int) -> Held:
+        """What is written for workers, no longer theirs."""
+        rows = [(w, w.lives, *part) for w in self.cluster.workers for part in w.take()]
+        self.emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
+        self.emitter.base = self.cluster.seq
+        return Held(base, rows, {index: UNSENT for index in self.emitter.used}, self.programs.tape is not None)
+
+    def dispatch(self, held: Held) -> None:
+        """To every worker in one go, so that all of them see what sessions exchange in the same order; or later."""
+        if self.programs.later.takes(held):
+            return
         self._unsent.clear()
         for worker, life, defines, code in held.rows:
             if worker.lost or worker.lives != life:
@@ -144,7 +150,7 @@ class Session:
     def _release(self) -> None:
         held, self.held = self.held, []
         for one in held:
-            self._dispatch(one)
+            self.dispatch(one)
         self.settle_batches()
 
     def discard(self) -> None:
@@ -272,6 +278,7 @@ class Session:
                 tensor.copies = {k: v for k, v in tensor.copies.items() if worker.index not in k.mesh.workers}
         self.unreported.append(cause)
         self.requests.fail_all(cause)
+        self.programs.later.let_go()
         self._release()  # planned with the old process in mind: peers must meet its end, not its successor
         self.settle_batches()
 
@@ -313,6 +320,7 @@ class Session:
 
     def close(self) -> None:
         """The client is gone: nothing of it stays on any worker."""
+        self.programs.later.drop()
         self.programs.discard()
         self.discard()
         self.switches = lambda worker: worker.switches  # type: ignore[assignment,return-value]  # freeing needs none

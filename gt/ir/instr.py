@@ -15,7 +15,9 @@ from typing import Any
 FREE = 0  # [FREE, n, ids...] (to workers: [FREE, seq, n, ids...])
 PARAM = 1  # from the client: [PARAM, id], a leaf that requires grad
 FORGET = 2  # to workers: [FORGET, seq, n, numbers...], definitions that are not named again
-RECORD = 3  # from the client: [RECORD, slot, n, ids...], what follows may become a program that takes these tensors
+# from the client: [RECORD, slot, how, n, ids...], what follows may become a program that takes these tensors. how: 0 to carry
+# it out as it comes; 1 when it is over, as one program with backend cudagraphs; 2 so, with cheap values made again
+RECORD = 3
 DISCARD = 4  # from the client: [DISCARD], what was recorded since does not
 LAUNCH = 5  # from the client: [LAUNCH, program, seed, counter]
 DROP = 6  # from the client: [DROP, program]
@@ -55,8 +57,8 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # A recorded stream, carried out at once. randoms: places in `code` of a seed and, after it, a counter, which is relative
     # to the one given. actions: [place, name] where an action of a schedule begins ("" for what is between two). A long one
     # is several. backend: one of BACKENDS. channels: [peer, offset, whether it sends] of those that all of it uses, with the
-    # first of several
-    "program": (("seed", "counter"), ("code", "randoms", "actions", "backend", "channels")),
+    # first of several. once: it is carried out once
+    "program": (("seed", "counter"), ("code", "randoms", "actions", "backend", "channels", "once")),
 }
 
 # What carries a program out: instructions one by one; what lies between communications compiled; that in CUDA graphs

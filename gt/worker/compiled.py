@@ -17,7 +17,7 @@ from gt.ir.instr import FREE
 from gt.worker.beside import Batch, Each, beside, together
 from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit, Recorder, Replays, Strictly
 from gt.worker.lives import Definition, lives, taken
-from gt.worker.segments import Known, Row, Wired, cut, known, runs, wire
+from gt.worker.segments import Known, Row, Wired, cut, known, lightens, runs, wire
 from gt.worker.steps import Step
 
 TRIES = 3  # times that a segment is compiled, since what it is given may come to lie otherwise
@@ -82,8 +82,22 @@ class Segment:
 class Plan:
     """The segments of one program on this worker. `report` may be called by any thread."""
 
-    def __init__(self, backend: str, engine: Engine, tensors: dict[int, Any], each: Each, fail: Fail, batch: Batch) -> None:
+    def __init__(
+        self,
+        backend: str,
+        engine: Engine,
+        tensors: dict[int, Any],
+        each: Each,
+        fail: Fail,
+        batch: Batch,
+        reached: Callable[[Callable[[], None]], None] | None = None,
+        once: bool = False,
+    ) -> None:
+        """reached: what compiles a segment when it is first come to, None to wait for the end of the first replay. once: there
+        is one replay, for which only segments are compiled that make much which ends within them.
+        """
         self.backend, self.why, self._batch = backend, "", batch
+        self._reached, self._once = reached, once
         self.segments: list[Segment] = []
         self.compiler: Compiler | None = None
         self._ready = False
@@ -126,6 +140,8 @@ class Plan:
         def step(code: list, at: int) -> None:
             if segment.compiled is None and self.compiler is not None:
                 segment.look(self.compiler)
+                if self._reached is not None and segment.seen is not None and (not self._once or lightens(segment.wired)):
+                    self._reached(partial(self._compile, segment))
             segment(code, at)
 
         return step
@@ -136,15 +152,19 @@ class Plan:
 
     def prepare(self) -> None:
         """Compile what can be, now that it is known what each segment is given."""
-        assert self.compiler is not None
         for segment in self.waiting:
-            segment.tries += 1
-            try:
-                segment.compiled = self.compiler.compile(segment.wired, segment.seen)
-            except Exception as error:
-                segment.why = _short(error)
-            segment.seen = None
+            self._compile(segment)
         self._ready = True
+
+    def _compile(self, segment: Segment) -> None:
+        assert self.compiler is not None
+        self._ready = True
+        segment.tries += 1
+        try:
+            segment.compiled = self.compiler.compile(segment.wired, segment.seen)
+        except Exception as error:
+            segment.why = _short(error)
+        segment.seen = None
 
     @property
     def records(self) -> bool:

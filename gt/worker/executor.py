@@ -121,9 +121,12 @@ class Executor:
             fold = partial(self._unfolded, straight)
         else:
             batch = self.worker.plane.batch
-            plan = Plan(define.payload["backend"], self._engine, self.tensors, self._each, self._fail_segment, batch)
-            self._plans[define.number] = plan
-            fold, prepare = partial(plan.fold, definition=self._definition), partial(self._prepare, plan)
+            once = define.payload["once"]
+            reached = self._reached if once or self._alone(define.payload) else None
+            args = self._engine, self.tensors, self._each, self._fail_segment, batch, reached, once
+            plan = self._plans[define.number] = Plan(define.payload["backend"], *args)
+            fold = partial(plan.fold, definition=self._definition)
+            prepare = _nothing if once else partial(self._prepare, plan)
         stamp = partial(self._stamp, define.number)
         rewind = self.worker.plane.rewind
         return program(define.payload, self._steps, self.tensors, self._play, stamp, fold, rewind, prepare)
@@ -197,6 +200,19 @@ class Executor:
                 self._compiling = False
         elif plan.records:
             plan.record(parts, code, randoms, self._definition, self._strictly, self._directs)
+
+    def _alone(self, payload: dict[str, Any]) -> bool:
+        """Whether no other worker waits for a message while this one compiles: then that is done where it is first needed."""
+        return payload["backend"] == "cudagraphs" and not payload["channels"] and not payload["actions"]
+
+    def _reached(self, compile: Callable[[], None]) -> None:
+        if self._strict:  # a device that records does not compile
+            return
+        self._compiling = True
+        try:
+            compile()
+        finally:
+            self._compiling = False
 
     def _strictly(self, rows: Sequence[Row]) -> Counted:
         """Carry out rows; where one fails, Unrecorded, and nobody is told: it is as if none had been carried out."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from gt.ir.instr import FREE, Define
+from gt.ir.spec import DTYPES
 from gt.worker.steps import Step
 
 Row = tuple[int, Step]  # place of an instruction in the code, and what to call with the place of its first operand
 LONGEST = 400  # ops of one segment: compiling takes longer than in proportion
+LIGHTER = 4
 SHORTEST = 2  # ops that compute; less is not worth a call into compiled code
 
 # Views whose constants say where in a tensor they lie. On what a segment is given they are made before it, so that the parts of
@@ -83,6 +86,21 @@ def known(define: Define | None, fits: Callable[[dict[str, Any]], bool]) -> Know
     # a view lies as its base makes it lie
     outs = [out if out[0] != "view" else [out[0], None, out[2]] for out in define.payload["outs"]]
     return Known(True, repr({**define.payload, "outs": outs}), not views(define.payload))
+
+
+def lightens(wired: Wired) -> bool:
+    """Whether much of what its ops make ends within it: compiled, most of that is never made."""
+    sizes = [_nbytes(out[1]) if out[0] == "new" else 0 for payload in wired.payloads for out in _made(payload)]
+    left = sum(sizes[n - wired.form.inputs] for n in wired.form.outputs if n >= wired.form.inputs)
+    return LIGHTER * (sum(sizes) - left) > sum(sizes)
+
+
+def _made(payload: dict[str, Any]) -> list:
+    return [out for out in payload["outs"] if out[0] in ("new", "view")]
+
+
+def _nbytes(spec: list) -> int:
+    return prod(spec[0]) * DTYPES[spec[3]][0]
 
 
 def views(payload: dict[str, Any]) -> bool:

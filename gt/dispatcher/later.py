@@ -1,0 +1,158 @@
+"""A recorded call as one program: what it would have workers do is held back until it is over, and is then carried out whole.
+
+Instruction by instruction a worker holds all that the backward pass will read. In a program values end at their last use, cheap
+ones are made again, and what is compiled never makes most of them. Where anything needs a result before the call is over, or
+the call cannot be a program, what was held back is sent as it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from gt.dispatcher.cluster import MOST as LONGEST
+from gt.dispatcher.cluster import Worker
+from gt.dispatcher.intake import CREDIT
+from gt.dispatcher.tape import Row, Tape
+from gt.errors import ProtocolError
+from gt.ir.instr import FORGET, FREE, Define
+
+if TYPE_CHECKING:
+    from gt.dispatcher.sessions import Held, Session
+
+MOST = CREDIT // 2  # batches: its client waits when it has no credit left
+APART = frozenset({"send", "recv", "merge", "fetch", "describe", "program"})  # what is not in such a program
+
+
+@dataclass(slots=True)
+class Ends:
+    """What becomes of a worker's tensors and definitions in a stream: those that are freed, those that are there then."""
+
+    freed: dict[int, None] = field(default_factory=dict)
+    made: dict[int, None] = field(default_factory=dict)
+    forgotten: list[int] = field(default_factory=list)
+
+    def pass_on(self, code: Sequence, defines: dict[int, Define]) -> list:
+        """Of a stream only the uploads: constants, which are there before a program."""
+        at = 0
+        left: list = []
+        while at < len(code):
+            if code[at] in (FREE, FORGET):
+                end = at + 3 + code[at + 2]
+                if code[at] == FORGET:
+                    self.forgotten += code[at + 3 : end]
+                for i in code[at + 3 : end] if code[at] == FREE else ():
+                    self.made.pop(i, None)
+                    self.freed[i] = None
+                at = end
+                continue
+            define = defines[code[at]]
+            end = at + 2 + define.operands
+            if define.kind == "upload":
+                left += code[at:end]
+            for i in Row(0, define, list(code[at + 2 : end])).ids()[1] if define.kind != "upload" else ():
+                self.freed.pop(i, None)
+                self.made[i] = None
+            at = end
+        return left
+
+
+class Later:
+    """What is held back of one session's recording; nothing unless `begin` was called."""
+
+    able = True  # where nothing is carried out there is nothing to hold back
+
+    def __init__(self, session: Session) -> None:
+        self.s = session
+        self.again = False  # whether cheap values are made again
+        self._held: list[Held] | None = None
+
+    @property
+    def holds(self) -> bool:
+        return self._held is not None
+
+    def begin(self, how: int) -> None:
+        """how: 0 for not at all, 1 to hold back what follows, 2 to have cheap values made again too."""
+        if how not in (0, 1, 2):
+            raise ProtocolError(f"Ops.code records in way {how!r:.40}, want 0, 1 or 2")
+        self._held = [] if how and self.able and not self.s.troubled else None
+        self.again = how > 1
+
+    def takes(self, held: Held) -> bool:
+        """Whether what would be sent is kept here."""
+        if self._held is None:
+            return False
+        self._held.append(held)
+        tape = self.s.programs.tape
+        unfit = tape is None or any(define.kind in APART for define in tape.defines.values())
+        if unfit or self.s.troubled or len(self.s.batches.pending) >= MOST:
+            self.let_go()
+        return True
+
+    def let_go(self) -> None:
+        """Send what is held back as it was written."""
+        held, self._held = self._held or [], None
+        for one in held:
+            self.s.dispatch(one)
+
+    def drop(self) -> None:
+        """The session is over."""
+        self._held = None
+
+    def end(self, tape: Tape) -> None:
+        """The recording is over, and all that was written is on its tape."""
+        held = self._held or []
+        if not held or not tape.code or self.s.troubled or self.s.stalled or not all(map(_plain, tape.code.values())):
+            self.let_go()
+            return
+        self._held = None
+        s, found = self.s, {worker.index: Ends() for worker in self.s.cluster.workers}
+        for one in held:
+            rows = [(w, life, defines, found[w.index].pass_on(code, tape.defines)) for w, life, defines, code in one.rows]
+            s.dispatch(replace(one, rows=[row for row in rows if row[2] or row[3]], runs={}))
+        last = self._program(tape, held[0].base, found)
+        s.dispatch(last)
+        for one in held:
+            one.runs.clear()
+            one.runs.update(last.runs)
+
+    def _program(self, tape: Tape, base: int, found: dict[int, Ends]) -> Held:
+        """What is left, as one program that is carried out once."""
+        s, emitter = self.s, self.s.emitter
+        code = {w: [row for row in rows if row.define.kind != "upload"] for w, rows in tape.code.items()}
+        copy = replace(tape, code=code, names={})
+        lasting = {i for ends in found.values() for i in ends.made}
+        if self.again:
+            s.programs.again(copy, lasting, True)
+        emitter.base = emitter.seq = base
+        for index, ends in found.items():
+            worker = s.cluster.workers[index]
+            for part in s.programs.once(copy.code.get(index, []), base, {*ends.made}):
+                if not worker.lost:
+                    emitter.write(worker, emitter.define("program", part), (-1, 0))
+            made = {i for row in code.get(index, ()) for i in row.ids()[1]}
+            _write(worker, FREE, [i for i in ends.freed if i not in made])
+            _write(worker, FORGET, ends.forgotten)
+        held = s.taken(base)
+        emitter.seq = emitter.base
+        return held
+
+
+def _write(worker: Worker, what: int, numbers: Sequence[int]) -> None:
+    for first in range(0, 0 if worker.lost else len(numbers), LONGEST):
+        some = numbers[first : first + LONGEST]
+        worker.code += (what, 0, len(some), *some)
+        worker.cut()
+
+
+def _plain(rows: Sequence[Row]) -> bool:
+    """Whether every name stands for one tensor."""
+    seen: set[int] = set()
+    for row in rows:
+        reads, makes = row.ids()
+        seen.update(reads)
+        if not seen.isdisjoint(makes):
+            return False
+        seen.update(makes)
+    return True
