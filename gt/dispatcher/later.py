@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from gt.dispatcher.cluster import MOST as LONGEST
 from gt.dispatcher.cluster import Worker
+from gt.dispatcher.depends import viewed
 from gt.dispatcher.intake import CREDIT
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ProtocolError
@@ -118,25 +119,56 @@ class Later:
             one.runs.update(last.runs)
 
     def _program(self, tape: Tape, base: int, found: dict[int, Ends]) -> Held:
-        """What is left, as one program that is carried out once."""
+        """What is left, as programs that are carried out once: what is placed by it, and then the call as any other."""
         s, emitter = self.s, self.s.emitter
-        code = {w: [row for row in rows if row.define.kind != "upload"] for w, rows in tape.code.items()}
-        copy = replace(tape, code=code, names={})
         lasting = {i for ends in found.values() for i in ends.made}
+        ahead: dict[int, list[Row]] = {}
+        copy = replace(tape, code={}, names={})
+        for index, rows in tape.code.items():
+            ahead[index], copy.code[index] = _parted(rows, lasting) if tape.first else ([], _but_uploads(rows))
         if self.again:
             s.programs.again(copy, lasting, True)
         emitter.base = emitter.seq = base
         for index, ends in found.items():
-            worker = s.cluster.workers[index]
-            for part in s.programs.once(copy.code.get(index, []), base, {*ends.made}):
-                if not worker.lost:
-                    emitter.write(worker, emitter.define("program", part), (-1, 0))
-            made = {i for row in code.get(index, ()) for i in row.ids()[1]}
-            _write(worker, FREE, [i for i in ends.freed if i not in made])
+            worker, rows = s.cluster.workers[index], copy.code.get(index, [])
+            taken = {i for row in rows for i in row.ids()[0]}
+            between = [i for row in ahead.get(index, ()) for i in row.ids()[1] if i in taken and i not in ends.made]
+            made = {i for row in tape.code.get(index, ()) for i in row.ids()[1]}
+            parts = s.programs.once(ahead.get(index, []), base, {*ends.made, *between})
+            for part in parts + s.programs.once(rows, base, {*ends.made}) if not worker.lost else ():
+                emitter.write(worker, emitter.define("program", part), (-1, 0))
+            _write(worker, FREE, [*between, *(i for i in ends.freed if i not in made)])
             _write(worker, FORGET, ends.forgotten)
         held = s.taken(base)
         emitter.seq = emitter.base
         return held
+
+
+def _but_uploads(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.define.kind != "upload"]
+
+
+def _parted(rows: Sequence[Row], lasting: set[int]) -> tuple[list[Row], list[Row]]:
+    """What only makes values that last out of nothing, weights that are placed where they are first used, and the rest: without
+    it the first call compiles as later ones do.
+    """
+    ready = {i for row in rows if row.define.kind == "upload" for i in row.ids()[1]}
+    ahead, rest = [], []
+    touched: set[int] = set()
+    roots: dict[int, int] = {}
+    for row in _but_uploads(rows):
+        reads, makes = row.ids()
+        views = viewed(row)
+        memory = [roots.get(i, i) for i in reads]
+        roots.update((i, memory[views[k]] if k in views else i) for k, i in enumerate(makes))
+        alone = row.define.kind == "op" and ready.issuperset(memory) and touched.isdisjoint(memory)
+        if alone and lasting.issuperset(makes):
+            ready.update(makes)
+            ahead.append(row)
+        else:
+            touched.update(memory, makes)
+            rest.append(row)
+    return ahead, rest
 
 
 def _write(worker: Worker, what: int, numbers: Sequence[int]) -> None:

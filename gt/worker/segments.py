@@ -17,7 +17,8 @@ from gt.worker.steps import Step
 
 Row = tuple[int, Step]  # place of an instruction in the code, and what to call with the place of its first operand
 LONGEST = 400  # ops of one segment: compiling takes longer than in proportion
-LIGHTER = 4
+LIGHTER = 4  # this part of what a segment makes ends within it, or it is not compiled for one replay
+LEFT = 64  # results of such a one at most: compiling takes longer for each
 SHORTEST = 2  # ops that compute; less is not worth a call into compiled code
 
 # Views whose constants say where in a tensor they lie. On what a segment is given they are made before it, so that the parts of
@@ -89,10 +90,10 @@ def known(define: Define | None, fits: Callable[[dict[str, Any]], bool]) -> Know
 
 
 def lightens(wired: Wired) -> bool:
-    """Whether much of what its ops make ends within it: compiled, most of that is never made."""
+    """Whether much of what its ops make ends within it, compiled, most of which is never made; and not too much is left."""
     sizes = [_nbytes(out[1]) if out[0] == "new" else 0 for payload in wired.payloads for out in _made(payload)]
     left = sum(sizes[n - wired.form.inputs] for n in wired.form.outputs if n >= wired.form.inputs)
-    return LIGHTER * (sum(sizes) - left) > sum(sizes)
+    return len(wired.form.outputs) <= LEFT and LIGHTER * (sum(sizes) - left) > sum(sizes)
 
 
 def _made(payload: dict[str, Any]) -> list:
