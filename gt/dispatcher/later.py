@@ -22,7 +22,7 @@ from gt.ir.instr import FORGET, FREE, Define
 if TYPE_CHECKING:
     from gt.dispatcher.sessions import Held, Session
 
-MOST = CREDIT // 2  # batches: its client waits when it has no credit left
+MOST = CREDIT * 3 // 4  # batches: its client waits when it has no credit left
 APART = frozenset({"send", "recv", "merge", "fetch", "describe", "program"})  # what is not in such a program
 
 
