@@ -93,7 +93,7 @@ def chain(length: int) -> tuple[Bench, Callable[[], None]]:
         last = 1 if n == 0 else 2 * n + 100
         code += [100, 2 * n, last, 1.001, 2 * n + 101, 101, 2 * n + 1, 2 * n + 101, 2, 2 * n + 102]
         code += [FREE, 2 * n + 1, 2, 2 * n + 101, last] if n else [FREE, 1, 1, 101]
-    payload = {"code": code, "randoms": [], "actions": [], "backend": "eager", "channels": []}
+    payload = {"code": code, "randoms": [], "actions": [], "backend": "eager", "channels": [], "once": False}
     rows = [Define(100 + n, "op", payload).wire() for n, payload in enumerate(defines)]
     bench.executor.define([*rows, Define(99, "program", payload).wire()])
     return bench, lambda: replay(bench)
@@ -148,7 +148,7 @@ def probed(names: list[str], ended: int, monkeypatch: pytest.MonkeyPatch, told: 
         rows.append(Define(100 + n, "op", op(name, [T(0)], 1, [new(x)])).wire())
         code += [100 + n, n, 2 if n == len(names) - 1 else 1 if n == 0 else 9 + n, 10 + n]
         code += [FREE, n, 1, ended] if n == len(names) - 2 and ended else []
-    payload = {"code": code, "randoms": [], "actions": [], "backend": "eager", "channels": []}
+    payload = {"code": code, "randoms": [], "actions": [], "backend": "eager", "channels": [], "once": False}
     bench.executor.define([*rows, Define(99, "program", payload).wire()])
     return bench
 
@@ -161,6 +161,21 @@ def test_what_it_is_at_is_known_by_its_line(monkeypatch: pytest.MonkeyPatch) -> 
     bench = probed(OPS, 0, monkeypatch, lambda func: seen.append((str(func), bench.executor.where())))
     replay(bench)
     assert seen == [("aten.neg.default", (12, 3, "op"))] and not bench.sent
+
+
+def test_a_worker_that_makes_code_of_a_program_is_not_taken_for_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, seen = Bench(), []
+    x = torch.ones(2)
+    bench.put(_1=x)
+    bench.do("op", op("aten.tanh.default", [T(0)], 1, [new(x)]), 1, 2)
+    assert bench.executor.where() == (0, 100, "op")
+    function = straight.Straight.function
+    monkeypatch.setattr(straight.Straight, "function", lambda *args: (seen.append(bench.executor.where()), function(*args))[1])
+    code = [part for n in range(4) for part in (bench.number, n, 1 + n, 2 + n)]
+    payload = {"code": code, "randoms": [], "actions": [], "backend": "eager", "channels": [], "once": False}
+    bench.do("program", payload, 0, 0)
+    assert seen == [(0, 100, "compile")]
+    assert bench.executor.where() == (0, 100, "program") and torch.equal(bench[5], x.tanh().tanh().tanh().tanh())
 
 
 def test_what_is_freed_is_gone_before_the_next_op(monkeypatch: pytest.MonkeyPatch) -> None:

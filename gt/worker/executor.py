@@ -129,7 +129,11 @@ class Executor:
             prepare = _nothing if once else partial(self._prepare, plan)
         stamp = partial(self._stamp, define.number)
         rewind = self.worker.plane.rewind
-        return program(define.payload, self._steps, self.tensors, self._play, stamp, fold, rewind, prepare)
+        self._compiling = True
+        try:
+            return program(define.payload, self._steps, self.tensors, self._play, stamp, fold, rewind, prepare)
+        finally:
+            self._compiling = False
 
     def _unfolded(self, straight: Straight, rows: list[Row], code: list) -> list[Row]:
         return straight.fold(together(rows, code, self._definition, self.worker.plane.batch, self._each)[0], code)
