@@ -39,6 +39,34 @@ def test_a_killed_worker_is_worker_lost_with_its_name(own):
     assert time.monotonic() - start < 2
 
 
+def test_a_worker_that_is_killed_while_a_call_is_held_back_is_told(own):
+    """What is held back for it is nobody's; what waits for it is told, and later calls are right."""
+    import gt
+
+    x, killed = gt.ones(4, 4), []
+    assert x.sum().item() == 16
+
+    def double(x):
+        y = x * 2
+        if not killed:
+            killed.extend(own[title] for title in ("gt.worker 0", "gt.worker 1"))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+        return y + 1
+
+    step = gt.compile(double, backend="cudagraphs")
+    with pytest.raises(gt.WorkerLost, match="is lost"):
+        step(x).sum().item()
+    deadline, found = time.monotonic() + 10, 0.0
+    while not found:
+        assert time.monotonic() < deadline
+        try:
+            found = step(gt.ones(3, 3)).sum().item()
+        except gt.WorkerLost:
+            continue
+    assert found == 27
+
+
 def test_killed_workers_are_started_again_and_serve_what_is_new(own):
     import gt
 
