@@ -59,9 +59,13 @@ def memory(
         found.join(tensor, firsts.setdefault(home, tensor))
     again: set[int] = set()
     older: set[int] = set()
+    shared: dict[int, dict[int, int]] = {}  # by definition, what it makes views of
     for n, row in enumerate(rows):
         reads, makes = row.ids()
-        views = viewed(row)
+        number = row.define.number
+        if number not in shared:
+            shared[number] = viewed(row)
+        views = shared[number]
         older.update(i for i in reads if i not in found.makers)
         if views and (len(views) < len(makes) or len(reads) != 1):
             again.update(makes)
@@ -74,26 +78,37 @@ def memory(
     found.older = {found.root(i) for i in older}
     found.kept = {found.root(i) for i in lasting if i in found.roots or i in found.makers}
     found.loose = {found.root(i) for i in again}
-    _count(found, worker, rows, ops, lies)
+    _count(found, worker, rows, ops, lies, shared)
     return found
 
 
-def _count(found: Memory, worker: int, rows: Sequence[Row], ops: dict[int, Planned], lies: Lies) -> None:
+def _count(
+    found: Memory, worker: int, rows: Sequence[Row], ops: dict[int, Planned], lies: Lies, shared: dict[int, dict[int, int]]
+) -> None:
     seen: dict[int, Look] = {}
+    known: dict[int, tuple[float, list[Look]]] = {}  # of an op's definition, which is of one size
     change = np.zeros(len(rows) + 1, np.int64)
     for n, row in enumerate(rows):
         reads, makes = row.ids()
-        ins, outs = looks(worker, row, seen, lies)
-        found.seconds.append(_seconds(row, ins, list(outs.values())))
-        for root in dict.fromkeys(found.root(i) for i in (*reads, *makes)):
+        number = row.define.number
+        if number in known:
+            seconds, outs = known[number]
+            seen.update(zip(makes, outs, strict=True))
+        else:
+            ins, made = looks(worker, row, seen, lies)
+            outs = list(made.values())
+            seconds = _seconds(row, ins, outs)
+            if row.define.kind == "op":
+                known[number] = seconds, outs
+        found.seconds.append(seconds)
+        for root in {found.root(i) for i in (*reads, *makes)}:
             found.touched[root].append(n)
         for k in written(row, ops):
             found.changed[found.root(reads[k])].append(n)
-        views = viewed(row)
+        views = shared[number]
         for k, i in enumerate(makes):
-            root = found.root(i)
-            if k not in views and root not in found.older:
-                nbytes = _nbytes(outs[i])
+            if k not in views and (root := found.root(i)) not in found.older:
+                nbytes = _nbytes(outs[k])
                 found.sizes[root] += nbytes
                 change[n] += nbytes
     for root, nbytes in found.sizes.items():
