@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,6 +128,39 @@ def test_a_captured_step_of_a_split_vocabulary_is_the_same(place: str, session: 
     got, want = (trained("remote", groups, True, capture, 5) for capture in (True, False))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def hooked(device: str, change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """Loss, and gradient of scores, those of log-probabilities being changed on their way."""
+    torch.manual_seed(1)
+    h, head, y = torch.randn(256, WIDTH), torch.randn(WIDTH, VOCABULARY), torch.randint(VOCABULARY, (256,))
+    head = nn.Parameter(head.to(device))
+    with gt.signal.context("a_colpar"):
+        scores = h.to(device) @ head
+    scores.retain_grad()
+    with gt.signal.context("a"):
+        logs = F.log_softmax(scores, -1)
+        logs.register_hook(change)
+        loss = F.nll_loss(logs, y.to(device))
+    loss.backward()
+    return [loss.detach().cpu(), scores.grad.cpu()]
+
+
+@pytest.mark.parametrize("change", [lambda g: g.mul_(2.0), lambda g: g * 3.0, lambda g: None], ids=["in place", "new", "not"])
+def test_a_gradient_that_a_hook_changes_has_its_own_sums(change: Callable, session: Callable[..., None]) -> None:
+    session(PLACES["tp2"][0])
+    for a, b in zip(hooked("remote", change), hooked("cpu", change), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-9)
+
+
+def test_nothing_is_left_of_a_step(session: Callable[..., None]) -> None:
+    session(PLACES["dp2tp2"][0])
+    held = []
+    for _ in range(3):
+        trained("remote", "aaa", True, steps=1)
+        gc.collect()
+        held.append([worker["live_tensors"] for worker in gt.stats()["workers"][:4]])
+    assert held[0] == held[1] == held[2]
 
 
 def in_schedule(schedule: str, groups: str) -> tuple[list[float], str]:

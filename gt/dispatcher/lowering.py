@@ -10,7 +10,7 @@ from gt.dispatcher.plan.localize import payload
 from gt.dispatcher.plan.losses import mean_backward
 from gt.dispatcher.plan.lower import parts_of, quotient, share, sums
 from gt.dispatcher.plan.redistribute import Order
-from gt.dispatcher.plan.vocabulary import LOWERINGS, Starts, embedding_backward
+from gt.dispatcher.plan.vocabulary import LOWERINGS, SUMS, Starts, embedding_backward
 from gt.dispatcher.tensors import Tensor
 from gt.ir.layout import Layout, Mesh, R
 
@@ -36,12 +36,20 @@ class Lowering:
         if known.name not in (*LOWERINGS, *LOOK_UPS) or known.values or known.given_outs:
             return False
         starts = self._planner.starts(known, origin, ins, mesh)
+        if known.name == "_log_softmax_backward_data" and (sums := self._sums(ins[0], mesh)) is not None:
+            ins, starts = [*ins, sums], [*starts, list(sums.layout.placements)]  # type: ignore[union-attr]
         key = ("lowered", mesh, self._table(known, starts, mesh), *map(tuple, starts))
         if key not in known.plans:
             known.plans[key] = self._parts(known, starts, mesh)
         if known.plans[key]:
             self._chain(known.plans[key], origin, ins, outs, mesh)
         return bool(known.plans[key])
+
+    def _sums(self, grad: Tensor, mesh: Mesh) -> Tensor | None:
+        """The sums of a gradient's rows, if they are known there and it is as it was then."""
+        version, sums = grad.sums or (-1, None)
+        there = sums is not None and sums.layout is not None and sums.layout.mesh == mesh
+        return sums if there and version == grad.storage.version else None
 
     def _table(self, known: Known, starts: Starts, mesh: Mesh) -> Layout | None:
         """How the table lies that is looked up, or whose gradient this is as far as is known."""
@@ -76,7 +84,11 @@ class Lowering:
                 self._planner.carry_out(part.known[0], plan, operands, (), made)
             else:
                 self._planner.anew(part.known[0], origin, operands, (), made)
-            self.s.mover.release([names[name] for name in dict.fromkeys((*part.ins, *part.outs)) if last.get(name) == n])
+            over = [names[name] for name in dict.fromkeys((*part.ins, *part.outs)) if last.get(name) == n and name != SUMS]
+            self.s.mover.release(over)
+        if SUMS in names:
+            made_by = rows[outs[0]]
+            made_by.sums = made_by.storage.version, rows.pop(names[SUMS])
 
     def _said(self, part: Part, mesh: Mesh) -> Plan:
         wants, makes = (tuple(self.s.intern(Layout(mesh, p)) for p in some) for some in (part.wants, part.makes))

@@ -255,6 +255,10 @@ class Mover:
         for layout, (_, copy) in (tensor.copies or {}).items():
             self.s.emitter.free(layout.mesh.workers, [copy])
         tensor.copies = None
+        if tensor.sums is not None:
+            sums, tensor.sums = tensor.sums[1], None
+            self.drop_copies(sums)
+            self.s.emitter.free(sums.layout.mesh.workers, [sums.id])  # type: ignore[union-attr]
 
     def release(self, ids: list[int]) -> None:
         """The client has freed these: copies go at once, a base only with its last view."""
@@ -264,7 +268,7 @@ class Mover:
             tensor = rows.get(i)
             if tensor is None or tensor.released:
                 continue
-            if tensor.copies:
+            if tensor.copies or tensor.sums:
                 self.drop_copies(tensor)
             tensor.released = True
             while tensor is not None and tensor.released and not tensor.children:

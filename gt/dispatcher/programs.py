@@ -93,7 +93,7 @@ class Programs:
 
     def _drop_copies(self) -> None:
         for tensor in self.s.table.rows.values():
-            if tensor.copies:
+            if tensor.copies or tensor.sums:
                 self.s.mover.drop_copies(tensor)
 
     def discard(self) -> None:

@@ -276,6 +276,7 @@ class Session:
                 tensor.storage.failed = cause
             if tensor.copies:
                 tensor.copies = {k: v for k, v in tensor.copies.items() if worker.index not in k.mesh.workers}
+            tensor.sums = None
         self.unreported.append(cause)
         self.requests.fail_all(cause)
         self.programs.later.let_go()

@@ -50,7 +50,7 @@ class Storage:
 class Tensor:
     """An id, what torch sees, and how it lies. `via` re-makes a view from `base` when its storage moves."""
 
-    __slots__ = ("base", "children", "copies", "id", "layout", "released", "spec", "storage", "via")
+    __slots__ = ("base", "children", "copies", "id", "layout", "released", "spec", "storage", "sums", "via")
 
     def __init__(self, tensor_id: int, spec: Spec | None, storage: Storage, layout: Layout | None) -> None:
         self.id, self.storage, self.layout = tensor_id, storage, layout
@@ -59,6 +59,7 @@ class Tensor:
         self.children = 0  # views made of this tensor that still live
         self.via: tuple[Known, tuple, int] | None = None  # (template, values, index among its outputs)
         self.copies: dict[Layout, tuple[int, int]] | None = None  # layout -> (storage version, id of the copy)
+        self.sums: tuple[int, Tensor] | None = None  # storage version -> the sums of its rows, which are in no table
         self.released = False  # freed by the client, kept for its live views
         storage.tensors[tensor_id] = self
 

@@ -45,10 +45,11 @@ class Chain:
     def operand(self, index: int, dtype: str = "") -> Value:
         """An operand of the whole op, made another dtype if it is not that."""
         spec = self.known.template.ins[index]
-        value = Value(index, spec)
-        return value if dtype in ("", spec.dtype) else self._cast(value, dtype)
+        return self.cast(Value(index, spec), dtype or spec.dtype)
 
-    def _cast(self, value: Value, dtype: str) -> Value:
+    def cast(self, value: Value, dtype: str) -> Value:
+        if dtype == value.spec.dtype:
+            return value
         out = dense(value.spec.shape, retyped(value.spec, dtype))
         return self.op("_to_copy.default", value, out=out, dtype=Const("dtype", dtype))
 
@@ -63,9 +64,9 @@ class Chain:
         """The next op, whose operands lie so, and what it makes as well if not otherwise said."""
         return self.each(name, [args], out, where, where if makes is None else makes)
 
-    def each(self, name: str, each: Sequence[tuple], out: Spec, where: Placements, makes: Placements) -> Value:
+    def each(self, name: str, each: Sequence[tuple], out: Spec, where: Placements, makes: Placements, **kwargs: Any) -> Value:
         """The next op, with arguments for each worker of the mesh."""
-        knowns = tuple(Known(template(name, args, out, True, {})) for args in each)
+        knowns = tuple(Known(template(name, args, out, True, kwargs)) for args in each)
         return self._add(knowns, each[0], out, (where,) * knowns[0].tensors, (makes,))
 
     def _add(self, known: tuple[Known, ...], args: tuple, out: Spec, wants: tuple = (), makes: tuple = ()) -> Value:
@@ -78,8 +79,7 @@ class Chain:
         """All parts; the last, cast if need be, makes the whole op's output."""
         made = self.known.template.outs[0].spec
         assert made is not None
-        if last.spec.dtype != made.dtype:
-            self._cast(last, made.dtype)
+        self.cast(last, made.dtype)
         part = self.parts[-1]
         old = part.known[0]
         t = old.template

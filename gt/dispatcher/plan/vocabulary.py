@@ -18,11 +18,12 @@ from gt.dispatcher.plan.localize import dense
 from gt.dispatcher.plan.lower import MEAN, SUM, quotient
 from gt.ir.layout import Layout, Mesh, P, R, Shard, boxes, local_shape
 from gt.ir.spec import Spec, contiguous
-from gt.ir.template import Template
+from gt.ir.template import Const, Out, Template
 
 HALF = ("float16", "bfloat16")
 NOBODY = -(1 << 31) + 2  # stands for a label that is another worker's
 FAR = (1 << 31) - 1  # beyond every label
+SUMS = "sums of rows"  # of a gradient, which a chain makes besides: the softmax behind need not add it up
 Starts = Sequence[Sequence[Place]]
 
 
@@ -96,13 +97,20 @@ def softmax(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
 
 
 def softmax_backward(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
-    """Operands: gradient, result. grad - exp(result) * sum(grad); of softmax g - result * sum(g), g being grad * result."""
+    """Operands: gradient, result. grad - exp(result) * sum(grad); of softmax g - result * sum(g), g being grad * result.
+
+    With a third start, of log_softmax: where the sums of the gradient's rows lie, which are known.
+    """
     ins = known.template.ins
     if not ins[0].shape or ins[0].shape != ins[1].shape:
         return None
     dims = [known.arg(2) % len(ins[0].shape)]
-    splits = [s for s in (Split(spec, dims[0], start, mesh) for spec, start in zip(ins, starts, strict=True)) if s.axes]
-    if not splits or not all(s.plain for s in splits) or splits[0].staying(1, 4) >= sum(s.gathering(1.5) for s in splits):
+    splits = [s for s in (Split(spec, dims[0], start, mesh) for spec, start in zip(ins, starts)) if s.axes]
+    if (
+        not splits
+        or not all(s.plain for s in splits)
+        or splits[0].staying(len(starts) < 3, 4) >= sum(s.gathering(1.5) for s in splits)
+    ):
         return None
     chain, wide = Chain(known), _wide(*ins)
     full, rows = _like(ins[1], wide), _reduced(ins[1], dims, wide)
@@ -111,7 +119,10 @@ def softmax_backward(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | N
         grad = chain.op("mul.Tensor", grad, made, out=full)
     else:
         made = chain.op("exp.default", made, out=full)
-    total = chain.op("sum.dim_IntList", grad, dims, True, out=rows, pointwise=False)
+    if len(starts) > 2:
+        total = chain.cast(Value(2, retyped(rows, ins[0].dtype)), wide)
+    else:
+        total = chain.op("sum.dim_IntList", grad, dims, True, out=rows, pointwise=False)
     return chain.end(chain.op("addcmul.default", grad, made, total, out=full, value=-1))
 
 
@@ -233,12 +244,29 @@ def nll_loss_backward(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | 
     chain, (skipped, mark) = Chain(known), _marked(known.arg(5))
     rows = _as(laid, rows=Shard(0))
     own = _own(chain, 2, split, rows, skipped, mark)
-    local = Known(Template(t.op, (*t.args[:5], mark, *t.args[6:]), t.kwargs, (*t.ins[:2], own.spec, *t.ins[3:]), 0, t.outs, ()))
     made = _as(laid, rows=Shard(0), classes=Shard(dim))
     grad = rows if t.ins[0].shape else _as(laid)
-    weights = [_as(laid, classes=Shard(0))] * (known.tensors - 4)
-    ins = (0, 1, own.name, *range(3, known.tensors))
-    chain.parts.append(Part((local,), ins, (-1,), (grad, made, rows, *weights, _as(laid)), (made,)))
+    wants = (grad, made, rows, *[_as(laid, classes=Shard(0))] * (known.tensors - 4), _as(laid))
+
+    def gradient(scores: Value, labels: Value, out: Spec, name: int | str, lies: Placements) -> Part:
+        ins = (t.ins[0], scores.spec, labels.spec, *t.ins[3:])
+        local = Known(Template(t.op, (*t.args[:5], mark, *t.args[6:]), t.kwargs, ins, 0, (Out("new", out),), ()))
+        names = (0, scores.name, labels.name, *range(3, known.tensors))
+        return Part((local,), names, (name,), (wants[0], lies, *wants[2:]), (lies,))
+
+    out = t.outs[0].spec
+    assert out is not None
+    if known.tensors == 4:  # all classes have one weight: a row's sum is the gradient of a row that has one class
+        labels, one = chain.operand(2), _reduced(out, [dim], out.dtype)
+        zeros = chain.lying("mul.Scalar", labels, 0, out=own.spec, where=rows)
+        skip = chain.lying("eq.Scalar", labels, known.arg(5), out=_like(own.spec, "bool"), where=rows)
+        first = chain.lying("masked_fill.Scalar", zeros, skip, mark, out=own.spec, where=rows)
+        flat = chain.each(
+            "_to_copy.default", [(labels,)], _like(own.spec, out.dtype), rows, rows, dtype=Const("dtype", out.dtype)
+        )
+        scores = chain.lying("_unsafe_view.default", flat, list(one.shape), out=one, where=rows)
+        chain.parts.append(gradient(scores, first, one, SUMS, rows))
+    chain.parts.append(gradient(Value(1, t.ins[1]), own, out, -1, made))
     return chain.parts
 
 
