@@ -70,7 +70,7 @@ def compile(
     says why.
 
     recompute: whether values that are cheap to make (activations, norms, casts) are made again for the backward pass rather
-    than kept, where that lowers the peak of memory; None: with "cudagraphs".
+    than kept, where that lowers the peak of memory; None: with "cudagraphs" those that save much for their time.
     """
     if fn is None:
         return functools.partial(compile, schedule=schedule, backend=backend, recompute=recompute)
@@ -263,9 +263,9 @@ class Compiled:
                 recorder.code.extend((FREE, len(ended), *ended))
         return results if program is None else program.take()
 
-    def _again(self) -> bool:
-        """Whether cheap values are made again."""
-        return (self.backend or runtime.Live.backend) == "cudagraphs" if self.recompute is None else self.recompute
+    def _again(self) -> int:
+        """Which cheap values are made again: see Seal.recompute."""
+        return int((self.backend or runtime.Live.backend) == "cudagraphs") if self.recompute is None else 2 * self.recompute
 
     def _how(self) -> int:
         """How a call is carried out that is recorded: see ir.instr.RECORD. What a schedule needs is measured op by op."""

@@ -66,7 +66,7 @@ class Later:
 
     def __init__(self, session: Session) -> None:
         self.s = session
-        self.again = False  # whether cheap values are made again
+        self.again = 0  # which cheap values are made again: as Seal.recompute
         self._held: list[Held] | None = None
 
     @property
@@ -74,11 +74,11 @@ class Later:
         return self._held is not None
 
     def begin(self, how: int) -> None:
-        """how: 0 for not at all, 1 to hold back what follows, 2 to have cheap values made again too."""
-        if how not in (0, 1, 2):
-            raise ProtocolError(f"Ops.code records in way {how!r:.40}, want 0, 1 or 2")
+        """how: 0 for not at all, 1 to hold back what follows, more to have cheap values made again too."""
+        if how not in (0, 1, 2, 3):
+            raise ProtocolError(f"Ops.code records in way {how!r:.40}, want 0, 1, 2 or 3")
         self._held = [] if how and self.able and not self.s.troubled else None
-        self.again = how > 1
+        self.again = max(0, how - 1)
 
     def takes(self, held: Held) -> bool:
         """Whether what would be sent is kept here."""
@@ -127,7 +127,7 @@ class Later:
         for index, rows in tape.code.items():
             ahead[index], copy.code[index] = _parted(rows, lasting) if tape.first else ([], _but_uploads(rows))
         if self.again:
-            s.programs.again(copy, lasting, True)
+            s.programs.again(copy, lasting, True, self.again)
         emitter.base = emitter.seq = base
         for index, ends in found.items():
             worker, rows = s.cluster.workers[index], copy.code.get(index, [])

@@ -16,7 +16,7 @@ from gt.dispatcher.arrange import arrange
 from gt.dispatcher.early import early
 from gt.dispatcher.failures import Cause, Launched, Planned
 from gt.dispatcher.later import Later
-from gt.dispatcher.recompute import recompute
+from gt.dispatcher.recompute import BOUNDS, recompute
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, FORGET, FREE, Define
@@ -151,6 +151,8 @@ class Programs:
             raise ProtocolError(f"Seal.program is {number}, which there is already, or one of more than {MOST}")
         if message.backend not in BACKENDS:
             raise ProtocolError(f"Seal.backend is {message.backend!r:.40}, want one of {', '.join(BACKENDS)}")
+        if message.recompute not in (0, *BOUNDS):
+            raise ProtocolError(f"Seal.recompute is {message.recompute!r:.40}, want 0, 1 or 2")
         pairs = _pairs(message.carried, s.table.rows)
         self.later.end(tape)
         why = self._prevents(tape, pairs)
@@ -163,18 +165,18 @@ class Programs:
             if not order or order["why"]:
                 early(tape, cache(lambda count: self._together(tape, count)))
             lasting = {s.emitter.offset + i for i in s.table.rows}
-            again = self.again(tape, lasting, message.backend != "eager") if message.recompute else {}
+            again = self.again(tape, lasting, message.backend != "eager", message.recompute) if message.recompute else {}
             self._make(tape, pairs, message)
             self.all[message.program].order = order
         s.cut()
         counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order, "recomputed": again}
 
-    def again(self, tape: Tape, lasting: set[int], compiled: bool) -> dict[str, list[int]]:
+    def again(self, tape: Tape, lasting: set[int], compiled: bool, much: int) -> dict[str, list[int]]:
         """Have what is cheap made again where that lowers the peak of memory; what came of it, by worker."""
         s, rows, offset = self.s, self.s.table.rows, self.s.emitter.offset
         homes = {offset + i: id(rows[i].storage) for i in tape.before if i in rows}
-        told = recompute(tape, lasting, homes, self._lies, lambda: offset + s.emitter.temporary(), compiled)
+        told = recompute(tape, lasting, homes, self._lies, lambda: offset + s.emitter.temporary(), compiled, BOUNDS[much])
         return {s.cluster.workers[worker].name: said for worker, said in told.items()}
 
     def once(self, rows: Sequence[Row], base: int, lasting: set[int]) -> list[dict]:

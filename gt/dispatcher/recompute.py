@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,33 +22,39 @@ from gt.dispatcher.stagecosts import Lies
 from gt.dispatcher.tape import Row, Tape
 from gt.ir.ops import GT_OPS, RANDOM
 
-SHARE = 0.03  # of the step's nominal time, in which nothing is fused: what is made again is, with what reads the same
 WORTH = 0.98  # of the peak: less is not worth the time
 SMALL = 4096  # a value that is a smaller part of the peak is kept
 MOST = 2048  # values that are looked at
 DEEP = 6  # ops that are done again for one value
 FAR = 400  # ops that are compiled as one at most
-# Beside pointwise ops; each reads what it is given a few times, and no more.
-CHEAP = frozenset(
-    f"aten.{name}"
-    for name in ("native_layer_norm.default", "native_group_norm.default", "_fused_rms_norm.default", "_to_copy.default")
-)
+# Beside pointwise ops, with what they take in a compiled step, in parts of nominal time: a norm is a pass of its own, that what
+# reads it cannot be one with (on an H200 32 us for 50 MB; a GELU that its backward pass is fused with, 19 us for 200 MB)
+CHEAP = {
+    "aten._to_copy.default": 1.0,
+    **dict.fromkeys(("aten.native_layer_norm.default", "aten.native_group_norm.default", "aten._fused_rms_norm.default"), 3.0),
+}
 
 
 def recompute(
-    tape: Tape, lasting: Iterable[int], homes: Mapping[int, object], lies: Lies, fresh: Callable[[], int], compiled: bool
+    tape: Tape,
+    lasting: Iterable[int],
+    homes: Mapping[int, object],
+    lies: Lies,
+    fresh: Callable[[], int],
+    compiled: bool,
+    bounds: Bounds,
 ) -> dict[int, list[int]]:
     """Change the rows of a tape; by worker: how many values are made again, bytes at most before, and then.
 
     lasting: ids that are there afterwards. homes: by what tensors from before share memory. fresh: a new id. compiled: whether
-    what lies between two things that only an instruction does is a compiler's to order.
+    what lies between two things that only an instruction does is a compiler's to order. bounds: of what it may cost.
     """
     ops, told = {row.seq: row for row in tape.journal}, {}
     for worker, code in tape.code.items():
         rows = [row for row in code if row.define.kind != "upload"]  # constants: they are there before a replay
         found = memory(worker, rows, ops, lasting, homes, lies)
         before = int(found.alive.max(initial=0))
-        plan = Plan(rows, ops, found, compiled)
+        plan = Plan(rows, ops, found, compiled, bounds)
         plan.choose()
         pairs = list(plan.written(fresh)) if plan.gaps else []
         new = [row for row, _ in pairs]
@@ -67,6 +74,19 @@ def _name(pairs: Iterable[tuple[Row, Row]], names: dict[int, str]) -> None:
             names.pop(id(row), None)  # of a row that is gone and lay where this does
         else:
             names[id(row)] = name
+
+
+class Bounds(NamedTuple):
+    """share: of the step's nominal time, as if nothing was fused, that it may take. gain: parts of the peak that a value
+    has to save for each part of that time.
+    """
+
+    share: float
+    gain: float
+
+
+# as Seal.recompute asks for it; of GPT-2's values a GELU saves 7 parts of the peak for its time, a layer norm 2.3
+BOUNDS = {1: Bounds(0.03, 4.0), 2: Bounds(0.1, 0.0)}
 
 
 @dataclass(slots=True)
@@ -92,10 +112,12 @@ class Plan:
     ops: dict[int, Planned]
     memory: Memory
     compiled: bool
+    bounds: Bounds
     gaps: dict[int, tuple[int, int]] = field(default_factory=dict)
     copies: dict[int, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._total = sum(self.memory.seconds)
         self._borders = list(accumulate((_border(row) for row in self.rows), initial=0))
 
     # ---- what can be
@@ -158,14 +180,17 @@ class Plan:
             return None
         makers = {found.touched[one][0] for one in chain}
         made = sum(found.sizes[one] for one in {found.root(i) for n in makers for i in self.rows[n].ids()[1]})
-        return Again(root, last, first, chain, sum(found.seconds[n] for n in makers), made - found.sizes[root])
+        seconds = sum(found.seconds[n] * CHEAP.get(self.rows[n].define.payload["op"], 1.0) for n in makers)
+        if found.sizes[root] * self._total < self.bounds.gain * seconds * found.alive.max():
+            return None
+        return Again(root, last, first, chain, seconds, made - found.sizes[root])
 
     # ---- what is
 
     def choose(self) -> None:
         """The best of what is not used at the peak, until nothing lowers that."""
         found = self.memory
-        alive, left = found.alive.copy(), SHARE * sum(found.seconds)
+        alive, left = found.alive.copy(), self.bounds.share * self._total
         best = int(alive.max(initial=0))
         some, useful = self._candidates(best), 0
         steps: list[Again] = []

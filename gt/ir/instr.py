@@ -16,7 +16,8 @@ FREE = 0  # [FREE, n, ids...] (to workers: [FREE, seq, n, ids...])
 PARAM = 1  # from the client: [PARAM, id], a leaf that requires grad
 FORGET = 2  # to workers: [FORGET, seq, n, numbers...], definitions that are not named again
 # from the client: [RECORD, slot, how, n, ids...], what follows may become a program that takes these tensors. how: 0 to carry
-# it out as it comes; 1 when it is over, as one program with backend cudagraphs; 2 so, with cheap values made again
+# it out as it comes; 1 when it is over, as one program with backend cudagraphs; 2, 3 so, with cheap values made
+# again, as 1 and 2 of Seal.recompute
 RECORD = 3
 DISCARD = 4  # from the client: [DISCARD], what was recorded since does not
 LAUNCH = 5  # from the client: [LAUNCH, program, seed, counter]

@@ -83,7 +83,8 @@ class Seal(Message):
 
     schedule: name of the order in which micro-batches pass the stages, "" for that of the calls. backend: of ir.instr.BACKENDS.
     carried: [[read, made], ...]: the next replay reads what this one made. seed, counter: of random numbers when it began.
-    recompute: whether cheap values are made again rather than kept where that lowers the peak of memory.
+    recompute: whether cheap values are made again rather than kept where that lowers the peak of memory: 0 none, 1 those that
+    save much for their time, 2 all.
     Report.body: {"why": "" or what prevents it, "ops": how many it has, "instructions": by worker, "schedule": what came of
     it, {} without one, "recomputed": by worker, how many values are made again, bytes it makes at most before and then}.
     """
@@ -95,7 +96,7 @@ class Seal(Message):
     carried: list
     seed: int
     counter: int
-    recompute: bool
+    recompute: int
 
 
 @dataclass(frozen=True, slots=True)
