@@ -17,7 +17,8 @@ from test_compile_graphs import Played
 from torch import nn
 
 import gt
-from gt.dispatcher.later import Later
+from gt.client import runtime
+from gt.dispatcher.later import MOST, Later
 from gt.errors import CaptureError, OpFailed, SystemFailure
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.graphs import Graphs
@@ -350,3 +351,21 @@ def test_the_first_call_compiles_what_later_ones_do(connect: Callable, graphs: l
     trained(counted, size=64)
     first, second, third = counts[:3]
     assert first >= 3 and second - first <= 2 and third == second == counts[-1], counts
+
+
+def test_a_call_that_takes_long_to_record_is_carried_out_whole(connect: Callable[..., None], ways: list[str]) -> None:
+    """Other programs' ops are handed over whenever the user pauses, which makes more batches than are held back."""
+    connect()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(MOST + 10):
+            x = x * 1.001
+            runtime.current().idle()  # as the link's thread does every few milliseconds
+        return x
+
+    x = torch.rand(5, 3)
+    got = WHOLE(step)(x.to("remote")).cpu()
+    assert ways == ["whole"]
+    for _ in range(MOST + 10):
+        x = x * 1.001
+    assert torch.equal(got, x)

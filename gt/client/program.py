@@ -235,9 +235,10 @@ class Compiled:
         names: dict[int, Any] = {tensor._ref.id: path for path, tensor in reversed(list(entry.tensors()))}
         names.update({t._ref.id: f"argument {k}" for k, t in enumerate(taken) if isinstance(t, RemoteTensor)})
         recorder.flush()
-        recorder.code.extend((RECORD, self._slot, self._how(), len(inputs), *[t._ref.id for t in inputs.values()]))
+        how = self._how()
+        recorder.code.extend((RECORD, self._slot, how, len(inputs), *[t._ref.id for t in inputs.values()]))
         recorder.flush()
-        tape = Tape(recorder, runtime.Live.origins, random.initial_seed(), random._State.counter)
+        tape = Tape(recorder, runtime.Live.origins, random.initial_seed(), random._State.counter, how > 0)
         recorder.tape = tape
         draws = Draws()
         kept = False

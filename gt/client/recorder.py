@@ -89,6 +89,8 @@ class Recorder:
 
     def idle(self) -> None:
         """From the session's I/O thread: hand over what has been lying here; never waits."""
+        if self.tape is not None and self.tape.late:
+            return  # nobody begins with it: whole batches are fewer to hold back
         ended = self.lives.ended and not self.session.waiting
         if not (self.code or ended) or not self._lock.acquire(blocking=False):
             return

@@ -47,12 +47,16 @@ class Difference:
 
 @dataclass
 class Tape:
-    """Takes what the recorder hands over, from the first op of a call to its last. seed, counter: random state before."""
+    """Takes what the recorder hands over, from the first op of a call to its last. seed, counter: random state before.
+
+    late: whether nothing of it is carried out before its end.
+    """
 
     recorder: Recorder
     origins: Origins
     seed: int
     counter: int
+    late: bool = False
     first: int = 0  # ids of tensors made in the call start here
     ops: list[Op] = field(default_factory=list)
     prevents: list[Difference] = field(default_factory=list)
