@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "gpt2"), str(ROOT / "benchmarks")]
-BLOCK, LEAST = 0.5, 16  # seconds and number of steps, at least, that are waited for together
+BLOCK = 1.0  # seconds of steps that are waited for together: waiting takes some milliseconds
 STEPS = 4  # whose losses are compared, from the first
 NOISE = 2e-3  # relative: what bf16 may do to a loss in so many steps, by another order of sums
 Row = dict[str, Any]
@@ -74,7 +74,7 @@ def timed(
         return (time.perf_counter() - start) / count * 1e3
 
     alone = statistics.median(block(1) for _ in range(10))
-    count = agree(max(LEAST, int(BLOCK / alone * 1e3)))
+    count = agree(max(4, int(BLOCK / alone * 1e3)))
     blocks = agree(max(3, int(seconds / (count * alone / 1e3))))
     return statistics.median(block(count) for _ in range(blocks)), alone
 
