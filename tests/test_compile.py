@@ -542,3 +542,40 @@ def test_an_op_that_fails_in_a_replay_is_named_and_what_it_wrote_is_not_trusted(
         total.tolist()
     total.zero_()  # a fresh value heals
     assert step(torch.tensor(1)).tolist() == [1.0, 1.0] and step(torch.tensor(2)).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.usefixtures("one")
+def test_a_program_that_ends_while_another_call_is_recorded() -> None:
+    """One in a cycle does so when that is collected, which recording does."""
+    w = torch.ones(4, device="remote")
+    for turn in range(3):
+
+        @gt.compile
+        def first(x: torch.Tensor, turn: int = turn) -> torch.Tensor:
+            return x * w + turn
+
+        first.me = first
+        for _ in range(3):
+            first(torch.ones(4))
+        assert len(first._programs) == 1, first.explain()
+        del first
+        second = gt.compile(lambda x: (x * w * 3).sum())
+        assert [second(torch.ones(4)).item() for _ in range(4)] == [12.0] * 4
+        assert len(second._programs) == 1, second.explain()
+
+
+@pytest.mark.usefixtures("one")
+def test_an_interrupt_before_the_call_begins_leaves_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gt.client import program
+
+    class Interrupted(program.Draws):
+        def __init__(self) -> None:
+            raise KeyboardInterrupt
+
+    x = torch.ones(4, device="remote")
+    step = gt.compile(lambda x: x * 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "Draws", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(x)
+    assert [step(x).sum().item() for _ in range(3)] == [8.0] * 3

@@ -369,3 +369,14 @@ def test_a_call_that_takes_long_to_record_is_carried_out_whole(connect: Callable
     for _ in range(MOST + 10):
         x = x * 1.001
     assert torch.equal(got, x)
+
+
+def test_a_large_argument_is_placed_before_the_call(connect: Callable[..., None], ways: list[str]) -> None:
+    """Its bytes come when the call is being recorded: what waits for them was written before it."""
+    connect()
+    w = torch.ones(400, device="remote")
+    step = WHOLE(lambda x: (x * w + 1).sum())
+    for k in range(5):
+        x = torch.full((400, 400), float(k))
+        assert step(x).item() == (x + 1).sum().item()
+    assert ways[0] == "whole" and step._programs[0].replays, step.explain()

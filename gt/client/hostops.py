@@ -63,8 +63,7 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
     recorder = runtime.current()
     if recorder.tape is not None:
         recorder.tape.refuse_fetch(tensor)
-    if recorder.code:  # what has ended can wait for the next batch
-        recorder.flush()
+    recorder.settle()
     recorder.fetches += 1
     shape, dtype, data = recorder.session.fetch(tensor._ref.id)
     kind = getattr(torch, dtype)

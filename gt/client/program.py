@@ -235,14 +235,12 @@ class Compiled:
         names: dict[int, Any] = {tensor._ref.id: path for path, tensor in reversed(list(entry.tensors()))}
         names.update({t._ref.id: f"argument {k}" for k, t in enumerate(taken) if isinstance(t, RemoteTensor)})
         recorder.flush()
-        how = self._how()
+        how, draws, kept = self._how(), Draws(), False
         recorder.code.extend((RECORD, self._slot, how, len(inputs), *[t._ref.id for t in inputs.values()]))
         recorder.flush()
         tape = Tape(recorder, runtime.Live.origins, random.initial_seed(), random._State.counter, how > 0)
-        recorder.tape = tape
-        draws = Draws()
-        kept = False
         try:
+            recorder.tape = tape
             args, kwargs = tree_unflatten(taken, tree)
             results = tree_map(detached, self.fn(*args, **kwargs))
             del args, kwargs

@@ -78,6 +78,11 @@ class Recorder:
         with uninterrupted(), self._lock:
             self._hand_over()
 
+    def settle(self) -> None:
+        """Have all ops handed over; what has ended can wait for the next batch."""
+        if self.code or self._lock.locked():  # in this order: the I/O thread takes the code before it has handed it over
+            self.flush()
+
     def release(self) -> None:
         """Have what has ended freed before the next op, which makes a large value, not when this batch is over."""
         with uninterrupted(), self._lock:
@@ -89,7 +94,8 @@ class Recorder:
 
     def idle(self) -> None:
         """From the session's I/O thread: hand over what has been lying here; never waits."""
-        if self.tape is not None and self.tape.late:
+        tape = self.tape
+        if tape is not None and tape.late:
             return  # nobody begins with it: whole batches are fewer to hold back
         ended = self.lives.ended and not self.session.waiting
         if not (self.code or ended) or not self._lock.acquire(blocking=False):

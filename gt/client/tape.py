@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gt.errors import CaptureError
-from gt.ir.instr import FIRST, FREE, PARAM
+from gt.ir.instr import DROP, FIRST, FREE, PARAM
 from gt.ir.ops import RANDOM
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Tape:
         while at < len(code):
             number = code[at]
             if number < FIRST:
-                at += 2 + code[at + 1] if number == FREE else 2 if number == PARAM else 1
+                at += 2 + code[at + 1] if number == FREE else 2 if number in (PARAM, DROP) else 1
                 continue
             template = templates[number]
             one = at + 2

@@ -82,7 +82,7 @@ class Later:
 
     def takes(self, held: Held) -> bool:
         """Whether what would be sent is kept here."""
-        if self._held is None:
+        if self._held is None or not held.timed:  # written before the recording, and sent now that its uploads are here
             return False
         self._held.append(held)
         tape = self.s.programs.tape
