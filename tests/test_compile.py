@@ -548,7 +548,7 @@ def test_an_op_that_fails_in_a_replay_is_named_and_what_it_wrote_is_not_trusted(
 def test_a_program_that_ends_while_another_call_is_recorded() -> None:
     """One in a cycle does so when that is collected, which recording does."""
     w = torch.ones(4, device="remote")
-    for turn in range(3):
+    for turn in range(12):  # programs have numbers, which are also those of other things
 
         @gt.compile
         def first(x: torch.Tensor, turn: int = turn) -> torch.Tensor:
