@@ -80,10 +80,10 @@ def carry_out(index, plane, order):
     for number, (source, target, size) in enumerate(order):
         data = random.Random(number).randbytes(size)
         if source == index:
-            plane.send(planes.channel(target, channel_class(source, target) * 4096), data)
+            plane.send(planes.channel(target, channel_class(source, target) * 8192), data)
         elif target == index:
             into = bytearray(size)
-            plane.recv(planes.channel(source, channel_class(source, target) * 4096), into)
+            plane.recv(planes.channel(source, channel_class(source, target) * 8192), into)
             assert into == data, f"message {number} of {size} bytes"
 
 
