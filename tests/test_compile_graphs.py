@@ -85,7 +85,7 @@ class Played:
     def aside(self, run: Callable[[], None]) -> None:
         run()
 
-    def join(self) -> None:
+    def join(self, count: int) -> None:
         pass
 
     def mark(self) -> list[int] | None:
@@ -444,6 +444,8 @@ class Stream:
 
     def wait_stream(self, other: Any) -> None:
         Stream.waits.append((self, other))
+
+    def record_event(self) -> None: ...
 
 
 @pytest.fixture

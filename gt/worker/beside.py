@@ -25,10 +25,10 @@ class Aside(Protocol):
     """What puts work on the other stream."""
 
     def aside(self, step: Step, ids: Sequence[int], name: str) -> Step:
-        """The step, done there; what these ids stand for stays until `join`."""
+        """The step, done there; what these ids stand for stays until it is joined."""
 
-    def join(self, code: list, at: int) -> None:
-        """A step: what follows waits for all that was put there."""
+    def join(self, count: int) -> Step:
+        """What follows waits for the first `count` of them."""
 
 
 def together(
@@ -79,28 +79,35 @@ def beside(
     none for a mark.
     """
     found: list[Row] = []
-    reading: set[int] = set()  # memory that the other stream reads, and that it writes
-    writing: set[int] = set()
+    reading: dict[int, int] = {}  # memory that the other stream reads, by the last that does, counted from 1
+    writing: dict[int, int] = {}  # and that it writes
+    count = 0
+
+    def join(number: int, at: int, place: int) -> None:
+        found.insert(place, (at, other.join(number)))
+        for under_way in (reading, writing):
+            for memory in [memory for memory, last in under_way.items() if last <= number]:
+                del under_way[memory]
+
     for row in rows:
         within = inside(row)
         touched, change = _touched(within, code, definition, lives)
         moves = _moves(within, code, definition, direct)
         if moves is not None:
             found.append((row[0], other.aside(row[1], [*moves[0], *moves[1]], moves[2])))
-            reading.update(map(lives.memory, moves[0]))
-            writing.update(map(lives.memory, moves[1]))
-            writing |= change
+            count += 1
+            reading.update(dict.fromkeys(map(lives.memory, moves[0]), count))
+            writing.update(dict.fromkeys([*map(lives.memory, moves[1]), *change], count))
             continue
-        if touched & writing or change & reading:
-            found.append((row[0], other.join))
-            reading.clear()
-            writing.clear()
+        last = max([writing.get(i, 0) for i in touched] + [reading.get(i, 0) for i in change], default=0)
+        if last:
+            join(last, row[0], len(found))
         found.append(row)
     if reading or writing:
         end = len(found)
         while end > 1 and not inside(found[end - 1]):  # the mark where it ends
             end -= 1
-        found.insert(end, (rows[-1][0], other.join))
+        join(count, rows[-1][0], end)
     return found
 
 

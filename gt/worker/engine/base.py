@@ -51,10 +51,10 @@ class Replays(Protocol):
         """The last step of a replay that leaves these ids behind."""
 
     def aside(self, step: Step, ids: Sequence[int], name: str) -> Step:
-        """A transfer as a step of a run, that other work may pass; what these ids stand for stays until `join`."""
+        """A transfer as a step of a run, that other work may pass; what these ids stand for stays until it is joined."""
 
-    def join(self, code: list, at: int) -> None:
-        """A step of a run: what follows waits for transfers before it."""
+    def join(self, count: int) -> Step:
+        """A step of a run: what follows waits for the first `count` transfers of the run."""
 
     def mark(self, name: str) -> Step:
         """A step where an action begins, "" for what is none."""

@@ -21,8 +21,8 @@ class Device(Protocol):
     def aside(self, run: Callable[[], None]) -> None:
         """Within a recording: what `run` issues begins after what was issued so far, and what is issued later may pass it."""
 
-    def join(self) -> None:
-        """What is issued from now on begins after all that was put aside."""
+    def join(self, count: int) -> None:
+        """What is issued from now on begins after the first `count` of what this recording put aside."""
 
     def mark(self) -> Any:
         """Within `run`: a place in what it issues, there or aside. None outside."""
@@ -42,6 +42,7 @@ class Cuda:
         self._clock = torch.cuda.Stream(device)
         self._keeper: Callable[[], None] | None = None
         self._recording = self._apart = False  # apart: whether the side stream has what is not joined yet
+        self._ends: list[torch.cuda.Event] = []  # of what this recording put there
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         if self._keeper is None:  # a pool ends with the last graph that uses it, and may not begin again
@@ -59,7 +60,8 @@ class Cuda:
                 run()
             except BaseException:
                 with suppress(Exception):  # with work apart it would not end for torch's allocator
-                    self.join()
+                    if self._apart:
+                        self._stream.wait_stream(self._side)
                 with suppress(Exception):  # that nothing came of it says less than why
                     graph.capture_end()
                 raise
@@ -67,6 +69,7 @@ class Cuda:
                 graph.capture_end()
             finally:
                 self._recording = self._apart = False
+                self._ends.clear()
         here.wait_stream(self._stream)
         return graph.replay
 
@@ -78,11 +81,12 @@ class Cuda:
         self._apart = True
         with torch.cuda.stream(self._side):
             run()
+        self._ends.append(self._side.record_event())
 
-    def join(self) -> None:
-        if self._apart:
-            self._stream.wait_stream(self._side)
-            self._apart = False
+    def join(self, count: int) -> None:
+        if self._recording:
+            self._stream.wait_event(self._ends[count - 1])
+            self._apart = count < len(self._ends)
 
     def mark(self) -> Any:
         if not self._recording:

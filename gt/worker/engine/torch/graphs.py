@@ -95,7 +95,7 @@ class Replays:
         self.passes = 0
         self.named: Held = {}  # what was made in the pool when it was recorded, by names that do not keep it
         self.pool: set[int] = set()  # where that lies
-        self._kept: list[Any] = []  # tensors that transfers put aside work on
+        self.kept: list[list] = []  # tensors that the transfers of a run work on, none of those that are joined
 
     def run(self, rows: list[Row], reads: list[int], moving: set[int]) -> Run:
         """Rows as one. moving: of what they read, what lies elsewhere each time."""
@@ -107,7 +107,7 @@ class Replays:
         self.moves.append((name, None, None))
 
         def run(code: list, at: int) -> None:
-            self._kept += [self.held.get(i) for i in ids]  # or what is made meanwhile could be given its memory
+            self.kept.append([self.held.get(i) for i in ids])  # or what is made meanwhile could be given its memory
             device.aside(partial(timed if clocked else step, code, at))
 
         def timed(code: list, at: int) -> None:
@@ -117,9 +117,13 @@ class Replays:
 
         return run
 
-    def join(self, code: list, at: int) -> None:
-        self.device.join()
-        self._kept.clear()
+    def join(self, count: int) -> Step:
+        def step(code: list, at: int) -> None:
+            self.device.join(count)
+            for kept in self.kept[:count]:
+                kept.clear()
+
+        return step
 
     def mark(self, name: str) -> Callable[[list, int], None]:
         """A step where an action begins, "" for what is none."""
@@ -149,7 +153,6 @@ class Replays:
     def begin(self, code: list, at: int) -> None:
         """The first step of the program."""
         self.recording, self.again = self.again, False
-        self._kept.clear()
         if self.recording:
             self.passes += 1
             self.named.clear()
@@ -187,6 +190,7 @@ class Run:
 
     def __call__(self, code: list, at: int) -> None:
         whole, found = self._whole, self._recording
+        whole.kept.clear()
         try:
             if whole.recording and not self.why:
                 self._record()
@@ -205,6 +209,7 @@ class Run:
                 raise  # the device is lost
             self.why = " ".join(f"{type(error).__name__}: {error}".split())[:SAID]
         self._recording = None
+        whole.kept.clear()
         whole.each(self.rows)
 
     def _replay(self, found: Recording) -> None:
