@@ -77,6 +77,24 @@ def test_a_signal_stops_it_cleanly_and_clients_are_told(number):
         session.close()
 
 
+def test_it_may_be_told_to_stop_while_it_ends():
+    server = Server(core=ToyCore())
+    thread = threading.Thread(target=server.run)
+
+    class Bell(int):
+        """What the server ends behind, if nothing keeps it."""
+
+        def __ge__(self, other):
+            thread.start()
+            thread.join(0.2)
+            return True
+
+    server._bell = Bell(server._bell)
+    server.stop()
+    thread.join()
+    server.stop()
+
+
 def test_a_port_in_use_is_one_sentence():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -55,6 +56,7 @@ class Server:
         self.on_workers: Callable[[int], None] | None = None  # told how many workers there are, when that changes
         self._start = time.monotonic()
         self._reason = ""
+        self._ringing = threading.RLock()  # a signal may come while the bell is closed
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._router.watch(self._bell)
 
@@ -64,8 +66,9 @@ class Server:
 
     def stop(self, reason: str = "it was told to stop") -> None:
         self._reason = self._reason or reason
-        if self._bell >= 0:
-            os.eventfd_write(self._bell, 1)
+        with self._ringing:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
 
     def run(self) -> None:
         """Serve until stopped; then tell every peer, and leave no socket behind."""
@@ -87,8 +90,9 @@ class Server:
             if gate.role:
                 self._router.send(peer, Exit(self._reason or "it failed"))
         self._router.close()
-        bell, self._bell = self._bell, -1
-        os.close(bell)
+        with self._ringing:
+            bell, self._bell = self._bell, -1
+            os.close(bell)
         if self._journal is not None:
             self._journal.close()
 
