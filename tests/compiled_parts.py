@@ -61,6 +61,14 @@ class Script:
         """What cannot be compiled: a segment ends."""
         self._write("fill", {"shape": [1], "stride": [1], "dtype": "float32"}, [999])
 
+    def shard(self, source: int, boxes: list) -> int:
+        """A copy of the first dim's parts of a tensor."""
+        self.next += 1
+        made = torch.cat([self.held[source][tuple(slice(*span) for span in box)] for box in boxes])
+        self.held[self.next] = made.contiguous()
+        self._write("shard", {"shape": list(made.shape), "dtype": NAME[made.dtype], "boxes": boxes}, [source, self.next])
+        return self.next
+
     def send(self, i: int, channel: dict) -> None:
         self._write("send", {"channel": channel, "boxes": [[[0, size] for size in self.held[i].shape]]}, [i])
 
@@ -192,5 +200,8 @@ def _step(rng: random.Random, script: Script) -> None:
     elif kind < 0.93:
         if i > 1000:
             script.free(i)
+    elif kind < 0.96 and tensor.dim() == 2 and len(tensor) > 2:
+        half, rest = len(tensor) // 2, [0, tensor.shape[1]]
+        script.shard(i, [[[1, half + 1], [0, 2]]] if kind < 0.945 else [[[0, 1], rest], [[half, half + 1], rest]])
     elif alike and i > 1000:
         script.alias(i, rng.choice([n for n in (1, 3) if held[n].shape == tensor.shape] or [i]))

@@ -19,6 +19,7 @@ from models import GPT, accumulating, demo
 from torch import nn
 
 import gt
+from gt.dispatcher import early
 from gt.ir.template import T, V
 from gt.wire.messages import Trouble
 from gt.worker.engine.numpy import NumpyEngine
@@ -113,6 +114,20 @@ def test_parts_of_a_batch_are_one_form(graphs: list) -> None:
         replay(bench, 2)
     same(got, want)
     assert report(got)["distinct"] == 1 and len(graphs) == 1
+
+
+def test_a_part_that_a_worker_keeps_is_taken_within_a_segment(graphs: list) -> None:
+    """One of one box: losses are taken of a worker's rows, and their gradient comes whole."""
+    held = inputs(0)
+    script = Script(held)
+    (y,) = script.op("aten.tanh.default", [T(0)], [3])
+    (z,) = script.op("aten.exp.default", [T(0)], [script.shard(y, [[[1, 3], [0, 4]]])])
+    script.op("aten.relu.default", [T(0)], [script.shard(z, [[[0, 1], [0, 4]], [[1, 2], [0, 4]]])])
+    got, want = (script.bench(backend, dict(held)) for backend in ("inductor", "eager"))
+    replay(got, 3)
+    replay(want, 3)
+    same(got, want)
+    assert report(got)["compiled"] == 1 and [n.target for n in graphs[0].graph.nodes if "slice" in n.name]
 
 
 @pytest.mark.usefixtures("graphs")
@@ -311,6 +326,23 @@ def test_steps_on_two_workers(config: str, schedule: str | None, optimizer: Call
             assert forms[4, 3] == forms[4, 5] == forms[6, 3] and max(forms[4, 3]) <= 20, forms
         finally:
             gt.shutdown()
+
+
+@pytest.mark.usefixtures("graphs", "one_thread")
+def test_a_data_parallel_step_is_the_same_with_its_optimizer_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On parameters whose gradients are summed, and on those whose are not yet."""
+    monkeypatch.setattr(early, "BUCKET", 1 << 14)
+    counts: list[int] = []
+    monkeypatch.setattr(early, "_two", lambda *args, two=early._two: (rows := list(two(*args)), counts.append(len(rows)))[0])
+    with serving(2, backend="torch") as server:
+        gt.connect(server.address, config=str(CONFIGS / "dp2.yaml"))
+        try:
+            _, want = trained(mini(2), ADAMW, lambda step: step, 1, 5)
+            run, got = trained(mini(2), ADAMW, partial(gt.compile, backend="inductor"), 1, 5)
+            assert all(map(torch.equal, got, want)) and run._programs[0].replays >= 2, run.explain()
+        finally:
+            gt.shutdown()
+    assert counts == [2, 2]
 
 
 @compiler

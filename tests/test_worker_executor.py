@@ -162,9 +162,9 @@ def test_free_ignores_what_is_not_there_and_an_unknown_number_is_refused():
 def test_shard_partial_alias_fill():
     bench, x = Bench(), torch.arange(24.0).view(4, 6)
     bench.put(_1=x)
-    bench.do("shard", {"shape": [4, 4], "boxes": [[[0, 4], [0, 2]], [[0, 4], [3, 5]]]}, 1, 2)
+    bench.do("shard", {"shape": [4, 4], "dtype": "float32", "boxes": [[[0, 4], [0, 2]], [[0, 4], [3, 5]]]}, 1, 2)
     assert torch.equal(bench[2], torch.cat([x[:, :2], x[:, 3:5]], 1))
-    bench.do("shard", {"shape": [2, 6], "boxes": [[[1, 3], [0, 6]]]}, 1, 3)
+    bench.do("shard", {"shape": [2, 6], "dtype": "float32", "boxes": [[[1, 3], [0, 6]]]}, 1, 3)
     assert torch.equal(bench[3], x[1:3]) and bench[3].data_ptr() != x[1:3].data_ptr()
     bench.do("partial", {"keep": True, "op": "sum"}, 1, 4)
     assert torch.equal(bench[4], x) and bench[4].data_ptr() != x.data_ptr()

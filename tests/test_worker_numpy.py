@@ -343,7 +343,7 @@ def test_collectives_of_arrays(shape: tuple[int, ...]) -> None:
             b.do("recv", {"shape": list(shape), "dtype": "float32", "parts": [[channel, box]]}, 3)
         else:
             b.do("send", {"channel": channel, "boxes": box}, 2)
-        b.do("shard", {"shape": list(shape), "boxes": box}, 1, 4)
+        b.do("shard", {"shape": list(shape), "dtype": "float32", "boxes": box}, 1, 4)
         assert not b.sent
         return [b[i] for i in ((1, 2, 3, 4) if rank else (1, 2, 4))]
 

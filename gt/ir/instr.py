@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # from the boxes in `have[rank]` to those in `want[rank]`
     "all_to_all": (("src", "dst"), ("team", "shape", "dtype", "have", "want")),
     # dst is a contiguous copy of the boxes (of src's local indices), concatenated into local `shape`
-    "shard": (("src", "dst"), ("shape", "boxes")),
+    "shard": (("src", "dst"), ("shape", "dtype", "boxes")),
     # dst is src on the rank that keeps the value, zeros (or the op's identity) elsewhere: Replicate -> Partial
     "partial": (("src", "dst"), ("keep", "op")),
     # channel: {"peer", "offset", "bytes", "slots"}; boxes are of src's local indices, sent in order

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from gt.ir.instr import FREE, Define
-from gt.ir.spec import DTYPES
+from gt.ir.spec import DTYPES, contiguous
 from gt.worker.steps import Step
 
 Row = tuple[int, Step]  # place of an instruction in the code, and what to call with the place of its first operand
@@ -82,11 +82,25 @@ def known(define: Define | None, fits: Callable[[dict[str, Any]], bool]) -> Know
     """fits: of the payload of an op, whether it can be compiled."""
     if define is None or define.kind == "alias":
         return Known(define is not None)
+    if define.kind == "shard":
+        return Known(len(define.payload["boxes"]) == 1 and all(map(fits, cutting(define.payload))), computes=True)
     if define.kind != "op" or not fits(define.payload):
         return Known()
     # a view lies as its base makes it lie
     outs = [out if out[0] != "view" else [out[0], None, out[2]] for out in define.payload["outs"]]
     return Known(True, repr({**define.payload, "outs": outs}), not views(define.payload))
+
+
+def cutting(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """A `shard` of one box as ops, each on what the one before makes: slices, and a copy of the last."""
+
+    def op(name: str, args: list, out: list, **kwargs: Any) -> dict[str, Any]:
+        one = {"tensors": 1, "values": 0, "outs": [out], "random": None}
+        return {"op": f"aten.{name}", "args": [{"t": 0}, *args], "kwargs": kwargs, **one}
+
+    slices = [op("slice.Tensor", [dim, *span], ["view", None, 0]) for dim, span in enumerate(payload["boxes"][0])]
+    spec = contiguous(tuple(payload["shape"]), payload["dtype"])
+    return [*slices, op("clone.default", [], ["new", spec.wire(), -1], memory_format={"memory_format": "contiguous_format"})]
 
 
 def lightens(wired: Wired) -> bool:
@@ -213,6 +227,16 @@ def wire(rows: Sequence[Row], code: Sequence, definition: Callable[[int], Define
         assert define is not None, "a run has what is known"
         if define.kind == "alias":
             wiring.names[code[at + 3]] = wiring.read(code[at + 2])
+            continue
+        if define.kind == "shard":
+            last = wiring.read(code[at + 2])
+            for payload in cutting(define.payload):
+                calls.append((repr(payload), [last], (), wiring.made))
+                payloads.append(payload)
+                values.append(())
+                last = False, wiring.made
+                wiring.made += 1
+            wiring.names[code[at + 3]] = last
             continue
         payload = define.payload
         first = at + 2 + payload["tensors"]

@@ -169,7 +169,7 @@ def _slice(shape: Sequence[int], dtype: str, layout: Layout, axis: int, to: Plac
             continue
         boxes = local_boxes(spans(after, shape, rank), spans(layout, shape, rank))
         local = list(local_shape(after, tuple(shape), rank))
-        orders.append(Order(worker, "shard", {"shape": local, "boxes": boxes}))
+        orders.append(Order(worker, "shard", {"shape": local, "dtype": dtype, "boxes": boxes}))
     return Step(tuple(orders), after, f"{'keep' if isinstance(to, Partial) else 'shard'} over {mesh.axes[axis][0]}", 0)
 
 
