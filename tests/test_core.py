@@ -7,9 +7,10 @@ import torch
 
 import gt
 from gt.client import runtime
+from gt.dispatcher.cluster import Worker
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Tick
-from gt.ir.instr import END
+from gt.ir.instr import END, Define
 from gt.wire.link import hello
 from gt.wire.messages import Abort, Done, Failed, Fetch, Ops, Piece, Reject, Run, Stats, Trouble, Value, Welcome
 from tests.planned import planned
@@ -254,3 +255,23 @@ def test_stats_wait_for_living_workers_only(plan):
     core.handle(PeerLost(b"w0", "gone"))
     actions = core.handle(PeerLost(b"w1", "gone"))
     assert any(isinstance(a, Send) and getattr(a.message, "request", None) == 7 for a in actions)
+
+
+def test_what_a_worker_is_told_of_outlives_what_is_refused_and_not_its_process() -> None:
+    """A program of one session names it, before the first launch another session's batch is refused."""
+    worker = Worker(0, "w0", b"peer", {})
+    told, others = (Define(100 + n, "together", {"count": 2 + n}) for n in range(2))
+    worker.tell(told)
+    assert worker.take() == [] and worker.known == {100}
+    worker.define(others)
+    worker.code += (101, 0)
+    worker.discard()
+    assert worker.take() == [] and worker.known == {100}
+    worker.code += (100, 0)
+    assert worker.take() == [([told.wire()], [100, 0])]
+    worker.tell(Define(102, "together", {"count": 4}))
+    worker.lost = "killed"
+    worker.discard()
+    worker.revive(b"new", {})
+    worker.code += (1, 0, 0)
+    assert worker.take() == [([], [1, 0, 0])] and not worker.known

@@ -27,15 +27,25 @@ def op(number: int, name: str, tensors: int, out: list | None) -> Define:
 ADD = op(10, "aten.add.Tensor", 2, ["new", SPEC, 0])
 ADD_ = op(11, "aten.add_.Tensor", 2, ["same", SPEC, 0])
 VIEW = op(12, "aten.t.default", 1, ["view", SPEC, 0])
-MARK = 99
+MARK, PART = 98, 99
+
+
+def listed(number: int, count: int) -> Define:
+    """In place on each of so many tensors."""
+    made = op(number, "aten._foreach_add_.Scalar", count, None)
+    made.payload["args"] = [[{"t": n} for n in range(count)], 1]
+    return made
+
+
+LISTED = {count: listed(12 + count, count) for count in (2, 3)}
 
 
 def reduce(number: int, workers: tuple[int, ...], rank: int) -> Define:
     return Define(number, "all_reduce", {"team": {"id": number, "workers": list(workers), "rank": rank}, "op": "sum"})
 
 
-def mark(count: int) -> Define:
-    return Define(MARK, "together", {"count": count})
+def define(kind: str, payload: dict) -> Define:
+    return Define(MARK if kind == "together" else PART, kind, payload)
 
 
 def programs(rng: random.Random, workers: int, length: int, own: float) -> dict[int, list[Row]]:
@@ -45,7 +55,8 @@ def programs(rng: random.Random, workers: int, length: int, own: float) -> dict[
     rows: dict[int, list[Row]] = {worker: [] for worker in range(workers)}
     alive, fresh = list(range(3)), 10
     for seq in range(length):
-        kind = rng.choice(("add", "add", "add", "add_", "view", "sum", "sum", "pair"))
+        kind = rng.choice(("add", "add", "add", "add_", "view", "sum", "sum", "pair", "list"))
+        some = rng.sample(alive, rng.choice((2, 3)))
         a, b = rng.choice(alive), rng.choice(alive)
         fresh += 1
         if rng.random() < own:
@@ -55,6 +66,8 @@ def programs(rng: random.Random, workers: int, length: int, own: float) -> dict[
             if kind in ("sum", "pair"):
                 pair = tuple(range(workers)) if kind == "sum" or workers < 4 else (worker // 2 * 2, worker // 2 * 2 + 1)
                 row = Row(seq, reduce(20 if kind == "sum" else 21, pair, pair.index(worker)), [a])
+            elif kind == "list":
+                row = Row(seq, LISTED[len(some)], some)
             else:
                 define = {"add": ADD, "add_": ADD_, "view": VIEW}[kind]
                 row = Row(seq, define, [*([a] if kind == "view" else [a, b]), *([] if kind == "add_" else [fresh])])
@@ -97,6 +110,10 @@ def _carry_out(cells: dict, worker: int, row: Row) -> None:
         cells[worker, row.operands[2]] = [(of[0][0] * 3 + of[1][0]) % 1000003]
     elif row.define is ADD_:
         of[0][0] = (of[0][0] * 5 + of[1][0]) % 1000003
+    elif row.define in LISTED.values() or row.define.number == PART:
+        assert len(row.define.payload["args"][0]) == len(of)
+        for cell in of:
+            cell[0] = (cell[0] * 11 + 1) % 1000003
     elif row.define is VIEW:
         cells[worker, row.operands[1]] = of[0]
 
@@ -111,11 +128,15 @@ def test_values_are_the_same_and_all_meet(seed: int, own: float, monkeypatch: py
     before = {worker: list(rows) for worker, rows in code.items()}
     tape = Tape(0, [], {})
     tape.code.update(code)
-    if not module.early(tape, mark):
+    if not module.early(tape, define):
         assert own and tape.code == before
         return
     plain = {worker: [row for row in rows if row.define.number != MARK] for worker, rows in tape.code.items()}
-    assert {w: sorted(map(id, rows)) for w, rows in plain.items()} == {w: sorted(map(id, rows)) for w, rows in before.items()}
+    for worker, rows in plain.items():
+        parts = [row for row in rows if row.define.number == PART]
+        whole = [row for row in before[worker] if all(row is not other for other in rows)]
+        assert len(parts) == 2 * len(whole) <= 2 and len(rows) == len(before[worker]) + len(whole)
+        assert sorted(i for row in parts for i in row.operands) == sorted(i for row in whole for i in row.operands)
     flow(plain)
     assert values(plain) == values(before)
     done = {worker: together(rows) for worker, rows in tape.code.items()}
@@ -143,7 +164,7 @@ def test_sums_move_up_behind_what_made_their_data_in_groups_of_enough_bytes(monk
     tape = Tape(0, [], {})
     for worker in (0, 1):
         tape.code[worker] = [*makes, *sums, last]
-    assert module.early(tape, mark)
+    assert module.early(tape, define)
     by = {row.operands[0] - 10: row for row in sums}
     order = [f"make {makes.index(r)}" if r in makes else "last" if r is last else r.define.kind for r in tape.code[0]]
     assert order == [
@@ -152,6 +173,38 @@ def test_sums_move_up_behind_what_made_their_data_in_groups_of_enough_bytes(monk
         *("make 4", "all_reduce", "last"),
     ]
     assert [r for r in tape.code[0] if r.define.kind == "all_reduce"] == [by[n] for n in range(5)]
+
+
+def test_the_optimizer_hides_the_last_sums_with_what_does_not_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUCKET", 32)
+    makes = [Row(n, ADD, [0, 1, 10 + n]) for n in range(3)]
+    sums = [Row(10 + n, reduce(20, (0, 1), 0), [10 + n]) for n in range(3)]
+    optimizer = op(13, "aten._fused_sgd_.default", 7, None)
+    lists = [[{"t": n} for n in range(3)], [{"t": n} for n in range(3, 6)], []]
+    optimizer.payload.update(args=lists, kwargs={"lr": {"v": 1}, "momentum": {"v": 0}, "found_inf": {"t": 6}}, values=2)
+    tape = Tape(0, [], {})
+    for worker in (0, 1):
+        tape.code[worker] = [*makes, *sums, Row(20, optimizer, [1, 2, 3, 12, 10, 11, 9, 0.5, 0.25])]
+    assert module.early(tape, define)
+    *_, last, first, second = tape.code[0]
+    assert (last.operands, first.operands, second.operands) == ([12], [2, 3, 10, 11, 9, 0.25, 0.5], [1, 12, 9, 0.25, 0.5])
+    assert first.define.payload["args"] == [[{"t": 0}, {"t": 1}], [{"t": 2}, {"t": 3}], []]
+    for part, tensors in ((first, 5), (second, 3)):
+        assert part.define.payload["kwargs"] == {"lr": {"v": 0}, "momentum": {"v": 1}, "found_inf": {"t": tensors - 1}}
+        assert (part.define.payload["tensors"], part.define.payload["values"]) == (tensors, 2)
+
+
+def test_an_op_whose_indices_depend_on_each_other_stays_one() -> None:
+    """w1 += a; w1 += b; w2 += w1, where b is summed last."""
+    optimizer = op(13, "aten._foreach_add_.List", 6, None)
+    optimizer.payload["args"] = [[{"t": n} for n in range(3)], [{"t": n} for n in range(3, 6)]]
+    makes = [Row(n, ADD, [0, 1, 10 + n]) for n in range(2)]
+    last = Row(20, optimizer, [1, 1, 2, 10, 11, 1])
+    tape = Tape(0, [], {})
+    for worker in (0, 1):
+        tape.code[worker] = [*makes, Row(11, reduce(20, (0, 1), 0), [11]), last]
+    assert module.early(tape, define)
+    assert tape.code[0][-1] is last
 
 
 def test_what_members_do_not_have_alike_is_not_done_together() -> None:
@@ -163,7 +216,7 @@ def test_what_members_do_not_have_alike_is_not_done_together() -> None:
         first, second = (Row(n, reduce(20, (0, 1), worker), [0 if n == 2 else 1]) for n in (2, 3))
         tape.code[worker] = [first, *([extra] if worker else []), second, after]
     kinds = {w: [r.define.kind for r in rows] for w, rows in tape.code.items()}
-    assert module.early(tape, mark)
+    assert module.early(tape, define)
     assert {w: [r.define.kind for r in rows] for w, rows in tape.code.items()} == kinds
 
 
@@ -175,7 +228,7 @@ def test_where_members_would_add_up_different_tensors_nothing_is_moved() -> None
         sums = [Row(5 + n, reduce(20, (0, 1), worker), [10 + n]) for n in range(2)]
         tape.code[worker] = [*makes, *([Row(4, ADD, [10, 10, 30])] if worker else []), *sums]
     before = {worker: list(rows) for worker, rows in tape.code.items()}
-    assert not module.early(tape, mark)
+    assert not module.early(tape, define)
     assert tape.code == before
 
 
@@ -183,7 +236,8 @@ def test_what_is_done_together_is_in_one_definition(monkeypatch: pytest.MonkeyPa
     """Each definition of a long program is read by itself."""
     monkeypatch.setattr(writing, "LONGEST", 1)
     sums = [Row(n, reduce(20, (0, 1), 0), [n]) for n in range(6)]
-    rows = [Row(0, ADD, [0, 1, 9]), Row(0, mark(4), []), *sums, *(Row(7, ADD, [0, n, 10 + n]) for n in range(3))]
+    mark = Row(0, define("together", {"count": 4}), [])
+    rows = [Row(0, ADD, [0, 1, 9]), mark, *sums, *(Row(7, ADD, [0, n, 10 + n]) for n in range(3))]
     writer = writing._Writer({}, set(), Seal(0, 0, "", "eager", [], 0, 0, False), {})
     writer.write(rows)
     kinds = {row.define.number: row.define for row in rows}

@@ -36,13 +36,14 @@ class Worker:
     lives: int = 1
     switches: dict | None = None  # as its newest Switch said
     weight: int = 0  # of `defines`
+    told: list = field(default_factory=list)  # definitions that go with whatever is sent next
     cuts: list = field(default_factory=list)  # (defines, code) before these
 
     def revive(self, peer: bytes, info: dict) -> None:
         """A new process, which knows and holds nothing; numbers go on, and what its predecessor left undone is done."""
         self.peer, self.info, self.lost, self.switches = peer, info, "", None
         self.known, self.done = set(), self.runs
-        self.discard()
+        self.told, self.defines, self.code, self.cuts, self.weight = [], [], [], [], 0
         self.lives += 1
 
     def row(self) -> list:
@@ -58,6 +59,12 @@ class Worker:
             self.weight += weight(definition.payload)
         return number
 
+    def tell(self, definition: Define) -> None:
+        """Have it know of what a program will name, whether or not what this event writes is sent."""
+        if definition.number not in self.known:
+            self.known.add(definition.number)
+            self.told.append(definition.wire())
+
     def cut(self) -> None:
         """What is written from here on is another Run's."""
         if self.code:
@@ -68,6 +75,9 @@ class Worker:
         """(defines, code) of the Runs that were written since."""
         self.cut()
         cuts, self.cuts = self.cuts, []
+        if cuts and self.told:
+            cuts[0] = self.told + cuts[0][0], cuts[0][1]
+            self.told = []
         return cuts
 
     def discard(self) -> None:

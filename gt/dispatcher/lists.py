@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.planning import Plan
 from gt.dispatcher.stream import lost_in
 from gt.dispatcher.tensors import Tensor
 from gt.ir.layout import Layout, Partial, Shard, replicated
-from gt.ir.template import Out, T, Template, V
+from gt.ir.template import Chosen, Out, T, Template
 
 if TYPE_CHECKING:
     from gt.dispatcher.sessions import Origin, Session
@@ -141,24 +141,10 @@ class Lists:
 
 
 def _over(known: Known, indices: tuple[int, ...], count: int) -> Part:
-    template = known.template
-    ins: list[int] = []
-    values: list[int] = []
-
-    def hole(item: Any) -> Any:
-        if isinstance(item, T):
-            ins.append(item.index)
-            return T(len(ins) - 1)
-        if isinstance(item, V):
-            values.append(item.index)
-            return V(len(values) - 1)
-        if isinstance(item, (list, tuple)):
-            whole = len(item) != count or not all(isinstance(i, (T, V)) for i in item)
-            return [hole(i) for i in item] if whole else [hole(item[i]) for i in indices]
-        return item
-
-    args = tuple(hole(arg) for arg in template.args)
-    kwargs = tuple((name, hole(arg)) for name, arg in template.kwargs)
+    template, chosen = known.template, Chosen(indices, count)
+    args = tuple(map(chosen, template.args))
+    kwargs = tuple((name, chosen(arg)) for name, arg in template.kwargs)
+    ins, values = chosen.ins, chosen.values
     where = {old: new for new, old in enumerate(ins)}
     flat = [i for i in indices if i < len(template.outs)] if len(template.outs) == count else []
     outs = tuple(Out(o.kind, o.spec, where.get(o.of, -1)) for o in (template.outs[i] for i in flat))

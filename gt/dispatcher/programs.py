@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gt.dispatcher.arrange import arrange
@@ -163,7 +163,7 @@ class Programs:
         else:
             order = arrange(tape, message.schedule, self.times, self._lies) if message.schedule else {}
             if not order or order["why"]:
-                early(tape, cache(lambda count: self._together(tape, count)))
+                early(tape, partial(self._define, tape, {}))
             lasting = {s.emitter.offset + i for i in s.table.rows}
             again = self.again(tape, lasting, message.backend != "eager", message.recompute) if message.recompute else {}
             self._make(tape, pairs, message)
@@ -185,12 +185,14 @@ class Programs:
         writer.write(rows)
         return [{**part, "once": True} for part in writer.parts]
 
-    def _together(self, tape: Tape, count: int) -> Define:
-        """What says that so many all-reduces may be done as one, known to all of the tape's workers."""
-        define = self.s.emitter.define("together", {"count": count})
-        for worker in tape.code:
-            self.s.emitter.write(self.s.cluster.workers[worker], define, [])
-        return define
+    def _define(self, tape: Tape, known: dict[str, Define], kind: str, payload: dict) -> Define:
+        """What arranging a tape adds, known to all of its workers. known: what it added so far."""
+        key = f"{kind} {payload}"
+        if key not in known:
+            known[key] = self.s.emitter.define(kind, payload)
+            for worker in tape.code:
+                self.s.emitter.tell(self.s.cluster.workers[worker], known[key])
+        return known[key]
 
     def _place_all(self, carried: set[int]) -> None:
         """What was made while this was recorded lies somewhere: so a replay makes it too.

@@ -83,6 +83,11 @@ class Emitter:
         if self.kept is not None:
             self.kept[number] = define
 
+    def tell(self, worker: Worker, define: Define) -> None:
+        """Have a worker know of what a program will name."""
+        worker.tell(define)
+        self.used.add(worker.index)
+
     def ids(self, ids: Iterable[int]) -> list[int]:
         offset = self.offset
         return [offset + i for i in ids]

@@ -6,7 +6,8 @@ dispatcher with global sizes and to workers with local ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from gt.ir.spec import DTYPES, Spec
@@ -88,6 +89,34 @@ def from_wire(form: Any) -> Arg:
     if form is None or isinstance(form, (bool, int, float, str)):
         return form
     raise ValueError(f"argument of type {type(form).__name__}")
+
+
+@dataclass(slots=True)
+class Chosen:
+    """Makes arguments of a list op those over some indices of its lists, which have `count` holes each.
+
+    ins, values: the operands of the whole that they take, in order; their holes are numbered so.
+    """
+
+    indices: Sequence[int]
+    count: int
+    ins: list[int] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+
+    def __call__(self, arg: Arg) -> Arg:
+        if isinstance(arg, T):
+            self.ins.append(arg.index)
+            return T(len(self.ins) - 1)
+        if isinstance(arg, V):
+            self.values.append(arg.index)
+            return V(len(self.values) - 1)
+        if isinstance(arg, (list, tuple)):
+            return [self(item) for item in ([arg[i] for i in self.indices] if self.cuts(arg) else arg)]
+        return arg
+
+    def cuts(self, arg: Arg) -> bool:
+        """Whether it is a list that has something at each index."""
+        return isinstance(arg, (list, tuple)) and len(arg) == self.count and all(isinstance(i, (T, V)) for i in arg)
 
 
 @dataclass(frozen=True, slots=True)
