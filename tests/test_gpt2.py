@@ -75,6 +75,7 @@ def plain() -> dict[str, list[float]]:
 CASES = [
     ("d2", 1, "auto"), *[("d2", 2, name) for name in ("gpipe", "1f1b", "zb-h1", "auto")],
     ("d4", 4, "interleaved"), ("d4", 4, "zb-v"), ("d4", 3, "1f1b"),
+    ("d4", 2, "zb-h1 --split-head"), ("d4", 4, "1f1b --split-head"),
 ]  # fmt: skip
 
 
@@ -86,13 +87,15 @@ def test_losses_are_plain_torchs(
     if size not in plain:
         plain[size] = run("-e", size, "--device", "cpu")
     capsys.readouterr()
-    found = run("-e", size, "--stages", stages, "--schedule", schedule, "--explain")
+    found = run("-e", size, "--stages", stages, "--schedule", *schedule.split(), "--explain")
     out = capsys.readouterr().out
     assert len(found) == STEPS and found[-1] < found[0] - 0.5
     assert max(abs(a - b) / b for a, b in zip(found, plain[size], strict=True)) < 1e-5
     assert f"{STEPS - 3} replays" in out
     if stages > 1:
-        assert f"schedule {schedule}" in out and f"{stages} stages, 4 micro-batches" in out, out
+        name, *more = schedule.split()
+        assert f"schedule {name}" in out and f"{stages + len(more)} stages, 4 micro-batches" in out, out
+        assert out.count(" of the head)") == 2 * len(more), out  # its memory is no stage's alone
 
 
 def test_bf16_trains(run: Callable) -> None:
@@ -415,6 +418,7 @@ ERRORS = [
     (("-b", 0), "", r"want at least 1 for batch, got 0"),
     (("--stages", 3), "", r"--stages 3: want 1 to 2, the number of layers"),
     (("--cut", "2,1"), "", r"--cut 2,1: want 2 numbers that add up to 2 layers"),
+    (("-e", "d4", "--stages", 4, "--schedule", "zb-v", "--split-head"), "", r"--split-head: not with --schedule zb-v"),
     (("-e", "d4", "--stages", 3, "--schedule", "zb-v"), "", r"--schedule zb-v has two .* want an even number of --stages"),
     (("--schedule", "1f2b"), "", r"schedule '1f2b' is not known: want one of gpipe, 1f1b"),
     (("-e", "d49"), "", r"-e d49: want a checkpoint file, or d2 to d48"),

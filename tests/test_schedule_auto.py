@@ -62,7 +62,7 @@ def test_auto_is_never_worse_than_a_named_one_and_keeps_within_memory(
     assert line.makespan <= best_named(workers, m, costs, limit) * (1 + 1e-9)
     assert max(line.peak) <= limit * (1 + 1e-9)
     plain = tuple(tuple(action for action in row if action.micro >= 0) for row in made.rows)
-    assert in_order(replace(made, rows=plain)) and made.workers == tuple(workers)
+    assert in_order(replace(made, rows=plain)) and made.workers == tuple((w,) for w in workers)
     assert last_ones(made.rows) == wanted(costs)
 
 
@@ -214,7 +214,7 @@ def test_last_actions_are_there_once_and_no_later_than_at_the_end(seed: int, p: 
     rng = random.Random(seed)
     workers = list(range(p)) + [rng.randrange(p) for _ in range(more)]
     costs = random_costs(rng, len(workers), once=True)
-    plain = random_rows(rng, workers, m, replace(costs, loss=(), reduce=(), optimizer=()))
+    plain = random_rows(rng, [(w,) for w in workers], m, replace(costs, loss=(), reduce=(), optimizer=()))
     rows = finish(plain, costs)
     check(rows, m)
     assert [[action for action in row if action.kind in "FBIW"] for row in rows] == plain
@@ -231,7 +231,7 @@ def test_last_actions_where_one_rule_was_not_enough(seed: int, most: float) -> N
     p, more, m = rng.randint(1, 4), rng.randint(0, 4), rng.randint(1, 6)
     workers = list(range(p)) + [rng.randrange(p) for _ in range(more)]
     costs = random_costs(rng, len(workers), once=True)
-    plain = random_rows(rng, workers, m, replace(costs, loss=(), reduce=(), optimizer=()))
+    plain = random_rows(rng, [(w,) for w in workers], m, replace(costs, loss=(), reduce=(), optimizer=()))
     assert simulate(finish(plain, costs), costs).makespan <= most
 
 

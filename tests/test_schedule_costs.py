@@ -18,9 +18,14 @@ from test_parity import mini
 import gt
 from gt.dispatcher import schedule
 from gt.dispatcher.events import Received, Send
+from gt.dispatcher.parts import Key, Part, bases
 from gt.dispatcher.schedule import Costs
 from gt.dispatcher.schedule.balance import balance, said
+from gt.dispatcher.stagecosts import price
+from gt.dispatcher.tape import Row
+from gt.ir.instr import Define
 from gt.ir.schedules import asked, size
+from gt.ir.spec import contiguous
 from gt.observe.dry import Dry
 from gt.wire.messages import TIMES, Done, Exit, Run
 from gt.worker.timed import Timed, take
@@ -291,3 +296,64 @@ def test_step_counts_lie_with_what_they_count_for(config: str) -> None:
         row for row in body["transfers"] if "backward" not in row["where"] and row["bytes"] < 8
     ]
     assert all({f"{n}R", f"{n}O"} <= set(row.split(",")) for n, row in enumerate(orders[0]["rows"].split()))
+
+
+# ---- what a compiler makes one
+
+
+def row(name: str, reads: list[int], made: int, kind: str = "new") -> Row:
+    """An op on tensors of 8 x 8 floats: 256 bytes."""
+    payload = {"op": name, "args": [], "kwargs": {}, "tensors": len(reads), "values": 0, "random": None}
+    out = [kind, contiguous((8, 8), "float32").wire(), 0]
+    return Row(0, Define(100 + made, "op", {**payload, "outs": [out]}), [*reads, made])
+
+
+def test_what_ops_that_are_one_give_each_other_costs_nothing() -> None:
+    team = {"id": 0, "workers": [0, 1], "rank": 0, "offset": 0, "bytes": 0}
+    forward, backward = Key(0, False, 0), Key(0, True, 0)
+    kept = {"shape": [8, 8], "dtype": "float32", "boxes": [[[0, 8], [0, 8]]]}
+    parts = [
+        (forward, row("aten.relu.default", [1], 10)),  # reads 1; what it makes is in the next
+        (forward, row("aten.add.Tensor", [10, 1], 11)),  # 1 is read already; a matmul wants 11
+        (forward, row("aten.mm.default", [11, 2], 12)),
+        (forward, row("aten.tanh.default", [12], 13)),  # 13 is for the backward
+        (forward, row("aten.t.default", [13], 14, "view")),
+        (forward, Row(0, Define(90, "all_reduce", {"team": team, "op": "sum"}), [12])),
+        (forward, row("aten.exp.default", [12], 15)),  # not with what is before the all-reduce; nobody reads 15
+        (backward, Row(0, Define(91, "shard", kept), [3, 16])),
+        (backward, row("aten.mul.Tensor", [14, 16], 17)),  # a view of 13, made by another action
+        (backward, row("aten.mm.default", [17, 2], 18)),
+    ]
+    made = {0: [Part(row, n, None, key) for n, (key, row) in enumerate(parts)]}  # type: ignore[arg-type]
+    lies = lambda worker, tensor: ((8, 8), 4)  # noqa: E731
+    plain = price(made, {}, lies).seconds
+    found = price(made, {}, lies, {0: bases(made[0])}).seconds
+    left = [found[id(part)] / plain[id(part)] if plain[id(part)] else 1.0 for part in made[0]]
+    assert left == pytest.approx([1 / 2, 1 / 3, 1, 1, 1, 1, 1 / 2, 1 / 2, 2 / 3, 1])
+
+
+def test_a_compiled_steps_costs_are_those_of_compiled_stages(tmp_path: Path) -> None:
+    """A stage of many small ops beside one of matmuls."""
+    (tmp_path / "two.yaml").write_text("stage0: {workers: [0]}\nstage1: {workers: [1]}\n")
+    share = {}
+
+    def steps(backend: str) -> None:
+        w = torch.nn.Parameter(torch.randn(256, 256, device="remote"))
+
+        @gt.compile(schedule="1f1b", backend=backend)
+        def step(x: torch.Tensor) -> None:
+            for part in gt.microbatches(x, 4):
+                with gt.signal.context("stage0"):
+                    part = part @ w @ w
+                with gt.signal.context("stage1"):
+                    for _ in range(6):
+                        part = part * 0.5 + 1
+                    part.sum().backward()
+
+        for _ in range(3):
+            step(torch.randn(512, 256))
+        share[backend] = step._programs[0].answer["schedule"]["balance"]["share"][1]
+
+    for backend in ("eager", "inductor"):
+        gt.plan(lambda backend=backend: steps(backend), config=str(tmp_path / "two.yaml"))
+    assert share["eager"] > 2 * share["inductor"] > 0

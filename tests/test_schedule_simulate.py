@@ -14,22 +14,25 @@ from gt.errors import ConfigError
 from tests.schedules import PLACEMENTS, random_costs, random_rows, slow_ends
 
 
-@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_any_legal_rows_take_what_a_slow_simulator_says(seed: int, p: int, more: int, m: int) -> None:
+def test_any_legal_rows_take_what_a_slow_simulator_says(seed: int, p: int, more: int, m: int, shared: bool) -> None:
+    """shared: with stages that several workers do together."""
     rng = random.Random(seed)
-    workers = list(range(p)) + [rng.randrange(p) for _ in range(more - 1)]
+    workers = [(w,) for w in range(p)] + [(rng.randrange(p),) for _ in range(more - 1)]
+    if shared:
+        workers += [tuple(sorted(rng.sample(range(p), rng.randint(1, p)))) for _ in range(2)]
     rng.shuffle(workers)
     costs = random_costs(rng, len(workers), once=rng.random() < 0.5)
     rows = random_rows(rng, workers, m, costs)
     start, end = slow_ends(rows, costs)
     line = simulate(rows, costs)
-    assert [[start[action] for action in row] for row in rows] == line.start
-    assert [[end[action] for action in row] for row in rows] == line.end
+    assert [[start[action, w] for action in row] for w, row in enumerate(rows)] == line.start
+    assert [[end[action, w] for action in row] for w, row in enumerate(rows)] == line.end
     assert line.makespan == max(end.values())
     for worker, row in enumerate(rows):
-        computes = [action for action in row if action.kind != "R" or not costs.overlap]
-        assert line.bubble[worker] == line.makespan - sum(end[action] - start[action] for action in computes)
+        computes = [(action, worker) for action in row if action.kind != "R" or not costs.overlap]
+        assert line.bubble[worker] == line.makespan - sum(end[one] - start[one] for one in computes)
         assert line.peak[worker] == peak(row, costs)
 
 

@@ -43,7 +43,7 @@ def test_a_wrong_token_is_named_with_its_place(token: str) -> None:
 @settings(max_examples=100, deadline=None)
 def test_whole_rows_pass_and_any_that_lack_repeat_or_mix_an_action_do_not(seed: int, stages: int, m: int) -> None:
     rng = random.Random(seed)
-    made = random_rows(rng, list(range(stages)), m, random_costs(rng, stages))
+    made = random_rows(rng, [(stage,) for stage in range(stages)], m, random_costs(rng, stages))
     check(made)
     check(made, m)
     row = rng.choice(made)
@@ -64,7 +64,7 @@ def test_whole_rows_pass_and_any_that_lack_repeat_or_mix_an_action_do_not(seed: 
     [
         ("0F0,0I0", "stage 0 has 0F0 0I0 of micro-batch 0; want F and B, or F, I and W"),
         ("0F0,0B0,0F2,0B2", "stage 0 has nothing of micro-batch 1; want F and B, or F, I and W"),
-        ("0F0,0B0\n0F1,0B1", "stage 0 is in rows 0 and 1; a stage has one worker"),
+        ("0F0,0B0\n0F1,0B1", "stage 0 is in rows 0 and 1, and 0B0 is in one of them only"),
         ("0F0,0B0\n2F0,2B0", "stage 1 is in no row; stages are numbered from 0"),
         ("", "stage 0 is in no row; stages are numbered from 0"),
         ("0F0,0B0,0R,0R", "0R is there twice"),

@@ -179,36 +179,43 @@ class GPT2(nn.Module):
 # ---- stages
 
 
-def cut(model: GPT2, stages: int, batch: int, length: int) -> list[int]:
-    """How many pieces each stage gets, by cost: the head alone weighs more than five layers of GPT-2 124M."""
+HEAD = "head_colpar"  # the group of a head that lies over all stages' workers, each with a part of the vocabulary
+
+
+def cut(model: GPT2, stages: int, batch: int, length: int, split_head: bool = False) -> list[int]:
+    """How many pieces each stage gets, by cost: the head, if it is one's, weighs more than four layers of GPT-2 124M."""
     example = torch.empty(batch, length, dtype=torch.int64, device="meta")
-    return [stop - start for start, stop in gt.signal.balance(model.pieces(), stages, example)]
+    pieces = model.pieces()[:-1] if split_head else model.pieces()
+    return [stop - start for start, stop in gt.signal.balance(pieces, stages, example)]
 
 
-def layers_cut(counts: Sequence[int]) -> list[int]:
-    """Pieces a stage from layers a stage: the embedding is the first one's, the head the last one's."""
-    return [n + (k == 0) + (k == len(counts) - 1) for k, n in enumerate(counts)]
+def layers_cut(counts: Sequence[int], split_head: bool = False) -> list[int]:
+    """Pieces a stage from layers a stage: the embedding is the first one's, the head, if it is one's, the last one's."""
+    return [n + (k == 0) + (k == len(counts) - 1 and not split_head) for k, n in enumerate(counts)]
 
 
-def placed(pieces: Sequence[int]) -> list[str]:
+def placed(pieces: Sequence[int], split_head: bool = False) -> list[str]:
     """The signal group of each piece."""
-    return [f"stage{stage}" for stage, n in enumerate(pieces) for _ in range(n)]
+    return [f"stage{stage}" for stage, n in enumerate(pieces) for _ in range(n)] + [HEAD] * split_head
 
 
-def workers_of(stages: int, schedule: str) -> list[int]:
+def workers_of(stages: int, schedule: str, split_head: bool = False) -> list[int]:
     """Which worker each stage is on. zb-v wants a V of stages, interleaved turns: both have two stages a worker."""
     name = schedule.partition(":")[0]
     if name not in ("zb-v", "interleaved") or stages == 1:
         return list(range(stages))
+    if split_head:
+        raise ValueError(f"--split-head: not with --schedule {name}; want auto, zb-h1, 1f1b or gpipe")
     if stages % 2:
         raise ValueError(f"--schedule {name} has two stages on each worker: want an even number of --stages, got {stages}")
     half = stages // 2
     return [*range(half), *(reversed(range(half)) if name == "zb-v" else range(half))]
 
 
-def yaml(workers: Sequence[int]) -> str:
-    """The signal groups of stages on these workers."""
-    return "".join(f"stage{n}: {{shard: {{axis: 0, workers: [{w}]}}}}\n" for n, w in enumerate(workers))
+def yaml(workers: Sequence[int], split_head: bool = False) -> str:
+    """The signal groups of stages on these workers, and of a head over all of them."""
+    stages = "".join(f"stage{n}: {{shard: {{axis: 0, workers: [{w}]}}}}\n" for n, w in enumerate(workers))
+    return stages + f"{HEAD}: {{shard: {{axis: 1, workers: {[*workers]}}}}}\n" * split_head
 
 
 # ---- memory

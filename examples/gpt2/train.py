@@ -59,6 +59,7 @@ def flags() -> argparse.ArgumentParser:
     add("-M", dest="parts", type=int, default=0, metavar="N", help="micro-batches a step; default: up to two a stage")
     add("--stages", type=int, default=0, metavar="N", help="of the pipeline; default: one a GPU, two on CPU workers")
     add("--cut", default="", metavar="N,N,...", help="layers of each stage; default: by cost, the head counted")
+    add("--split-head", action="store_true", help="the head over all stages' workers, each with a part of the vocabulary")
     add("--schedule", default="auto", help="gpipe, 1f1b, zb-h1, interleaved, zb-v, auto or auto:2GiB")
     add("--dtype", choices=NAMES, help="default: that of the file; fp32 for a fresh model")
     add("--steps", type=int, default=0, metavar="N", help="stop after step N; default: once through the data")
@@ -105,6 +106,7 @@ def settle(args: argparse.Namespace, config: Config, gpus: int) -> list[int]:
     counts = [int(n) for n in args.cut.split(",")] if args.cut else []
     if args.device == "cpu":
         args.stages = 1
+        args.split_head = False
     args.stages = args.stages or len(counts) or min(gpus or 2, config.layers)
     if not 1 <= args.stages <= config.layers:
         raise ValueError(f"--stages {args.stages}: want 1 to {config.layers}, the number of layers")
@@ -119,14 +121,15 @@ def settle(args: argparse.Namespace, config: Config, gpus: int) -> list[int]:
         raise ValueError(f"-b {args.batch} is not divisible by -M {args.parts} micro-batches: want a multiple of {args.parts}")
     if max(args.length, args.sample) > config.context:
         raise ValueError(f"-t {args.length} -g {args.sample}: the model has room for {config.context} tokens")
-    return workers_of(args.stages, args.schedule)
+    return workers_of(args.stages, args.schedule, args.split_head)
 
 
 def built(args: argparse.Namespace, config: Config) -> tuple[GPT2, list[int]]:
     """The model on the CPU with its pieces in their stages' groups, and how many pieces each stage has."""
     counts = [int(n) for n in args.cut.split(",")] if args.cut else []
-    pieces = layers_cut(counts) if counts else cut(GPT2(config), args.stages, args.batch // args.parts, args.length)
-    groups = placed(pieces) if args.device == "remote" else ()
+    split, part = args.split_head, args.batch // args.parts
+    pieces = layers_cut(counts, split) if counts else cut(GPT2(config), args.stages, part, args.length, split)
+    groups = placed(pieces, split) if args.device == "remote" else ()
     if Path(args.model).exists():
         return load(args.model, groups, NAMES[args.dtype]), pieces
     return GPT2(config, groups).materialize(NAMES[args.dtype]).initialize(args.seed), pieces
@@ -136,7 +139,7 @@ def start(args: argparse.Namespace, workers: list[int]) -> None:
     """Workers with the stages' signal groups, on GPUs where there are enough."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stages.yaml"
-        path.write_text(yaml(workers))
+        path.write_text(yaml(workers, args.split_head))
         if args.connect:
             gt.connect(args.connect, config=str(path))
         else:
@@ -264,7 +267,9 @@ class Report:
 
 def announce(args: argparse.Namespace, config: Config, pieces: list[int], data: Sequence[Tokens], device: str) -> None:
     where = "GPUs" if args.gpus else "CPU workers"
-    stages = "+".join(str(n - (k == 0) - (k == len(pieces) - 1)) for k, n in enumerate(pieces))
+    head = not args.split_head
+    stages = "+".join(str(n - (k == 0) - (head and k == len(pieces) - 1)) for k, n in enumerate(pieces))
+    stages += "" if head else ", split head"
     tf32 = args.gpus and args.dtype == "fp32" and torch.get_float32_matmul_precision() != "highest"
     first = [
         (f"workers ({where})", args.workers), ("stages (layers)", f"{len(pieces)} ({stages})"),
@@ -285,13 +290,17 @@ def announce(args: argparse.Namespace, config: Config, pieces: list[int], data: 
 
 
 def allocated(model: GPT2, pieces: list[int], args: argparse.Namespace) -> None:
-    """The two lines, and each stage's share where there are several; activations are those of a step's forward passes."""
+    """The two lines, and each stage's share where there are several, with that of a split head, which is all workers'.
+
+    Activations are those of a step's forward passes.
+    """
     weights = [sum(p.nbytes for p in piece.parameters()) for piece in model.pieces()]
     weights[-1] -= model.embed.wte.weight.nbytes  # which is the embedding's
     activations = [args.parts * n for n in activation_bytes(model, args.batch // args.parts, args.length)]
     for name, found in (("model parameters", weights), ("activations", activations)):
         ends = list(itertools.accumulate(pieces, initial=0))
         shares = [f"{sum(found[a:b]) >> 20}" for a, b in itertools.pairwise(ends)]
+        shares += [f"and {found[-1] >> 20} of the head"] if args.split_head else []
         print(f"allocated {sum(found) >> 20} MiB for {name}" + (f" (by stage {' '.join(shares)})" if len(shares) > 1 else ""))
     sys.stdout.flush()
 

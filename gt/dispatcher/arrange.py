@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 
 from gt.dispatcher import schedule
 from gt.dispatcher.account import account
-from gt.dispatcher.depends import Unfit, check, flow, written
+from gt.dispatcher.depends import COLLECTIVES, Unfit, check, flow, written
 from gt.dispatcher.ending import ending
 from gt.dispatcher.failures import Planned
 from gt.dispatcher.parts import EARLY, LATE, Bases, Key, Part, Parts, bases, pairs, together
 from gt.dispatcher.plan.groups import stem
 from gt.dispatcher.plan.views import VIEWS
 from gt.dispatcher.schedule.auto import NoRoom
+from gt.dispatcher.schedule.blocks import spread
 from gt.dispatcher.stagecosts import Lies, price, stage_costs
 from gt.dispatcher.tape import Row, Tape
 from gt.errors import ConfigError
@@ -48,10 +49,11 @@ class Stages:
         return any(key.backward for key in self.keys.values())
 
 
-def arrange(tape: Tape, text: str, times: dict[int, float], lies: Lies) -> dict:
+def arrange(tape: Tape, text: str, times: dict[int, float], lies: Lies, compiled: bool = False) -> dict:
     """Put the rows of a tape in the order of the schedule that is asked for; what was done, or "why" it could not be.
 
-    times: seconds of definitions, as far as they were measured. lies: how a tensor lies that was there before.
+    times: seconds of definitions, as far as they were measured. lies: how a tensor lies that was there before. compiled:
+    whether ops are made one where they can be.
     """
     try:
         name, limit = asked(text)
@@ -60,20 +62,20 @@ def arrange(tape: Tape, text: str, times: dict[int, float], lies: Lies) -> dict:
         parts = {worker: _parts(worker, rows, ops, stages) for worker, rows in tape.code.items()}
         memory = {worker: bases(rows) for worker, rows in parts.items()}
         _Needs(parts, stages.meshes, memory, ops).assign()
-        _weights(parts, ops, memory)
+        places = spread(stages.meshes)
+        _weights(parts, ops, memory, places)
         end = ending(parts, stages.meshes, memory, ops)
         if not stages.backward:
             _reports(parts, stages.meshes)
-        found = stage_costs(parts, stages.meshes, stages.micro, price(parts, times, lies), memory, end)
-        meshes = list(dict.fromkeys(stages.meshes))
-        places = [meshes.index(mesh) for mesh in stages.meshes]
+        prices = price(parts, times, lies, memory if compiled else None)
+        found = stage_costs(parts, stages.meshes, stages.micro, prices, memory, end)
         made = schedule.make(
             name, stages=len(places), workers=places, micro_batches=stages.micro, costs=found.costs, limit=limit,
             backward=stages.backward,
         )  # fmt: skip
         timeline = schedule.simulate(made.rows, found.costs)
         split = any(action.kind == "I" for row in made.rows for action in row)
-        _when(parts, _times(made.rows, timeline), split)
+        _when(parts, {worker: _times(worker, stages.meshes, places, made.rows, timeline) for worker in parts}, split)
         code = {worker: [p.row for p in sorted(mine, key=lambda p: (*p.when, p.number))] for worker, mine in parts.items()}
         for worker, mine in parts.items():
             check(worker, [p.row for p in mine], code[worker], ops)
@@ -133,7 +135,7 @@ def _parts(worker: int, rows: Sequence[Row], ops: dict[int, Planned], stages: St
         op = ops.get(row.seq, op)
         part = Part(row, number, op, moves=row.define.kind in ("send", "recv", "merge"))
         key = stages.keys.get(op.seq)
-        if key is not None and not part.moves and worker in stages.meshes[key.stage]:
+        if key is not None and not part.moves and _has(stages.meshes[key.stage], worker, row):
             part.key = key
         if op.seq < first:
             part.when = EARLY
@@ -143,6 +145,11 @@ def _parts(worker: int, rows: Sequence[Row], ops: dict[int, Planned], stages: St
             part.tail = True
         found.append(part)
     return found
+
+
+def _has(mesh: Sequence[int], worker: int, row: Row) -> bool:
+    """Whether a stage has all workers that do a worker's row, which may be of more than it: what a split head gives back."""
+    return set(row.define.payload["team"]["workers"] if row.define.kind in COLLECTIVES else (worker,)) <= set(mesh)
 
 
 class _Needs:
@@ -210,7 +217,7 @@ class _Needs:
         self.given.add(part)
         if taker is None or taker.key is None:
             part.when = LATE
-        elif part.row.define.kind != "send" and worker in self.meshes[taker.key.stage]:
+        elif part.row.define.kind != "send" and _has(self.meshes[taker.key.stage], worker, part.row):
             part.key = taker.key
         else:
             part.key = max((made_in[i] for i in part.row.ids()[0] if i in made_in), default=None, key=_order)
@@ -246,32 +253,55 @@ def _order(key: Key) -> tuple:
 # ---- order
 
 
-def _times(rows: Sequence[Sequence[schedule.Action]], timeline: schedule.Timeline) -> dict[tuple, tuple[float, float]]:
-    """Start and end of each action by (stage, letter, micro-batch)."""
+def _times(
+    worker: int,
+    meshes: Sequence[tuple[int, ...]],
+    places: Sequence[tuple[int, ...]],
+    rows: Sequence[Sequence[schedule.Action]],
+    timeline: schedule.Timeline,
+) -> dict[tuple, tuple[float, float]]:
+    """Start and end of actions by (stage, letter, micro-batch): a worker's own where it is one of several that do it.
+
+    places: rows of each stage.
+    """
+    own = {some[0] for mesh, some in zip(meshes, places) if worker in mesh and len(some) == 1}
+    taken = [next((n for n in some if n in own), some[0]) for some in places]
     return {
-        (action.stage, action.kind, action.micro): (timeline.start[w][n], timeline.end[w][n])
-        for w, row in enumerate(rows)
-        for n, action in enumerate(row)
+        tuple(action): (timeline.start[n][k], timeline.end[n][k])
+        for n, row in enumerate(rows)
+        for k, action in enumerate(row)
+        if taken[action.stage] == n
     }
 
 
-def _when(parts: Parts, times: dict, split: bool) -> None:
-    """Actions at their start, transfers at the end of what made their data: the same order for everybody."""
+def _when(parts: Parts, times: dict[int, dict], split: bool) -> None:
+    """Actions at their start, transfers at the end of what made their data: the same order for everybody. times: by worker."""
     _first(parts)
     ready: dict[int, float] = defaultdict(float)  # by op: its transfer between two meshes is one
-    for rows in parts.values():
+    inside = _inside(parts)
+    for worker, rows in parts.items():
         for part in rows:
-            if part.key is not None and part.row.define.kind == "send":
-                ready[part.op.seq] = max(ready[part.op.seq], times[part.action(split)][1])
-    for rows in parts.values():
+            if part.key is not None and part.row.define.kind == "send" and part.op.seq not in inside:
+                ready[part.op.seq] = max(ready[part.op.seq], times[worker][part.action(split)][1])
+    for worker, rows in parts.items():
         for part in rows:
             action = part.action(split)
             if part.moves and part.when == () and part.op.seq in ready:
                 part.when = (ready[part.op.seq], 0, part.op.seq)
             elif action is not None and part.when not in (LATE, EARLY):
-                part.when = (times[action][0], 1, *action)
+                part.when = (times[worker][action][0], 1, *action)
             elif part.when == ():
                 part.when = LATE
+
+
+def _inside(parts: Parts) -> set[int]:
+    """Ops whose transfers are within one action, which several workers do together."""
+    keys: dict[int, set[Key | None]] = defaultdict(set)
+    for rows in parts.values():
+        for part in rows:
+            if part.moves:
+                keys[part.op.seq].add(part.key)
+    return {seq for seq, found in keys.items() if len(found) == 1}
 
 
 def _first(parts: Parts) -> None:
@@ -293,9 +323,13 @@ def _reports(parts: Parts, meshes: Sequence[tuple[int, ...]]) -> None:
             part.once = (last, "L") if part.once is not None else None
 
 
-def _weights(parts: Parts, ops: dict[int, Planned], memory: dict[int, Bases]) -> None:
-    """Mark the backward rows from which no other stage gets anything, and at most one gradient comes."""
-    chain: set[Part] = set()
+def _weights(parts: Parts, ops: dict[int, Planned], memory: dict[int, Bases], places: Sequence[tuple[int, ...]]) -> None:
+    """Mark the backward rows from which no other stage gets anything, and at most one gradient comes.
+
+    Where a stage is in several rows its W are at no one time, so what its workers do together is none of them.
+    """
+    teams = (part for some in together(parts) for part in some)
+    chain = {part for part in teams if part.key is not None and len(places[part.key.stage]) > 1}
     while True:
         for worker, rows in parts.items():
             _mark(rows, ops, memory[worker], chain)

@@ -161,11 +161,12 @@ class Programs:
         if why:
             self._free(tape.constants)
         else:
-            order = arrange(tape, message.schedule, self.times, self._lies) if message.schedule else {}
+            compiled = message.backend != "eager"
+            order = arrange(tape, message.schedule, self.times, self._lies, compiled) if message.schedule else {}
             if not order or order["why"]:
                 early(tape, partial(self._define, tape, {}))
             lasting = {s.emitter.offset + i for i in s.table.rows}
-            again = self.again(tape, lasting, message.backend != "eager", message.recompute) if message.recompute else {}
+            again = self.again(tape, lasting, compiled, message.recompute) if message.recompute else {}
             self._make(tape, pairs, message)
             self.all[message.program].order = order
         s.cut()

@@ -46,21 +46,29 @@ class Prices:
     sizes: dict[tuple[int, int], int]
 
 
-def price(parts: Parts, times: dict[int, float], lies: Lies) -> Prices:
-    """What parts take: as measured of their definition, and nominally for what one has more than the smallest."""
+def price(parts: Parts, times: dict[int, float], lies: Lies, memory: dict[int, Bases] | None = None) -> Prices:
+    """What parts take: as measured of their definition, and nominally for what one has more than the smallest.
+
+    memory: where a compiler makes one of what can be one, of each worker; then that takes what is left of it.
+    """
     nominal: dict[int, float] = {}  # by part
     smallest: dict[int, float] = {}  # of a definition's parts
     count: dict[int, int] = defaultdict(int)
     sizes: dict[tuple[int, int], int] = {}
+    left: dict[int, float] = {}
     for worker, rows in parts.items():
         seen: dict[int, Look] = {}
+        looked = []
         for part in rows:
             ins, outs = looks(worker, part.row, seen, lies)
+            looked.append((ins, outs))
             sizes.update(((id(part), i), prod(shape) * size) for i, (shape, size) in outs.items())
             number, took = part.row.define.number, nominally(part.row, ins, list(outs.values()))
             nominal[id(part)] = took
             smallest[number] = min(took, smallest.get(number, took))
             count[number] += 1
+        if memory is not None:
+            left.update(_left(rows, looked, memory[worker]))
     known = _agreed({number: took for number, took in times.items() if number in smallest}, parts)
     both = [number for number in known if smallest[number]]
     would = sum(smallest[number] * count[number] for number in both)
@@ -73,7 +81,65 @@ def price(parts: Parts, times: dict[int, float], lies: Lies) -> Prices:
             found.seconds[id(part)] = known[number] + ratio * (took - smallest[number])
         else:
             found.seconds[id(part)] = ratio * took
+        found.seconds[id(part)] *= left.get(id(part), 1.0)
     return found
+
+
+def _left(
+    rows: Sequence[Part], looked: Sequence[tuple[list[Look], dict[int, Look]]], memory: Bases
+) -> dict[int, float]:
+    """Of ops that a compiler makes one of: what is left, 0 to 1, of the bytes that each reads and writes.
+
+    What one gives another in a stretch of an action, between transfers and collectives, is never in memory; what several of
+    them read is read once.
+    """
+    stretch: dict[int, tuple] = {}  # of each part that can be one with others
+    maker: dict[int, Part] = {}
+    takers: dict[int, list[Part]] = defaultdict(list)
+    cuts = 0
+    for part in rows:
+        reads, makes = part.row.ids()
+        cuts += part.moves or part.row.define.kind in COLLECTIVES
+        if _fuses(part.row):
+            stretch[id(part)] = part.key, part.weight, cuts
+        for i in reads:
+            takers[memory[id(part), i]].append(part)
+        views = viewed(part.row)
+        maker.update((memory[id(part), i], part) for n, i in enumerate(makes) if n not in views)
+    found: dict[int, float] = {}
+    known: set[tuple] = set()  # memory that a stretch has read
+    for part, (ins, outs) in zip(rows, looked):
+        here = stretch.get(id(part))
+        reads, _ = part.row.ids()
+        whole = sum(prod(shape) * size for shape, size in (*ins, *outs.values()))
+        if here is None or not whole:
+            continue
+        rest = 0
+        for i, (shape, size) in zip(reads, ins):
+            base = memory[id(part), i]
+            made = maker.get(base)
+            if (here, base) not in known and (made is None or stretch.get(id(made)) != here):
+                rest += prod(shape) * size
+                known.add((here, base))
+        for i, (shape, size) in outs.items():
+            if any(not _views(t.row) and stretch.get(id(t)) != here for t in takers[memory[id(part), i]]):
+                rest += prod(shape) * size
+        found[id(part)] = rest / whole
+    return found
+
+
+def _views(row: Row) -> bool:
+    """Whether it makes nothing but views."""
+    makes = row.ids()[1]
+    return bool(makes) and len(viewed(row)) == len(makes)
+
+
+def _fuses(row: Row) -> bool:
+    """Whether a compiler makes one of an op and others beside it: what is no matmul, convolution, attention or list op."""
+    if row.define.kind != "op":
+        return row.define.kind == "shard"
+    name = row.define.payload["op"]
+    return not _views(row) and not cost.heavy(name) and not name.startswith(("aten._fused_", "aten._foreach_", "gt."))
 
 
 def _agreed(known: dict[int, float], parts: Parts) -> dict[int, float]:

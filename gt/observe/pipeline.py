@@ -15,6 +15,7 @@ from gt.dispatcher.plan.groups import SUFFIXES
 from gt.dispatcher.schedule import Action, Costs
 from gt.dispatcher.schedule.auto import NoRoom
 from gt.dispatcher.schedule.balance import Unit, balance
+from gt.dispatcher.schedule.blocks import Members, spread
 from gt.dispatcher.stagecosts import MICRO
 from gt.errors import ConfigError
 from gt.ir.schedules import asked, size
@@ -26,12 +27,16 @@ TIMED = ("forward", "input", "weight", "transfer", "loss", "reduce", "optimizer"
 
 @dataclass
 class Stages:
-    """Stages in forward order. places: of each, the number of its workers' mesh; followed: the worker that stands for it."""
+    """Stages in forward order. places: of each, the rows of its schedule; followed: the worker that stands for it."""
 
     names: list[str]
-    places: list[int]
+    places: list[Members]
     followed: list[int]
     micro: int
+
+    @property
+    def rows(self) -> int:
+        return 1 + max(map(max, self.places))
 
 
 def describe(dry: Dry, step: Step) -> dict[str, Any]:
@@ -40,8 +45,8 @@ def describe(dry: Dry, step: Step) -> dict[str, Any]:
     if stages is None:
         return {}
     costs = costs_of(dry, stages, step)
-    found: dict[str, Any] = {"stages": stages.names, "places": stages.places, "micro_batches": stages.micro}
-    one = [sum(a for a, at in zip(costs.activation, stages.places) if at == place) for place in range(1 + max(stages.places))]
+    found: dict[str, Any] = {"stages": stages.names, "places": [*map(list, stages.places)], "micro_batches": stages.micro}
+    one = [sum(a for a, some in zip(costs.activation, stages.places) if row in some) for row in range(stages.rows)]
     found["micro_batch"] = one  # bytes that one leaves on each row's workers
     name, rows, why = _rows(stages, step, costs)
     found.update(schedule=name, why=why)
@@ -60,11 +65,10 @@ def describe(dry: Dry, step: Step) -> dict[str, Any]:
 def _stages(dry: Dry, step: Step) -> Stages | None:
     names = list(dict.fromkeys(place.stage for place in step.journal if not place.backward and not place.micro))
     meshes = [members(dry, name) for name in names]
-    different = list(dict.fromkeys(meshes))
-    if len(different) < 2:
+    if len(set(meshes)) < 2:
         return None
     followed = [next(i for i in sorted(mesh) if i in dry.followed) for mesh in meshes]
-    return Stages(names, [different.index(m) for m in meshes], followed, 1 + max(place.micro for place in step.journal))
+    return Stages(names, spread(meshes), followed, 1 + max(place.micro for place in step.journal))
 
 
 def members(dry: Dry, stage: str) -> tuple[int, ...]:
@@ -175,8 +179,9 @@ def _as_written(stages: Stages, journal: Sequence[Place]) -> list[list[Action]]:
     for place in journal:
         if place.stage in stages.names:
             stage = stages.names.index(place.stage)
-            rows[stages.places[stage]].setdefault(Action(stage, "B" if place.backward else "F", place.micro))
-    return [list(rows[n]) for n in range(1 + max(stages.places))]
+            for row in stages.places[stage]:
+                rows[row].setdefault(Action(stage, "B" if place.backward else "F", place.micro))
+    return [list(rows[n]) for n in range(stages.rows)]
 
 
 def _trains(step: Step) -> bool:

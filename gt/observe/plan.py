@@ -125,7 +125,7 @@ def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
     """Activations and peak as the schedule has them, beside those of the order that is written."""
     if not pipe.get("activations") or pipe["schedule"] == "as written":
         return
-    where = dict(zip(pipe["places"], pipe["stages"]))
+    where = {some[0]: stage for some, stage in zip(pipe["places"], pipe["stages"]) if len(some) == 1}
     for place, peak in enumerate(pipe["activations"]):
         members = pipeline.members(dry, where[place])
         for row in body["memory"]:

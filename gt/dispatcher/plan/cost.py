@@ -15,6 +15,12 @@ _FACTORS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 _ATTENTION = {"gt.sdpa": (0, 1, 2, 4), "gt.sdpa_backward": (1, 2, 3, 10)}  # places of q, k, v; operations a score and channel
 
 
+def heavy(op: str) -> bool:
+    """Whether an op is more than a few operations an element."""
+    name = op.removeprefix("aten.").rpartition(".")[0]
+    return name in _FACTORS or name in _ATTENTION or name in ("convolution", "convolution_backward")
+
+
 def flops(op: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
     """Of matmuls, convolutions and attention by the formula; of everything else one an element."""
     name = op.removeprefix("aten.").rpartition(".")[0]

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gt.dispatcher.schedule import auto
+from gt.dispatcher.schedule import auto, shared
 from gt.dispatcher.schedule.actions import Action, Rows, check, forwards, parse, text, whole
-from gt.dispatcher.schedule.blocks import checked
+from gt.dispatcher.schedule.blocks import Members, checked
 from gt.dispatcher.schedule.costs import Costs, uniform
 from gt.dispatcher.schedule.finish import finish
 from gt.dispatcher.schedule.one_f_one_b import gpipe, interleaved, one_f_one_b
@@ -29,11 +29,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One row of actions a worker. `workers` has the worker of each stage; `name` says which schedule it is."""
+    """One row of actions a worker. `workers` has the workers of each stage; `name` says which schedule it is."""
 
     name: str
     rows: tuple[tuple[Action, ...], ...]
-    workers: tuple[int, ...]
+    workers: tuple[Members, ...]
 
     def __str__(self) -> str:
         return text(self.rows)
@@ -43,13 +43,13 @@ def make(
     name: str,
     *,
     stages: int,
-    workers: Sequence[int] | None = None,
+    workers: Sequence[int | Members] | None = None,
     micro_batches: int,
     costs: Costs | None = None,
     limit: float | Sequence[float] | None = None,
     backward: bool = True,
 ) -> Schedule:
-    """The schedule of that name, for stages on workers (worker of each stage; by default one stage a worker).
+    """The schedule of that name, for stages on workers (worker, or workers, of each stage; by default one stage a worker).
 
     In every schedule a stage meets its micro-batches in order, forwards and backwards, so that all give the same bits.
     `costs` place the weight gradients of zero-bubble schedules, L, R and O, and are what `auto` goes by; without them every
@@ -57,24 +57,41 @@ def make(
     Without `backward` rows are of forwards only. ConfigError where the placement is not what the schedule wants, or memory
     does not suffice.
     """
-    where = checked(range(stages) if workers is None else workers)
+    given = list(range(stages)) if workers is None else list(workers)
+    where = checked(given)
     if name not in NAMES:
         raise ConfigError(f"{name!r} is no schedule; there are {', '.join(NAMES)}")
     if micro_batches < 1 or len(where) != stages:
         raise ConfigError(
-            f"want the worker of each of {stages} stages, and a micro-batch or more; got workers {list(where)} and "
+            f"want the worker of each of {stages} stages, and a micro-batch or more; got workers {given} and "
             f"{micro_batches} micro-batches"
         )
-    limits = _limits(limit, 1 + max(where))
+    limits = _limits(limit, 1 + max(map(max, where)))
+    if any(len(some) > 1 for some in where):
+        return Schedule(name, whole(_shared(name, where, micro_batches, costs or uniform(stages), limits, backward)), where)
+    single = [some[0] for some in where]
     if name == "auto":
-        name, rows = auto.choose(SCHEDULES, where, micro_batches, costs or uniform(stages), limits, backward)
+        name, rows = auto.choose(SCHEDULES, single, micro_batches, costs or uniform(stages), limits, backward)
         return Schedule(name, whole(rows), where)
-    rows = auto.named(SCHEDULES, name, where, micro_batches, costs)
+    rows = auto.named(SCHEDULES, name, single, micro_batches, costs)
     rows = rows if backward else forwards(rows)
     if costs is not None:
         rows = finish(rows, costs)
     _keep_within(name, rows, costs or uniform(stages), limits)
     return Schedule(name, whole(rows), where)
+
+
+def _shared(name: str, where: Sequence[Members], m: int, costs: Costs, limits: list[float], backward: bool) -> Rows:
+    if name not in shared.NAMES:
+        stage = next(stage for stage, some in enumerate(where) if len(some) > 1)
+        raise ConfigError(
+            f"{name} wants one worker for each stage, and stage {stage} is on workers {list(where[stage])} together: try "
+            f"{' or '.join(shared.NAMES)}"
+        )
+    most = limits if name == "auto" else [float("inf")] * len(limits)
+    rows = auto.best(((name, rows) for rows in shared.orders(name, where, m, costs)), m, costs, most, backward)[1]
+    _keep_within(name, rows, costs, limits)
+    return rows
 
 
 def _limits(limit: float | Sequence[float] | None, workers: int) -> list[float]:

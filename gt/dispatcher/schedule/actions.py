@@ -58,17 +58,30 @@ def _action(token: str, line: int, place: int) -> Action:
     return Action(int(stage), once) if once else Action(int(stage), kind, int(micro))
 
 
-def placement(rows: Rows) -> tuple[int, ...]:
-    """The worker, that is the row, of each stage. ConfigError for a stage in two rows, or in none."""
-    found: dict[int, int] = {}
+def members(rows: Rows) -> tuple[tuple[int, ...], ...]:
+    """The workers, that is the rows, of each stage. ConfigError for one in no row, or whose rows do not have the same of it."""
+    found: dict[int, list[int]] = {}
     for worker, row in enumerate(rows):
-        for action in row:
-            if found.setdefault(action.stage, worker) != worker:
-                raise ConfigError(f"stage {action.stage} is in rows {found[action.stage]} and {worker}; a stage has one worker")
+        for stage in {action.stage for action in row}:
+            found.setdefault(stage, []).append(worker)
     missing = [stage for stage in range(max(found, default=-1) + 1) if stage not in found]
     if missing or not found:
         raise ConfigError(f"stage {missing[0] if missing else 0} is in no row; stages are numbered from 0")
-    return tuple(found[stage] for stage in range(len(found)))
+    for stage, some in found.items():
+        first, *others = ({action for action in rows[worker] if action.stage == stage} for worker in some)
+        for worker, other in zip(some[1:], others):
+            for action in sorted(first ^ other):
+                raise ConfigError(f"stage {stage} is in rows {some[0]} and {worker}, and {action} is in one of them only")
+    return tuple(tuple(found[stage]) for stage in range(len(found)))
+
+
+def placement(rows: Rows) -> tuple[int, ...]:
+    """The worker of each stage. ConfigError for a stage in two rows, or in none."""
+    found = members(rows)
+    shared = next((stage for stage, some in enumerate(found) if len(some) > 1), None)
+    if shared is not None:
+        raise ConfigError(f"stage {shared} is in rows {found[shared][0]} and {found[shared][1]}; want a worker for each stage")
+    return tuple(some[0] for some in found)
 
 
 def micro_batches(rows: Rows) -> int:
@@ -77,19 +90,22 @@ def micro_batches(rows: Rows) -> int:
 
 
 def check(rows: Rows, count: int | None = None) -> None:
-    """ConfigError unless every stage has each micro-batch's F once, and its B, or its I and W, once.
+    """ConfigError unless every stage has each micro-batch's F once in each of its rows, and its B, or its I and W, once.
 
     `count` is the number of micro-batches, by default what the rows have. The order is the simulator's to judge.
     """
     count = micro_batches(rows) if count is None else count
     seen: set[Action] = set()
-    for action in (action for row in rows for action in row):
-        if action in seen:
-            raise ConfigError(f"{action} is there twice")
-        if action.micro >= count:
-            raise ConfigError(f"{action} is of micro-batch {action.micro}, and there are {count}, numbered from 0")
-        seen.add(action)
-    for stage in range(len(placement(rows))):
+    for row in rows:
+        own: set[Action] = set()
+        for action in row:
+            if action in own:
+                raise ConfigError(f"{action} is there twice")
+            if action.micro >= count:
+                raise ConfigError(f"{action} is of micro-batch {action.micro}, and there are {count}, numbered from 0")
+            own.add(action)
+        seen |= own
+    for stage in range(len(members(rows))):
         for micro in range(count):
             _complete(seen, stage, micro)
 

@@ -5,7 +5,7 @@ Named ones come first, so that none is chosen that is worse than the best of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from gt.dispatcher.schedule.actions import Action, Rows, forwards
@@ -41,28 +41,35 @@ def choose(
     tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float], backward: bool = True
 ) -> tuple[str, Rows]:
     """Name and rows of the best; what is not a table is named `auto`, with where its order came from."""
-    best: Judged | None = None
+    return best(candidates(tables, workers, m, costs, limits), m, costs, limits, backward)
+
+
+def best(
+    made: Iterable[tuple[str, Rows]], m: int, costs: Costs, limits: Sequence[float], backward: bool = True
+) -> tuple[str, Rows]:
+    """Of named rows those that take least time within the limits, with the step's last actions. NoRoom if none is."""
+    found: Judged | None = None
     least = float("inf")
-    for name, made_so in candidates(tables, workers, m, costs, limits):
+    for name, made_so in made:
         rows = made_so if backward else forwards(made_so)
         line = simulate(rows, costs)
         least = min(least, max(line.peak))
         if any(peak > limit * CLOSE for peak, limit in zip(line.peak, limits)):
             continue
-        if best is not None and line.makespan > best[0] * CLOSE:
+        if found is not None and line.makespan > found[0] * CLOSE:
             continue  # the last actions never make a step shorter
         rows = finish(rows, costs)
-        made = (simulate(rows, costs).makespan, max(line.peak), name, rows)
-        if best is None or made[0] * CLOSE < best[0] or (made[0] <= best[0] * CLOSE and made[1] * CLOSE < best[1]):
-            best = made
-    if best is None:
+        judged = (simulate(rows, costs).makespan, max(line.peak), name, rows)
+        if found is None or judged[0] * CLOSE < found[0] or (judged[0] <= found[0] * CLOSE and judged[1] * CLOSE < found[1]):
+            found = judged
+    if found is None:
         raise NoRoom(
             f"no schedule of {m} micro-batches keeps within {{}} of activations a worker; the least that was found is {{}}: "
             "try smaller micro-batches, or another cut into stages",
             min(limits),
             least,
         )
-    return best[2], best[3]
+    return found[2], found[3]
 
 
 def candidates(

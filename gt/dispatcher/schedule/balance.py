@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from gt.dispatcher import schedule
+from gt.dispatcher.schedule.blocks import Members, checked
 from gt.dispatcher.schedule.costs import Costs
 from gt.errors import ConfigError
 
@@ -19,7 +20,7 @@ Unit = tuple[float, str]  # what an op of the forward takes, and what to call it
 def balance(
     costs: Costs,
     units: Sequence[Sequence[Unit]],
-    workers: Sequence[int],
+    workers: Sequence[int | Members],
     micro: int,
     name: str,
     limit: float | None = None,
@@ -30,8 +31,10 @@ def balance(
     units: ops of one forward of each stage; a stage's backward is taken to be shared out as its forward is.
     """
     totals = [f + i + w for f, i, w in zip(costs.forward, costs.input, costs.weight)]
-    found: dict[str, Any] = {"seconds": totals, "share": [t / sum(totals) if sum(totals) else 0.0 for t in totals]}
-    if not all(sum(unit[0] for unit in stage) for stage in units):
+    where = checked(workers)
+    work = [total * len(some) for total, some in zip(totals, where)]
+    found: dict[str, Any] = {"seconds": totals, "share": [part / sum(work) if sum(work) else 0.0 for part in work]}
+    if not all(sum(unit[0] for unit in stage) for stage in units) or any(len(some) > 1 for some in where):
         return found
     flat = [unit[0] / sum(u[0] for u in own) * total for own, total in zip(units, totals) for unit in own]
     ends = cut(flat, len(totals))

@@ -13,14 +13,30 @@ from gt.dispatcher.schedule.costs import Costs
 from gt.errors import ConfigError
 
 Placement = Sequence[int]  # the worker of each stage, or block; workers are numbered from 0, and each has one
+Members = tuple[int, ...]  # the workers of a stage
 
 
-def checked(workers: Placement) -> tuple[int, ...]:
-    """ConfigError unless there is a stage, and workers 0 to the largest all have one."""
-    missing = set(range(max(workers, default=0) + 1)) - set(workers)
-    if missing or min(workers) < 0:
+def spread(meshes: Sequence[Members]) -> list[Members]:
+    """The workers of each stage as rows of a schedule: a row for each mesh, a stage over several of them being in all of these.
+
+    meshes: the processes of each stage.
+    """
+    different = list(dict.fromkeys(meshes))
+    rows = [mesh for mesh in different if not any(set(other) < set(mesh) for other in different)]
+    found = [tuple(n for n, row in enumerate(rows) if set(row) <= set(mesh)) for mesh in meshes]
+    apart = sum(map(len, rows)) == len({process for row in rows for process in row})
+    if apart and all(sum(len(rows[n]) for n in some) == len(mesh) for some, mesh in zip(found, meshes)):
+        return found
+    return [(different.index(mesh),) for mesh in meshes]
+
+
+def checked(workers: Sequence[int | Members]) -> tuple[Members, ...]:
+    """Workers of each stage; ConfigError unless there is a stage, and workers 0 to the largest all have one."""
+    found = tuple((some,) if isinstance(some, int) else tuple(some) for some in workers)
+    known = {worker for some in found for worker in some}
+    if not known or min(known) < 0 or len(known) <= max(known) or not all(found):
         raise ConfigError(f"stages on workers {list(workers)}: want workers numbered from 0, each with a stage")
-    return tuple(workers)
+    return found
 
 
 def blocks(workers: Placement) -> list[list[int]]:
@@ -54,7 +70,7 @@ def mates(workers: Placement) -> list[list[int]]:
     return found
 
 
-def lags(workers: Placement, costs: Costs) -> list[float]:
+def lags(workers: Sequence, costs: Costs) -> list[float]:
     """Transfer into each stage going forward, and out of it going back: 0 for the first, within a worker, and past the last."""
     return [0.0, *(time if a != b else 0.0 for time, (a, b) in zip(costs.transfer, pairwise(workers))), 0.0]
 

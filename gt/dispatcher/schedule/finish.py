@@ -1,13 +1,14 @@
 """Where a step's last actions go: the report of the loss, gradients' all-reduce and the optimizer of each stage.
 
 None of them may delay what other workers wait for, so each takes the first gap that it fits into, else the end of its row.
+What several workers do together is behind all else, in one order for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from gt.dispatcher.schedule.actions import Action, Row, Rows, whole
+from gt.dispatcher.schedule.actions import Action, Row, Rows, members, whole
 from gt.dispatcher.schedule.costs import Costs
 from gt.dispatcher.schedule.simulate import Timeline, simulate
 
@@ -40,6 +41,7 @@ def _place(rows: Made, costs: Costs, kind: str, insert: Insert) -> Made:
     """Rows with one kind for every stage that has it, those first that are ready first."""
     line = simulate(rows, costs)
     ready = _ready(rows, line, costs, kind)
+    shared = [len(some) > 1 for some in members(rows)]
     beside = kind == "R" and costs.overlap
     made = []
     for worker, row in enumerate(rows):
@@ -47,7 +49,8 @@ def _place(rows: Made, costs: Costs, kind: str, insert: Insert) -> Made:
         for stage in sorted({action.stage for action in row}, key=lambda stage: (ready[stage], -stage)):
             took = costs.once(kind, stage)
             if took is not None:
-                place, start = insert(slots, _first(slots, costs, kind, stage), ready[stage], took)
+                first = len(slots) if shared[stage] else _first(slots, costs, kind, stage)
+                place, start = insert(slots, first, ready[stage], took)
                 slots.insert(place, (start, start if beside else start + took, Action(stage, kind)))
         made.append(tuple(action for _, _, action in slots))
     return tuple(made)
@@ -83,8 +86,12 @@ def _ready(rows: Rows, line: Timeline, costs: Costs, kind: str) -> list[float]:
         return found
     if costs.joint:
         return [max(found)] * costs.stages
-    last = {stage: max(found[action.stage] for action in row) for row in rows for stage in {a.stage for a in row}}
-    return [last[stage] for stage in range(costs.stages)]
+    last = [0.0] * costs.stages
+    for row in rows:
+        own = max((found[action.stage] for action in row), default=0.0)
+        for stage in {action.stage for action in row}:
+            last[stage] = max(last[stage], own)
+    return last
 
 
 def _in_a_gap(slots: list[Slot], first: int, ready: float, took: float) -> tuple[int, float]:

@@ -1,15 +1,15 @@
 """What a schedule takes: start and end of every action, bubble and peak memory of every worker, or who waits for whom.
 
 A worker does its row in order. F waits for the stage before, B and I for the stage after, plus the transfer where that is
-another worker; W for its I; L, R and O for all their stage has before them. Knows costs, not what makes them.
+another worker; W for its I; L, R and O for all their stage has before them. Where a stage is in several rows all of its actions
+but W wait for all of these, and are done by them together. Knows costs, not what makes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gt.dispatcher.schedule.actions import ONCE, Action, Rows, micro_batches, placement
+from gt.dispatcher.schedule.actions import ONCE, Action, Rows, members, micro_batches
 from gt.dispatcher.schedule.blocks import lags
 from gt.dispatcher.schedule.costs import Costs
 from gt.errors import ConfigError
@@ -39,7 +39,7 @@ def simulate(rows: Rows, costs: Costs) -> Timeline:
     run = _Run(rows, costs)
     run.all()
     makespan = max((times[-1] for times in run.end if times), default=0.0)
-    makespan = max(makespan, *run.link)
+    makespan = max(makespan, *run.link.values())
     return Timeline(run.start, run.end, makespan, tuple(makespan - busy for busy in run.busy), tuple(run.peak))
 
 
@@ -48,22 +48,25 @@ class _Run:
     would be before stage 0, or after the last, has zeros."""
 
     def __init__(self, rows: Rows, costs: Costs) -> None:
-        self.rows, self.costs, self.workers = rows, costs, placement(rows)
-        self.m, stages = micro_batches(rows), len(self.workers)
+        self.rows, self.costs, self.members = rows, costs, members(rows)
+        self.m, stages = micro_batches(rows), len(self.members)
+        self.shared = [len(some) > 1 for some in self.members]
         if costs.stages != stages:
             raise ValueError(f"costs are of {costs.stages} stages, and the rows have {stages}")
-        self.lag = lags(self.workers, costs)
+        self.lag = lags(self.members, costs)
         self.forward = [0.0] * self.m + [NEVER] * (stages * self.m)
         self.gradient = [NEVER] * (stages * self.m) + [0.0] * self.m
-        self.left = [self.m] * stages  # weight gradients to come
-        self.ready = [0.0] * stages  # a stage's gradients, reduced where they are to be
-        self.to_reduce = {action.stage for row in rows for action in row if action.kind == "R"}
+        self.left = [dict.fromkeys(some, self.m) for some in self.members]  # of each worker, weight gradients to come
+        self.ready = [dict.fromkeys(some, 0.0) for some in self.members]  # its gradients, reduced where they are to be
+        self.to_reduce = {(action.stage, worker) for worker, row in enumerate(rows) for action in row if action.kind == "R"}
         count = len(rows)
-        self.at, self.clock, self.busy, self.link = [0] * count, [0.0] * count, [0.0] * count, [0.0] * count
+        self.at, self.clock, self.busy = [0] * count, [0.0] * count, [0.0] * count
+        self.link = dict.fromkeys(range(count), 0.0)
         self.used, self.peak = [0.0] * count, [0.0] * count
         self.start: Times = [[] for _ in rows]
         self.end: Times = [[] for _ in rows]
         self.waiting: dict[int, int] = {}  # index of a forward, or -1 - index of a gradient: the worker that waits
+        self.there: dict[Action, set[int]] = {}  # workers that have come to what they do together
 
     def all(self) -> None:
         """Workers go on as far as they can; those at an L, R or O are asked again once all others stand."""
@@ -100,89 +103,126 @@ class _Run:
                 else:
                     change += costs.kept[stage]
             else:
-                self.clock[worker], self.at[worker] = clock, len(end)
-                if not self.once(worker, stage, kind):
+                self.clock[worker], self.busy[worker] = clock, busy
+                if not self.once(worker, stage, kind, able):
                     break
-                clock = self.clock[worker]
-                busy += end[-1] - start[-1] if kind != "R" or not costs.overlap else 0.0
+                clock, busy = self.clock[worker], self.busy[worker]
                 continue
-            if ready == NEVER:
+            if self.shared[stage] and kind != "W":
+                self.clock[worker], self.busy[worker] = clock, busy
+                self.used[worker], self.peak[worker] = used, peak
+                if not self.meets(worker, Action(stage, kind, micro)):
+                    break
+                if ready == NEVER:
+                    waiting[waits] = worker
+                    break
+                self.together(worker, stage, ready, took, able, change)
+                clock, busy, used, peak = self.clock[worker], self.busy[worker], self.used[worker], self.peak[worker]
+            elif ready == NEVER:
                 waiting[waits] = worker
                 break
-            clock = ready if ready > clock else clock
-            start.append(clock)
-            clock += took
-            end.append(clock)
-            busy += took
-            used += change
-            peak = used if used > peak else peak
+            else:
+                clock = ready if ready > clock else clock
+                start.append(clock)
+                clock += took
+                end.append(clock)
+                busy += took
+                used += change
+                peak = used if used > peak else peak
             if kind == "F":
                 forward[cell + m], wakes = clock, cell + m
             elif kind == "W":
-                self.gradients(stage, clock)
+                self.gradients(worker, stage, clock)
                 continue
             else:
                 gradient[cell], wakes = clock, -1 - cell
-                if kind == "B":
-                    self.gradients(stage, clock)
+                for other in self.members[stage] if kind == "B" else ():
+                    self.gradients(other, stage, clock)
             if wakes in waiting:
                 able.append(waiting.pop(wakes))
         self.at[worker], self.clock[worker], self.busy[worker] = len(end), clock, busy
         self.used[worker], self.peak[worker] = used, peak
 
-    def gradients(self, stage: int, clock: float) -> None:
-        self.left[stage] -= 1
-        self.ready[stage] = clock
+    def meets(self, worker: int, action: Action) -> bool:
+        """Whether a worker is the last to come to what its stage's workers do together."""
+        there = self.there.setdefault(action, set())
+        there.add(worker)
+        return len(there) == len(self.members[action.stage])
 
-    def once(self, worker: int, stage: int, kind: str) -> bool:
-        """Do an L, R or O, if what it needs is there."""
-        begin = self.clock[worker]
+    def together(
+        self, worker: int, stage: int, ready: float, took: float, able: list[int], change: float = 0.0, beside: bool = False
+    ) -> float:
+        """Do it, for all of them; when it ends. `able` gets the others. beside: what they compute goes on meanwhile."""
+        some = self.members[stage]
+        begin = max([ready, *(self.clock[other] for other in some)])
+        for other in some:
+            self.start[other].append(begin)
+            self.end[other].append(begin + took)
+            self.at[other] = len(self.end[other])
+            if not beside:
+                self.clock[other] = begin + took
+                self.busy[other] += took
+            self.used[other] += change
+            self.peak[other] = max(self.peak[other], self.used[other])
+        able += [other for other in some if other != worker]
+        return begin + took
+
+    def gradients(self, worker: int, stage: int, clock: float) -> None:
+        self.left[stage][worker] -= 1
+        self.ready[stage][worker] = clock
+
+    def once(self, worker: int, stage: int, kind: str, able: list[int]) -> bool:
+        """Do an L, R or O, if what it needs is there; of several that do it together the last to come does, for all."""
+        some = self.members[stage]
         took = self.costs.once(kind, stage) or 0.0
-        if self.lacks(stage, kind) is not None:
+        if not self.meets(worker, Action(stage, kind)) or any(self.lacks(w, stage, kind) is not None for w in some):
             return False
+        ready = 0.0
         if kind == "O":
-            begin = max([begin, *(self.ready[other] for other in self.awaits(stage))])
+            ready = max(self.ready[other][w] for one in some for other, w in self.awaits(one, stage))
+        elif kind == "R":
+            ready = max(self.link[w] for w in some)
+        end = self.together(worker, stage, ready, took, able, beside=kind == "R" and self.costs.overlap)
         if kind == "R":
-            begin = max(begin, self.link[worker])
-            self.link[worker] = self.ready[stage] = begin + took
-            self.to_reduce.discard(stage)
-        self.start[worker].append(begin)
-        self.end[worker].append(begin + took)
-        if kind != "R" or not self.costs.overlap:
-            self.clock[worker] = begin + took
+            self.link.update(dict.fromkeys(some, end))
+            self.ready[stage] = dict.fromkeys(some, end)
+            self.to_reduce.difference_update((stage, w) for w in some)
         return True
 
-    def awaits(self, stage: int) -> Sequence[int]:
-        """Stages whose gradients an optimizer needs."""
+    def awaits(self, worker: int, stage: int) -> list[tuple[int, int]]:
+        """Stages whose gradients a worker's optimizer needs, and whose."""
         if self.costs.joint:
-            return range(len(self.workers))
-        return [s for s, worker in enumerate(self.workers) if worker == self.workers[stage]] if self.costs.own else [stage]
+            return [(other, w) for other, some in enumerate(self.members) for w in some]
+        if self.costs.own:
+            return [(other, worker) for other, some in enumerate(self.members) if worker in some]
+        return [(stage, worker)]
 
-    def lacks(self, stage: int, kind: str) -> Action | None:
+    def lacks(self, worker: int, stage: int, kind: str) -> Action | None:
         """What an L, R or O still waits for."""
         if kind == "L":
             missing = [i for i in range(self.m) if self.forward[(stage + 1) * self.m + i] == NEVER]
             return Action(stage, "F", missing[0]) if missing else None
-        for other in self.awaits(stage) if kind == "O" else [stage]:
-            if self.left[other]:
-                return self.undone(other, "BW")
-            if kind == "O" and other in self.to_reduce:
+        for other, w in self.awaits(worker, stage) if kind == "O" else [(stage, worker)]:
+            if self.left[other][w]:
+                return self.undone(w, other, "BW")
+            if kind == "O" and (other, w) in self.to_reduce:
                 return Action(other, "R")
         return None
 
     # ---- deadlock
 
-    def undone(self, stage: int, kinds: str) -> Action | None:
+    def undone(self, worker: int, stage: int, kinds: str) -> Action | None:
         """The first of such actions of a stage that is not done."""
-        worker = self.workers[stage]
         rest = self.rows[worker][self.at[worker] :]
         return next((action for action in rest if action.stage == stage and action.kind in kinds), None)
 
-    def awaited(self, action: Action) -> Action:
+    def awaited(self, worker: int, action: Action) -> Action:
         """What an action waits for: the first that is not done."""
         stage, kind, micro = action
         if kind in ONCE:
-            return self.lacks(stage, kind) or action
+            return self.lacks(worker, stage, kind) or action
+        if self.shared[stage] and kind != "W" and len(self.there.get(action, ())) < len(self.members[stage]):
+            return action
         if kind == "W":
             return Action(stage, "I", micro)
         if kind == "F":
@@ -190,7 +230,7 @@ class _Run:
         if self.forward[(stage + 1) * self.m + micro] == NEVER:
             return Action(stage, "F", micro)
         whole = Action(stage + 1, "B", micro)
-        return whole if whole in self.rows[self.workers[stage + 1]] else Action(stage + 1, "I", micro)
+        return whole if whole in self.rows[self.members[stage + 1][0]] else Action(stage + 1, "I", micro)
 
     def deadlock(self) -> str:
         """The circle of waits, or where the chain ends at an action that no row has."""
@@ -200,8 +240,10 @@ class _Run:
         while worker not in seen:
             seen.add(worker)
             here = self.rows[worker][self.at[worker]]
-            wanted = self.awaited(here)
-            worker, waits = self.workers[wanted.stage], f"worker {worker} is at {here} and waits for {wanted}"
+            wanted = self.awaited(worker, here)
+            waits = f"worker {worker} is at {here} and waits for {wanted}"
+            some = self.members[wanted.stage]
+            worker = next((w for w in some if w not in self.there.get(wanted, ())), some[0])
             if wanted not in self.rows[worker]:
                 return f"the schedule never ends: {', '.join([*said, waits])}, which no row has"
             said.append(f"{waits} of worker {worker}")
