@@ -1,10 +1,10 @@
 """GPT-2 as a pipeline over several GPUs: examples/gpt2's step through `remote`, beside the best native step of one GPU.
 
 `python benchmarks/gpu/bench_pipeline.py [--json FILE] [--size 32x1024] [--cases 8,4:4:1f1b ..] [--rivals CASE ..] [--native]`.
-A case is layers of each stage (x4: four stages by cost), micro-batches, schedule; rivals are such by native.py. bf16 weights,
-fused AdamW. Prints milliseconds a step (median of blocks of steps that are waited for together), how much faster than one GPU
-that is, the bubble, each GPU's own work in a step, what it sent and how much of that was hidden, and one line of JSON. All
-have to have the first row's losses.
+A case is layers of each stage (x4: four stages by cost; `+head` behind them: the head over all of their GPUs), micro-batches,
+schedule; rivals are such by native.py. bf16 weights, fused AdamW. Prints milliseconds a step (median of blocks of steps that
+are waited for together), how much faster than one GPU that is, the bubble, each GPU's own work in a step, what it sent and how
+much of that was hidden, and one line of JSON. All have to have the first row's losses.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def trainer(case: str, size: str, name: str, dtype: str = "bf16", backend: str =
     cut, parts, schedule = case.split(":", 2)
     batch, length = size.split("x")
     flags = {"-e": name, "-b": batch, "-t": length, "-M": parts, "--schedule": schedule, "--dtype": dtype, "--seed": "0"}
+    cut, _, head = cut.partition("+")
     flags |= {"--stages": cut[1:]} if cut[0] == "x" else {"--stages": str(len(cut.split(","))), "--cut": cut}
-    args = train.arguments([part for pair in flags.items() for part in pair])
+    args = train.arguments([*(part for pair in flags.items() for part in pair), *(["--split-head"] if head else [])])
     config = train.sizes(args)
     gpus = torch.cuda.device_count()
     workers = train.settle(args, config, gpus)

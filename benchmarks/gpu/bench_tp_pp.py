@@ -1,9 +1,9 @@
 """Tensor x pipeline parallel: the tuning demo's model under its YAMLs, captured, beside DTensor x torch.distributed.pipelining.
 
-`python benchmarks/gpu/bench_tp_pp.py [--json FILE] [--preset seed] [--cases tp2pp2:4,4:4:zb-h1 ..] [--rivals 2:4,4:4:1f1b ..]`.
-A case is a file of configs/ (or its path), layers of each stage, micro-batches, schedule; rivals are native_tp.py's. bf16
-weights, fused AdamW. Prints milliseconds a step (median of blocks of steps that are waited for together), how much faster than
-the best rival that is, and one line of JSON. All have to have the losses of one process.
+`python benchmarks/gpu/bench_tp_pp.py [--json FILE] [--preset seed] [--cases tp2pp2:x2:4:zb-h1 ..] [--rivals 2:4,4:4:1f1b ..]`.
+A case is a file of configs/ (or its path), layers of each stage (x2: by cost), micro-batches, schedule; rivals are
+native_tp.py's. bf16 weights, fused AdamW. Prints milliseconds a step (median of blocks of steps that are waited for together),
+how much faster than the best rival that is, and one line of JSON. All have to have the losses of one process.
 """
 
 from __future__ import annotations
@@ -39,6 +39,18 @@ def config_of(name: str) -> str:
     return name if "/" in name else str(cases.ROOT / "configs" / f"{name}.yaml")
 
 
+def by_cost(model: Any, stages: int, length: int) -> list[int]:
+    """Layers of each stage, the head being as a layer of the last."""
+    import torch
+
+    import gt
+
+    head = torch.nn.Linear(*model.head_weight.shape, bias=False, device="meta")
+    example = torch.empty(1, length, model.head_weight.shape[0], dtype=model.head_weight.dtype, device="meta")
+    runs = gt.signal.balance([*model.blocks, head.to(example.dtype)], stages, example)
+    return [stop - start - (stop > len(model.blocks)) for start, stop in runs]
+
+
 def cut_as(model: Any, counts: list[int], groups: list[str]) -> None:
     """So many layers in each stage, where the demo would spread them evenly."""
     rows = cases.tuning_demo().places(len(counts), groups)
@@ -65,11 +77,14 @@ def ours(case: str, size: str, preset: str, vocab: str, seconds: float) -> cases
     from gt.config.load import load
 
     name, cut, parts, *schedule = case.split(":", 3)
-    path, counts, count = config_of(name), [int(n) for n in cut.split(",")], int(parts)
+    path, count = config_of(name), int(parts)
     workers = max(w for group in load(Path(path).read_text(), path).groups.values() for w in group.flat) + 1
     gpus = torch.cuda.is_available()
     (gt.gpu_workers if gpus else gt.cpu_workers)(workers, config=path)
     model = native_tp.demo(preset, int(vocab), gt.signal.groups())
+    length = int(size.partition("x")[2])
+    counts = by_cost(model, int(cut[1:]), length) if cut[0] == "x" else [int(n) for n in cut.split(",")]
+    print(f"layers of each stage: {counts}", file=sys.stderr)
     cut_as(model, counts, gt.signal.groups())
     model = model.to("remote")
     optimizer = native.optimizer_of(model.parameters())
@@ -102,7 +117,7 @@ def main() -> int:
     parser.add_argument("--preset", default="seed", help="of the tuning demo")
     parser.add_argument("--vocab", type=int, default=native_tp.VOCAB, help="rows of embedding and head")
     parser.add_argument("--size", default="32x1024", help="batch x tokens")
-    parser.add_argument("--cases", nargs="*", default=["tp2pp2:4,4:4:1f1b", "tp2pp2:6,2:4:zb-h1", "tp4:8:1"])
+    parser.add_argument("--cases", nargs="*", default=["tp2pp2:x2:4:1f1b", "tp2pp2:x2:4:zb-h1", "tp4:x1:1"])
     parser.add_argument("--rivals", nargs="*", default=[], help="cases of native_tp.py, as 2:4,4:4:1f1b or 4:8:1")
     args = parser.parse_args()
     if args.child:

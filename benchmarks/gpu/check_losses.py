@@ -1,8 +1,9 @@
 """Whether GT trains as one process of plain torch does: GPT-2 in stages, by every schedule, with CUDA graphs and without.
 
 `python benchmarks/gpu/check_losses.py [--json FILE] [--gpus 2] [--models d8:8x64 d12:8x256] [--schedules ..] [--backends ..]`.
-fp32 with TF32 off: the losses of 20 steps are within 1e-5 of that process's. bf16, 50 steps: they differ from one GPU's by at
-most twice what two native runs do that differ only in how many micro-batches there are. Exits with 1 where that is not so.
+fp32 with TF32 off: the losses of 20 steps are within 1e-5 of that process's. bf16, 50 steps: a pipeline's differ from those of
+the same program on one GPU by at most twice what two native runs do that differ only in how many micro-batches there are; and
+from native's by at most twice what these do, or where GT compiles, what torch.compile does. Exits with 1 where that is not so.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def batches(size: str) -> list[list[Any]]:
     return [list(pair) for pair in zip(*(t.split(batch) for t in native.batch_of(BATCHES * batch, length, "cpu")), strict=True)]
 
 
-def plain(name: str, size: str, dtype: str, parts: str) -> list[float]:
-    """One process of torch, nothing compiled."""
+def plain(name: str, size: str, dtype: str, parts: str, compiled: str = "") -> list[float]:
+    """One process of torch; compiled: whether by torch.compile."""
     import torch
     from model import GPT2, fresh
 
@@ -42,11 +43,12 @@ def plain(name: str, size: str, dtype: str, parts: str) -> list[float]:
     model.head.unembed.weight = model.embed.wte.weight
     model = model.initialize(0).to(device)
     optimizer = native.optimizer_of(model.parameters())
+    forward = torch.compile(model) if compiled else model
     data, count, losses = [[t.to(device) for t in pair] for pair in batches(size)], int(parts), []
     for n in range(STEPS[dtype]):
         total = torch.zeros((), device=device)
         for x, y in zip(*(part.chunk(count) for part in data[n % BATCHES]), strict=True):
-            loss = model(x, y) / count
+            loss = forward(x, y) / count
             loss.backward()
             total = total + loss.detach()
         optimizer.step()
@@ -105,16 +107,32 @@ class Check:
 
     def near(self, name: str, size: str) -> None:
         parts = self.args.parts
-        alone = self.run(f"bf16 {name} {size} one process", "plain", name, size, "bf16", parts)
-        wanted = alone and alone["losses"]
-        label = f"bf16 {name} {size} one process, {2 * parts} micro-batches"
-        other = self.run(label, "plain", name, size, "bf16", 2 * parts, wanted=wanted) if alone else None
-        for backend in self.args.backends if other else ():
-            label = f"bf16 {name} {size} x{self.args.gpus}:{parts}:1f1b {backend}"
-            row = self.run(label, "ours", name, size, "bf16", f"x{self.args.gpus}:{parts}:1f1b", backend, wanted=wanted)
+        model = f"bf16 {name} {size}"
+        alone = self.run(f"{model} one process", "plain", name, size, "bf16", parts)
+        if alone is None:
+            return
+        wanted = alone["losses"]
+        others = {
+            what: self.run(f"{model} one process, {what}", "plain", name, size, "bf16", *how, wanted=wanted)
+            for what, how in ((f"{2 * parts} micro-batches", (2 * parts,)), ("torch.compile", (parts, "compiled")))
+        }
+        if None in others.values():
+            return
+        by_parts, by_compiling = (row["typical"] for row in others.values())
+        for backend in self.args.backends:
+            one, several = f"x1:{parts}:1f1b", f"x{self.args.gpus}:{parts}:1f1b"
+            same = self.run(f"{model} {one} {backend}", "ours", name, size, "bf16", one, backend, wanted=wanted)
+            label = f"{model} {several} {backend}"
+            row = self.run(label, "ours", name, size, "bf16", several, backend, wanted=wanted) if same else None
             if row:
-                over = row["typical"] / other["typical"] if other["typical"] else math.inf
-                self.report.bar(f"{label}: times what native runs differ by", over, most=TWICE)
+                beside = apart(row["losses"], same["losses"])[1]
+                what, unit = ("micro-batches", by_parts) if backend == "eager" else ("torch.compile", by_compiling)
+                self.report.bar(f"{label}: from one GPU, times native micro-batches", _over(beside, by_parts), most=TWICE)
+                self.report.bar(f"{label}: from native, times native {what}", _over(row["typical"], unit), most=TWICE)
+
+
+def _over(size: float, unit: float) -> float:
+    return size / unit if unit else math.inf * size if size else 0.0
 
 
 def cells(row: cases.Row) -> list[str]:

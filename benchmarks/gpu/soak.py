@@ -100,8 +100,10 @@ def resident(pid: int) -> float:
 
 
 def gpu_memory() -> list[float]:
-    """MiB in use on each GPU, whoever uses it."""
+    """MiB in use on each GPU that this may use, whoever uses it."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     try:
         return [float(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
     except (OSError, subprocess.SubprocessError):
