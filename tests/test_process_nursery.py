@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import select
+import selectors
 import signal
 import subprocess
 import sys
+from collections import deque
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from gt.client.session import Session
 from gt.errors import SystemFailure
-from gt.launch import local
+from gt.launch import local, nursery, process
 
 PROGRAM = """
 import json, os, sys, gt.launch.local as local
@@ -108,3 +111,29 @@ def test_ctrl_c_in_the_terminal_is_the_programs_alone():
 def test_a_worker_that_dies_at_start_is_reported_with_its_last_words():
     with pytest.raises(SystemFailure, match=r"worker \d died while starting.*nonsense"):
         local.start(2, backend="nonsense")
+
+
+def test_workers_of_a_dispatcher_that_is_ending_have_nothing_to_say(monkeypatch, capfd):
+    """They lose their links before it can be waited for."""
+    monkeypatch.setattr(nursery, "_ended", lambda: iter(()))  # not yet
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    one = nursery.Nursery({"workers": 1})
+    said, say = os.pipe()
+    one._select.register(said, selectors.EVENT_READ, partial(one._on_stderr, number=0))
+    one._words[0] = deque()
+    heard, alive = os.pipe()
+    one._dispatcher = process.fork("gt.server", lambda: os.read(heard, 1))
+    try:
+        os.write(say, b"while it lives\n")
+        one._turn(1.0)
+        os.write(alive, b".")
+        os.waitid(os.P_PID, one._dispatcher, os.WEXITED | os.WNOWAIT)
+        os.write(say, b"once it does not\n")
+        one._turn(1.0)
+        assert list(one._words[0]) == ["while it lives", "once it does not"]
+        assert capfd.readouterr().err == "while it lives\n"
+    finally:
+        one._select.close()
+        os.waitpid(one._dispatcher, 0)
+        for end in (said, say, heard, alive):
+            os.close(end)

@@ -22,7 +22,7 @@ from typing import Any
 
 from gt import env, log
 from gt.launch import machine
-from gt.launch.process import fork
+from gt.launch.process import ending, fork
 
 POLL = 0.2  # seconds between looks at parent and children
 ASK, GRACE = 0.5, 1.0  # seconds that children get to end when the dispatcher says so, and after SIGTERM
@@ -97,8 +97,9 @@ class Nursery:
 
     def _turn(self, timeout: float) -> None:
         ready = self._select.select(timeout)
-        dead = list(_ended())  # looked for first: what workers say of a dead dispatcher, the program is told anyway
-        self._silent |= self._dispatcher in [pid for pid, _ in dead] and not log.asked("worker")
+        # Looked at first: what workers say of a dead dispatcher, the program is told anyway.
+        self._silent |= bool(ready) and not log.asked("worker") and (not self._dispatcher or ending(self._dispatcher))
+        dead = list(_ended())
         for key, _ in ready:
             key.data(key.fd)
         if os.getppid() != self._parent:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PF_EXITING = 4
 
 
 def fork(title: str, body: Callable[[], object], stderr: int = -1) -> int:
@@ -51,16 +52,27 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def ending(pid: int) -> bool:
+    """Whether a child has begun to end: before its sockets close, and so before it can be waited for."""
+    return bool(_stat(pid)[8] & _PF_EXITING)  # field 9 of proc(5), counted from 1
+
+
 def rename(title: str) -> None:
     """What `ps` and `top` show: written over this process's own argument area, as far as it reaches."""
-    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(stat[45]), int(stat[46])  # fields 48 and 49 of proc(5), counted from 1
+    stat = _stat(os.getpid())
+    start, end = stat[47], stat[48]  # fields 48 and 49 of proc(5), counted from 1
     room = end - start
     text = title.encode()[: room - 1]
     if start and room > 1:
         ctypes.memset(start, 0, room)
         ctypes.memmove(start, text, len(text))
     _libc().prctl(_PR_SET_NAME, title.encode()[:15] + b"\0", 0, 0, 0)
+
+
+def _stat(pid: int) -> list[int]:
+    """Fields of /proc/PID/stat, 0 for its name and state, which are no numbers."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return [pid, 0, 0, *map(int, fields[1:])]
 
 
 def _libc() -> ctypes.CDLL:
