@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -82,6 +84,62 @@ def test_cases_of_rivals_are_read_as_they_are_written(cases: ModuleType, monkeyp
     assert native.Case.read("ddp@4:eager") == native.Case("ddp", 4, False)
     with pytest.raises(SystemExit, match="schedules"):
         native.Case.read("8,4:4:fastest")
+
+
+def module_of(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"gpu_{name}", GPU / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, f"gpu_{name}", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_the_table_of_all_figures_runs_can_be_asked_for(cases: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = module_of("table", monkeypatch)
+    said: dict[str, str] = {}
+    for item in table.ITEMS:
+        script, *rest = item.words
+        if script not in said:
+            ask = [sys.executable, GPU / script, "--help"]
+            said[script] = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+        flags = {word for word in rest if word.startswith("--")} | {"--json"} | ({"--one", "--native"} if item.one else set())
+        assert flags <= set(re.findall(r"--[a-z]+", said[script])), item
+        layers = {"d12": 12, "d36": 36}.get(rest[rest.index("--model") + 1] if "--model" in rest else "d12")
+        for word in rest if script == "bench_pipeline.py" else ():
+            if re.match(r"\d+,[\d,]+(\+head)?:\d+:[a-z]", word):
+                assert sum(map(int, word.partition(":")[0].removesuffix("+head").split(","))) == layers, word
+        assert not item.one or item.one in {other.name for other in table.ITEMS if other.gpus == 1}
+
+
+def test_the_table_runs_what_there_are_gpus_for_and_goes_on_where_it_was(
+    cases: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    table = module_of("table", monkeypatch)
+    (tmp_path / "bench.py").write_text(
+        "import json, os, sys\n"
+        "name, *rest = sys.argv[1:-2]\n"
+        "row = {'ms': 61.25, 'gpus': os.environ['CUDA_VISIBLE_DEVICES'], 'rest': rest}\n"
+        "json.dump({'figures': {f'{name} native graph': row}}, open(sys.argv[-1], 'w'))\n"
+        "sys.exit(name == 'c')\n"
+    )
+    monkeypatch.setattr(table, "HERE", tmp_path)
+    monkeypatch.setenv("COMMIT", "abc")
+    items = [
+        table.Item("a", 1, 10, "bench.py a"),
+        table.Item("b", 2, 10, "bench.py b", "a"),
+        table.Item("c", 1, 10, "bench.py c 'two words'"),
+        table.Item("d", 1, 1000, "bench.py d"),
+    ]
+    one = table.Table(tmp_path, ["4", "6"], 500, False)
+    assert [item.name for item in one.run(items)] == ["d"] and one.failed == ["c"]
+    found = {path.stem: json.loads(path.read_text())["figures"] for path in tmp_path.glob("*.json")}
+    assert found["gpu-a-abc"]["a native graph"]["gpus"] == "4" and found["gpu-c-abc"]["c native graph"]["rest"] == ["two words"]
+    assert found["gpu-b-abc"]["b native graph"] == {"ms": 61.25, "gpus": "4,6", "rest": ["--one", "61.25"]}
+    capsys.readouterr()
+    again = table.Table(tmp_path, ["4", "6"], 5000, False)
+    assert again.run(items) == [] and not again.failed
+    assert [line for line in capsys.readouterr().out.splitlines() if "begun" in line] == ["d: begun on GPU 4"]
 
 
 @pytest.mark.slow
