@@ -45,6 +45,13 @@ def holes(x):
     return x
 
 
+def ends(x):
+    """Rows with an infinity, nothing but one, no number, and far below zero."""
+    x[0, 5], x[1], x[2, 20], x[3] = float("inf"), float("inf"), float("nan"), x[3] - 1e30
+    x[4, :20] = float("-inf")
+    return x
+
+
 def nll(reduction, ignored):
     return lambda x, t, *w: ATEN.nll_loss_forward(x, t, w[0] if w else None, reduction, ignored)
 
@@ -62,13 +69,27 @@ CASES = {
     "log_softmax": (lambda x: F.log_softmax(x, 1), f(6, 23)),
     "log_softmax, large": (lambda x: F.log_softmax(x, -1), f(6, 23) + 1e4),
     "log_softmax, holes": (lambda x: F.log_softmax(x, -1), holes(f(6, 23))),
+    "log_softmax, ends": (lambda x: F.log_softmax(x, -1), ends(f(6, 23))),
     "log_softmax, dim 0": (lambda x: F.log_softmax(x, 0), f(23, 6)),
     "log_softmax, of halves": (lambda x: F.log_softmax(x, 1), f(6, 23, dtype=torch.bfloat16)),
     "log_softmax, four dims": (lambda x: F.log_softmax(x, 1), f(2, 23, 3, 4)),
     "softmax": (lambda x: F.softmax(x, 1), f(6, 23, dtype=torch.float64)),
+    "softmax, of halves": (lambda x: F.softmax(x, 1), ends(f(6, 23, dtype=torch.bfloat16))),
     "log_softmax backward": (lambda g, y: ATEN._log_softmax_backward_data(g, y, 1, torch.float32), f(6, 23), LS),
     "softmax backward": (lambda g, y: ATEN._softmax_backward_data(g, y, 1, torch.float32), f(6, 23), S),
     "logsumexp": (lambda x: torch.logsumexp(x, 1), holes(f(6, 23))),
+    "log_softmax backward, of halves": (
+        lambda g, y: ATEN._log_softmax_backward_data(g, y, 1, torch.bfloat16),
+        f(6, 23, dtype=torch.bfloat16),
+        LS.bfloat16(),
+    ),
+    "softmax backward, of halves": (
+        lambda g, y: ATEN._softmax_backward_data(g, y, 1, torch.bfloat16),
+        f(6, 23, dtype=torch.bfloat16),
+        S.bfloat16(),
+    ),
+    "logsumexp, ends": (lambda x: torch.logsumexp(x, 1), ends(f(6, 23))),
+    "logsumexp, of halves": (lambda x: torch.logsumexp(x, 1), ends(f(6, 23, dtype=torch.bfloat16))),
     "logsumexp, kept": (lambda x: torch.logsumexp(x, [0, 1], True), f(6, 23)),
     "amax": (lambda x: torch.amax(x, 1), f(6, 23)),
     "amin": (lambda x: torch.amin(x, (0, 1)), f(6, 23)),

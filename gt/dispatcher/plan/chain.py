@@ -60,13 +60,24 @@ class Chain:
         known.name = known_as or known.name
         return self._add((known,), args, out)
 
-    def lying(self, name: str, *args: Any, out: Spec, where: Placements, makes: Placements | None = None) -> Value:
+    def lying(
+        self, name: str, *args: Any, out: Spec, where: Placements, makes: Placements | None = None, pointwise: bool = True
+    ) -> Value:
         """The next op, whose operands lie so, and what it makes as well if not otherwise said."""
-        return self.each(name, [args], out, where, where if makes is None else makes)
+        return self.each(name, [args], out, where, where if makes is None else makes, pointwise)
 
-    def each(self, name: str, each: Sequence[tuple], out: Spec, where: Placements, makes: Placements, **kwargs: Any) -> Value:
+    def each(
+        self,
+        name: str,
+        each: Sequence[tuple],
+        out: Spec,
+        where: Placements,
+        makes: Placements,
+        pointwise: bool = True,
+        **kwargs: Any,
+    ) -> Value:
         """The next op, with arguments for each worker of the mesh."""
-        knowns = tuple(Known(template(name, args, out, True, kwargs)) for args in each)
+        knowns = tuple(Known(template(name, args, out, pointwise, kwargs)) for args in each)
         return self._add(knowns, each[0], out, (where,) * knowns[0].tensors, (makes,))
 
     def _add(self, known: tuple[Known, ...], args: tuple, out: Spec, wants: tuple = (), makes: tuple = ()) -> Value:

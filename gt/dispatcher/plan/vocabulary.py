@@ -75,25 +75,52 @@ def _wide(*specs: Spec) -> str:
     return "float32" if any(spec.dtype in HALF for spec in specs) else specs[0].dtype
 
 
+def _powers(chain: Chain, split: Split, dims: Sequence[int], wide: str, finite: bool) -> tuple[Value, Value]:
+    """Of rows: the maximum, and the sum of exp(x - maximum). finite: with 0 for a maximum that is not, as logsumexp wants it.
+
+    Each worker's own maximum and sum come first, so x is read in one go and never kept wider than it is: [rows, workers]
+    then, of which each has its own.
+    """
+    spec, where = split.spec, split.layout.placements
+    rows = _reduced(spec, dims, wide)
+    sizes = [split.size if d == split.dim else n for d, n in enumerate(rows.shape)]
+    each, full = contiguous(tuple(sizes), wide), _like(spec, wide)
+    x = chain.operand(0)
+    own = chain.lying("amax.default", x, dims, True, out=retyped(each, spec.dtype), where=where, pointwise=False)
+    own = chain.cast(own, wide)
+    level = _no_end(chain, own)
+    less = chain.lying("sub.Tensor", x, level, out=full, where=where)  # one operand is wide: so it is done
+    powers = chain.lying("exp.default", less, out=full, where=where)
+    part = chain.lying("sum.dim_IntList", powers, dims, True, out=each, where=where, pointwise=False)
+    most = chain.op("amax.default", own, [split.dim], True, out=rows, known_as=OF_PIECES["amax"])
+    if finite:
+        most = _no_end(chain, most)
+    scale = chain.op("exp.default", chain.op("sub.Tensor", own, most, out=each), out=each)
+    part = chain.op("mul.Tensor", part, scale, out=each)
+    return most, chain.op("sum.dim_IntList", part, [split.dim], True, out=rows, pointwise=False)
+
+
+def _no_end(chain: Chain, value: Value) -> Value:
+    """With 0 for what is infinite."""
+    size = chain.op("abs.default", value, out=value.spec)
+    endless = chain.op("eq.Scalar", size, float("inf"), out=retyped(value.spec, "bool"))
+    return chain.op("masked_fill.Scalar", value, endless, 0, out=value.spec)
+
+
 def softmax(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
-    """exp(x - max) / sum, or x - max - log(sum): two of [rows] are added up. x - max is made twice, not kept meanwhile."""
+    """exp(x - max) / sum, or x - max - log(sum): two of [rows] are added up."""
     spec = known.template.ins[0]
     dims = [known.arg(1) % len(spec.shape)] if spec.shape else []
     split = Split(spec, dims[0], starts[0], mesh) if dims else None
-    if split is None or not split.plain or split.staying(2, 4) >= split.gathering(2):
+    if split is None or not split.plain or split.staying(2, 3) >= split.gathering(2):
         return None
     chain, wide = Chain(known), _wide(spec)
     full, rows = _like(spec, wide), _reduced(spec, dims, wide)
-    x = chain.operand(0, wide)
-    most = chain.op("amax.default", x, dims, True, out=rows, known_as=OF_PIECES["amax"])
-    less = chain.op("sub.Tensor", x, most, out=full)
-    powers = chain.op("exp.default", less, out=full)
-    total = chain.op("sum.dim_IntList", powers, dims, True, out=rows, pointwise=False)
+    most, total = _powers(chain, split, dims, wide, finite=False)
+    less = chain.op("sub.Tensor", chain.operand(0), most, out=full)
     if known.name == "_softmax":
-        return chain.end(chain.op("div.Tensor", powers, total, out=full))
-    total = chain.op("log.default", total, out=rows)
-    again = chain.op("sub.Tensor", x, most, out=full)
-    return chain.end(chain.op("sub.Tensor", again, total, out=full))
+        return chain.end(chain.op("div.Tensor", chain.op("exp.default", less, out=full), total, out=full))
+    return chain.end(chain.op("sub.Tensor", less, chain.op("log.default", total, out=rows), out=full))
 
 
 def softmax_backward(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
@@ -114,7 +141,7 @@ def softmax_backward(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | N
         return None
     chain, wide = Chain(known), _wide(*ins)
     full, rows = _like(ins[1], wide), _reduced(ins[1], dims, wide)
-    grad, made = chain.operand(0, wide), chain.operand(1, wide)
+    grad, made = chain.operand(0), chain.operand(1, wide)
     if known.name == "_softmax_backward_data":
         grad = chain.op("mul.Tensor", grad, made, out=full)
     else:
@@ -122,7 +149,7 @@ def softmax_backward(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | N
     if len(starts) > 2:
         total = chain.cast(Value(2, retyped(rows, ins[0].dtype)), wide)
     else:
-        total = chain.op("sum.dim_IntList", grad, dims, True, out=rows, pointwise=False)
+        total = chain.op("sum.dim_IntList", grad, dims, True, out=rows, pointwise=False, dtype=Const("dtype", wide))
     return chain.end(chain.op("addcmul.default", grad, made, total, out=full, value=-1))
 
 
@@ -135,17 +162,12 @@ def logsumexp(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
     if len(found) != 1 or "float" not in spec.dtype or not found[0].plain or found[0].staying(2, 2) >= found[0].gathering(1):
         return None
     chain, wide = Chain(known), _wide(spec)
-    full, rows, result = _like(spec, wide), _reduced(spec, dims, wide), _reduced(spec, dims, wide, keep)
-    x = chain.operand(0, wide)
-    most = chain.op("amax.default", x, dims, True, out=rows, known_as=OF_PIECES["amax"])
-    size = chain.op("abs.default", most, out=rows)
-    endless = chain.op("eq.Scalar", size, float("inf"), out=retyped(rows, "bool"))
-    most = chain.op("masked_fill.Scalar", most, endless, 0, out=rows)
-    powers = chain.op("exp.default", chain.op("sub.Tensor", x, most, out=full), out=full)
-    total = chain.op("log.default", chain.op("sum.dim_IntList", powers, dims, keep, out=result, pointwise=False), out=result)
+    rows, result = _reduced(spec, dims, wide), _reduced(spec, dims, wide, keep)
+    most, total = _powers(chain, found[0], dims, wide, finite=True)
+    value = chain.op("add.Tensor", chain.op("log.default", total, out=rows), most, out=rows)
     if not keep:
-        most = chain.op("amax.default", most, dims, False, out=result, pointwise=False)
-    return chain.end(chain.op("add.Tensor", total, most, out=result))
+        value = chain.op("amax.default", value, dims, False, out=result, pointwise=False)
+    return chain.end(value)
 
 
 def extreme(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
