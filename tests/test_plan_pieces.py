@@ -26,7 +26,7 @@ def mesh(size):
 
 
 def f(*shape):
-    return torch.randn(*shape)
+    return torch.randn(shape)
 
 
 # what is called, and its inputs; dims are split evenly by 2, and by 3 and 5 not
@@ -34,6 +34,12 @@ CASES = {
     "add": (lambda a, b: a + b, f(4, 6), f(4, 6)),
     "add broadcast": (lambda a, b: a + b, f(4, 6), f(6)),
     "mul scalar": (lambda a: a * 3.0, f(4, 6)),
+    "mul by one": (lambda a, b: a * b, f(4, 6), f()),
+    "div by one": (lambda a, b: a / b, f(4, 6), f()),
+    "div by one, in place": (lambda a, b: a.div_(b), f(4, 6), f()),
+    "one div": (lambda a, b: a / b, f(), f(4, 6)),
+    "div down": (lambda a: torch.div(a, 0.3, rounding_mode="floor"), f(4, 6)),
+    "div down by one": (lambda a, b: torch.div(a, b, rounding_mode="trunc"), f(4, 6), f()),
     "add_": (lambda a, b: a.add_(b), f(4, 6), f(4, 6)),
     "relu": (torch.relu, f(4, 6)),
     "where": (torch.where, f(4, 6) > 0, f(4, 6), f(4, 6)),

@@ -15,8 +15,10 @@ from gt.ir.spec import Spec
 
 # Linear in all operands together, which have to be so many tensors: Partial in, Partial out
 LINEAR = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "neg": 1, "neg_": 1, "clone": 1}
-# Linear in the first operand when the other is a number
+# Linear in the first operand when the other is a number, or a tensor of one that all have
 SCALED = frozenset({"mul", "mul_", "div", "div_"})
+WIDER = {("bfloat16", "float32"), ("float16", "float32"), ("bfloat16", "float64"), ("float16", "float64"), ("float32", "float64")}
+FEW = 1 << 18  # elements: terms of more are added up before they are made wider, since adding up takes what bytes take
 
 ELEMENTWISE = frozenset(
     {"copy_", "_to_copy", "clone", "fill_", "zero_", "where", "zeros_like", "ones_like", "empty_like", "full_like", "fill",
@@ -50,7 +52,7 @@ def pointwise(known: Known, places: list[Place], size: int) -> Decision | None:
     if known.name in VALUELESS and isinstance(places[0], Partial):
         return Decision((places[0],), (R,) * len(outs))
     if _linear(known, places):
-        return Decision(tuple(P for _ in places), tuple(P for _ in outs))
+        return Decision(tuple(p if isinstance(p, Partial) else R for p in places), tuple(P for _ in outs))
     writes = known.template.writes
     result = shape(known, writes[0]) if writes else out_shape(known)
     leader = _leader(known, places, result, writes)
@@ -82,11 +84,16 @@ def _leader(known: Known, places: list[Place], result: tuple[int, ...], writes: 
 
 
 def _linear(known: Known, places: list[Place]) -> bool:
-    if not places or not all(isinstance(p, Partial) and p.op == "sum" for p in places):
+    ins, made = known.template.ins, known.template.outs
+    if not places or not all(isinstance(p, Partial) and p.op == "sum" for p in places[: 1 if known.name in SCALED else None]):
         return False
     if known.name in SCALED:
-        return len(places) == 1
-    same = len({spec.shape for spec in known.template.ins}) == 1
+        if known.named(2, "rounding_mode") is not None:
+            return False
+        return len(places) == 1 or (len(places) == 2 and not ins[1].shape and not isinstance(places[1], Partial))
+    if known.name == "_to_copy":
+        return made[0].spec is not None and (ins[0].dtype, made[0].spec.dtype) in WIDER and ins[0].numel <= FEW
+    same = len({spec.shape for spec in ins}) == 1
     return known.name in LINEAR and same and len(places) == LINEAR[known.name]  # a number would be added once a worker
 
 

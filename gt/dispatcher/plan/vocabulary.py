@@ -228,7 +228,7 @@ def _as(laid: Sequence[str], **meant: Any) -> Placements:
 
 
 def nll_loss(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
-    """Each worker's own labels, the others' ignored: loss and weight are terms. A mean is a sum over the weight of all."""
+    """Each worker's own labels, the others' ignored: a loss is of terms, and a weight too. A mean is a sum over the weight of all."""
     t, (ignored, reduction) = known.template, (known.arg(4), known.arg(3))
     dim = min(len(t.ins[0].shape), 2) - 1
     split = Split(t.ins[0], dim, starts[0], mesh)
@@ -246,13 +246,27 @@ def nll_loss(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
     wants = (_as(laid, rows=Shard(0), classes=Shard(dim)), rows, *[_as(laid, classes=Shard(0))] * (known.tensors - 2))
     terms = _as(laid, rows=P, classes=P)
     loss = _as(laid, rows=Shard(0), classes=P) if reduction == 0 and t.ins[1].shape else terms
-    weight = _as(laid, classes=P) if reduction == 0 else terms
     given = (0, own.name, *range(2, known.tensors))
-    total: int | str = "total" if reduction == MEAN else -1
-    chain.parts.append(Part((local,), given, (total, -2), wants, (loss, weight)))
+    counted = reduction == MEAN and known.tensors == 2  # of labels, which all have: nothing passes between the workers
+    made = ("total" if reduction == MEAN else -1, "own weight" if counted else -2)
+    weight = _as(laid) if reduction == 0 else terms  # 0 where there is no reduction
+    chain.parts.append(Part((local,), given, made, wants, (loss, weight)))
+    if counted:
+        number = _counted(chain, rows, _as(laid, rows=P), ignored)
+        chain.parts[-1] = chain.parts[-1]._replace(outs=(-2,))
+        assert number.spec == t.outs[1].spec
     if reduction == MEAN:
-        chain.parts.append(Part((quotient(known),), (total, -2), (-1,)))
+        chain.parts.append(Part((quotient(known),), ("total", -2), (-1,)))
     return chain.parts
+
+
+def _counted(chain: Chain, where: Placements, makes: Placements, ignored: int) -> Value:
+    """How many labels are not ignored."""
+    labels, weight = chain.operand(1), chain.known.template.outs[1].spec
+    assert weight is not None
+    flags = chain.lying("ne.Scalar", labels, ignored, out=_like(labels.spec, "bool"), where=where)
+    dtype = Const("dtype", weight.dtype)
+    return chain.each("sum.dim_IntList", [(flags, [], False)], weight, where, makes, pointwise=False, dtype=dtype)
 
 
 def nll_loss_backward(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
