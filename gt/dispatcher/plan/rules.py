@@ -6,6 +6,8 @@ rule likes. A rule that returns None has no answer: the inputs are gathered and 
 
 from __future__ import annotations
 
+from itertools import product
+
 from gt.dispatcher.plan.base import OF_PIECES, Decision, Place, Rule, a_piece_is_empty, even, out_shape, settled, shape, whole
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.plan.losses import LOSSES, PART, loss, loss_backward, nll_loss, nll_loss_backward
@@ -17,7 +19,7 @@ from gt.ir.spec import Spec
 LINEAR = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "neg": 1, "neg_": 1, "clone": 1}
 # Linear in the first operand when the other is a number, or a tensor of one that all have
 SCALED = frozenset({"mul", "mul_", "div", "div_"})
-WIDER = {("bfloat16", "float32"), ("float16", "float32"), ("bfloat16", "float64"), ("float16", "float64"), ("float32", "float64")}
+WIDER = {("float32", "float64"), *product(("bfloat16", "float16"), ("float32", "float64"))}
 FEW = 1 << 18  # elements: terms of more are added up before they are made wider, since adding up takes what bytes take
 
 ELEMENTWISE = frozenset(

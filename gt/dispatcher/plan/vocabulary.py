@@ -117,10 +117,12 @@ def softmax(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
     chain, wide = Chain(known), _wide(spec)
     full, rows = _like(spec, wide), _reduced(spec, dims, wide)
     most, total = _powers(chain, split, dims, wide, finite=False)
+    logs = known.name == "_log_softmax"
+    total = chain.op("log.default" if logs else "reciprocal.default", total, out=rows)  # first: it waits for the others
     less = chain.op("sub.Tensor", chain.operand(0), most, out=full)
-    if known.name == "_softmax":
-        return chain.end(chain.op("div.Tensor", chain.op("exp.default", less, out=full), total, out=full))
-    return chain.end(chain.op("sub.Tensor", less, chain.op("log.default", total, out=rows), out=full))
+    if logs:
+        return chain.end(chain.op("sub.Tensor", less, total, out=full))
+    return chain.end(chain.op("mul.Tensor", chain.op("exp.default", less, out=full), total, out=full))
 
 
 def softmax_backward(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
@@ -228,7 +230,7 @@ def _as(laid: Sequence[str], **meant: Any) -> Placements:
 
 
 def nll_loss(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
-    """Each worker's own labels, the others' ignored: a loss is of terms, and a weight too. A mean is a sum over the weight of all."""
+    """Each worker's own labels, the others' ignored: loss and weight are of terms. A mean is a sum over the weight of all."""
     t, (ignored, reduction) = known.template, (known.arg(4), known.arg(3))
     dim = min(len(t.ins[0].shape), 2) - 1
     split = Split(t.ins[0], dim, starts[0], mesh)
