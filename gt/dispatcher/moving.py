@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING
 
 from gt.dispatcher.plan import redistribute
@@ -50,9 +51,8 @@ class Mover:
         return made
 
     def _view_of_copy(self, tensor: Tensor, want: Layout) -> int | None:
-        """A view is copied to another mesh by copying its whole base once and viewing that, and so is a view of a view.
-
-        Whole, or split as the base is where the view then lies as it is wanted.
+        """A view is copied to another mesh by copying its base once, split as the view is wanted, and viewing that; and so is
+        a view of a view.
         """
         if tensor.base is None or tensor.base.layout is None or tensor.base.layout.mesh == want.mesh:
             return None
@@ -77,18 +77,30 @@ class Mover:
 
     def _of_copies(self, base: Tensor, views: Sequence[Tensor], want: Layout) -> list[Layout] | None:
         """Layouts of a copy of the base, and of each view of that in turn, the last as it is wanted."""
-        whole = self.s.intern(Layout(want.mesh, (R,) * len(want.mesh.axes)))
         if want.replicated:
+            whole = self.s.intern(Layout(want.mesh, (R,) * len(want.mesh.axes)))
             return [whole] * len(views) + [want]
-        if base.layout is None or base.layout.mesh.axes != want.mesh.axes or base.layout.partial:
+        if base.layout is None or base.layout.partial or want.partial:
             return None
-        lies = [self.s.intern(Layout(want.mesh, base.layout.placements))]
-        for view in reversed(views):
-            made = self.view_layouts(view.via[0], lies[-1]) if view.via is not None else None
-            if made is None or view.via is None:
-                return None
-            lies.append(made[view.via[2]])
-        return lies if lies[-1] == want else None
+        split = [[p] if not isinstance(p, Shard) else self._splits(base, p.parts, p.dim) for p in want.placements]
+        starts = [*product(*split)]
+        if base.layout.mesh.axes == want.mesh.axes:
+            starts.insert(0, base.layout.placements)
+        for start in starts:
+            lies = [self.s.intern(Layout(want.mesh, start))]
+            for view in reversed(views):
+                made = self.view_layouts(view.via[0], lies[-1]) if view.via is not None else None
+                if made is None or view.via is None:
+                    break
+                lies.append(made[view.via[2]])
+            if lies[-1] == want and len(lies) > len(views):
+                return lies
+        return None
+
+    @staticmethod
+    def _splits(base: Tensor, parts: int, dim: int) -> list[Shard]:
+        """How a base may be split whose view is split along a dim: the same dim first, if it has that."""
+        return sorted((Shard(d, parts) for d in range(len(base.spec.shape))), key=lambda p: p.dim != dim)
 
     def convert(self, source: int, tensor: Tensor, have: Layout, want: Layout) -> int:
         """A new tensor that holds `source` in another layout. Terms must have been added up."""
