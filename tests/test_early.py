@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gt.dispatcher import early as module
-from gt.dispatcher import programs as writing
+from gt.dispatcher import writer as writing
 from gt.dispatcher.depends import flow
 from gt.dispatcher.tape import Row, Tape
 from gt.ir.instr import FREE, Define
@@ -238,7 +238,7 @@ def test_what_is_done_together_is_in_one_definition(monkeypatch: pytest.MonkeyPa
     sums = [Row(n, reduce(20, (0, 1), 0), [n]) for n in range(6)]
     mark = Row(0, define("together", {"count": 4}), [])
     rows = [Row(0, ADD, [0, 1, 9]), mark, *sums, *(Row(7, ADD, [0, n, 10 + n]) for n in range(3))]
-    writer = writing._Writer({}, set(), Seal(0, 0, "", "eager", [], 0, 0, False), {})
+    writer = writing.Writer({}, set(), Seal(0, 0, "", "eager", [], 0, 0, False), {})
     writer.write(rows)
     kinds = {row.define.number: row.define for row in rows}
     found = []

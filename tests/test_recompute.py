@@ -16,10 +16,10 @@ from planned import planned
 from torch import nn
 
 import gt
-from gt.dispatcher import programs as writing
 from gt.dispatcher import recompute as module
 from gt.dispatcher.recompute import Bounds
 from gt.dispatcher.tape import Row, Tape
+from gt.dispatcher.writer import Writer
 from gt.ir.instr import FREE, Define
 from gt.ir.spec import contiguous
 from gt.wire.messages import Seal
@@ -97,7 +97,7 @@ def random_rows(rng: random.Random, ops: Ops, length: int) -> tuple[list[Row], s
 
 def carried_out(rows: list[Row], lasting: set[int], homes: Any = ()) -> tuple[dict[int, int], int]:
     """Values of what lasts, and the most bytes that were held of what was made, by the stream that a worker has."""
-    writer = writing._Writer({}, lasting, Seal(0, 0, "", "eager", [], 0, 0, False), {})
+    writer = Writer({}, lasting, Seal(0, 0, "", "eager", [], 0, 0, False), {})
     writer.write(rows)
     kinds = {row.define.number: row.define for row in rows}
     code = [number for part in writer.parts for number in part["code"]]

@@ -6,7 +6,6 @@ freed at their last use, what was freed by chance is not, and tensors read from 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +17,8 @@ from gt.dispatcher.failures import Cause, Launched, Planned
 from gt.dispatcher.later import Later
 from gt.dispatcher.recompute import BOUNDS, recompute
 from gt.dispatcher.tape import Row, Tape
+from gt.dispatcher.turning import make_way
+from gt.dispatcher.writer import Writer
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, FORGET, FREE, Define
 from gt.ir.layout import Layout, Partial, R, local_shape, replicated
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
     from gt.dispatcher.tensors import Storage, Tensor
 
-LONGEST = 1 << 19  # numbers of one definition of a program; a longer one is several
 MOST = 64  # programs of one session
 MOST_ROWS = 1 << 22  # instructions that are kept for a session, in programs and while one is recorded
 MOST_SLOTS = 4096
@@ -167,6 +167,8 @@ class Programs:
                 early(tape, partial(self._define, tape, {}))
             lasting = {s.emitter.offset + i for i in s.table.rows}
             again = self.again(tape, lasting, compiled, message.recompute) if message.recompute else {}
+            if message.backend == "cudagraphs" and tape.names:  # elsewhere a transfer is waited for
+                make_way(tape)
             self._make(tape, pairs, message)
             self.all[message.program].order = order
         s.cut()
@@ -182,7 +184,7 @@ class Programs:
 
     def once(self, rows: Sequence[Row], base: int, lasting: set[int]) -> list[dict]:
         """A worker's rows as definitions that are carried out once, with no random numbers but those they have."""
-        writer = _Writer({row.seq: row.seq - base for row in rows}, lasting, Seal(0, 0, "", "cudagraphs", [], -1, 0, False), {})
+        writer = Writer({row.seq: row.seq - base for row in rows}, lasting, Seal(0, 0, "", "cudagraphs", [], -1, 0, False), {})
         writer.write(rows)
         return [{**part, "once": True} for part in writer.parts]
 
@@ -246,7 +248,7 @@ class Programs:
         carried = [(offset + read, offset + made) for read, made in pairs]
         code: dict[int, list[Define]] = {}
         for worker, rows in tape.code.items():
-            writer = _Writer(index, lasting, message, tape.names)
+            writer = Writer(index, lasting, message, tape.names)
             writer.write([row for row in rows if row.define.kind != "upload"])
             held = {i for row in rows for i in row.ids()[1]}
             writer.alias(alias, [(made, read) for read, made in carried if made in held])
@@ -360,82 +362,3 @@ def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:
         if type(row) is not list or len(row) != 2 or any(type(i) is not int or i not in table for i in row):
             raise ProtocolError(f"Seal.carried has {row!r:.80}, want [read, made], tensors of this session")
     return [(read, made) for read, made in rows]
-
-
-def _channels(define: Define) -> list[tuple[int, int, bool]]:
-    """(peer, offset, whether it sends) of each channel that an instruction uses."""
-    if define.kind == "send":
-        channels = [define.payload["channel"]]
-    else:
-        channels = [channel for channel, _ in define.payload["parts"]] if define.kind in ("recv", "merge") else []
-    return [(channel["peer"], channel["offset"], define.kind == "send") for channel in channels]
-
-
-class _Writer:
-    """One worker's stream of a program. index: op by sequence number; lasting: tensors that are there afterwards."""
-
-    def __init__(self, index: dict[int, int], lasting: set[int], seal: Seal, names: dict[int, str]) -> None:
-        self.index, self.lasting, self.names = index, lasting, names
-        self.seed, self.counter, self.backend = seal.seed, seal.counter, seal.backend
-        self.parts: list[dict] = []
-        self._channels: list[tuple[int, int, bool]] = []
-        self._code: list = []
-        self._randoms: list[int] = []
-        self._actions: list[list] = []
-        self._name = ""
-        self._at = 0  # the op that is being written
-
-    def write(self, rows: Sequence[Row]) -> None:
-        last: dict[int, int] = {}
-        made: dict[int, int] = {}
-        self._channels = sorted({use for row in rows for use in _channels(row.define)})
-        for n, row in enumerate(rows):
-            reads, makes = row.ids()
-            for i in makes:
-                made.setdefault(i, n)
-            last.update(dict.fromkeys((*reads, *makes), n))
-        ends = defaultdict(list)
-        for i in made:
-            if i not in self.lasting:
-                ends[last[i]].append(i)
-        self._free([i for i in made if i in self.lasting])  # of the replay before: nothing here reads them
-        for n, row in enumerate(rows):
-            self._row(row)
-            self._free(ends.get(n, ()))
-        self._end()
-
-    def alias(self, define: Define, pairs: Sequence[tuple[int, int]]) -> None:
-        for source, target in pairs:
-            self._code += (define.number, self._at, source, target)
-        self._end()
-
-    def _row(self, row: Row) -> None:
-        self._at = self.index.get(row.seq, self._at)
-        name = self.names.get(id(row), "")
-        if name != self._name:
-            self._name = name
-            self._actions.append([len(self._code), name])
-        payload, operands = row.define.payload, list(row.operands)
-        if row.define.kind == "op" and payload["random"] is not None:
-            place = payload["tensors"] + payload["values"] - 2
-            if operands[place] == self.seed:
-                self._randoms.append(len(self._code) + 2 + place)
-                operands[place + 1] -= self.counter
-        self._code += (row.define.number, self._at, *operands)
-        if len(self._code) > LONGEST and row.define.kind not in ("together", "all_reduce"):  # those stay in one definition
-            self._end()
-
-    def _free(self, ids: Sequence[int]) -> None:
-        if ids:
-            self._code += (FREE, self._at, len(ids), *ids)
-
-    def _end(self) -> None:
-        if self._code:
-            first = [] if self.parts else self._channels
-            self.parts.append(
-                {
-                    "code": self._code, "randoms": self._randoms, "actions": self._actions, "backend": self.backend,
-                    "channels": [list(use) for use in first], "once": False,
-                }
-            )  # fmt: skip
-            self._code, self._randoms, self._actions = [], [], [[0, self._name]] if self._name else []

@@ -118,7 +118,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._total = sum(self.memory.seconds)
-        self._borders = list(accumulate((_border(row) for row in self.rows), initial=0))
+        self._borders = list(accumulate((border(row) for row in self.rows), initial=0))
 
     # ---- what can be
 
@@ -263,7 +263,7 @@ class Plan:
                 yield one, row
 
 
-def _border(row: Row) -> int:
+def border(row: Row) -> int:
     """Ops that a row stands for in what is compiled as one: none for a view, FAR where that ends."""
     payload = row.define.payload
     if row.define.kind != "op":

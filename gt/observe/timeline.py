@@ -51,7 +51,7 @@ def _process(pid: int, name: str, threads: list[tuple[str, list]]) -> list[dict[
     for tid, (thread, actions) in enumerate(threads):
         events.append(_meta("thread_name", pid, tid, thread))
         for action, start, end in actions:
-            kind = next((KINDS[letter] for letter in action if letter in KINDS), "")
+            kind = ",".join(KINDS[letter] for letter in action if letter in KINDS)
             at = {"ts": round(start * 1e6, 3), "dur": round((end - start) * 1e6, 3)}
             events.append({"name": action, "cat": kind, "ph": "X", "pid": pid, "tid": tid, **at})
     return events
