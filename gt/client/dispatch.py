@@ -111,13 +111,13 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
         )  # fmt: skip
         made._ref = Ref(number, meta, origin, recorder.lives)
         if len(code) > BATCH:
-            recorder.flush()
+            recorder.full()
         return made
     if mode == FIRST:
         code.extend((entry.number, origin, *ids, *values))
         args[0]._ref.pending = origin
         if len(code) > BATCH:
-            recorder.flush()
+            recorder.full()
         return args[0]
     return finish(info, entry, args, kwargs or {}, extra, [entry.number, origin, *ids, *values])
 
@@ -204,7 +204,7 @@ def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, 
         found = entry.metas
     made = [make(m, Ref(n, m, origin, recorder.lives)) for n, m in zip(numbers, found, strict=True)]
     if len(recorder.code) > BATCH:
-        recorder.flush()
+        recorder.full()
     operands = _tensors((args, kwargs)) if entry.written else ()
     for i in entry.written:
         operands[i]._ref.pending = origin

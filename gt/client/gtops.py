@@ -57,7 +57,7 @@ def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: 
     recorder.code.extend([number, origin, *ids, *values, *new])
     recorder.ops += 1
     if len(recorder.code) > BATCH:
-        recorder.flush()
+        recorder.full()
     return tuple(make(m, Ref(n, m, origin, recorder.lives)) for m, n in zip(made, new, strict=True))
 
 

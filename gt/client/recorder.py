@@ -17,6 +17,7 @@ from gt.ir.template import Template
 from gt.wire.signals import uninterrupted
 
 BATCH = 1400  # numbers in the buffer, about 256 ops
+HELD = 8  # batches in one of a call that is held back until it is over: nobody waits for the first, and credit lasts longer
 TEMPLATES = 16384  # beyond so many, the table starts again
 
 _ids = itertools.count(1)  # never starts again, so that ids of an ended session name nothing in the next
@@ -77,6 +78,11 @@ class Recorder:
             wait()  # may take long, and Ctrl-C has to work meanwhile: nothing is taken from the buffers yet
         with uninterrupted(), self._lock:
             self._hand_over()
+
+    def full(self) -> None:
+        """There is a batch in the buffer: hand it over, unless more of them had better go together."""
+        if self.tape is None or not self.tape.late or len(self.code) > HELD * BATCH:
+            self.flush()
 
     def settle(self) -> None:
         """Have all ops handed over; what has ended can wait for the next batch."""
