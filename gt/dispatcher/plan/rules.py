@@ -53,6 +53,8 @@ def pointwise(known: Known, places: list[Place], size: int) -> Decision | None:
     outs, ins = known.template.outs, known.template.ins
     if known.name in VALUELESS and isinstance(places[0], Partial):
         return Decision((places[0],), (R,) * len(outs))
+    if _counts_up(known, places):
+        return Decision((P, P), (P,))
     if _linear(known, places):
         return Decision(tuple(p if isinstance(p, Partial) else R for p in places), tuple(P for _ in outs))
     writes = known.template.writes
@@ -97,6 +99,14 @@ def _linear(known: Known, places: list[Place]) -> bool:
         return made[0].spec is not None and (ins[0].dtype, made[0].spec.dtype) in WIDER and ins[0].numel <= FEW
     same = len({spec.shape for spec in ins}) == 1
     return known.name in LINEAR and same and len(places) == LINEAR[known.name]  # a number would be added once a worker
+
+
+def _counts_up(known: Known, places: list[Place]) -> bool:
+    """Whether a number of terms is added to one that all have, as losses are over micro-batches: one worker's is that, then."""
+    terms = [isinstance(p, Partial) for p in places]
+    sums = known.name in ("add", "sub") or (known.name in ("add_", "sub_") and terms[:1] == [True])
+    numbers = len(places) == 2 and not any(spec.shape for spec in known.template.ins)
+    return sums and numbers and any(terms) and all(p.op == "sum" for p in places if isinstance(p, Partial))
 
 
 def reduction(known: Known, places: list[Place], size: int) -> Decision | None:
