@@ -17,7 +17,7 @@ from gt.dispatcher.plan.localize import payload
 from gt.dispatcher.plan.rules import decide, whole
 from gt.dispatcher.plan.vocabulary import LOWERINGS, embedding_backward
 from gt.ir.boxes import put, take
-from gt.ir.layout import Layout, Mesh, Partial, R, Shard, boxes
+from gt.ir.layout import Layout, Mesh, P, Partial, R, Shard, boxes
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
 from gt.worker.engine.base import IDENTITY, open_engine
@@ -98,6 +98,7 @@ CASES = {
     "nll, each": (nll(0, 40), f(6, 23), labels(23, 6, skipped=40)),
     "nll, weights": (nll(1, 3), f(6, 23), labels(23, 6, skipped=3), f(23).abs()),
     "nll, one row": (nll(1, -100), f(23), labels(23)),
+    "nll, one row, not reduced": (nll(0, -100), f(23), labels(23)),
     "nll, all ignored": (nll(2, -1), f(6, 23), labels(23, 6).fill_(-1)),
     "nll, images": (
         lambda x, t: ATEN.nll_loss2d_forward(x, t, None, 1, -100),
@@ -210,7 +211,8 @@ def starts_of(known: Known, mesh: Mesh, rng: random.Random) -> tuple[list, tuple
     """Placements: 23 is split by the last axis, anything by the others; and of the table that a gradient is of."""
     found = []
     for n, spec in enumerate(known.template.ins):
-        some = [rng.choice([R, *[Shard(d) for d in range(len(spec.shape))]]) for _ in mesh.axes]
+        terms = [P] if "float" in spec.dtype else []
+        some = [rng.choice([R, *terms, *[Shard(d) for d in range(len(spec.shape))]]) for _ in mesh.axes]
         if known.name != TABLE and n == operand(known):
             some[-1] = Shard(spec.shape.index(23))
         found.append(some)

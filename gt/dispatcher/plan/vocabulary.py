@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from gt.dispatcher.plan.base import OF_PIECES, Place
+from gt.dispatcher.plan.base import OF_PIECES, Place, settled
 from gt.dispatcher.plan.chain import Chain, Part, Placements, Value, retyped
 from gt.dispatcher.plan.cost import BYTES, added_up, gathered
 from gt.dispatcher.plan.known import Known
@@ -32,7 +32,7 @@ class Split:
 
     def __init__(self, spec: Spec, dim: int, start: Sequence[Place], mesh: Mesh) -> None:
         self.spec, self.dim, self.mesh = spec, dim, mesh
-        self.layout = Layout(mesh, tuple(R if p is None else p for p in start))
+        self.layout = Layout(mesh, tuple(map(settled, start)))  # terms are added up first: nothing here is linear
         self.axes = [n for n, p in enumerate(start) if isinstance(p, Shard) and p.dim == dim]
         self.size = prod(mesh.sizes[n] for n in self.axes)
         others = prod(size for n, size in enumerate(mesh.sizes) if n not in self.axes and isinstance(start[n], Shard))
@@ -247,11 +247,12 @@ def nll_loss(known: Known, starts: Starts, mesh: Mesh) -> list[Part] | None:
     local = Known(Template(t.op, args, t.kwargs, (t.ins[0], own.spec, *t.ins[2:]), 0, t.outs, ()))
     wants = (_as(laid, rows=Shard(0), classes=Shard(dim)), rows, *[_as(laid, classes=Shard(0))] * (known.tensors - 2))
     terms = _as(laid, rows=P, classes=P)
-    loss = _as(laid, rows=Shard(0), classes=P) if reduction == 0 and t.ins[1].shape else terms
+    each_row = reduction == 0 and bool(t.ins[1].shape)
+    loss = _as(laid, rows=Shard(0), classes=P) if each_row else terms
     given = (0, own.name, *range(2, known.tensors))
     counted = reduction == MEAN and known.tensors == 2  # of labels, which all have: nothing passes between the workers
     made = ("total" if reduction == MEAN else -1, "own weight" if counted else -2)
-    weight = _as(laid) if reduction == 0 else terms  # 0 where there is no reduction
+    weight = _as(laid) if each_row else terms  # 0 where rows are kept; one row alone has its own
     chain.parts.append(Part((local,), given, made, wants, (loss, weight)))
     if counted:
         number = _counted(chain, rows, _as(laid, rows=P), ignored)
