@@ -29,6 +29,10 @@ def f(*shape):
     return torch.randn(shape)
 
 
+def n(dtype, *shape):
+    return torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, shape, dtype=dtype)
+
+
 # what is called, and its inputs; dims are split evenly by 2, and by 3 and 5 not
 CASES = {
     "add": (lambda a, b: a + b, f(4, 6), f(4, 6)),
@@ -44,6 +48,10 @@ CASES = {
     "div down": (lambda a: torch.div(a, 0.3, rounding_mode="floor"), f(4, 6)),
     "div down by one": (lambda a, b: torch.div(a, b, rounding_mode="trunc"), f(4, 6), f()),
     "add_": (lambda a, b: a.add_(b), f(4, 6), f(4, 6)),
+    "add of bytes": (lambda a, b: a + b, n(torch.uint8, 4, 6), n(torch.uint8, 4, 6)),
+    "add of bytes and wider": (lambda a, b: a + b, n(torch.uint8, 4, 6), n(torch.int32, 4, 6)),
+    "mul of bytes": (lambda a: a * 0.5, n(torch.uint8, 4, 6)),
+    "div of integers by one": (lambda a, b: a / b, n(torch.int32, 4, 6), f()),
     "relu": (torch.relu, f(4, 6)),
     "where": (torch.where, f(4, 6) > 0, f(4, 6), f(4, 6)),
     "gelu backward": (torch.ops.aten.gelu_backward, f(4, 6), f(4, 6)),
@@ -93,6 +101,8 @@ CASES = {
     "sum dim": (lambda a: a.sum(0), f(4, 6)),
     "sum keep": (lambda a: a.sum((0, 2), keepdim=True), f(4, 6, 8)),
     "sum all": (lambda a: a.sum(), f(4, 6)),
+    "sum to integers": (lambda a: a.sum(0, dtype=torch.int64), 9 * f(4, 6)),
+    "sum of integers": (lambda a: a.sum(0), n(torch.int32, 4, 6)),
     "mean dim": (lambda a: a.mean(1), f(4, 6)),
     "amax": (lambda a: a.amax(0), f(4, 6)),
     "max dim": (lambda a: a.max(1).values, f(4, 6)),
@@ -129,6 +139,7 @@ CASES = {
     "t": (lambda a: a.t(), f(4, 6)),
     "unsqueeze": (lambda a: a.unsqueeze(1), f(4, 6)),
     "squeeze": (lambda a: a.squeeze(1), f(4, 1, 6)),
+    "view as integers": (lambda a: a.view(torch.int32), f(4, 6)),
     "expand": (lambda a: a.expand(4, 6, 8), f(4, 1, 8)),
     "select": (lambda a: a.select(1, 3), f(4, 6, 8)),
     "slice": (lambda a: a[:, 1:3], f(4, 6, 8)),
@@ -138,6 +149,14 @@ CASES = {
     "stack": (lambda a, b: torch.stack([a, b], 1), f(4, 6), f(4, 6)),
     "zeros_like": (torch.zeros_like, f(4, 6)),
     "to": (lambda a: a.to(torch.float64), f(4, 6)),
+}
+
+
+COMBINE = {
+    "sum": lambda s: s.sum(0, dtype=s.dtype),
+    "avg": lambda s: s.mean(0),
+    "max": lambda s: s.amax(0),
+    "min": lambda s: s.amin(0),
 }
 
 
@@ -174,7 +193,7 @@ def places(shape):
 def pieces(value, place, size):
     layout = Layout(mesh(size), (place,))
     if isinstance(place, Partial):
-        noise = torch.randn_like(value) if value.is_floating_point() else torch.zeros_like(value)
+        noise = torch.randn_like(value) if value.is_floating_point() else n(value.dtype, *value.shape)  # that may wrap
         return [noise.clone(), value - noise, *[torch.zeros_like(value)] * (size - 2)]
     whole = value.numpy()
     return [torch.from_numpy(take(whole, boxes(layout, whole.shape, rank)).copy()) for rank in range(size)]
@@ -183,7 +202,7 @@ def pieces(value, place, size):
 def joined(parts, place, shape, size):
     if isinstance(place, Partial):
         stack = torch.stack(parts)
-        return {"sum": stack.sum(0), "avg": stack.mean(0), "max": stack.amax(0), "min": stack.amin(0)}[place.op]
+        return COMBINE[place.op](stack)
     if not isinstance(place, Shard):
         for part in parts[1:]:
             torch.testing.assert_close(part, parts[0], rtol=0, atol=0, equal_nan=True)

@@ -91,6 +91,8 @@ def _linear(known: Known, places: list[Place]) -> bool:
     ins, made = known.template.ins, known.template.outs
     if not places or not all(isinstance(p, Partial) and p.op == "sum" for p in places[: 1 if known.name in SCALED else None]):
         return False
+    if not _of_one_kind(known, places):
+        return False
     if known.name in SCALED:
         if known.named(2, "rounding_mode") is not None:
             return False
@@ -109,6 +111,14 @@ def _counts_up(known: Known, places: list[Place]) -> bool:
     return sums and numbers and any(terms) and all(p.op == "sum" for p in places if isinstance(p, Partial))
 
 
+def _of_one_kind(known: Known, places: list[Place]) -> bool:
+    """Whether terms stay what they are: those that become integers are each cut, integers that become wider wrap no more."""
+    out, ins = known.template.outs[0], known.template.ins
+    made = out.spec.dtype if out.spec else ins[out.of].dtype
+    kinds = {spec.dtype for spec, place in zip(ins, places, strict=True) if isinstance(place, Partial)} | {made}
+    return len(kinds) == 1 or not any("int" in kind or kind == "bool" for kind in kinds)
+
+
 def reduction(known: Known, places: list[Place], size: int) -> Decision | None:
     """Sums and the like: a split dim that is reduced leaves terms, another one stays split."""
     place, spec = places[0], known.template.ins[0]
@@ -116,7 +126,7 @@ def reduction(known: Known, places: list[Place], size: int) -> Decision | None:
         return None
     outs = len(known.template.outs)
     if isinstance(place, Partial):
-        same = place.op == "sum" and known.name in ("sum", "mean")
+        same = place.op == "sum" and known.name in ("sum", "mean") and _of_one_kind(known, places)
         return Decision((place,), (place,) * outs) if same else None
     if not isinstance(place, Shard):
         return Decision((R,), (R,) * outs)

@@ -16,8 +16,10 @@ Split = Callable[[Known, Shard, int], Shard | None]
 
 
 def view(known: Known, place: Placement, size: int) -> tuple[Placement, ...] | None:
-    """Placements of the outputs; Replicate and Partial pass through every view."""
+    """Placements of the outputs; Replicate passes through every view, Partial if numbers stay what they are."""
     outs = known.template.outs
+    if isinstance(place, Partial) and known.name == "view.dtype":
+        return None
     if isinstance(place, (Replicate, Partial)) or not outs:  # unbind of an empty dim makes none
         return (place,) * len(outs)
     made = VIEWS[known.name](known, place, size)
