@@ -77,6 +77,12 @@ def writes_through_views_of_split_tensors(x):
     return y, y[:, 1:], y.view(-1)
 
 
+def offsets_count_from_where_memory_begins(x):
+    y = on("columns", x, lambda t: t * 1)
+    before = y[2:].as_strided((5, 6), (6, 1), 6)  # starts before what it is a view of
+    return before, on("single", before, torch.sin)
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -88,6 +94,7 @@ def writes_through_views_of_split_tensors(x):
         squeeze_looks_at_the_whole,
         what_lies_nowhere_is_written_in_place,
         writes_through_views_of_split_tensors,
+        offsets_count_from_where_memory_begins,
     ],
 )
 def test_split_or_not_it_is_torch(program, session):

@@ -59,7 +59,7 @@ class Mover:
         views = [tensor]
         while (base := views[-1].base) is not None and not row_major(base.spec):
             views.append(base)  # a copy of this would not have its strides
-        if base is None or any(t.via is None or len(t.via[0].news) != 1 or t.spec.numel != base.spec.numel for t in views):
+        if base is None or any(t.via is None or not _of_its_base(t.via[0]) or t.spec.numel != base.spec.numel for t in views):
             return None
         lies = self._of_copies(base, views, want)
         if lies is None:
@@ -300,6 +300,11 @@ class Mover:
         if tensor.base is not None:
             tensor.base.children -= 1
         return tensor.base
+
+
+def _of_its_base(known: Known) -> bool:
+    """Whether an op makes one view, of its operand's elements: as_strided counts from where the memory begins."""
+    return len(known.news) == 1 and known.name != "as_strided"
 
 
 def same_terms(have: Layout, want: Layout) -> bool:
