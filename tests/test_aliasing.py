@@ -83,6 +83,12 @@ def offsets_count_from_where_memory_begins(x):
     return before, on("single", before, torch.sin)
 
 
+def rows_and_columns_become_one_dim(x):
+    w = torch.nn.Parameter(x[:6, :4].clone())
+    y = on("both_colpar", on("both", x[:4], lambda t: t * 1), lambda t: t @ w)
+    return on("both", y, lambda t: t.view(-1) * 2), y.view(8, 2) + 1
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -95,6 +101,7 @@ def offsets_count_from_where_memory_begins(x):
         what_lies_nowhere_is_written_in_place,
         writes_through_views_of_split_tensors,
         offsets_count_from_where_memory_begins,
+        rows_and_columns_become_one_dim,
     ],
 )
 def test_split_or_not_it_is_torch(program, session):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from itertools import product
+from math import prod
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.plan.localize import payload
-from gt.dispatcher.plan.rules import decide
+from gt.dispatcher.plan.rules import decide, decide_along
 from gt.ir.boxes import put, take
 from gt.ir.layout import Layout, Mesh, P, Partial, R, Shard, boxes
 from gt.worker.engine.base import open_engine
@@ -260,3 +262,45 @@ def test_pieces_give_what_the_whole_gives(name, size):
         for got, want in zip(run(known, decision, case.values, case.scalars, size), whole, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda m, d=decision: f"{name} {d}: {m}")
     assert split or size > 2 or not any(v.shape for v in case.values), f"{name}: nothing was ever split"
+
+
+RESHAPED = {
+    (4, 6): [(24,), (8, 3), (2, 2, 6), (4, 2, 3)],
+    (2, 4, 6): [(48,), (8, 6), (2, 24), (8, 2, 3)],
+    (8, 12): [(2, 4, 12), (32, 3), (4, 24), (8, 4, 3)],
+}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (3, 2)], ids=str)
+@pytest.mark.parametrize("shape", RESHAPED, ids=str)
+def test_pieces_that_two_axes_split_are_reshaped_as_the_whole_is(shape, sizes):
+    """An axis splits what an earlier one has left of a dim that a view makes of two, or two of."""
+    value, both = (
+        torch.arange(float(prod(shape))).view(shape),
+        Mesh((("dp", sizes[0]), ("tp", sizes[1])), tuple(range(prod(sizes)))),
+    )
+    splits = [Shard(dim, parts) for dim, extent in enumerate(shape) for parts in (1, 2, 4) if extent % parts == 0]
+    engine, done = open_engine("torch", "cpu"), 0
+
+    def piece(whole, layout, rank):
+        return torch.from_numpy(take(whole.numpy(), boxes(layout, tuple(whole.shape), rank)).copy())
+
+    for into in RESHAPED[shape]:
+        known = Recorded("view", {"view": (lambda a, into=into: a.view(into), value)}).known
+        for places in product(splits, repeat=2):
+            found = decide_along(known, [[p] for p in places], sizes)
+            if None in found:
+                continue
+            done += 1
+            have, made = Layout(both, places), Layout(both, tuple(d.outs[0] for d in found))
+            for rank in range(prod(sizes)):
+                got = engine_call(engine, payload(known, [have], [made], rank), [piece(value, have, rank)])
+                assert torch.equal(got[0], piece(value.view(into), made, rank)), f"{have} to {made} of {into}"
+    assert done
+
+
+def test_a_batch_and_its_heads_that_two_axes_split_become_one_dim_and_stay_split():
+    known = Recorded("view", {"view": (lambda a: a.view(16, 6), f(4, 4, 6))}).known
+    found = decide_along(known, [[Shard(0)], [Shard(1)]], (2, 2))
+    assert [d.outs[0] for d in found] == [Shard(0), Shard(0, 2)]
+    assert decide_along(known, [[Shard(1)], [Shard(0)]], (2, 2)) == [None, None]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gt.dispatcher.plan import redistribute
 from gt.dispatcher.plan.localize import copied, dense, payload, row_major, strided
 from gt.dispatcher.plan.redistribute import Order, Step
-from gt.dispatcher.plan.rules import decide
+from gt.dispatcher.plan.rules import decide_along
 from gt.dispatcher.stream import Bound
 from gt.dispatcher.tensors import Storage, Tensor
 from gt.ir.layout import Layout, Mesh, Partial, R, Shard, local_shape
@@ -236,9 +236,8 @@ class Mover:
     def view_layouts(self, known: Known, base: Layout) -> list[Layout] | None:
         """Layouts of a view's outputs on a base, or None where it has no local form."""
         columns = []
-        for axis, (_, size) in enumerate(base.mesh.axes):
-            decision = decide(known, [base.placements[axis]], size)
-            if decision is None or decision.wants[0] != base.placements[axis]:
+        for place, decision in zip(base.placements, decide_along(known, [[p] for p in base.placements], base.mesh.sizes)):
+            if decision is None or decision.wants[0] != place:
                 return None
             columns.append(decision.outs)
         return [Layout(base.mesh, tuple(c[i] for c in columns)) for i in range(len(known.template.outs))]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gt.dispatcher.plan.base import Place
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.plan.localize import SIZES, dense, duplicate
 from gt.dispatcher.plan.redistribute import spans
-from gt.dispatcher.plan.rules import decide
+from gt.dispatcher.plan.rules import decide_along
 from gt.dispatcher.plan.views import VIEWS
 from gt.dispatcher.tensors import Step, Storage, Tensor
 from gt.ir.layout import Layout, R, Shard, boxes, local_shape, replicated
@@ -163,9 +164,9 @@ class Placer:
                 continue
             held = [made[i] for i in step.ins]
             columns = []
-            for axis, (_, size) in enumerate(want.mesh.axes):
-                decision = decide(step.known, [h.placements[axis] for h in held], size)
-                if decision is None or any(w != h.placements[axis] for w, h in zip(decision.wants, held, strict=True)):
+            places: list[list[Place]] = [[h.placements[axis] for h in held] for axis in range(len(want.mesh.axes))]
+            for have, decision in zip(places, decide_along(step.known, places, want.mesh.sizes), strict=True):
+                if decision is None or list(decision.wants) != have:
                     return None
                 columns.append(decision.outs)
             for slot, index in zip(step.outs, step.known.news, strict=True):

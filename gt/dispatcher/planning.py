@@ -18,7 +18,7 @@ from gt.dispatcher.plan.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.plan.lower import mean_of_rows
 from gt.dispatcher.plan.redistribute import Order
-from gt.dispatcher.plan.rules import Decision, decide, whole
+from gt.dispatcher.plan.rules import Decision, decide_along, whole
 from gt.dispatcher.plan.views import VIEWS, wanted_parts
 from gt.dispatcher.stream import Bound, lost_in
 from gt.dispatcher.tensors import Tensor
@@ -304,14 +304,10 @@ class Planner:
     def _decide(
         self, known: Known, ins: list[Tensor], starts: list[list], mesh: Mesh
     ) -> tuple[list[tuple[Placement, ...]], list[tuple[Placement, ...]]]:
-        """Placements wanted of inputs and of outputs, from one rule application an axis."""
-        decisions = []
-        for axis, (_, size) in enumerate(mesh.axes):
-            places = [start[axis] for start in starts]
-            decision = decide(known, places, size) if size > 1 else whole(known)
-            if decision is None:
-                decision = self._gathered(known, places)
-            decisions.append(decision)
+        """Placements wanted of inputs and of outputs, from the rule's answer for each axis."""
+        columns = [[start[axis] for start in starts] for axis in range(len(mesh.axes))]
+        found = decide_along(known, columns, mesh.sizes)
+        decisions = [d or self._gathered(known, places) for d, places in zip(found, columns, strict=True)]
         wants = [tuple(d.wants[i] for d in decisions) for i in range(len(ins))]
         outs = [tuple(d.outs[i] for d in decisions) for i in range(len(known.template.outs))]
         return wants, outs

@@ -6,12 +6,13 @@ rule likes. A rule that returns None has no answer: the inputs are gathered and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 from gt.dispatcher.plan.base import OF_PIECES, Decision, Place, Rule, a_piece_is_empty, even, out_shape, settled, shape, whole
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.plan.losses import LOSSES, PART, loss, loss_backward, nll_loss, nll_loss_backward
-from gt.dispatcher.plan.views import VIEWS, view
+from gt.dispatcher.plan.views import RESHAPES, VIEWS, reshape_along, view
 from gt.ir.layout import P, Partial, Placement, R, Replicate, Shard
 from gt.ir.spec import Spec
 
@@ -89,9 +90,8 @@ def _leader(known: Known, places: list[Place], result: tuple[int, ...], writes: 
 
 def _linear(known: Known, places: list[Place]) -> bool:
     ins, made = known.template.ins, known.template.outs
-    if not places or not all(isinstance(p, Partial) and p.op == "sum" for p in places[: 1 if known.name in SCALED else None]):
-        return False
-    if not _of_one_kind(known, places):
+    terms = places[:1] if known.name in SCALED else places
+    if not terms or not all(isinstance(p, Partial) and p.op == "sum" for p in terms) or not _of_one_kind(known, places):
         return False
     if known.name in SCALED:
         if known.named(2, "rounding_mode") is not None:
@@ -114,8 +114,7 @@ def _counts_up(known: Known, places: list[Place]) -> bool:
 def _of_one_kind(known: Known, places: list[Place]) -> bool:
     """Whether terms stay what they are: those that become integers are each cut, integers that become wider wrap no more."""
     out, ins = known.template.outs[0], known.template.ins
-    made = out.spec.dtype if out.spec else ins[out.of].dtype
-    kinds = {spec.dtype for spec, place in zip(ins, places, strict=True) if isinstance(place, Partial)} | {made}
+    kinds = {(out.spec or ins[out.of]).dtype, *(s.dtype for s, p in zip(ins, places, strict=True) if isinstance(p, Partial))}
     return len(kinds) == 1 or not any("int" in kind or kind == "bool" for kind in kinds)
 
 
@@ -400,3 +399,12 @@ def decide(known: Known, places: list[Place], size: int) -> Decision | None:
     if rule is None or known.template.dynamic or (known.given_outs and rule is not pointwise):
         return whole(known) if not moved else None
     return rule(known, places, size)
+
+
+def decide_along(known: Known, columns: Sequence[list[Place]], sizes: Sequence[int]) -> list[Decision | None]:
+    """The rule's answer for each mesh axis, each asked by itself but of a reshape of what several of them split."""
+    if known.name not in RESHAPES or sum(isinstance(places[0], Shard) for places in columns) < 2:
+        return [decide(known, places, size) for places, size in zip(columns, sizes, strict=True)]
+    starts = [places[0] if isinstance(places[0], Partial) else settled(places[0]) for places in columns]
+    made = reshape_along(known, starts, sizes)
+    return [None] * len(starts) if made is None else [Decision((p,), (m,)) for p, m in zip(starts, made, strict=True)]

@@ -5,7 +5,7 @@ A view never moves data here; where a split cannot be seen through it, the plann
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
 from gt.dispatcher.plan.known import Known
@@ -59,6 +59,49 @@ def reshape(known: Known, place: Shard, size: int) -> Shard | None:
         if place.dim in before:
             return _in_run(place, [(d, old[d]) for d in before], [(d, new[d]) for d in after], size)
     return None
+
+
+class Runs:
+    """Into how many equal runs each dim is cut by mesh axes so far: parts of a later axis are of what an earlier one left."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, int] = {}
+        self._parted: set[int] = set()  # once a dim has parts, those of later axes say nothing: see layout.intervals
+
+    def enter(self, place: Shard, size: int) -> Shard:
+        """The next axis's split, its parts being of the whole dim."""
+        parts = self._runs.get(place.dim, 1) * (1 if place.dim in self._parted else place.parts)
+        self._cut(place.dim, place.parts, parts * size)
+        return Shard(place.dim, parts)
+
+    def leave(self, place: Shard, size: int) -> Shard | None:
+        """The inverse; None where no axis after those before can be split so."""
+        parts, rest = divmod(place.parts, self._runs.get(place.dim, 1))
+        if rest or not parts or (parts > 1 and place.dim in self._parted):
+            return None
+        self._cut(place.dim, parts, place.parts * size)
+        return Shard(place.dim, parts)
+
+    def _cut(self, dim: int, parts: int, runs: int) -> None:
+        self._runs[dim] = runs
+        if parts > 1:
+            self._parted.add(dim)
+
+
+def reshape_along(known: Known, places: Sequence[Placement], sizes: Sequence[int]) -> list[Placement] | None:
+    """reshape where several mesh axes split dims: it may make one of those, or several of one."""
+    before, after = Runs(), Runs()
+    made: list[Placement] = []
+    for place, size in zip(places, sizes, strict=True):
+        if isinstance(place, Shard):
+            found = reshape(known, before.enter(place, size), size)
+            left = found and after.leave(found, size)
+            if left is None:
+                return None
+            made.append(left)
+        else:
+            made.append(place)
+    return made
 
 
 def _in_run(place: Shard, before: list[tuple[int, int]], after: list[tuple[int, int]], size: int) -> Shard | None:
@@ -185,3 +228,4 @@ VIEWS: dict[str, Split] = {
     "alias": same, "detach": same, "as_strided": never, "diagonal": never, "unfold": never, "view_as_real": same,
     "view_as_complex": as_complex, "_conj": same, "_neg_view": same, "view.dtype": retyped,
 }  # fmt: skip
+RESHAPES = frozenset(name for name, split_of in VIEWS.items() if split_of is reshape)
