@@ -46,6 +46,8 @@ CASES = {
     "mul by one": (lambda a, b: a * b, f(4, 6), f()),
     "div by one": (lambda a, b: a / b, f(4, 6), f()),
     "div by one, in place": (lambda a, b: a.div_(b), f(4, 6), f()),
+    "number by one": (lambda a, b: a * b, f(), f()),
+    "number over one": (lambda a, b: a / b, f(), f()),
     "one div": (lambda a, b: a / b, f(), f(4, 6)),
     "div down": (lambda a: torch.div(a, 0.3, rounding_mode="floor"), f(4, 6)),
     "div down by one": (lambda a, b: torch.div(a, b, rounding_mode="trunc"), f(4, 6), f()),

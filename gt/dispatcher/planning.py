@@ -306,8 +306,8 @@ class Planner:
     ) -> tuple[list[tuple[Placement, ...]], list[tuple[Placement, ...]]]:
         """Placements wanted of inputs and of outputs, from the rule's answer for each axis."""
         columns = [[start[axis] for start in starts] for axis in range(len(mesh.axes))]
-        found = decide_along(known, columns, mesh.sizes)
-        decisions = [d or self._gathered(known, places) for d, places in zip(found, columns, strict=True)]
+        found = zip(decide_along(known, columns, mesh.sizes), columns, mesh.sizes, strict=True)
+        decisions = [whole(known) if size == 1 else d or self._gathered(known, places) for d, places, size in found]
         wants = [tuple(d.wants[i] for d in decisions) for i in range(len(ins))]
         outs = [tuple(d.outs[i] for d in decisions) for i in range(len(known.template.outs))]
         return wants, outs

@@ -34,6 +34,11 @@ def out_shape(known: Known, index: int = 0) -> tuple[int, ...]:
     return out.spec.shape if out.spec else shape(known, out.of)
 
 
+def out_dtype(known: Known, index: int = 0) -> str:
+    out = known.template.outs[index]
+    return (out.spec or known.template.ins[out.of]).dtype
+
+
 def even(extent: int, place: Shard, size: int) -> bool:
     """Whether a split gives every worker the same extent."""
     return extent % (size * place.parts) == 0

@@ -9,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from gt.dispatcher.plan.base import OF_PIECES, Decision, Place, Rule, a_piece_is_empty, even, out_shape, settled, shape, whole
+from gt.dispatcher.plan.base import (
+    OF_PIECES,
+    Decision,
+    Place,
+    Rule,
+    a_piece_is_empty,
+    even,
+    out_dtype,
+    out_shape,
+    settled,
+    shape,
+    whole,
+)
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.plan.losses import LOSSES, PART, loss, loss_backward, nll_loss, nll_loss_backward
 from gt.dispatcher.plan.views import RESHAPES, VIEWS, reshape_along, view
@@ -18,7 +30,7 @@ from gt.ir.spec import Spec
 
 # Linear in all operands together, which have to be so many tensors: Partial in, Partial out
 LINEAR = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "neg": 1, "neg_": 1, "clone": 1}
-# Linear in the first operand when the other is a number, or a tensor of one that all have
+# Linear in the first operand when the other is a number
 SCALED = frozenset({"mul", "mul_", "div", "div_"})
 WIDER = {("float32", "float64"), *product(("bfloat16", "float16"), ("float32", "float64"))}
 FEW = 1 << 18  # elements: terms of more are added up before they are made wider, since adding up takes what bytes take
@@ -96,7 +108,8 @@ def _linear(known: Known, places: list[Place]) -> bool:
     if known.name in SCALED:
         if known.named(2, "rounding_mode") is not None:
             return False
-        return len(places) == 1 or (len(places) == 2 and not ins[1].shape and not isinstance(places[1], Partial))
+        numbers = len(places) == 2 and not any(spec.shape for spec in ins)  # a loss over its weight; others may be over 0
+        return len(places) == 1 or (numbers and not isinstance(places[1], Partial))
     if known.name == "_to_copy":
         return made[0].spec is not None and (ins[0].dtype, made[0].spec.dtype) in WIDER and ins[0].numel <= FEW
     same = len({spec.shape for spec in ins}) == 1
@@ -107,14 +120,13 @@ def _counts_up(known: Known, places: list[Place]) -> bool:
     """Whether a number of terms is added to one that all have, as losses are over micro-batches: one worker's is that, then."""
     terms = [isinstance(p, Partial) for p in places]
     sums = known.name in ("add", "sub") or (known.name in ("add_", "sub_") and terms[:1] == [True])
-    numbers = len(places) == 2 and not any(spec.shape for spec in known.template.ins)
-    return sums and numbers and any(terms) and all(p.op == "sum" for p in places if isinstance(p, Partial))
+    alike = [(spec.shape, spec.dtype) for spec in known.template.ins] == [((), out_dtype(known))] * 2
+    return sums and alike and any(terms) and all(p.op == "sum" for p in places if isinstance(p, Partial))
 
 
 def _of_one_kind(known: Known, places: list[Place]) -> bool:
     """Whether terms stay what they are: those that become integers are each cut, integers that become wider wrap no more."""
-    out, ins = known.template.outs[0], known.template.ins
-    kinds = {(out.spec or ins[out.of]).dtype, *(s.dtype for s, p in zip(ins, places, strict=True) if isinstance(p, Partial))}
+    kinds = {out_dtype(known), *(s.dtype for s, p in zip(known.template.ins, places, strict=True) if isinstance(p, Partial))}
     return len(kinds) == 1 or not any("int" in kind or kind == "bool" for kind in kinds)
 
 
