@@ -7,33 +7,14 @@ rule likes. A rule that returns None has no answer: the inputs are gathered and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 
-from gt.dispatcher.plan.base import (
-    OF_PIECES,
-    Decision,
-    Place,
-    Rule,
-    a_piece_is_empty,
-    even,
-    out_dtype,
-    out_shape,
-    settled,
-    shape,
-    whole,
-)
+from gt.dispatcher.plan.base import OF_PIECES, Decision, Place, Rule, a_piece_is_empty, even, out_shape, settled, shape, whole
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.plan.losses import LOSSES, PART, loss, loss_backward, nll_loss, nll_loss_backward
+from gt.dispatcher.plan.terms import counts_up, linear, of_one_kind
 from gt.dispatcher.plan.views import RESHAPES, VIEWS, reshape_along, view
 from gt.ir.layout import P, Partial, Placement, R, Replicate, Shard
 from gt.ir.spec import Spec
-
-# Linear in all operands together, which have to be so many tensors: Partial in, Partial out
-LINEAR = {"add": 2, "add_": 2, "sub": 2, "sub_": 2, "neg": 1, "neg_": 1, "clone": 1}
-# Linear in the first operand when the other is a number
-SCALED = frozenset({"mul", "mul_", "div", "div_"})
-WIDER = {("float32", "float64"), *product(("bfloat16", "float16"), ("float32", "float64"))}
-FEW = 1 << 18  # elements: terms of more are added up before they are made wider, since adding up takes what bytes take
 
 ELEMENTWISE = frozenset(
     {"copy_", "_to_copy", "clone", "fill_", "zero_", "where", "zeros_like", "ones_like", "empty_like", "full_like", "fill",
@@ -66,9 +47,9 @@ def pointwise(known: Known, places: list[Place], size: int) -> Decision | None:
     outs, ins = known.template.outs, known.template.ins
     if known.name in VALUELESS and isinstance(places[0], Partial):
         return Decision((places[0],), (R,) * len(outs))
-    if _counts_up(known, places):
+    if counts_up(known, places):
         return Decision((P, P), (P,))
-    if _linear(known, places):
+    if linear(known, places):
         return Decision(tuple(p if isinstance(p, Partial) else R for p in places), tuple(P for _ in outs))
     writes = known.template.writes
     result = shape(known, writes[0]) if writes else out_shape(known)
@@ -100,36 +81,6 @@ def _leader(known: Known, places: list[Place], result: tuple[int, ...], writes: 
     return best
 
 
-def _linear(known: Known, places: list[Place]) -> bool:
-    ins, made = known.template.ins, known.template.outs
-    terms = places[:1] if known.name in SCALED else places
-    if not terms or not all(isinstance(p, Partial) and p.op == "sum" for p in terms) or not _of_one_kind(known, places):
-        return False
-    if known.name in SCALED:
-        if known.named(2, "rounding_mode") is not None:
-            return False
-        numbers = len(places) == 2 and not any(spec.shape for spec in ins)  # a loss over its weight; others may be over 0
-        return len(places) == 1 or (numbers and not isinstance(places[1], Partial))
-    if known.name == "_to_copy":
-        return made[0].spec is not None and (ins[0].dtype, made[0].spec.dtype) in WIDER and ins[0].numel <= FEW
-    same = len({spec.shape for spec in ins}) == 1
-    return known.name in LINEAR and same and len(places) == LINEAR[known.name]  # a number would be added once a worker
-
-
-def _counts_up(known: Known, places: list[Place]) -> bool:
-    """Whether a number of terms is added to one that all have, as losses are over micro-batches: one worker's is that, then."""
-    terms = [isinstance(p, Partial) for p in places]
-    sums = known.name in ("add", "sub") or (known.name in ("add_", "sub_") and terms[:1] == [True])
-    alike = [(spec.shape, spec.dtype) for spec in known.template.ins] == [((), out_dtype(known))] * 2
-    return sums and alike and any(terms) and all(p.op == "sum" for p in places if isinstance(p, Partial))
-
-
-def _of_one_kind(known: Known, places: list[Place]) -> bool:
-    """Whether terms stay what they are: those that become integers are each cut, integers that become wider wrap no more."""
-    kinds = {out_dtype(known), *(s.dtype for s, p in zip(known.template.ins, places, strict=True) if isinstance(p, Partial))}
-    return len(kinds) == 1 or not any("int" in kind or kind == "bool" for kind in kinds)
-
-
 def reduction(known: Known, places: list[Place], size: int) -> Decision | None:
     """Sums and the like: a split dim that is reduced leaves terms, another one stays split."""
     place, spec = places[0], known.template.ins[0]
@@ -137,7 +88,7 @@ def reduction(known: Known, places: list[Place], size: int) -> Decision | None:
         return None
     outs = len(known.template.outs)
     if isinstance(place, Partial):
-        same = place.op == "sum" and known.name in ("sum", "mean") and _of_one_kind(known, places)
+        same = place.op == "sum" and known.name in ("sum", "mean") and of_one_kind(known, places)
         return Decision((place,), (place,) * outs) if same else None
     if not isinstance(place, Shard):
         return Decision((R,), (R,) * outs)
