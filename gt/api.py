@@ -156,7 +156,11 @@ def shutdown() -> None:
 
 
 def stats() -> dict[str, Any]:
-    """Counters: `client`, `dispatcher`, and `workers`, a list in order of index. Waits."""
+    """Counters: `client`, `dispatcher`, and `workers`, a list in order of index.
+
+    They are what each has got to: waits for an answer, not for what was issued before (a step that hangs can be looked at;
+    `torch.remote.synchronize()` first where that matters).
+    """
     recorder = runtime.current()
     recorder.flush()
     found = recorder.session.stats()

@@ -392,6 +392,17 @@ def test_a_pipeline_compiled_is_the_same_within_rounding(session: Callable) -> N
 
 
 @pytest.mark.usefixtures("plain_threads", "one")
+def test_what_workers_say_is_of_all_calls_until_now() -> None:
+    slow = torch.ones(2048, 2048, device="remote")
+    step = gt.compile(lambda x: x + 1, backend="inductor")
+    for _ in range(8):
+        slow = slow @ slow  # what workers are at when they are asked
+    last = [step(torch.full((2,), float(n), device="remote")) for n in range(4)][-1]  # nothing is waited for
+    assert "backend inductor on w0: " in step.explain()
+    assert last.tolist() == [4.0] * 2
+
+
+@pytest.mark.usefixtures("plain_threads", "one")
 def test_graphs_that_need_a_gpu_are_not_used_without_one_and_that_is_said() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")

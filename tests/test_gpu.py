@@ -66,7 +66,8 @@ def test_local_cuda_training_works_until_the_first_connect():
     run("""
 local = train(copy.deepcopy(base).cuda(), "cuda")
 gt.gpu_workers(1)
-close(train(copy.deepcopy(base).to("remote"), "remote"), local)
+model = copy.deepcopy(base).to("remote")
+close(train(model, "remote"), local)
 assert gt.stats()["workers"][0]["live_bytes"] > 0
 """)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gt.client.module import synchronize
 from gt.client.session import Session
 from gt.errors import GTError
 from gt.ir.schedules import size
@@ -12,6 +13,7 @@ from gt.ir.schedules import size
 def lines(session: Session, program: int, asked: str) -> list[str]:
     """Which backend carries out a program where, how much of it is compiled, and why the rest is not."""
     try:
+        synchronize()  # or it would be what they have got to
         workers = session.stats(program)["workers"]
     except GTError as error:
         return [f"backend {asked}: workers cannot be asked, {error}"]

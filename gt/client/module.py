@@ -40,7 +40,7 @@ def synchronize(device: Any = None) -> None:
 def _bytes(key: str) -> int:
     if Live.recorder is None:
         return 0
-    Live.recorder.flush()
+    synchronize()
     return sum(worker[key] for worker in Live.recorder.session.stats()["workers"])
 
 
