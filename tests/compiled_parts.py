@@ -69,6 +69,16 @@ class Script:
         self._write("shard", {"shape": list(made.shape), "dtype": NAME[made.dtype], "boxes": boxes}, [source, self.next])
         return self.next
 
+    def copy(self, source: int) -> int:
+        """Of what is received as a whole, what comes from nobody."""
+        self.next += 1
+        held = self.held[source]
+        self.held[self.next] = held.clone()
+        box = [[0, size] for size in held.shape]
+        payload = {"shape": list(held.shape), "dtype": NAME[held.dtype], "parts": [], "local": [[box, box]]}
+        self._write("merge", payload, [source, self.next])
+        return self.next
+
     def send(self, i: int, channel: dict) -> None:
         self._write("send", {"channel": channel, "boxes": [[[0, size] for size in self.held[i].shape]]}, [i])
 

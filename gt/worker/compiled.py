@@ -103,6 +103,7 @@ class Plan:
         self._ready = False
         self._inside: dict[int, list[Row]] = {}  # place of the first instruction of what is one row -> its instructions
         self._replays: Replays | None = None
+        self._apart: Counter[str] = Counter()  # what is done between recordings
         self._held, self._each, self._fail = tensors, each, fail
         opened = getattr(engine, "compiler", None)
         if opened is None:
@@ -207,7 +208,8 @@ class Plan:
         def inside(row: Row) -> Sequence[Row]:
             return () if row[1] in marks else self._inside.get(row[0], [row])
 
-        for fits, some in runs(rows, code, partial(_recorded, recorder, direct, definition, code, drawn)):
+        apart = partial(_apart, recorder, direct, definition, code, drawn)
+        for fits, some in runs(rows, code, lambda at: not apart(at)):
             reads, makes = taken([at for row in some for at, _ in inside(row)], code, definition)
             if fits:
                 some = beside(some, code, definition, alive, direct, inside, whole)
@@ -217,6 +219,7 @@ class Plan:
             else:
                 moving |= makes
                 found += some
+                self._apart.update(apart(at) for at, _ in some if code[at] != FREE)
         found.append((first, whole.ending(alive.last)))
         parts[:] = [("", found)]
 
@@ -233,7 +236,7 @@ class Plan:
         compiled = [s.compiled for s in self.segments if s.compiled is not None]
         reasons = Counter(s.why for s in self.segments if s.why)
         graphs, others = (0, []) if self._replays is None else self._replays.report()
-        reasons.update(f"no graph: {why}" for why in others)
+        reasons.update(f"no graph: {why}" for why in (*others, *self._apart.elements()))
         return {
             "backend": "eager" if self.compiler is None else self.compiler.name,
             "why": self.why,
@@ -246,16 +249,17 @@ class Plan:
         }
 
 
-def _recorded(
-    recorder: Recorder, direct: Container[int], definition: Definition, code: Sequence, drawn: set[int], at: int
-) -> bool:
-    """Whether an instruction only issues work to the device, the same each time."""
+def _apart(recorder: Recorder, direct: Container[int], definition: Definition, code: Sequence, drawn: set[int], at: int) -> str:
+    """Why an instruction does not only issue work to the device, the same each time; "" if that is all it does."""
     define = definition(code[at])
-    if define is None or at in drawn:
-        return False
+    if define is None:
+        return "what is not known here"
+    name = define.payload["op"] if define.kind == "op" else define.kind
+    if at in drawn:
+        return f"{name} draws other random numbers each time"
     if define.kind in MOVES:
-        return define.number in direct
-    return define.kind in ISSUES or (define.kind == "op" and recorder.records(define.payload))
+        return "" if define.number in direct else f"{name} goes through host memory"
+    return "" if define.kind in ISSUES or (define.kind == "op" and recorder.records(define.payload)) else name
 
 
 def _short(error: Exception) -> str:

@@ -210,7 +210,7 @@ def _between(worker: Worker, payload: dict[str, Any]) -> tuple[Moves, Any]:
     found = [worker.reach([channel["peer"]]) for channel, _ in payload["parts"]]
     if len({id(plane) for _, plane in found}) > 1:
         raise SystemFailure("workers on GPUs and others send parts of one tensor: keep groups to one kind of worker")
-    return found[0] if found else (worker.engine, worker.plane)
+    return found[0] if found else worker.reach([])
 
 
 def _decline(worker: Worker, payload: dict[str, Any]) -> None:

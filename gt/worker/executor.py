@@ -234,12 +234,14 @@ class Executor:
     def _direct(self, define: Define) -> bool:
         """Whether it was bound to move data by the device alone."""
         payload = define.payload
+        if define.kind not in MOVES:
+            return False
         if "team" in payload:
             workers = payload["team"]["workers"]
         else:
             channels = [payload["channel"]] if define.kind == "send" else [channel for channel, _ in payload.get("parts", ())]
             workers = [channel["peer"] for channel in channels]
-        return bool(workers) and self.worker.plane.reach(workers) is not None
+        return self.worker.reach(workers)[0] is self._engine.direct
 
     def where(self) -> tuple[int, int, str] | None:
         """(place in its Run, its op's seq, its kind) of the instruction that is being carried out; by any thread."""

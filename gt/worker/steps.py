@@ -43,8 +43,10 @@ class Worker:
         return Counted(self, now.collectives - before.collectives, moved, old, after)
 
     def reach(self, workers: Sequence[int]) -> tuple[Moves, Any]:
-        """The engine and the plane that serve between these workers: on the device, else through host memory."""
-        direct = self.plane.reach(workers)
+        """The engine and the plane that serve between these workers: on the device, else through host memory. What comes from
+        none of them stays on the device.
+        """
+        direct = self.plane.reach(workers) if workers else self.plane
         if direct is None or self.engine.direct is None:
             return self.engine, self.plane
         return self.engine.direct, direct
