@@ -37,7 +37,11 @@ class InlineSession:
             self.origins[row[0]] = row
         # in a thread of its own: torch's dispatch state here is that of the op that filled the buffer
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(self._run, iter(code), frames).result()
+            state = torch.get_rng_state()  # the program's, which is in this process too
+            try:
+                pool.submit(self._run, iter(code), frames).result()
+            finally:
+                torch.set_rng_state(state)
 
     @torch.no_grad()
     def _run(self, code: Any, frames: list) -> None:
@@ -106,8 +110,8 @@ class InlineSession:
         if any(a.name == "generator" for a in func._schema.arguments) and "generator" not in kwargs:
             seed = hash(tuple(values[-2:])) & 0xFFFFFFFF
             kwargs["generator"] = torch.Generator().manual_seed(seed)
-        elif template.op == "aten.native_dropout.default":
-            torch.manual_seed(hash(tuple(values[-2:])) & 0xFFFFFFFF)
+        if template.op in ("aten.native_dropout.default", "aten.randperm.default"):
+            _seed(values)
         return func(*args, **kwargs)
 
     def fetch(self, tensor: int) -> tuple[tuple, str, bytearray]:
@@ -145,6 +149,10 @@ def _flat(found: Any) -> list:
     return [x for f in found for x in _flat(f)] if isinstance(found, (list, tuple)) else [found]
 
 
+def _seed(values: list) -> None:
+    torch.default_generator.manual_seed(hash(tuple(values[-2:])) & 0xFFFFFFFF)
+
+
 def _fill(template: Template, ins: list, values: list) -> list:
     return [ins[a.index] if isinstance(a, T) else values[a.index] if isinstance(a, V) else a for a in template.args]
 
@@ -166,7 +174,7 @@ def _sdpa(template: Template, ins: list, values: list) -> tuple:
     if _flash(q, mask, p, causal, gqa):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, p, causal, attn_mask=_mask(mask, q.dtype), scale=scale)[:2]
-    torch.manual_seed(hash(tuple(values[-2:])) & 0xFFFFFFFF)
+    _seed(values)
     math = torch.ops.aten._scaled_dot_product_attention_math
     out = math(q, k, v, _mask(mask, q.dtype), p, causal, scale=scale, enable_gqa=gqa)[0]
     return out, torch.zeros(out.shape[:-1])
@@ -177,7 +185,7 @@ def _sdpa_backward(template: Template, ins: list, values: list) -> tuple:
     if _flash(q, mask, p, causal, gqa):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return flash(grad, q, k, v, out, logsumexp, p, causal, attn_mask=_mask(mask, q.dtype), scale=scale)
-    torch.manual_seed(hash(tuple(values[-2:])) & 0xFFFFFFFF)
+    _seed(values)
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         math = torch.ops.aten._scaled_dot_product_attention_math

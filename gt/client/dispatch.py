@@ -29,7 +29,6 @@ from gt.client.infer import (
     info_of,
     miss,
 )
-from gt.client.recorder import BATCH
 from gt.client.runtime import Live, check, current
 from gt.client.tensor import _AUTOCAST, LAZY, Alias, Ref, RemoteTensor, make, rebind
 from gt.ir.instr import PARAM
@@ -110,13 +109,13 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
             False, False, _AUTOCAST,
         )  # fmt: skip
         made._ref = Ref(number, meta, origin, recorder.lives)
-        if len(code) > BATCH:
+        if len(code) > recorder.batch:
             recorder.full()
         return made
     if mode == FIRST:
         code.extend((entry.number, origin, *ids, *values))
         args[0]._ref.pending = origin
-        if len(code) > BATCH:
+        if len(code) > recorder.batch:
             recorder.full()
         return args[0]
     return finish(info, entry, args, kwargs or {}, extra, [entry.number, origin, *ids, *values])
@@ -203,7 +202,7 @@ def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, 
     else:
         found = entry.metas
     made = [make(m, Ref(n, m, origin, recorder.lives)) for n, m in zip(numbers, found, strict=True)]
-    if len(recorder.code) > BATCH:
+    if len(recorder.code) > recorder.batch:
         recorder.full()
     operands = _tensors((args, kwargs)) if entry.written else ()
     for i in entry.written:

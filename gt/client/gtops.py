@@ -13,7 +13,6 @@ from gt.client.dispatch import settle
 from gt.client.infer import constant
 from gt.client.meta import Meta
 from gt.client.random import draw
-from gt.client.recorder import BATCH
 from gt.client.runtime import Live
 from gt.client.tensor import Ref, RemoteTensor, make
 from gt.ir.ops import RANDOM
@@ -56,7 +55,7 @@ def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: 
         values += seeds or draw()
     recorder.code.extend([number, origin, *ids, *values, *new])
     recorder.ops += 1
-    if len(recorder.code) > BATCH:
+    if len(recorder.code) > recorder.batch:
         recorder.full()
     return tuple(make(m, Ref(n, m, origin, recorder.lives)) for m, n in zip(made, new, strict=True))
 

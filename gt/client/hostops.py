@@ -64,8 +64,8 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
     if recorder.tape is not None:
         recorder.tape.refuse_fetch(tensor)
     recorder.settle()
-    recorder.fetches += 1
     shape, dtype, data = recorder.session.fetch(tensor._ref.id)
+    recorder.awaited()
     kind = getattr(torch, dtype)
     if not len(data):
         return torch.empty(shape, dtype=kind)

@@ -16,7 +16,7 @@ from gt.ir.instr import FIRST, FREE
 from gt.ir.template import Template
 from gt.wire.signals import uninterrupted
 
-BATCH = 1400  # numbers in the buffer, about 256 ops
+FEW, BATCH = 80, 1400  # numbers in the buffer, about 15 and 256 ops
 HELD = 8  # batches in one of a call that is held back until it is over: nobody waits for the first, and credit lasts longer
 TEMPLATES = 16384  # beyond so many, the table starts again
 
@@ -30,6 +30,7 @@ class Recorder:
         self.session, self.on_clear = session, on_clear
         self.first = self.new_id()  # tensors of sessions before this one have lower ids
         self.code: list = []
+        self.batch = FEW  # what the buffer may hold: little while workers have nothing to do, or they would wait for all of it
         self.lives = Lives()
         self.ops = 0
         self.fetches = 0
@@ -81,8 +82,14 @@ class Recorder:
 
     def full(self) -> None:
         """There is a batch in the buffer: hand it over, unless more of them had better go together."""
+        self.batch = min(2 * self.batch, BATCH)
         if self.tape is None or not self.tape.late or len(self.code) > HELD * BATCH:
             self.flush()
+
+    def awaited(self) -> None:
+        """Workers have done all that was handed over."""
+        self.fetches += 1
+        self.batch = FEW
 
     def settle(self) -> None:
         """Have all ops handed over; what has ended can wait for the next batch."""
