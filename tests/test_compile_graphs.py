@@ -23,6 +23,7 @@ from gt.worker.engine.torch.direct import DirectEngine
 from gt.worker.engine.torch.graphs import Graphs
 from gt.worker.engine.torch.inductor import Inductor
 from gt.worker.engine.torch.slots import address, plain
+from gt.worker.lent import Lent
 from gt.worker.plane.nvshmem import NvshmemPlane
 
 CPU = torch.device("cpu")
@@ -133,8 +134,18 @@ def _become(held: dict, other: dict) -> None:
 
 
 @pytest.fixture
-def device() -> Iterator[Played]:
-    yield Played()
+def device(monkeypatch: pytest.MonkeyPatch) -> Played:
+    """What programs left there is written over as soon as it had to be copied out."""
+    played, settle = Played(), Lent.settle
+
+    def settled(lent: Lent, *dropped: Any) -> None:
+        try:
+            settle(lent, *dropped)
+        finally:
+            played.scramble()
+
+    monkeypatch.setattr(Lent, "settle", settled)
+    return played
 
 
 def benches(device: Played, seed: int, length: int = 14, refused: tuple[str, ...] = ()) -> tuple[Bench, Bench]:
@@ -157,7 +168,6 @@ def test_random_programs(device: Played, refused: tuple[str, ...]) -> None:
         for _ in range(7):
             replay(got)
             replay(want)
-            device.scramble()
             same(got, want)
         recorded += report(got)["graphs"]
         assert {why for _, why in report(got)["reasons"]} <= {f"no graph: {name}" for name in refused}, (seed, report(got))
@@ -179,7 +189,6 @@ def test_an_input_that_is_another_tensor_is_found(device: Played) -> None:
             for i in (1, 3):
                 bench.executor.tensors[i] = torch.full((4, 4), float(turn))
             replay(bench)
-        device.scramble()
         same(got, want)
     assert report(got)["graphs"] == 1 and device.records <= 4
 
@@ -191,26 +200,65 @@ def test_what_lies_otherwise_each_time_is_done_as_instructions(device: Played) -
         for bench in (got, want):
             bench.executor.tensors[3] = whole.clone()[:, :, turn % 8]
             replay(bench)
-        device.scramble()
         same(got, want)
     assert report(got)["graphs"] == 0 and "from one replay to the next" in str(report(got)["reasons"])
 
 
-def test_what_a_replay_left_stays_when_the_next_is_done(device: Played) -> None:
-    """It is not in memory that replays work on."""
+ALIAS = 98
+
+
+def named(bench: Bench, source: int, target: int) -> None:
+    """Another name for a tensor, as what a program returned gets one."""
+    bench.executor.define([Define(ALIAS, "alias", {}).wire()])
+    bench.executor.run([ALIAS, 0, source, target], 0)
+
+
+def made(bench: Bench) -> list[int]:
+    """Ids of what its program left in memory of its own."""
+    given = set(map(address, inputs_of(bench)))
+    return [i for i, t in bench.executor.tensors.items() if 1000 < i < 5000 and address(t) not in given]
+
+
+def test_what_a_replay_left_stays_under_the_names_that_outlive_the_next(device: Played) -> None:
     found = 0
     for seed in range(20):
-        got, want = benches(device, seed)
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for _ in range(5):
+        device.pool.clear()
+        got, _ = benches(device, seed)
+        kept: dict[int, torch.Tensor] = {}
+        for turn in range(6):
             replay(got)
-            given = {address(got.executor.tensors[i]) for i in want.executor.tensors if i < 1000}
-            left = [t for i, t in got.executor.tensors.items() if i > 1000 and address(t) not in given]
-            kept += [(tensor, tensor.clone()) for tensor in left]
-            device.scramble()
-            assert all(torch.equal(tensor, then) for tensor, then in kept), seed
+            for i in made(got)[:3]:
+                target = 5000 + 100 * turn + len(kept)
+                named(got, i, target)
+                kept[target] = got.executor.tensors[i].clone()
+            assert all(torch.equal(got.executor.tensors[i], then) for i, then in kept.items()), (seed, turn)
         found += len(kept)
     assert found > 100
+
+
+def test_what_a_replay_left_and_the_next_drops_is_not_copied(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    got, want = benches(device, 3)
+    for bench in (got, want):
+        replay(bench, 4)
+    copies: list[int] = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda new, old: copies.append(len(new)))
+    for _ in range(3):
+        for bench in (got, want):
+            replay(bench)
+        same(got, want)
+    assert len(made(got)) > 2 and sum(copies) <= 3, "but for what is of no op"
+
+
+def test_what_was_left_is_copied_out_before_its_program_is_forgotten_or_another_runs(device: Played) -> None:
+    for forgets in (True, False):
+        got, want = benches(device, 3)
+        for bench in (got, want):
+            replay(bench, 5)
+        other = {"code": [], "randoms": [], "actions": [], "backend": "eager", "channels": [], "once": False}
+        got.executor.define([Define(97, "program", other).wire()])
+        got.executor.run([FORGET, 0, 1, 99] if forgets else [97, 0, 0, 0], 0)
+        device.scramble()
+        same(got, want)
 
 
 def test_actions_are_stamped_by_the_device(device: Played) -> None:
@@ -233,16 +281,15 @@ def inputs_of(bench: Bench) -> list[torch.Tensor]:
 
 def test_what_cannot_be_copied_out_is_no_value_that_is_written_over(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     got, _ = benches(device, 3)
-    replay(got, 2)
-    left = [i for i, t in got.executor.tensors.items() if i > 1000 and address(t) not in map(address, inputs_of(got))]
+    replay(got, 4)
+    named(got, made(got)[0], 5000)
 
     def full(new: list, old: list) -> None:
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(torch, "_foreach_copy_", full)
     replay(got)
-    assert "no room" in got.sent[0][0].message
-    assert len(left) > 2 and sum(i in got.executor.tensors for i in left) <= 1, "the first op's are placeholders"
+    assert "no room" in got.sent[0][0].message and 5000 not in got.executor.tensors
 
 
 def test_inputs_that_come_to_share_memory_still_do_in_a_replay(device: Played) -> None:
@@ -256,7 +303,6 @@ def test_inputs_that_come_to_share_memory_still_do_in_a_replay(device: Played) -
             a = torch.full((4, 4), 1.0 + turn)
             bench.executor.tensors.update({1: a, 2: a if turn == 6 else torch.full((4, 4), 2.0)})
             replay(bench)
-        device.scramble()
         same(got, want)
 
 

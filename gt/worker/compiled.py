@@ -16,6 +16,7 @@ from typing import Any
 from gt.ir.instr import FREE
 from gt.worker.beside import Batch, Each, beside, together
 from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit, Recorder, Replays, Strictly
+from gt.worker.lent import Lent
 from gt.worker.lives import Definition, lives, taken
 from gt.worker.segments import Known, Row, Wired, cut, known, lightens, runs, wire
 from gt.worker.steps import Step
@@ -168,6 +169,11 @@ class Plan:
         segment.seen = None
 
     @property
+    def recorded(self) -> bool:
+        """Whether its replays are what was recorded, as far as that goes."""
+        return self._replays is not None
+
+    @property
     def records(self) -> bool:
         """Whether what it does is still to be recorded."""
         return self.compiler is not None and self.compiler.recorder is not None and self._replays is None
@@ -180,6 +186,7 @@ class Plan:
         definition: Definition,
         strictly: Strictly,
         direct: Container[int],
+        lent: Lent,
     ) -> None:
         """Have runs of rows recorded in the next replay: everything that only issues work to the device.
 
@@ -187,7 +194,7 @@ class Plan:
         """
         assert self.compiler is not None and self.compiler.recorder is not None
         recorder = self.compiler.recorder
-        self._replays = whole = recorder.program(self._held, self._each, strictly)
+        self._replays = whole = recorder.program(self._held, self._each, strictly, lent, _dropped(code))
         rows = [row for _, part in parts for row in part]
         named = any(name for name, _ in parts)
         places = sorted(at for at, _ in rows)
@@ -260,6 +267,17 @@ def _apart(recorder: Recorder, direct: Container[int], definition: Definition, c
     if define.kind in MOVES:
         return "" if define.number in direct else f"{name} goes through host memory"
     return "" if define.kind in ISSUES or (define.kind == "op" and recorder.records(define.payload)) else name
+
+
+def _dropped(code: Sequence) -> set[int]:
+    """Ids that are freed before anything is done."""
+    found: set[int] = set()
+    at = 0
+    while at < len(code) and code[at] == FREE:
+        end = at + 3 + code[at + 2]
+        found.update(code[at + 3 : end])
+        at = end
+    return found
 
 
 def _short(error: Exception) -> str:

@@ -20,6 +20,7 @@ from gt.worker import exchange, local
 from gt.worker.beside import together
 from gt.worker.compiled import MOVES, Plan
 from gt.worker.engine.base import Engine
+from gt.worker.lent import Lent
 from gt.worker.outgoing import Outgoing
 from gt.worker.pieces import as_boxes
 from gt.worker.pieces import local as local_shape
@@ -76,6 +77,7 @@ class Executor:
         self._plans: dict[int, Plan] = {}  # by definition of a program, what of it is compiled
         self._directs: set[int] = set()  # definitions that move data by the device alone
         self._anew: dict[int, Anew] = {}  # and what may come to do so
+        self._lent = Lent()
         self._compiling = self._strict = False
         self._stamps: dict[int, list[Stamp]] = {}  # by definition of a program, actions of its last replay
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
@@ -151,7 +153,7 @@ class Executor:
         if timed and self._engine.clock is not None:
             steps = Timed(self._steps, self._engine.clock, self.times)
         self.worker.epoch, self._thread = epoch, get_ident()
-        self._code, self._base = code, base
+        self._code, self._base, lent = code, base, self._lent
         with self._engine.guard():
             while at < end:
                 number = code[at]
@@ -164,12 +166,21 @@ class Executor:
                     raise ProtocolError(f"instruction {number} was never defined") from None
                 self._place = at
                 try:
+                    if lent.there:
+                        self._named(number, code[at + 2 : at + size])
                     step(code, at + 2)
                 except Exception as error:
                     self._fail(number, code, at, base, error)
                 at += size
                 done += 1
         self.instructions += done
+
+    def _named(self, number: int, operands: list) -> None:
+        """An instruction comes while there is something in memory that replays write over."""
+        if self._made[number][0] != "program":
+            self._lent.named(operands)
+        elif number not in self._plans or not self._plans[number].recorded:
+            self._lent.settle()
 
     def _play(self, rows: list[Row], code: list, offset: int) -> None:
         """Carry out a program; its seqs count from that of the instruction that asked for it."""
@@ -203,7 +214,7 @@ class Executor:
             finally:
                 self._compiling = False
         elif plan.records:
-            plan.record(parts, code, randoms, self._definition, self._strictly, self._directs)
+            plan.record(parts, code, randoms, self._definition, self._strictly, self._directs, self._lent)
 
     def _alone(self, payload: dict[str, Any]) -> bool:
         """Whether no other worker waits for a message while this one compiles: then that is done where it is first needed."""
@@ -296,6 +307,11 @@ class Executor:
             for number in [i for i in self.tensors if code[first] <= i < code[first + 1]]:
                 del self.tensors[number]
             return last
+        if code[at] == FORGET:
+            try:
+                self._lent.settle()  # the memory is its program's
+            except Exception as error:
+                self._trouble(self._base + code[at + 1], error, _text(error))
         for table in (self._steps, self._made, self._plans, self._anew) if code[at] == FORGET else (self.tensors,):
             for number in code[first:last]:
                 table.pop(number, None)

@@ -14,6 +14,7 @@ from gt.ir.spec import Spec
 
 if TYPE_CHECKING:
     from gt.worker.engine.calls import Source
+    from gt.worker.lent import Lent
     from gt.worker.segments import Row, Wired
     from gt.worker.steps import Counted, Step
 
@@ -75,8 +76,10 @@ class Recorder(Protocol):
     def records(self, payload: dict[str, Any]) -> bool:
         """Whether an `op` definition, unless it draws new random numbers, only issues work, the same each time."""
 
-    def program(self, held: dict[int, Tensor], each: Each, strictly: Strictly) -> Replays:
-        """each: carries out rows; strictly: the same, and raises where one fails."""
+    def program(self, held: dict[int, Tensor], each: Each, strictly: Strictly, lent: Lent, dropped: set[int]) -> Replays:
+        """each: carries out rows; strictly: the same, and raises where one fails. lent: is told what a replay leaves where the
+        next writes. dropped: ids that end before the program reads anything.
+        """
 
 
 class Compiler(Protocol):

@@ -1,8 +1,8 @@
 """Programs as CUDA graphs: a run of instructions is recorded once, and from then on is one launch.
 
 A graph works on fixed memory. What it reads stays where it is, or is copied into slots when it was found to move. What it makes
-lies in one pool that all graphs share, freed and given again in the order of the recording; so nothing is kept there when a
-program is over: what outlives it is copied out at its end.
+lies in one pool that all graphs share, freed and given again in the order of the recording; so nothing is kept there when the
+next program begins: what outlives one is copied out before (gt.worker.lent).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gt.worker.engine.torch import attention
 from gt.worker.engine.torch.cuda import Device
 from gt.worker.engine.torch.inductor import UNFIT, Inductor, op
 from gt.worker.engine.torch.slots import Held, Look, Moved, Slot, address, look, lying, plain, shown, stands
+from gt.worker.lent import Lent
 from gt.worker.segments import Row
 from gt.worker.steps import Counted, Step
 
@@ -47,8 +48,8 @@ class Graphs:
             return True
         return payload["random"] is None and name not in RANDOM and (self.fits(payload) or _issues(payload))
 
-    def program(self, held: Held, each: Each, strictly: Strictly) -> Replays:
-        return Replays(self, self._device, held, each, strictly)
+    def program(self, held: Held, each: Each, strictly: Strictly, lent: Lent, dropped: set[int]) -> Replays:
+        return Replays(self, self._device, held, each, strictly, lent, dropped)
 
     def slot(self, nbytes: int, number: int) -> torch.Tensor:
         """The number-th slot of this size: runs share them, since each is read before the next is filled."""
@@ -85,8 +86,11 @@ class Recording:
 class Replays:
     """The recordings of one program, which are all made in one pass: the pool knows of no memory that an older one uses."""
 
-    def __init__(self, graphs: Graphs, device: Device, held: Held, each: Each, strictly: Strictly) -> None:
+    def __init__(
+        self, graphs: Graphs, device: Device, held: Held, each: Each, strictly: Strictly, lent: Lent, dropped: set[int]
+    ) -> None:
         self.graphs, self.device, self.held, self.each, self.strictly = graphs, device, held, each, strictly
+        self.lent, self._dropped = lent, dropped
         self.runs: list[Run] = []
         self.marks: list[tuple[str, Any]] = []
         self.moves: list[tuple[str, Any, Any]] = []  # what was put aside: where it began and ended
@@ -152,6 +156,7 @@ class Replays:
 
     def begin(self, code: list, at: int) -> None:
         """The first step of the program."""
+        self.lent.settle(self._dropped)
         self.recording, self.again = self.again, False
         if self.recording:
             self.passes += 1
@@ -316,9 +321,15 @@ class Ending:
         self._whole, self._last = whole, last
 
     def __call__(self, code: list, at: int) -> None:
+        if self._whole.recording:  # what it left owns memory of the pool
+            self._out(self._last)
+        else:
+            self._whole.lent.lend(self._last, self._out)
+
+    def _out(self, ids: set[int]) -> None:
         whole, held = self._whole, self._whole.held
         groups: dict[int, list[int]] = {}
-        for i in self._last:
+        for i in ids:
             tensor = held.get(i)
             if tensor is not None and address(tensor) in whole.pool:
                 groups.setdefault(address(tensor), []).append(i)
