@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class Inductor:
     recorder: Recorder | None = None
 
     def __init__(self, engine: Any) -> None:
+        warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)  # says nothing to who runs the program
         self._engine = engine
         self._kept: dict[Hashable, Compiled | str] = {}
         self._fits: dict[str, bool] = {}
