@@ -16,6 +16,7 @@ from worker_parts import Bench
 from gt.ir.heap import SLOTS
 from gt.ir.instr import FORGET, FREE, Define
 from gt.ir.template import T
+from gt.worker import lent
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch import cuda as module
 from gt.worker.engine.torch.cuda import Cuda
@@ -138,9 +139,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Played:
     """What programs left there is written over as soon as it had to be copied out."""
     played, settle = Played(), Lent.settle
 
-    def settled(lent: Lent, *dropped: Any) -> None:
+    def settled(left: Lent, *dropped: Any) -> None:
         try:
-            settle(lent, *dropped)
+            settle(left, *dropped)
         finally:
             played.scramble()
 
@@ -205,6 +206,7 @@ def test_what_lies_otherwise_each_time_is_done_as_instructions(device: Played) -
 
 
 ALIAS = 98
+OTHER: dict[str, Any] = {"code": [], "randoms": [], "actions": [], "backend": "eager", "channels": [], "once": False}
 
 
 def named(bench: Bench, source: int, target: int) -> None:
@@ -254,8 +256,7 @@ def test_what_was_left_is_copied_out_before_its_program_is_forgotten_or_another_
         got, want = benches(device, 3)
         for bench in (got, want):
             replay(bench, 5)
-        other = {"code": [], "randoms": [], "actions": [], "backend": "eager", "channels": [], "once": False}
-        got.executor.define([Define(97, "program", other).wire()])
+        got.executor.define([Define(97, "program", OTHER).wire()])
         got.executor.run([FORGET, 0, 1, 99] if forgets else [97, 0, 0, 0], 0)
         device.scramble()
         same(got, want)
@@ -279,17 +280,85 @@ def inputs_of(bench: Bench) -> list[torch.Tensor]:
     return [t for i, t in bench.executor.tensors.items() if i < 1000]
 
 
+def full(new: list, old: list) -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
 def test_what_cannot_be_copied_out_is_no_value_that_is_written_over(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    got, _ = benches(device, 3)
-    replay(got, 4)
+    """What left it is told, and the next is done as ever."""
+    got, want = benches(device, 3)
+    for bench in (got, want):
+        replay(bench, 3)
+        bench.executor.run([99, 0, 0, 0], 200)
     named(got, made(got)[0], 5000)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", full)
+        got.executor.run([99, 0, 0, 0], 500)
+    want.executor.run([99, 0, 0, 0], 500)
+    ((trouble, _),) = got.sent
+    got.sent.clear()
+    assert trouble.seq == 200 and "no room" in trouble.message and 5000 not in got.executor.tensors
+    records = device.records
+    for bench in (got, want):
+        replay(bench)
+    same(got, want)
+    assert device.records == records
 
-    def full(new: list, old: list) -> None:
-        raise torch.OutOfMemoryError("no room")
 
+@pytest.mark.parametrize("program", [True, False])
+def test_a_peer_gets_its_message_also_where_what_was_left_cannot_be_copied(
+    device: Played, planes: list[NvshmemPlane], program: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(inputs(5))
+    (left,) = script.op("aten.relu.default", [T(0)], [3])
+    script.op("aten.tanh.default", [T(0)], [left])
+    got = script.bench("cudagraphs", inputs(5), Engine(device, (), True), (), planes[0])
+    device.held, device.worker = got.executor.tensors, got.executor.worker
+    replay(got, 5)
+    code = {**OTHER, "code": [300, 0, 1], "channels": [[1, 0, True]]}
+    got.executor.define([Define(300, "send", {"channel": CHANNEL, "boxes": [[[0, 4], [0, 4]]]}).wire()])
+    got.executor.define([Define(97, "program", code).wire()])
     monkeypatch.setattr(torch, "_foreach_copy_", full)
+    monkeypatch.setattr(lent, "MOST", 0)
+    got.executor.run([97, 0, 0, 0] if program else [300, 0, 1], 500)
+    assert planes[0].turns() == {(1, 0, True): 1} and "no room" in got.sent[0][0].message
+
+
+def test_only_names_since_are_too_many(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lent, "MOST", 10)
+    script = Script(inputs(5))
+    for _ in range(20):
+        script.op("aten.relu.default", [T(0)], [1])
+    got = script.bench("cudagraphs", inputs(5), Engine(device))
+    device.held = got.executor.tensors
+    replay(got, 5)
+    copies: list[int] = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda new, old: copies.append(len(new)))
+    for k in range(12):
+        named(got, 1, 5000 + k)
+        assert bool(copies) == (k >= 9)
+
+
+def test_marks_are_not_what_is_done_between_graphs(device: Played) -> None:
+    script = Script(inputs(5))
+    (made,) = script.op("aten.relu.default", [T(0)], [1])
+    script.op("aten.tanh.default", [T(0)], [made])
+    got = script.bench("cudagraphs", inputs(5), Engine(device, ("aten.tanh.default",)), [(0, "0F0"), (1, "0F1")])
+    device.held = got.executor.tensors
+    replay(got, 4)
+    assert report(got)["reasons"] == [[1, "no graph: aten.tanh.default"]]
+
+
+def test_another_name_for_what_it_names_already_is_made_anew(device: Played) -> None:
+    script = Script({1: torch.ones(4, 4), 5: torch.ones(4, 4)})
+    script.alias(5, 1)
+    got = script.bench("cudagraphs", {}, Engine(device))
+    device.held = held = got.executor.tensors
+    held.update({1: torch.ones(4, 4), 5: torch.full((4, 4), 2.0)})
+    replay(got, 4)
+    held[1] = torch.full((4, 4), 7.0)
     replay(got)
-    assert "no room" in got.sent[0][0].message and 5000 not in got.executor.tensors
+    assert torch.equal(held[1], held[5])
 
 
 def test_inputs_that_come_to_share_memory_still_do_in_a_replay(device: Played) -> None:

@@ -403,6 +403,18 @@ def test_what_workers_say_is_of_all_calls_until_now() -> None:
 
 
 @pytest.mark.usefixtures("plain_threads", "one")
+def test_what_failed_is_still_raised_after_workers_were_asked_about_a_program() -> None:
+    step = gt.compile(lambda x: x + 1, backend="inductor")
+    for n in range(3):
+        step(torch.full((2,), float(n), device="remote"))
+    torch.index_select(torch.ones(3, device="remote"), 0, torch.tensor([7], device="remote"))
+    assert "backend inductor on w0: " in step.explain()
+    with pytest.raises(gt.OpFailed, match="index_select"):
+        torch.remote.synchronize()
+    torch.remote.synchronize()
+
+
+@pytest.mark.usefixtures("plain_threads", "one")
 def test_graphs_that_need_a_gpu_are_not_used_without_one_and_that_is_said() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gt.client.module import synchronize
+from gt.client.runtime import Live
 from gt.client.session import Session
 from gt.errors import GTError
 from gt.ir.schedules import size
@@ -12,11 +13,19 @@ from gt.ir.schedules import size
 
 def lines(session: Session, program: int, asked: str) -> list[str]:
     """Which backend carries out a program where, how much of it is compiled, and why the rest is not."""
+    failed: GTError | None = None
     try:
-        synchronize()  # or it would be what they have got to
+        if Live.recorder is not None and Live.recorder.session is session:
+            synchronize()  # or it would be what they have got to
+    except GTError as error:
+        failed = error
+    try:
         workers = session.stats(program)["workers"]
     except GTError as error:
         return [f"backend {asked}: workers cannot be asked, {error}"]
+    finally:
+        if failed is not None:
+            session.put_off(failed)
     said: dict[tuple[str, ...], list[str]] = {}
     for worker in workers:
         if worker.get("plans"):

@@ -64,8 +64,8 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
     if recorder.tape is not None:
         recorder.tape.refuse_fetch(tensor)
     recorder.settle()
-    shape, dtype, data = recorder.session.fetch(tensor._ref.id)
     recorder.awaited()
+    shape, dtype, data = recorder.session.fetch(tensor._ref.id)
     kind = getattr(torch, dtype)
     if not len(data):
         return torch.empty(shape, dtype=kind)

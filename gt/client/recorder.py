@@ -87,7 +87,7 @@ class Recorder:
             self.flush()
 
     def awaited(self) -> None:
-        """Workers have done all that was handed over."""
+        """A value is waited for, and then workers have done all that was handed over."""
         self.fetches += 1
         self.batch = FEW
 

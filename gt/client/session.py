@@ -224,6 +224,10 @@ class Session:
         if error is not None:
             raise error
 
+    def put_off(self, error: GTError) -> None:
+        """What failed before and was raised where it says nothing: the next wait raises it."""
+        self._unraised = self._unraised or error
+
     # ---- in the I/O thread
 
     def _turn(self) -> None:

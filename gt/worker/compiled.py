@@ -222,11 +222,11 @@ class Plan:
                 some = beside(some, code, definition, alive, direct, inside, whole)
                 moving -= makes
                 place = next((at for at, _ in some if code[at] != FREE), first)
-                found.append((place, whole.run(some, reads, moving & set(reads))))
+                found.append((place, whole.run(some, reads, makes, moving & set(reads))))
             else:
                 moving |= makes
                 found += some
-                self._apart.update(apart(at) for at, _ in some if code[at] != FREE)
+                self._apart.update(apart(row[0]) for row in some if code[row[0]] != FREE and row[1] not in marks)
         found.append((first, whole.ending(alive.last)))
         parts[:] = [("", found)]
 

@@ -77,7 +77,7 @@ class Executor:
         self._plans: dict[int, Plan] = {}  # by definition of a program, what of it is compiled
         self._directs: set[int] = set()  # definitions that move data by the device alone
         self._anew: dict[int, Anew] = {}  # and what may come to do so
-        self._lent = Lent()
+        self._lent = Lent(lambda seq, error: self._trouble(seq, error, _text(error)))
         self._compiling = self._strict = False
         self._stamps: dict[int, list[Stamp]] = {}  # by definition of a program, actions of its last replay
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
@@ -165,9 +165,9 @@ class Executor:
                 except KeyError:
                     raise ProtocolError(f"instruction {number} was never defined") from None
                 self._place = at
+                if lent.there:
+                    self._named(number, code[at + 2 : at + size])
                 try:
-                    if lent.there:
-                        self._named(number, code[at + 2 : at + size])
                     step(code, at + 2)
                 except Exception as error:
                     self._fail(number, code, at, base, error)
@@ -185,8 +185,8 @@ class Executor:
     def _play(self, rows: list[Row], code: list, offset: int) -> None:
         """Carry out a program; its seqs count from that of the instruction that asked for it."""
         outer = self._code, self._base, self._place
-        base = self._base + offset
-        self._code, self._base = code, base
+        self._code, self._base = code, self._base + offset
+        self._lent.seq = self._base
         try:
             self._each(rows)
         finally:
@@ -307,11 +307,8 @@ class Executor:
             for number in [i for i in self.tensors if code[first] <= i < code[first + 1]]:
                 del self.tensors[number]
             return last
-        if code[at] == FORGET:
-            try:
-                self._lent.settle()  # the memory is its program's
-            except Exception as error:
-                self._trouble(self._base + code[at + 1], error, _text(error))
+        if code[at] == FORGET and not self._plans.keys().isdisjoint(code[first:last]):
+            self._lent.settle()  # the memory is its program's
         for table in (self._steps, self._made, self._plans, self._anew) if code[at] == FORGET else (self.tensors,):
             for number in code[first:last]:
                 table.pop(number, None)

@@ -45,8 +45,8 @@ class Replays(Protocol):
     def begin(self, code: list, at: int) -> None:
         """The first step of a replay."""
 
-    def run(self, rows: list[Row], reads: list[int], moving: set[int]) -> Step:
-        """Rows as one, recorded when they are first carried out. reads: ids; moving: of these, what moves each time."""
+    def run(self, rows: list[Row], reads: list[int], makes: set[int], moving: set[int]) -> Step:
+        """Rows as one, recorded when they are first carried out. reads, makes: ids; moving: of reads, what moves each time."""
 
     def ending(self, last: set[int]) -> Step:
         """The last step of a replay that leaves these ids behind."""

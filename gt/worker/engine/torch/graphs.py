@@ -101,9 +101,9 @@ class Replays:
         self.pool: set[int] = set()  # where that lies
         self.kept: list[list] = []  # tensors that the transfers of a run work on, none of those that are joined
 
-    def run(self, rows: list[Row], reads: list[int], moving: set[int]) -> Run:
+    def run(self, rows: list[Row], reads: list[int], makes: set[int], moving: set[int]) -> Run:
         """Rows as one. moving: of what they read, what lies elsewhere each time."""
-        self.runs.append(Run(self, rows, reads, set(moving)))
+        self.runs.append(Run(self, rows, reads, makes, set(moving)))
         return self.runs[-1]
 
     def aside(self, step: Step, ids: Sequence[int], name: str) -> Step:
@@ -181,8 +181,8 @@ class Replays:
 class Run:
     """Rows of a program as one: a worker's step."""
 
-    def __init__(self, whole: Replays, rows: list[Row], reads: list[int], moving: set[int]) -> None:
-        self.rows, self.why = rows, ""
+    def __init__(self, whole: Replays, rows: list[Row], reads: list[int], makes: set[int], moving: set[int]) -> None:
+        self.rows, self.why, self._makes = rows, "", makes
         self._whole, self._reads, self._moving, self._held = whole, reads, moving, whole.held
         self._recording: Recording | None = None
 
@@ -257,7 +257,8 @@ class Run:
         held.update(inside)
         try:
             replay = whole.device.record(lambda: counted.append(whole.strictly(self.rows)))
-            made = {i: t for i, t in held.items() if before.get(i) is not t and inside.get(i) is not t}
+            makes = self._makes  # another name for what it was already is made too
+            made = {i: t for i, t in held.items() if i in makes or (before.get(i) is not t and inside.get(i) is not t)}
             gone = [i for i in before if i not in held]
         except BaseException:
             for some in counted:  # the device refused what was well issued, which is done again as instructions
