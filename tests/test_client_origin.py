@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -256,6 +257,26 @@ def test_a_stale_buffer_is_flushed_when_idle(inline: InlineSession) -> None:  # 
     assert inline.batches == before + 1
     inline.on_idle()
     assert inline.batches == before + 1
+
+
+def test_the_first_ops_after_a_wait_are_handed_over_soon_and_then_more_of_them_together(
+    inline: InlineSession,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until they come workers have nothing to do; once they have, large batches cost less."""
+    x = torch.ones(3, device="remote")
+    submit = inline.submit
+    many: list[int] = []
+    monkeypatch.setattr(inline, "submit", lambda *given: (many.append(len(inline.log)), submit(*given)))
+    for _ in range(2):
+        (x + 1).tolist()
+        many.clear()
+        before = len(inline.log)
+        for _ in range(1200):
+            x + 1
+        sizes = [b - a for a, b in itertools.pairwise([before, *many[1:], len(inline.log)])]
+        assert sizes[0] < 30 and max(sizes) > 8 * sizes[0], sizes
+        assert all(b >= a for a, b in itertools.pairwise(sizes)), sizes
 
 
 def test_what_has_ended_waits_for_the_next_batch_while_an_answer_is_awaited(inline: InlineSession) -> None:  # noqa: F811
