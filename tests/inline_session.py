@@ -119,6 +119,9 @@ class InlineSession:
         data = found.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if found.numel() else b""
         return tuple(found.shape), str(found.dtype)[6:], bytearray(data)
 
+    def synchronize(self) -> None:
+        """What is submitted is done at once."""
+
     def describe(self, ids: list[int]) -> list[Spec]:
         found = [self.tensors[i] for i in ids]
         return [Spec(tuple(t.shape), t.stride(), t.storage_offset(), str(t.dtype)[6:]) for t in found]

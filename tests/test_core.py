@@ -12,7 +12,7 @@ from gt.dispatcher.core import Core
 from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Tick
 from gt.ir.instr import END, Define
 from gt.wire.link import hello
-from gt.wire.messages import Abort, Done, Failed, Fetch, Ops, Piece, Reject, Run, Stats, Trouble, Value, Welcome
+from gt.wire.messages import THROUGH, Abort, Done, Failed, Fetch, Ops, Piece, Reject, Run, Stats, Trouble, Value, Welcome
 from tests.planned import planned
 
 TWO = """
@@ -33,11 +33,14 @@ class Asking:
 
     def fetch(self, remote) -> list:
         """What the client is sent for a fetch, once every worker is done and has sent its piece."""
+        return self.ask(remote._ref.id)
+
+    def ask(self, tensor: int) -> list:
         runtime.current().flush()
         core, self.number = self.plan.core, self.number + 1
         answers: list = []
         pending = [Received(w.peer, Done(w.runs)) for w in core.cluster.workers if not w.lost]
-        pending.append(Received(b"client", Fetch(self.number, remote._ref.id)))
+        pending.append(Received(b"client", Fetch(self.number, tensor)))
         while pending:
             for action in core.handle(pending.pop(0)):
                 if not isinstance(action, Send):
@@ -101,6 +104,23 @@ def test_a_failure_spreads_over_workers_and_no_further(plan):
         assert "test_core.py:" in message.partition(" ")[0]
     assert ask.failed(good) == ""
     assert ask.failed(x) == ""
+
+
+def test_a_program_is_through_once_every_workers_device_is(plan):
+    x = torch.ones(3, device="remote")
+    ask = Asking(plan)
+    assert [type(answer) for answer in ask.ask(THROUGH)] == [Value]  # no worker was given anything: none is asked
+    made = on("a", torch.neg, x), on("b", torch.exp, x)
+    value, *pieces = ask.ask(THROUGH)
+    assert value.shape == [2] and [key for key, _ in value.pieces] == [piece.key for piece in pieces]
+    bad = on("b", torch.exp, made[1])
+    plan.text()
+    plan.handle(Received(b"w1", Trouble(seq_of(plan, bad), "op", "no memory left")))
+    assert "no memory left" in ask.ask(THROUGH)[0].error["message"]
+    core = plan.core
+    core.handle(Received(b"client", Fetch(100, THROUGH)))
+    (told,) = [a.message for a in core.handle(PeerLost(b"w0", "it fell over")) if a.peer == b"client"]
+    assert told.request == 100 and "worker w0 is lost" in told.error["message"]
 
 
 def test_a_fetch_that_a_worker_cannot_carry_out_is_answered(plan):

@@ -83,6 +83,27 @@ assert used[1] - used[0] > 1 << 30, used
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_to_synchronize_is_to_wait_for_every_gpu():
+    run(
+        """
+import time
+gt.gpu_workers(2)
+with gt.signal.context("pp_stage1"):
+    x = torch.zeros(8192, 8192, device="remote")
+    (x @ x).sum().item()
+    y = x
+    for _ in range(200):  # some 20 ms each
+        y = x @ y
+    torch.remote.synchronize()
+    start = time.monotonic()
+    y[0, 0].item()
+    assert time.monotonic() - start < 0.5
+""",
+        GT_CONFIG=str(ROOT / "configs" / "pp2.yaml"),
+    )
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("config", ["tp2", "pp2", "dp2"])
 def test_two_gpus_give_one_gpus_losses(config):
     run(

@@ -32,9 +32,12 @@ def recording() -> bool:
 
 
 def synchronize(device: Any = None) -> None:
-    """Waits until every worker has done what was issued; raises what failed. Nothing while a call is recorded."""
+    """Waits until all workers and their GPUs have done what was issued; raises what failed. Does nothing in a recording."""
     if Live.recorder is not None and not recording():
-        torch.zeros((), device=Shown.device).item()
+        recorder = Live.recorder
+        recorder.settle()
+        recorder.awaited()
+        recorder.session.synchronize()
 
 
 def _bytes(key: str) -> int:

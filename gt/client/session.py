@@ -25,7 +25,7 @@ from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import link, messages
 from gt.wire.dealer import Dealer
-from gt.wire.messages import Describe, Fetch, Goodbye, Host, Inspect, Message, Ops, Seal, Stats
+from gt.wire.messages import THROUGH, Describe, Fetch, Goodbye, Host, Inspect, Message, Ops, Seal, Stats
 
 log = logging.getLogger("gt.client")
 
@@ -145,6 +145,10 @@ class Session:
     def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
         """(shape, dtype, bytes as a row-major uint8 array) of a tensor's value."""
         return self._ask(lambda request: Fetch(request, tensor))
+
+    def synchronize(self) -> None:
+        """Wait until all workers, and their devices, have done what was submitted."""
+        self._ask(lambda request: Fetch(request, THROUGH))
 
     def describe(self, tensors: list[int]) -> list[Spec]:
         """Specs of the outputs of a dynamic op."""

@@ -15,9 +15,10 @@ from gt.dispatcher.plan.redistribute import spans
 from gt.dispatcher.stream import lost_in
 from gt.dispatcher.tensors import Tensor
 from gt.errors import GTError, OpFailed, ProtocolError
+from gt.ir.instr import Define
 from gt.ir.layout import Layout, boxes, local_shape
 from gt.ir.spec import Spec
-from gt.wire.messages import AHEAD, CHUNK, Described, Failed, More, Piece, Report, Value
+from gt.wire.messages import AHEAD, CHUNK, THROUGH, Described, Failed, More, Piece, Report, Value
 
 if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
@@ -47,6 +48,14 @@ class Request:
     since: float = 0.0
     seq: int = -1  # of what was asked of the workers
 
+    @property
+    def name(self) -> str:
+        return f"%{self.tensors[0].id}" if self.tensors else "a byte that says it is through"
+
+    @property
+    def spec(self) -> str:
+        return self.tensors[0].spec.text() if self.tensors else "u8[]"
+
 
 class Requests:
     def __init__(self, session: Session) -> None:
@@ -54,6 +63,7 @@ class Requests:
         self.open: dict[int, Request] = {}
         self.by_key: dict[int, Request] = {}
         self.fetched = 0
+        self._byte: Define | None = None
 
     # ---- asking
 
@@ -61,6 +71,9 @@ class Requests:
         """Ask the workers that hold the parts, each part once."""
         s = self.s
         self._check(number)
+        if tensor_id == THROUGH:
+            self._through(number)
+            return
         tensor = s.row(tensor_id)
         if self._refused(number, [tensor]):
             return
@@ -81,6 +94,29 @@ class Requests:
         s.cluster.seq += 1  # nothing else has the number of a fetch
         if held is not tensor:
             s.emitter.free(held.layout.mesh.workers, [held.id])
+        self._begin(request)
+
+    def _through(self, number: int) -> None:
+        """A byte made by each worker of the session, which its device comes to after all that was issued."""
+        s, emitter = self.s, self.s.emitter
+        if self._refused(number, []):
+            return
+        workers = [s.cluster.workers[index] for index in sorted(emitter.used)]
+        workers = [worker for worker in workers if not worker.lost]
+        emitter.base = emitter.seq = s.cluster.seq
+        if self._byte is None:
+            self._byte = emitter.define("fill", {"shape": (), "stride": (), "dtype": "uint8"})
+        request = Request(number, "fetch", {}, [], shape=(len(workers),), dtype="uint8")
+        made = emitter.temporary()
+        for rank, worker in enumerate(workers):
+            key = s.cluster.key()
+            request.parts.append([key, [[[rank, rank + 1]]]])
+            request.keys[key], request.sizes[key], request.left[key] = worker.index, 1, 1
+            emitter.write(worker, self._byte, emitter.ids([made]))
+            emitter.write(worker, emitter.common("fetch"), [*emitter.ids([made]), key])
+        request.seq = emitter.seq
+        s.cluster.seq += 1
+        emitter.free([worker.index for worker in workers], [made])
         self._begin(request)
 
     def _ask_parts(self, request: Request, source: int, layout: Layout, spec: Spec) -> None:
@@ -224,17 +260,15 @@ class Requests:
         request = next((r for r in self.open.values() if r.seq == seq), None)
         if request is None:
             return False
-        tensor = request.tensors[0]
         self._drop(request)
-        error = OpFailed(f"%{tensor.id} cannot be read on worker {worker}: {how}")
+        error = OpFailed(f"{request.name} cannot be read on worker {worker}: {how}")
         self.s.send(Failed(request.number, errors.to_wire(error)))
         return True
 
     def _misfit(self, request: Request, how: str) -> None:
         """An op gave another shape than the client said."""
         self._drop(request)
-        tensor = request.tensors[0]
-        error = OpFailed(f"%{tensor.id} is not the {tensor.spec.text()} that the client said: {how}")
+        error = OpFailed(f"{request.name} is not the {request.spec} that the client said: {how}")
         self.s.send(Failed(request.number, errors.to_wire(error)))
 
     def described(self, index: int, key: int, specs: list) -> None:

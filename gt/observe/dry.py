@@ -196,6 +196,9 @@ class Dry:
         self.values += 1
         return spec.shape, spec.dtype, np.zeros(spec.numel * DTYPES[spec.dtype][0], np.uint8)
 
+    def synchronize(self) -> None:
+        self._ask()
+
     def describe(self, tensors: list[int]) -> list[Spec]:
         where = next((f"{o.file}:{o.line}: " for o in [self.state.origin] if o.file), "")
         raise UnsupportedOp(f"{where}a shape depends on values, and a plan has none: leave this op out while planning")

@@ -61,9 +61,15 @@ class Ops(Message):
     code: Numbers
 
 
+THROUGH = -1  # Fetch.tensor: nobody's value
+
+
 @dataclass(frozen=True, slots=True)
 class Fetch(Message):
-    """Client -> dispatcher. Answered by Value and Piece messages, or Failed."""
+    """Client -> dispatcher. Answered by Value and Piece messages, or Failed.
+
+    tensor -1: a byte that each worker makes and sends once its device is through with what was issued before.
+    """
 
     request: int
     tensor: int
