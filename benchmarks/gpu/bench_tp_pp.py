@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ def mean_loss(model: Any, tokens: Any, targets: Any) -> Any:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").float().mean()
 
 
-def ours(case: str, size: str, preset: str, vocab: str, seconds: float) -> cases.Row:
+def trainer(case: str, size: str, preset: str, vocab: str) -> Callable[..., Any]:
+    """The case's captured training step, on workers that are started for it."""
     import torch
 
     import gt
@@ -100,8 +101,15 @@ def ours(case: str, size: str, preset: str, vocab: str, seconds: float) -> cases
         optimizer.zero_grad()
         return total
 
-    data = native.batch_of(*map(int, size.split("x")), "cpu", min(int(vocab), 50257))
-    return cases.captured(step, data, seconds)
+    return step
+
+
+def batch_of(size: str, vocab: str) -> list[Any]:
+    return native.batch_of(*map(int, size.split("x")), "cpu", min(int(vocab), 50257))
+
+
+def ours(case: str, size: str, preset: str, vocab: str, seconds: float) -> cases.Row:
+    return cases.captured(trainer(case, size, preset, vocab), batch_of(size, vocab), seconds)
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, cases.Row | None, str]]:

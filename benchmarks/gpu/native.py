@@ -101,6 +101,15 @@ class World:
         dist.all_gather(every, torch.tensor(value, dtype=torch.float64, device=self.device))
         return [one.item() for one in every]
 
+    def told(self, found: cases.Row, knows: bool) -> cases.Row:
+        """The same row at every rank, with the losses of the one that knows them."""
+        import torch.distributed as dist
+
+        rows: list[Any] = [None] * self.size
+        dist.all_gather_object(rows, {k: found[k] for k in ("losses", "wanted")} if knows else None)
+        (row,) = (row for row in rows if row)
+        return {**found, **row, "apart": cases.apart(row["losses"], row["wanted"])}
+
 
 def world(rank: int, size: int, meet: str) -> World:
     """Joined, by a file that all of them name."""
@@ -307,7 +316,7 @@ def run_pipeline(own: World, case: Case, size: tuple[int, int], name: str, secon
     found = {"ms": ms, "alone ms": alone, "first s": first, "peak MiB": own.gathered(own.peak())}
     work = own.gathered(train.alone())
     found |= {"work ms": work, "idle": 1 - sum(work) / len(work) / ms, "losses": losses, "wanted": wanted}
-    return told(own, found, last)
+    return own.told(found, last)
 
 
 def reset(own: World) -> None:
@@ -316,16 +325,6 @@ def reset(own: World) -> None:
     if own.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def told(own: World, found: cases.Row, knows: bool) -> cases.Row:
-    """The same row at every rank, with the losses of the one that knows them."""
-    import torch.distributed as dist
-
-    rows: list[Any] = [None] * own.size
-    dist.all_gather_object(rows, {k: found[k] for k in ("losses", "wanted")} if knows else None)
-    (row,) = (row for row in rows if row)
-    return {**found, **row, "apart": cases.apart(row["losses"], row["wanted"])}
 
 
 # ---- data parallel
@@ -382,7 +381,7 @@ def run_data_parallel(own: World, case: Case, size: tuple[int, int], name: str, 
     first = time.perf_counter() - start
     ms, alone = cases.timed(step, own.wait, seconds, own.agree)
     found = {"ms": ms, "alone ms": alone, "first s": first, "peak MiB": own.gathered(own.peak())}
-    return told(own, {**found, "losses": losses, "wanted": wanted}, own.rank == 0)
+    return own.told({**found, "losses": losses, "wanted": wanted}, own.rank == 0)
 
 
 # ---- started by others

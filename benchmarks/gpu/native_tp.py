@@ -236,7 +236,7 @@ def run(own: World, case: Case, size: tuple[int, int], preset: str, vocab: int, 
     first = time.perf_counter() - start
     ms, alone = cases.timed(once, own.wait, seconds, own.agree)
     found = {"ms": ms, "alone ms": alone, "first s": first, "peak MiB": own.gathered(own.peak())}
-    return native.told(own, {**found, "losses": losses, "wanted": wanted}, knows)
+    return own.told({**found, "losses": losses, "wanted": wanted}, knows)
 
 
 def recorded(step: Callable, own: World) -> Callable:
