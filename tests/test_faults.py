@@ -173,6 +173,16 @@ def test_a_worker_that_compiles_is_not_stuck_nor_is_who_waits_for_it():
     assert 46 < now <= 52 and all("worker w0 is alive and has been at m.py:1" in failed.error["message"] for failed in told)
 
 
+def test_what_a_gpu_loads_for_an_op_may_take_a_minute():
+    bench = Bench()
+    grouped(bench)
+    bench.give(b"w1", Done(1))
+    bench.give(b"c", Fetch(1, 2))
+    told = looks(bench, 90.0, [1, 0, 1, "load"])
+    (failed,) = bench.to(b"c", Failed)
+    assert 60 < told <= 70 and "has been at m.py:1" in failed.error["message"]
+
+
 def test_a_worker_that_comes_back_serves_new_work_and_what_was_lost_stays_lost():
     bench = Bench()
     grouped(bench)

@@ -86,8 +86,8 @@ def test_training_steps(fused):
                 assert all(torch.isfinite(grad).all() for grad in grads)
     finally:
         gt.shutdown()
-    assert found["eager"] == found[None] or fused
-    for backend in ("inductor", "cudagraphs"):
+    assert found["eager"] == found[None] or not fused  # else it counts steps on the device: another order of rounding
+    for backend in ("eager", "inductor", "cudagraphs"):
         torch.testing.assert_close(torch.tensor(found[backend]), torch.tensor(found[None]), rtol=1e-4, atol=1e-5)
 
 

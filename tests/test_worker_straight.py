@@ -178,6 +178,21 @@ def test_a_worker_that_makes_code_of_a_program_is_not_taken_for_stuck(monkeypatc
     assert bench.executor.where() == (0, 100, "program") and torch.equal(bench[5], x.tanh().tanh().tanh().tanh())
 
 
+def test_an_op_that_a_gpu_has_not_done_before_is_told_from_one_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, seen = Bench(), []
+    bench.executor._engine.clock = None  # as where an op goes on after its call has returned
+    exp = torch.ops.aten.exp.default._op
+    watched = lambda x: (seen.append(bench.executor.where()), exp(x))[1]  # noqa: E731
+    monkeypatch.setattr(bench.executor._engine, "bind", lambda payload: watched)
+    for number, dtype in ((1, torch.float32), (2, torch.float32), (3, torch.bfloat16)):
+        x = torch.ones(2, dtype=dtype)
+        bench.put(**{f"_{number}": x})
+        bench.do("op", op("aten.exp.default", [T(0)], 1, [new(x)]), number, 10 + number)
+        bench.do("op", op("aten.exp.default", [T(0)], 1, [new(x)]), number, 10 + number)
+    assert [where[2] for where in seen] == ["load", "op", "op", "op", "load", "op"]
+    assert torch.equal(bench[12], torch.ones(2).exp())
+
+
 def test_what_is_freed_is_gone_before_the_next_op(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list = []
     kept: list = []

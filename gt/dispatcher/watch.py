@@ -21,6 +21,7 @@ from gt.wire.messages import Failed, Query, Report
 LOOKS = 8  # looks at a busy worker a heartbeat
 ENOUGH = 0.75  # of a heartbeat at one place; with the time between looks it is told within one
 COMPILE = "compile"  # kind of what a worker is at while it compiles a program, which may take long
+LOAD, LOADING = "load", 60.0  # kind of an op that a GPU has not done before, and seconds that loading what it needs may take
 MEETING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv", "merge"})
 
 
@@ -36,11 +37,12 @@ class Survey:
 
 @dataclass(slots=True)
 class Place:
-    """Where a worker was last seen, since when, and when it was asked."""
+    """Where a worker was last seen and when it came there, since when it is to get on, and when it was asked."""
 
     life: int
     at: list | None
     done: int
+    came: float
     since: float
     asked: float
 
@@ -96,7 +98,7 @@ class Watch:
             if worker.lost or worker.done >= worker.runs:
                 self.places.pop(worker.index, None)
             elif place is None or place.life != worker.lives or place.done != worker.done:
-                self.places[worker.index] = Place(worker.lives, None, worker.done, now, now)
+                self.places[worker.index] = Place(worker.lives, None, worker.done, now, now, now)
             elif now - place.asked >= self.heartbeat / LOOKS:
                 place.asked = now
                 asked.append((worker.peer, Query(self.cluster.key(), False)))
@@ -104,13 +106,19 @@ class Watch:
 
     def _seen(self, worker: Worker, at: list | None) -> None:
         place = self.places.get(worker.index)
-        compiles = any(_compiles(p) for p in self.places.values())
+        prepares = any(map(self._prepares, self.places.values()))
         if place is not None and place.at != at:
-            place.at, place.since = at, self.cluster.now if place.at is not None else place.since
-        if compiles or (place is not None and _compiles(place)):  # which is to get on, and so do those who may wait for it
+            place.came = place.since = self.cluster.now if place.at is not None else place.since
+            place.at = at
+        if prepares or (place is not None and self._prepares(place)):  # which is to get on, and so do those who may wait for it
             for one in self.places.values():
-                if _compiles(one) or (one.at and one.at[3] in MEETING):
+                if self._prepares(one) or (one.at and one.at[3] in MEETING):
                     one.since = self.cluster.now
+
+    def _prepares(self, place: Place) -> bool:
+        """Whether a worker is at what may take long."""
+        kind = place.at[3] if place.at else ""
+        return kind == COMPILE or (kind == LOAD and self.cluster.now - place.came < LOADING)
 
     def stuck(self, now: float) -> list[Place]:
         """Places where a worker has been for too long."""
@@ -150,7 +158,7 @@ class Watch:
         )
 
     def _says(self, session: Session, index: int, place: Place, now: float) -> str:
-        name, seconds = self.cluster.workers[index].name, now - place.since
+        name, seconds = self.cluster.workers[index].name, now - place.came
         if place.at is None:
             return f"worker {name} is alive and has not said for {seconds:.1f} s what it is doing"
         row = session.journal.find(place.at[2]) if isinstance(place.at[2], int) else None
@@ -161,10 +169,6 @@ class Watch:
             what = f"{where}{row.known.template.op}{group}"
         kind = f" ({place.at[3]})" if place.at[3] in MEETING else ""
         return f"worker {name} is alive and has been at {what}{kind} for {seconds:.1f} s"
-
-
-def _compiles(place: Place) -> bool:
-    return bool(place.at and place.at[3] == COMPILE)
 
 
 def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict[str, Any], str]:

@@ -303,8 +303,9 @@ class Query(Message):
     """Dispatcher -> worker, answered by Report from its I/O thread.
 
     {"done": last Run carried out, "stats": {...}, "at": [Run, place in it, op's seq, kind] of the instruction being carried
-    out, or None}: two answers with the same `at` say that it is taking long, unless kind is "compile". stats: whether they are
-    wanted; programs: the definitions whose last replay they are to tell of, and what of them is compiled.
+    out, or None}: two answers with the same `at` say that it is taking long, unless kind is "compile", or "load" (an op that a
+    GPU has not done before). stats: whether they are wanted; programs: the definitions whose last replay they are to tell of,
+    and what of them is compiled.
     """
 
     request: int

@@ -27,7 +27,7 @@ from gt.worker.pieces import local as local_shape
 from gt.worker.plane.base import PeerGone, Plane
 from gt.worker.program import Bound, Stamp, program
 from gt.worker.segments import Row
-from gt.worker.steps import Binder, Blank, Counted, Step, Worker
+from gt.worker.steps import Anew, Binder, Blank, Counted, Firsts, Step, Worker
 from gt.worker.store import Cancelled, Uploads
 from gt.worker.straight import Straight, whereabouts
 from gt.worker.timed import Timed
@@ -45,18 +45,6 @@ class Poisoned(BaseException):
 
 class Unrecorded(Exception):
     """An instruction failed while it was recorded, before anything was done."""
-
-
-class Anew:
-    """A step that may be bound anew."""
-
-    __slots__ = ("step",)
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-
-    def __call__(self, code: list, at: int) -> None:
-        self.step(code, at)
 
 
 class Executor:
@@ -78,6 +66,7 @@ class Executor:
         self._directs: set[int] = set()  # definitions that move data by the device alone
         self._anew: dict[int, Anew] = {}  # and what may come to do so
         self._lent = Lent(lambda seq, error: self._trouble(seq, error, _text(error)))
+        self._firsts = Firsts()
         self._compiling = self._strict = False
         self._stamps: dict[int, list[Stamp]] = {}  # by definition of a program, actions of its last replay
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
@@ -93,7 +82,9 @@ class Executor:
                     step = self._program(define)
                 else:
                     step = BIND[define.kind](self.worker, define.payload)
-                    if self._direct(define):
+                    if define.kind == "op" and self._engine.clock is None:
+                        step = self._firsts.bound(step, define.payload)
+                    elif self._direct(define):
                         self._directs.add(define.number)
                     elif define.kind in MOVES and self._engine.direct is not None:
                         step = self._anew[define.number] = Anew(step)
@@ -260,7 +251,8 @@ class Executor:
         made = self._made.get(code[at]) if at + 1 < len(code) else None
         if made is None or type(code[at + 1]) is not int:  # read while the other thread goes on
             return None
-        return (at, base + code[at + 1], "compile" if self._compiling else made[0])
+        kind = "compile" if self._compiling else "load" if self._firsts.under_way else made[0]
+        return (at, base + code[at + 1], kind)
 
     def stats(self, programs: Sequence[int] = ()) -> dict[str, Any]:
         """The worker's part of gt.stats(), without its name; actions of the last replay of these definitions."""

@@ -17,6 +17,44 @@ Step = Callable[[list, int], None]  # (stream, place of the first operand)
 Binder = Callable[["Worker", dict[str, Any]], Step]  # (worker, payload of the definition)
 
 
+class Anew:
+    """A step that may be bound anew."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def __call__(self, code: list, at: int) -> None:
+        self.step(code, at)
+
+
+class Firsts:
+    """What a GPU does for the first time may take long, by what is loaded for it: whether a worker is at such an op."""
+
+    def __init__(self) -> None:
+        self.under_way = False
+        self._known: set[tuple] = set()
+
+    def bound(self, step: Step, payload: dict[str, Any]) -> Step:
+        """The step of an op, told of where none of its name and dtypes was carried out before."""
+        kind = payload["op"], *(spec[3] if spec else "" for _, spec, _ in payload["outs"])
+        if kind in self._known:
+            return step
+
+        def first(code: list, at: int) -> None:
+            self.under_way = True
+            try:
+                step(code, at)
+            finally:
+                self.under_way = False
+            self._known.add(kind)
+            once.step = step
+
+        once = Anew(first)
+        return once
+
+
 @dataclass
 class Worker:
     engine: Engine
