@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from worker_parts import Bench, new, op, world
+from worker_parts import Bench, DeadPlane, new, op, world
 
 from gt.errors import ProtocolError
 from gt.ir.instr import KINDS, Define
 from gt.ir.layout import Layout, Mesh, Shard, boxes
 from gt.ir.template import Const, T, V
 from gt.wire.messages import CHUNK, Data, Described, Piece, Trouble
-from gt.worker.engine.torch import TorchEngine
+from gt.worker.engine.torch import COMBINE, TorchEngine
+from gt.worker.engine.torch.direct import DirectEngine
 from gt.worker.executor import BIND, Poisoned
+from gt.worker.plane.base import Doomed
 from gt.worker.store import Uploads
 
 
@@ -384,3 +387,22 @@ def test_an_instruction_costs_a_few_microseconds():
         add(x, y)
     plain = time.perf_counter() - start
     assert (ours - plain) / n < 20e-6  # measured: under 1
+
+
+class Reached(DeadPlane):
+    """A plane that moves memory of the engine's device, between these workers alone."""
+
+    def reach(self, workers: Any) -> Any:
+        return self
+
+
+def test_a_transfer_that_fails_where_others_wait_on_their_devices_ends_the_process() -> None:
+    engine = TorchEngine("cpu")
+    engine.direct = DirectEngine(engine, COMBINE)
+    bench = Bench(Reached(), engine)
+    with pytest.raises(Doomed, match=r"others wait on their devices for a recv that failed: .*it was killed"):
+        bench.do("recv", {"shape": [2], "dtype": "float32", "parts": [[channel(1), [[[0, 2]]]]]}, 1, seq=4)
+    (trouble,) = [message for message, _ in bench.sent]
+    assert isinstance(trouble, Trouble) and trouble.seq == 104  # whoever issued it learns why
+    bench.do("merge", {"shape": [2], "dtype": "float32", "parts": [], "local": []}, 2, 3)  # nobody waits for that
+    assert len(bench.sent) == 2 and bench[3].shape == (2,)

@@ -24,7 +24,7 @@ from gt.worker.lent import Lent
 from gt.worker.outgoing import Outgoing
 from gt.worker.pieces import as_boxes
 from gt.worker.pieces import local as local_shape
-from gt.worker.plane.base import PeerGone, Plane
+from gt.worker.plane.base import Doomed, PeerGone, Plane
 from gt.worker.program import Bound, Stamp, program
 from gt.worker.segments import Row
 from gt.worker.steps import Anew, Binder, Blank, Counted, Firsts, Step, Worker
@@ -235,15 +235,7 @@ class Executor:
 
     def _direct(self, define: Define) -> bool:
         """Whether it was bound to move data by the device alone."""
-        payload = define.payload
-        if define.kind not in MOVES:
-            return False
-        if "team" in payload:
-            workers = payload["team"]["workers"]
-        else:
-            channels = [payload["channel"]] if define.kind == "send" else [channel for channel, _ in payload.get("parts", ())]
-            workers = [channel["peer"] for channel in channels]
-        return self.worker.reach(workers)[0] is self._engine.direct
+        return define.kind in MOVES and self.worker.reach(_peers(define.payload))[0] is self._engine.direct
 
     def where(self) -> tuple[int, int, str] | None:
         """(place in its Run, its op's seq, its kind) of the instruction that is being carried out; by any thread."""
@@ -309,10 +301,12 @@ class Executor:
         return last
 
     def _fail(self, number: int, code: list[int], at: int, base: int, error: Exception) -> None:
-        name, made, _ = self._made[number]
+        name, made, define = self._made[number]
         seq = base + code[at + 1]
         log.debug("%s of op %d failed", name, seq, exc_info=error)
         self._trouble(seq, error, _text(error))
+        if number in self._directs and define is not None and _peers(define.payload):
+            raise Doomed(f"others wait on their devices for a {name} that failed: {_text(error)}") from error
         for blank in made:
             try:
                 blank.make(self.worker, code, at + 2)
@@ -334,6 +328,14 @@ class Executor:
         self._send(Trouble(seq, _kind(error), text))
         if self._engine.poisoned(error):
             raise Poisoned(text) from error
+
+
+def _peers(payload: dict[str, Any]) -> Sequence[int]:
+    """Workers that have a part in what moves data, this one too."""
+    if "team" in payload:
+        return payload["team"]["workers"]
+    channels = [payload["channel"]] if "channel" in payload else [channel for channel, _ in payload.get("parts", ())]
+    return [channel["peer"] for channel in channels]
 
 
 def _nothing(parts: list, code: list, randoms: Sequence[int]) -> None:
