@@ -13,7 +13,7 @@ import torch
 
 from gt import env
 from gt.client import device as device_
-from gt.client import infer, random, runtime
+from gt.client import infer, module, random, runtime
 from gt.client.tensor import RemoteTensor, Shown
 from gt.errors import ConfigError
 
@@ -172,7 +172,7 @@ def trace(path: str | Path) -> dict[str, Any]:
     """Write the last replay as a Chrome trace, as measured and as predicted; what stats() has of its schedule. Waits."""
     from gt.observe import timeline
 
-    zeros(()).item()  # answered when every worker has done what was asked before
+    module.synchronize()
     found = timeline.chrome(stats())
     Path(path).write_text(json.dumps(found))
     return found["otherData"]

@@ -111,7 +111,17 @@ def test_a_program_is_through_once_every_workers_device_is(plan):
     ask = Asking(plan)
     assert [type(answer) for answer in ask.ask(THROUGH)] == [Value]  # no worker was given anything: none is asked
     made = on("a", torch.neg, x), on("b", torch.exp, x)
+    runtime.current().flush()
+    handle, told = plan.core.handle, []
+    plan.core.handle = lambda event: told.extend(found := handle(event)) or found
     value, *pieces = ask.ask(THROUGH)
+    plan.core.handle = handle
+    runs = [action.message for action in told if isinstance(action, Send) and isinstance(action.message, Run)]
+    for run in runs:  # each is to make a byte, and then to send it
+        kinds = {number: kind for number, kind, _ in run.defines}
+        fill, _, byte, fetch, _, source, *_ = run.code
+        assert (kinds[fill], kinds[fetch], source) == ("fill", "fetch", byte)
+    assert len(runs) == 2
     assert value.shape == [2] and [key for key, _ in value.pieces] == [piece.key for piece in pieces]
     bad = on("b", torch.exp, made[1])
     plan.text()

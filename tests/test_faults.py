@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from gt.dispatcher.cluster import Cluster
 from gt.dispatcher.events import PeerLost, Tick
 from gt.errors import WorkerStuck
 from gt.wire.link import hello
-from gt.wire.messages import Abort, Done, Failed, Fetch, Ops, Query, Report, Run, Trouble, World
+from gt.wire.messages import THROUGH, Abort, Done, Failed, Fetch, Goodbye, Ops, Query, Report, Run, Trouble, World
 from gt.worker.engine.numpy import NumpyEngine
 from tests.fuzz import serving
 from tests.hostile import TEMPLATES
@@ -117,7 +118,7 @@ def test_no_progress_for_a_heartbeat_is_told_to_whoever_waits():
     grouped(bench)
     bench.give(b"w1", Done(1))
     bench.give(b"c", Fetch(1, 2))
-    told = looks(bench, 15.0, [1, 0, 1, "op"])
+    told = looks(bench, 15.0, [1, 0, 1, "op", 0])
     assert told <= 10.0
     (failed,) = bench.to(b"c", Failed)
     assert failed.request == 1 and failed.error["kind"] == "WorkerStuck"
@@ -145,7 +146,7 @@ def test_who_waits_for_a_stuck_worker_is_not_blamed():
     bench.give(b"c", Fetch(1, 2))
     bench.give(b"c", Fetch(2, 4))
     now, texts = 0.0, []
-    places = {b"w0": [1, 0, 1, "op"], b"w1": [1, 0, 3, "recv"]}
+    places = {b"w0": [1, 0, 1, "op", 0], b"w1": [1, 0, 3, "recv", 0]}
     while not texts and now < 15:
         now += 0.25
         queries = [(p, m) for p, m in bench.feed(Tick(now)) if isinstance(m, Query)]
@@ -160,12 +161,12 @@ def test_a_worker_that_compiles_is_not_stuck_nor_is_who_waits_for_it():
     grouped(bench)
     bench.give(b"c", Fetch(1, 2))
     bench.give(b"c", Fetch(2, 4))
-    places = {b"w0": [1, 0, 1, "compile"], b"w1": [1, 0, 3, "recv"]}
+    places = {b"w0": [1, 0, 1, "compile", 0], b"w1": [1, 0, 3, "recv", 0]}
     now, told = 0.0, []
     while not told and now < 60:
         now += 0.25
         if now == 40:  # done, and then really stuck: as long again until that is said
-            places[b"w0"] = [1, 5, 1, "op"]
+            places[b"w0"] = [1, 5, 1, "op", 0]
         queries = [(p, m) for p, m in bench.feed(Tick(now)) if isinstance(m, Query)]
         told = bench.to(b"c", Failed)
         for peer, query in queries:
@@ -173,14 +174,69 @@ def test_a_worker_that_compiles_is_not_stuck_nor_is_who_waits_for_it():
     assert 46 < now <= 52 and all("worker w0 is alive and has been at m.py:1" in failed.error["message"] for failed in told)
 
 
-def test_what_a_gpu_loads_for_an_op_may_take_a_minute():
+def asked(bench: Bench, until: float, places: Callable[[float], dict[bytes, list]]) -> tuple[float, list[str]]:
+    """Ticks with workers that answer each Query with where they are then; when the client was told of it, and what."""
+    now, told = 0.0, []
+    while not told and now < until:
+        now += 0.25
+        queries = [(peer, m) for peer, m in bench.feed(Tick(now)) if isinstance(m, Query)]
+        told = [failed.error["message"] for failed in bench.to(b"c", Failed)]
+        for peer, query in queries:
+            bench.give(peer, Report(query.request, {"at": places(now)[peer]}), at=now)
+    return now, told
+
+
+@pytest.mark.parametrize("kind", ["load", "device"])
+def test_what_a_gpu_does_for_the_first_time_or_has_still_to_do_may_take_a_minute(kind: str) -> None:
     bench = Bench()
     grouped(bench)
     bench.give(b"w1", Done(1))
     bench.give(b"c", Fetch(1, 2))
-    told = looks(bench, 90.0, [1, 0, 1, "load"])
-    (failed,) = bench.to(b"c", Failed)
-    assert 60 < told <= 70 and "has been at m.py:1" in failed.error["message"]
+    now, told = asked(bench, 90, lambda now: {b"w0": [1, 0, 1, kind, 0]})
+    assert 60 < now <= 70 and "has been at m.py:1" in told[0] and ("its GPU is not through" in told[0]) == (kind == "device")
+
+
+def test_a_gpu_that_gets_on_is_not_stuck_however_much_it_was_given() -> None:
+    bench = Bench()
+    grouped(bench)
+    bench.give(b"w1", Done(1))
+    bench.give(b"c", Fetch(1, 2))
+    now, told = asked(bench, 400, lambda now: {b"w0": [1, 0, 1, "device", int(min(now, 200) // 20)]})
+    assert 260 < now <= 270 and "has been at" in told[0]
+
+
+def test_who_waits_on_its_gpu_for_one_that_loads_or_compiles_is_not_stuck() -> None:
+    bench = Bench()
+    grouped(bench)
+    bench.give(b"c", Fetch(1, THROUGH))
+    seq = next(iter(bench.core.sessions.values())).requests.open[1].seq
+    # it compiles for long, and then it is stuck
+    places = {b"w1": [2, 0, seq, "device", 3]}
+    now, told = asked(bench, 130, lambda now: {**places, b"w0": [1, 0, 1, "compile" if now < 100 else "op", 0]})
+    assert 106 < now <= 112 and "worker w0" in told[0] and "worker w1" not in told[0]
+
+
+def test_who_waits_for_its_gpu_alone_is_told_what_for() -> None:
+    bench = Bench()
+    grouped(bench)
+    for peer in (b"w0", b"w1"):
+        bench.give(peer, Done(1))
+    bench.give(b"c", Fetch(1, THROUGH))
+    seq = next(iter(bench.core.sessions.values())).requests.open[1].seq
+    bench.give(b"w1", Done(2))
+    now, told = asked(bench, 90, lambda now: {b"w0": [2, 0, seq, "device", 0]})
+    assert now > 60 and "at reading what says that it is through (its GPU is not through)" in told[0]
+
+
+def test_what_a_worker_ends_of_is_told_to_who_waits_for_it() -> None:
+    bench = Bench()
+    grouped(bench)
+    bench.give(b"c", Fetch(1, 2))
+    bench.give(b"w0", Trouble(1, "op", "CUDA out of memory"))
+    bench.give(b"w0", Goodbye("others wait on their GPUs for a send that failed: CUDA out of memory"))
+    told = [failed.error for failed in bench.to(b"c", Failed)]
+    assert told[0]["kind"] == "WorkerLost"
+    assert "w0 is lost: others wait on their GPUs for a send that failed: CUDA out of memory" in told[0]["message"]
 
 
 def test_a_worker_that_comes_back_serves_new_work_and_what_was_lost_stays_lost():

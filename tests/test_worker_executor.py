@@ -19,7 +19,8 @@ from gt.wire.messages import CHUNK, Data, Described, Piece, Trouble
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch.direct import DirectEngine
 from gt.worker.executor import BIND, Poisoned
-from gt.worker.plane.base import Doomed
+from gt.worker.plane.arena import present
+from gt.worker.plane.base import Doomed, PeerGone, issuing
 from gt.worker.store import Uploads
 
 
@@ -111,7 +112,7 @@ def test_where_it_is_is_not_known_while_it_goes_from_one_stream_to_another():
     executor._code, executor._base, executor._place = [0, bench.number, None], 10, 1
     assert executor.where() is None
     executor._code = [0, bench.number, 5]
-    assert executor.where() == (1, 15, "alias")
+    assert executor.where() == (1, 15, "alias", 0)
 
 
 def test_a_failed_op_reports_and_leaves_a_placeholder():
@@ -390,19 +391,65 @@ def test_an_instruction_costs_a_few_microseconds():
 
 
 class Reached(DeadPlane):
-    """A plane that moves memory of the engine's device, between these workers alone."""
+    """A plane that moves memory of the engine's device; what it is asked to send has this for an end."""
+
+    failure: Exception | None = None
 
     def reach(self, workers: Any) -> Any:
         return self
 
+    @issuing()
+    def send(self, channel: dict, data: Any) -> None:
+        present(data)
+        if self.failure is not None:
+            raise self.failure
 
-def test_a_transfer_that_fails_where_others_wait_on_their_devices_ends_the_process() -> None:
+
+def test_who_fails_while_others_wait_on_their_devices_has_to_end() -> None:
     engine = TorchEngine("cpu")
     engine.direct = DirectEngine(engine, COMBINE)
-    bench = Bench(Reached(), engine)
-    with pytest.raises(Doomed, match=r"others wait on their devices for a recv that failed: .*it was killed"):
-        bench.do("recv", {"shape": [2], "dtype": "float32", "parts": [[channel(1), [[[0, 2]]]]]}, 1, seq=4)
+    plane = Reached()
+    bench = Bench(plane, engine)
+    bench.put(_1=torch.ones(2))
+    sending = {"channel": channel(1), "boxes": [[[0, 2]]]}
+    bench.do("send", sending, 1)
+    assert not bench.sent
+    plane.failure = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(Doomed, match="others wait on their GPUs for a send that failed: OutOfMemoryError: CUDA out of memory"):
+        bench.do("send", sending, 1, seq=4)
     (trouble,) = [message for message, _ in bench.sent]
-    assert isinstance(trouble, Trouble) and trouble.seq == 104  # whoever issued it learns why
-    bench.do("merge", {"shape": [2], "dtype": "float32", "parts": [], "local": []}, 2, 3)  # nobody waits for that
-    assert len(bench.sent) == 2 and bench[3].shape == (2,)
+    assert isinstance(trouble, Trouble) and trouble.seq == 104 and trouble.kind == "op"
+    plane.failure = PeerGone(1, "it was killed")  # then there is nobody who waits, and the dispatcher knows what to do
+    bench.do("send", sending, 1)
+    assert bench.sent[1][0].kind == "peer"
+    with pytest.raises(Doomed, match="others are waiting in"):  # no such tensor
+        bench.do("send", sending, 9)
+
+
+def test_a_part_that_there_is_no_room_for_is_taken_from_its_channel_like_the_others() -> None:
+    """Or what comes next by that channel would be taken for it."""
+
+    def part(bench: Bench, rank: int) -> None:
+        if rank == 0:
+            bench.put(_1=torch.arange(6.0).reshape(2, 3))
+            for _ in range(2):
+                for boxes in ([[[0, 2], [0, 1]]], [[[0, 2], [1, 3]]]):
+                    bench.do("send", {"channel": channel(1), "boxes": boxes}, 1)
+            return
+        parts = [[channel(0), [[[0, 2], [0, 1]]]], [channel(0), [[[0, 2], [1, 3]]]]]
+        staging, asked = bench.executor._engine.staging, []
+
+        def full(shape: Any, dtype: str) -> Any:
+            asked.append(shape)
+            if len(asked) == 2:
+                raise MemoryError("no room")
+            return staging(shape, dtype)
+
+        bench.executor._engine.staging = full
+        for dst in (5, 6):
+            bench.do("recv", {"shape": [2, 3], "dtype": "float32", "parts": parts}, dst)
+        (trouble,) = [message for message, _ in bench.sent]
+        assert "no room" in trouble.message
+        assert torch.equal(bench[6], torch.arange(6.0).reshape(2, 3))
+
+    world(2, part)

@@ -62,3 +62,17 @@ def test_bytes_go_in_and_out():
         assert bench[3].is_cuda
     bench.do("fill", {"shape": [2], "stride": [1], "dtype": "bool"}, 4)
     assert bench[4].is_cuda
+
+
+def test_how_far_it_is_in_what_it_was_given():
+    engine = TorchEngine()
+    x = torch.zeros(8192, 8192, device="cuda")
+    x @ x
+    torch.cuda.synchronize()
+    for _ in range(100):  # some 20 ms each
+        x @ x
+    for _ in range(3):
+        engine.progress.note()
+    assert engine.progress.come() == 0
+    torch.cuda.synchronize()
+    assert engine.progress.come() == 3

@@ -107,7 +107,8 @@ def worker(address: str, number: str, turn: str) -> int:
     """One of them: replays its graphs while it is its turn."""
     import torch
 
-    from gt.worker import __main__ as gt_worker
+    from gt import env
+    from gt.worker.loop import run
     from gt.worker.plane import base
 
     own, whose = int(number), Turn(Path(turn))
@@ -121,7 +122,8 @@ def worker(address: str, number: str, turn: str) -> int:
 
         torch.cuda.CUDAGraph.replay = in_turn  # type: ignore[method-assign]
     host, _, port = address.rpartition(":")
-    return gt_worker.main(["--host", host, "-p", port, "--name", f"gt.worker {number}"])
+    why = run(host, int(port), env.token(None), f"gt.worker {number}", joined=lambda name: print(end="+", flush=True))
+    return int(bool(why))
 
 
 def workers(stack: ExitStack, count: int, config: str, turn: Path) -> None:
@@ -133,13 +135,16 @@ def workers(stack: ExitStack, count: int, config: str, turn: Path) -> None:
     stack.callback(started.stop)
     environment = {**os.environ, "GT_TOKEN": started.token}
     for number in range(count):
+        said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        stack.callback(said.close)
         command = [sys.executable, __file__, "--child", "worker", started.address, str(number), str(turn)]
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=said)
         stack.callback(process.wait)
         stack.callback(process.kill)
-        assert process.stderr is not None
-        while (line := process.stderr.readline()) and "connected as" not in line:
-            sys.stderr.write(line)
+        assert process.stdout is not None
+        if not process.stdout.read(1):  # of a worker that has joined
+            said.seek(0)
+            raise SystemExit(f"worker {number} did not come up: {said.read()[-2000:]}")
     gt.connect(started.address, config, token=started.token)
 
 

@@ -25,6 +25,7 @@ from gt.errors import GTError, ProtocolError, Refused, SystemFailure
 from gt.log import Sparse
 from gt.wire.link import examine
 from gt.wire.messages import (
+    THROUGH,
     Abort,
     Describe,
     Described,
@@ -52,6 +53,7 @@ from gt.wire.messages import (
 
 log = logging.getLogger("gt.dispatcher")
 GOODBYE = "it said goodbye"
+SAID = 4000  # characters of another reason
 DEFERRED = (Ops, Fetch, Describe, Inspect, Seal, Stats)  # what a stalled session keeps for later, in order
 SPOKEN = 20  # refusals logged in a second
 MOST_DEFERRED = CREDIT + MOST + 1
@@ -276,7 +278,7 @@ class Core:
         self.send(client.peer, Welcome(session.number, self._name(client.peer), names, list(config.groups), CREDIT))
 
     def _goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
-        self._lost(peer, GOODBYE)
+        self._lost(peer, message.reason[:SAID] or GOODBYE)
         self._actions.append(Close(peer))
 
     def _lost(self, peer: Peer, reason: str) -> None:
@@ -325,7 +327,8 @@ class Core:
         session.batches.take(message, frames)
 
     def _fetch(self, peer: Peer, message: Fetch, frames: tuple) -> None:
-        self._log("RECV", self._name(peer), f"Fetch %{message.tensor}")
+        what = "of every device" if message.tensor == THROUGH else f"%{message.tensor}"
+        self._log("RECV", self._name(peer), f"Fetch {what}")
         self._session(peer).requests.fetch(message.request, message.tensor)
 
     def _describe(self, peer: Peer, message: Describe, frames: tuple) -> None:

@@ -50,7 +50,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        return f"%{self.tensors[0].id}" if self.tensors else "a byte that says it is through"
+        return f"%{self.tensors[0].id}" if self.tensors else "what says that it is through"
 
     @property
     def spec(self) -> str:

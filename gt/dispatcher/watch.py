@@ -21,7 +21,8 @@ from gt.wire.messages import Failed, Query, Report
 LOOKS = 8  # looks at a busy worker a heartbeat
 ENOUGH = 0.75  # of a heartbeat at one place; with the time between looks it is told within one
 COMPILE = "compile"  # kind of what a worker is at while it compiles a program, which may take long
-LOAD, LOADING = "load", 60.0  # kind of an op that a GPU has not done before, and seconds that loading what it needs may take
+LOAD, DEVICE = "load", "device"  # kinds: an op that its GPU does for the first time; what waits for its GPU
+LONG = 60.0  # seconds that these may take: kernels are loaded, a GPU does what was issued long before
 MEETING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv", "merge"})
 
 
@@ -37,7 +38,7 @@ class Survey:
 
 @dataclass(slots=True)
 class Place:
-    """Where a worker was last seen and when it came there, since when it is to get on, and when it was asked."""
+    """Where a worker was last seen and when it came there, since when it is to get on, and when it was asked. at: see Query."""
 
     life: int
     at: list | None
@@ -67,7 +68,7 @@ class Watch:
     def answered(self, worker: Worker, report: Report) -> Survey | None:
         """A worker's Report: the survey that it completes, if any."""
         stats, at = report.body.get("stats"), report.body.get("at")
-        self._seen(worker, at if isinstance(at, list) and len(at) == 4 else None)
+        self._seen(worker, at if isinstance(at, list) and len(at) == 5 and isinstance(at[3], str) else None)
         survey = self.surveys.get(report.request)
         if survey is None or worker.index not in survey.left:
             return None
@@ -110,15 +111,16 @@ class Watch:
         if place is not None and place.at != at:
             place.came = place.since = self.cluster.now if place.at is not None else place.since
             place.at = at
-        if prepares or (place is not None and self._prepares(place)):  # which is to get on, and so do those who may wait for it
-            for one in self.places.values():
-                if self._prepares(one) or (one.at and one.at[3] in MEETING):
-                    one.since = self.cluster.now
+        prepares = prepares or (place is not None and self._prepares(place))
+        for one in self.places.values():  # who prepares is to get on, and so do those who may wait for it
+            kind, soon = _kind(one), self.cluster.now - one.came < LONG
+            if self._prepares(one) or (prepares and (kind in MEETING or kind == DEVICE)) or (kind == DEVICE and soon):
+                one.since = self.cluster.now
 
     def _prepares(self, place: Place) -> bool:
         """Whether a worker is at what may take long."""
-        kind = place.at[3] if place.at else ""
-        return kind == COMPILE or (kind == LOAD and self.cluster.now - place.came < LOADING)
+        kind = _kind(place)
+        return kind == COMPILE or (kind == LOAD and self.cluster.now - place.came < LONG)
 
     def stuck(self, now: float) -> list[Place]:
         """Places where a worker has been for too long."""
@@ -150,7 +152,7 @@ class Watch:
         late = {i: p for i, p in self.places.items() if now - p.since >= ENOUGH * self.heartbeat}
         if not waits & set(late):
             return None
-        alone = {i: p for i, p in late.items() if not p.at or p.at[3] not in MEETING}
+        alone = {i: p for i, p in late.items() if _kind(p) not in MEETING and _kind(p) != DEVICE}
         said = "; ".join(self._says(session, i, p, now) for i, p in sorted((alone or late).items()))
         return WorkerStuck(
             f"{said}. Nothing is lost: wait again (fetch the value once more), or start the server with a longer --heartbeat "
@@ -162,13 +164,18 @@ class Watch:
         if place.at is None:
             return f"worker {name} is alive and has not said for {seconds:.1f} s what it is doing"
         row = session.journal.find(place.at[2]) if isinstance(place.at[2], int) else None
-        what = "an op of another program"
+        asked = next((r for r in session.requests.open.values() if r.seq == place.at[2]), None)
+        what = "an op of another program" if asked is None else f"reading {asked.name}"
         if row is not None:
             where = f"{row.origin.file}:{row.origin.line}: " if row.origin.file else ""
             group = f", group {row.origin.group}" if row.origin.group else ""
             what = f"{where}{row.known.template.op}{group}"
-        kind = f" ({place.at[3]})" if place.at[3] in MEETING else ""
+        kind = " (its GPU is not through)" if place.at[3] == DEVICE else f" ({place.at[3]})" if place.at[3] in MEETING else ""
         return f"worker {name} is alive and has been at {what}{kind} for {seconds:.1f} s"
+
+
+def _kind(place: Place) -> str:
+    return str(place.at[3]) if place.at else ""
 
 
 def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict[str, Any], str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 Numbers = list  # of numbers only: a stream
 
-VERSION = 1
+VERSION = 2
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has taken any in
 TIMES = 4096  # definitions that one Done tells of, at most
@@ -132,7 +132,9 @@ class Host(Message):
 
 @dataclass(frozen=True, slots=True)
 class Goodbye(Message):
-    """Client -> dispatcher, or worker -> dispatcher: leaves; nothing answers."""
+    """Client -> dispatcher, or worker -> dispatcher: leaves; nothing answers. reason: what a worker ended of, or ""."""
+
+    reason: str = ""
 
 
 # ---- dispatcher -> client
@@ -302,10 +304,11 @@ class Abort(Message):
 class Query(Message):
     """Dispatcher -> worker, answered by Report from its I/O thread.
 
-    {"done": last Run carried out, "stats": {...}, "at": [Run, place in it, op's seq, kind] of the instruction being carried
-    out, or None}: two answers with the same `at` say that it is taking long, unless kind is "compile", or "load" (an op that a
-    GPU has not done before). stats: whether they are wanted; programs: the definitions whose last replay they are to tell of,
-    and what of them is compiled.
+    {"done": last Run carried out, "stats": {...}, "at": [Run, place in it, op's seq, kind, Runs that its GPU is through with]
+    of the instruction being carried out, or None}: two answers with the same `at` say that it is taking long. That is as it
+    should be where kind is "compile", and for a while where it is "load" (an instruction that a GPU is given for the first
+    time) or "device" (its GPU is waited for). stats: whether they are wanted; programs: the definitions whose last replay they
+    are to tell of, and what of them is compiled.
     """
 
     request: int

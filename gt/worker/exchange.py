@@ -229,13 +229,18 @@ def _receiver(worker: Worker, payload: dict[str, Any]) -> Any:
     def receive(dst: Tensor) -> None:
         failure: Exception | None = None
         for channel, boxes in parts:
-            room = _room(engine, dst, boxes, dtype)
             try:
-                plane.recv(channel, engine.view(room))
+                room = _room(engine, dst, boxes, dtype)
+                view = engine.view(room)
             except Exception as error:
                 failure = failure or error
-            else:
+                _declined(plane.recv, channel, NOTHING)
+                continue
+            try:
+                plane.recv(channel, view)
                 _spread(engine, dst, boxes, room)
+            except Exception as error:
+                failure = failure or error
         if failure is not None:
             raise failure
 

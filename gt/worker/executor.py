@@ -18,13 +18,13 @@ from gt.ir.spec import Spec, contiguous
 from gt.wire.messages import Trouble
 from gt.worker import exchange, local
 from gt.worker.beside import together
-from gt.worker.compiled import MOVES, Plan
+from gt.worker.compiled import ISSUES, MOVES, Plan
 from gt.worker.engine.base import Engine
 from gt.worker.lent import Lent
 from gt.worker.outgoing import Outgoing
 from gt.worker.pieces import as_boxes
 from gt.worker.pieces import local as local_shape
-from gt.worker.plane.base import Doomed, PeerGone, Plane
+from gt.worker.plane.base import Doomed, PeerGone, Plane, Unmet
 from gt.worker.program import Bound, Stamp, program
 from gt.worker.segments import Row
 from gt.worker.steps import Anew, Binder, Blank, Counted, Firsts, Step, Worker
@@ -66,7 +66,7 @@ class Executor:
         self._directs: set[int] = set()  # definitions that move data by the device alone
         self._anew: dict[int, Anew] = {}  # and what may come to do so
         self._lent = Lent(lambda seq, error: self._trouble(seq, error, _text(error)))
-        self._firsts = Firsts()
+        self._firsts = Firsts(self._steps)
         self._compiling = self._strict = False
         self._stamps: dict[int, list[Stamp]] = {}  # by definition of a program, actions of its last replay
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
@@ -82,8 +82,8 @@ class Executor:
                     step = self._program(define)
                 else:
                     step = BIND[define.kind](self.worker, define.payload)
-                    if define.kind == "op" and self._engine.clock is None:
-                        step = self._firsts.bound(step, define.payload)
+                    if self._engine.clock is None and (define.kind == "op" or define.kind in ISSUES):
+                        step = self._firsts.watched(define.number, step)
                     elif self._direct(define):
                         self._directs.add(define.number)
                     elif define.kind in MOVES and self._engine.direct is not None:
@@ -165,6 +165,8 @@ class Executor:
                 at += size
                 done += 1
         self.instructions += done
+        if self._engine.progress is not None:
+            self._engine.progress.note()
 
     def _named(self, number: int, operands: list) -> None:
         """An instruction comes while there is something in memory that replays write over."""
@@ -237,14 +239,19 @@ class Executor:
         """Whether it was bound to move data by the device alone."""
         return define.kind in MOVES and self.worker.reach(_peers(define.payload))[0] is self._engine.direct
 
-    def where(self) -> tuple[int, int, str] | None:
-        """(place in its Run, its op's seq, its kind) of the instruction that is being carried out; by any thread."""
+    def where(self) -> tuple[int, int, str, int] | None:
+        """(place in its Run, its op's seq, its kind, Runs that the device is through with) of the instruction that is being
+        carried out; by any thread."""
         code, base, at = self._code, self._base, whereabouts(self._thread) or self._place
         made = self._made.get(code[at]) if at + 1 < len(code) else None
         if made is None or type(code[at + 1]) is not int:  # read while the other thread goes on
             return None
-        kind = "compile" if self._compiling else "load" if self._firsts.under_way else made[0]
-        return (at, base + code[at + 1], kind)
+        progress, kind = self._engine.progress, made[0]
+        if self._compiling or self._firsts.under_way:
+            kind = "compile" if self._compiling else "load"
+        elif kind == "fetch" and progress is not None:
+            kind = "device"
+        return (at, base + code[at + 1], kind, progress.come() if progress is not None else 0)
 
     def stats(self, programs: Sequence[int] = ()) -> dict[str, Any]:
         """The worker's part of gt.stats(), without its name; actions of the last replay of these definitions."""
@@ -301,12 +308,12 @@ class Executor:
         return last
 
     def _fail(self, number: int, code: list[int], at: int, base: int, error: Exception) -> None:
-        name, made, define = self._made[number]
+        name, made, _ = self._made[number]
         seq = base + code[at + 1]
         log.debug("%s of op %d failed", name, seq, exc_info=error)
         self._trouble(seq, error, _text(error))
-        if number in self._directs and define is not None and _peers(define.payload):
-            raise Doomed(f"others wait on their devices for a {name} that failed: {_text(error)}") from error
+        if isinstance(error, Unmet):
+            raise Doomed(f"others wait on their GPUs for a {name} that failed: {_text(error)}") from error
         for blank in made:
             try:
                 blank.make(self.worker, code, at + 2)

@@ -211,7 +211,7 @@ def run(
     if main:
         keep_freed()
     plane: Plane | None = None
-    loop = None
+    loop, why = None, ""
     try:
         engine = open_engine(backend, device)
         plane = open_plane(env.get("GT_TRANSPORT"), engine)
@@ -226,23 +226,22 @@ def run(
         return ""
     except KeyboardInterrupt:
         return "interrupted"
-    except errors.GTError as error:
-        return str(error)
+    except (errors.GTError, Doomed) as error:
+        why = str(error)
     except Poisoned as error:
-        return f"the device cannot be used any more: {error}"
-    except Doomed as error:
-        return str(error)
+        why = f"the device cannot be used any more: {error}"
     finally:
         if main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _leave(loop, plane)
+        _leave(loop, plane, why)
         if main:
             signal.signal(signal.SIGTERM, before)
+    return why
 
 
-def _leave(loop: Loop | None, plane: Plane | None) -> None:
+def _leave(loop: Loop | None, plane: Plane | None, why: str) -> None:
     if loop is not None and loop.link is not None:
-        loop.send(Goodbye())
+        loop.send(Goodbye(why))
         loop.link.close()
     if plane is not None:
         plane.close()

@@ -30,26 +30,26 @@ class Anew:
 
 
 class Firsts:
-    """What a GPU does for the first time may take long, by what is loaded for it: whether a worker is at such an op."""
+    """What a GPU is given for the first time may take long, by what is loaded for it: whether a worker is at such a step.
 
-    def __init__(self) -> None:
+    steps: those of the definitions, in which each stands by itself from its second time on.
+    """
+
+    def __init__(self, steps: dict[int, tuple[Step, int]]) -> None:
         self.under_way = False
-        self._known: set[tuple] = set()
+        self._steps = steps
 
-    def bound(self, step: Step, payload: dict[str, Any]) -> Step:
-        """The step of an op, told of where none of its name and dtypes was carried out before."""
-        kind = payload["op"], *(spec[3] if spec else "" for _, spec, _ in payload["outs"])
-        if kind in self._known:
-            return step
-
+    def watched(self, number: int, step: Step) -> Step:
         def first(code: list, at: int) -> None:
             self.under_way = True
             try:
                 step(code, at)
             finally:
                 self.under_way = False
-            self._known.add(kind)
             once.step = step
+            bound, size = self._steps.get(number, (None, 0))
+            if bound is once:
+                self._steps[number] = step, size
 
         once = Anew(first)
         return once

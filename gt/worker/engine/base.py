@@ -160,6 +160,16 @@ class Direct(Moves, Protocol):
         """Wait for all that was issued."""
 
 
+class Progress(Protocol):
+    """How far a device has come in what it was given. By any thread."""
+
+    def note(self) -> None:
+        """Something was issued, by the calling thread."""
+
+    def come(self) -> int:
+        """How often what was issued until a note was done."""
+
+
 class Engine(Moves, Protocol):
     """The numpy-like core that a backend has to have; errors of an op are raised as they are, UnsupportedOp by name.
 
@@ -175,6 +185,10 @@ class Engine(Moves, Protocol):
     @property
     def clock(self) -> Callable[[], float] | None:
         """Seconds; None where an op goes on after its call has returned."""
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far the device has come, None on the host."""
 
     def guard(self) -> AbstractContextManager:
         """Around a batch of instructions: nothing is recorded for autograd."""

@@ -15,7 +15,7 @@ from typing import Any
 from gt.errors import SystemFailure
 from gt.ir.heap import LINE, ChannelRegion, TeamRegion, aligned
 from gt.worker.plane import nccl
-from gt.worker.plane.base import Buffer, Channel, Combine, Doomed, TeamForm, Then, Turns, nothing
+from gt.worker.plane.base import Buffer, Channel, Combine, Doomed, TeamForm, Then, Turns, issuing, nothing
 from gt.worker.plane.collectives import parts
 from gt.worker.plane.kernels import Passage, cut
 
@@ -60,6 +60,7 @@ class Arena:
 
     # ---- transfers. A slot is full while its full flag is 1 at the receiver, taken while its other flag is 1 at the sender.
 
+    @issuing()
     def send(self, channel: Channel, data: Buffer) -> None:
         present(data)
         side = self._side(self._out, channel)
@@ -67,6 +68,7 @@ class Arena:
         self.library.send(self.engine.address(data), len(data), passage, self.engine.stream())
         self.plane.count_bytes(channel["peer"], len(data), 0)
 
+    @issuing()
     def recv(self, channel: Channel, into: Buffer) -> None:
         present(into)
         side = self._side(self._in, channel)
@@ -106,19 +108,23 @@ class Arena:
             yield
         finally:
             batch, self._batch = self._batch, None
-        for _, group in groupby(batch, key=lambda one: one[0]["id"]):
-            some = list(group)
-            team, total = self._team(some[0][0]), sum(len(data) for _, data, _, _ in some)
-            if len(some) > 1 and team.large(total) and all(nccl.adds(combine) for _, _, combine, _ in some):
-                comm = team.comm  # members meet for it by themselves, which cannot be done within a group
-                with self.ring.group():
-                    for _, data, combine, _ in some:
-                        self._by_ring(team, comm, data, combine)
-            else:
-                for form, data, combine, _ in some:
-                    self.all_reduce(form, data, combine)
+        with issuing():
+            for _, group in groupby(batch, key=lambda one: one[0]["id"]):
+                self._batched(list(group))
         for *_, then in batch:  # once all is issued: others wait for that
             then()
+
+    def _batched(self, some: list[tuple[TeamForm, Buffer, Combine, Then]]) -> None:
+        """All-reduces of one team."""
+        team, total = self._team(some[0][0]), sum(len(data) for _, data, _, _ in some)
+        if len(some) > 1 and team.large(total) and all(nccl.adds(combine) for _, _, combine, _ in some):
+            comm = team.comm  # members meet for it by themselves, which cannot be done within a group
+            with self.ring.group():
+                for _, data, combine, _ in some:
+                    self._by_ring(team, comm, data, combine)
+        else:
+            for form, data, combine, _ in some:
+                self._all_reduce(form, data, combine)
 
     def _by_ring(self, team: _Team, comm: Any, data: Buffer, combine: Combine) -> None:
         self.ring.all_reduce(comm, self.engine.address(data), len(data), combine, self.engine.stream())
@@ -130,17 +136,21 @@ class Arena:
         if self._batch is not None:
             self._batch.append((form, data, combine, then))
             return
+        self._all_reduce(form, data, combine)
+        then()
+
+    @issuing()
+    def _all_reduce(self, form: TeamForm, data: Buffer, combine: Combine) -> None:
         team, total = self._team(form), len(data)
         if team.large(total) and nccl.adds(combine):
             self._by_ring(team, team.comm, data, combine)
-            then()
             return
         for start, stop in parts(total, team.bytes) if team.size > 1 else ():
             team.all_reduce(data[start:stop], combine)
             for rank in range(team.size):
                 team.count(rank, *_share(stop - start, rank, team))
-        then()
 
+    @issuing()
     def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
         present(data)
         team, size = self._team(form), len(data)
@@ -165,6 +175,7 @@ class Arena:
             team.exchange(1)
         outs[team.rank][:] = data
 
+    @issuing()
     def reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
         present(out)
         team = self._team(form)
@@ -191,6 +202,7 @@ class Arena:
             team.add(out[start:stop], team.rank * share, combine)
             team.exchange(1)
 
+    @issuing()
     def all_to_all(self, form: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
         present(sends[0])
         team = self._team(form)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypedDict
 
 from gt import env
@@ -65,6 +65,21 @@ class PeerGone(SystemFailure):
 
 class Doomed(BaseException):
     """This process has to end: others wait for it in a way that cannot be taken back."""
+
+
+class Unmet(SystemFailure):
+    """What was to be sent, received or added up failed before all of this member's part was given to its device."""
+
+
+@contextmanager
+def issuing() -> Iterator[None]:
+    """Around what the other members' devices wait for; a decorator too."""
+    try:
+        yield
+    except (Unmet, PeerGone):
+        raise
+    except Exception as error:
+        raise Unmet(f"{type(error).__name__}: {error}") from error
 
 
 class Unreachable(PeerGone):

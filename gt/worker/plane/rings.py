@@ -13,7 +13,7 @@ from typing import Any
 
 from gt.errors import SystemFailure
 from gt.worker.plane.arena import present
-from gt.worker.plane.base import Buffer, Channel, Combine, TeamForm, Then, Turns, nothing
+from gt.worker.plane.base import Buffer, Channel, Combine, TeamForm, Then, Turns, issuing, nothing
 from gt.worker.plane.device import DevicePlane
 from gt.worker.plane.nccl import ID_BYTES, Nccl, adds
 
@@ -28,6 +28,7 @@ class Rings:
 
     # ---- transfers
 
+    @issuing()
     def send(self, channel: Channel, data: Buffer) -> None:
         present(data)
         if len(data):
@@ -35,6 +36,7 @@ class Rings:
             self._ring.send(comm, self._engine.address(data), len(data), 1, self._engine.stream())
         self._count(channel["peer"], len(data), 0)
 
+    @issuing()
     def recv(self, channel: Channel, into: Buffer) -> None:
         present(into)
         if len(into):
@@ -58,6 +60,11 @@ class Rings:
 
     def all_reduce(self, form: TeamForm, data: Buffer, combine: Combine, then: Then = nothing) -> None:
         present(data)
+        self._all_reduce(form, data, combine)
+        then()
+
+    @issuing()
+    def _all_reduce(self, form: TeamForm, data: Buffer, combine: Combine) -> None:
         size, total = len(form["workers"]), len(data)
         if size > 1 and total:
             if adds(combine):
@@ -67,13 +74,14 @@ class Rings:
                 self._exchange(form, [data] * size, parts)
                 self._add(data, parts, combine)
             self._counted(form, [total] * size, [total] * size)
-        then()
 
+    @issuing()
     def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
         present(data)
         self._exchange(form, [data] * len(outs), outs)
         self._counted(form, [len(data)] * len(outs), list(map(len, outs)))
 
+    @issuing()
     def reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
         present(out)
         parts = [self._engine.staging((len(out),), "uint8") for _ in sections]
@@ -81,6 +89,7 @@ class Rings:
         self._add(out, parts, combine)
         self._counted(form, list(map(len, sections)), [len(out)] * len(sections))
 
+    @issuing()
     def all_to_all(self, form: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
         present(sends[0])
         self._exchange(form, sends, recvs)

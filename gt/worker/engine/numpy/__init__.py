@@ -37,7 +37,7 @@ class NumpyEngine:
 
     name = "numpy"
     clock = staticmethod(perf_counter)
-    direct = None
+    direct = progress = None
 
     def __init__(self, device: str = "") -> None:
         if device not in ("", "cpu"):

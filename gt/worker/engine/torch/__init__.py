@@ -21,7 +21,7 @@ from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
 from gt.worker.engine.calls import Source
 from gt.worker.engine.torch import attention, norms, random
 from gt.worker.engine.torch.calls import DTYPE, NAME, UNLESS, checked, conform
-from gt.worker.engine.torch.cuda import Cuda
+from gt.worker.engine.torch.cuda import Cuda, Events
 from gt.worker.engine.torch.direct import direct
 from gt.worker.engine.torch.graphs import Graphs
 from gt.worker.engine.torch.inductor import Inductor
@@ -46,6 +46,7 @@ class TorchEngine:
         self.device = _device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         self.host = self.device.type == "cpu"
         self.clock = perf_counter if self.host else None
+        self.progress = None if self.host else Events(self.device)
         self.direct = direct(self, COMBINE)
         self._inductor: Inductor | None = None
         self._graphs: Graphs | None = None

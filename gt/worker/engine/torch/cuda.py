@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any, Protocol
 
 import torch
+
+NOTED = 64  # notes that are kept before it is looked how far the GPU is
+
+
+class Events:
+    """An engine.base.Progress. That the device has failed is for what is done with it to find."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._come = device, 0
+        self._ahead: deque[torch.cuda.Event] = deque()
+        self._lock = threading.Lock()
+
+    def note(self) -> None:
+        event = torch.cuda.Event()
+        with suppress(RuntimeError):
+            event.record(torch.cuda.current_stream(self._device))
+            self._ahead.append(event)
+        if len(self._ahead) > NOTED:
+            self.come()
+
+    def come(self) -> int:
+        with self._lock, suppress(RuntimeError):
+            while self._ahead and self._ahead[0].query():
+                self._ahead.popleft()
+                self._come += 1
+        return self._come
 
 
 class Device(Protocol):
