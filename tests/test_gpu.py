@@ -92,7 +92,7 @@ with gt.signal.context("pp_stage1"):
     x = torch.zeros(8192, 8192, device="remote")
     (x @ x).sum().item()
     y = x
-    for _ in range(200):  # some 20 ms each
+    for _ in range(500):  # some 20 ms each: longer than a heartbeat
         y = x @ y
     torch.remote.synchronize()
     start = time.monotonic()

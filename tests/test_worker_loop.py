@@ -35,6 +35,7 @@ from gt.wire.messages import (
 )
 from gt.wire.router import Arrived, Gone, Router
 from gt.worker import loop
+from gt.worker.engine.torch import TorchEngine
 
 
 class Dispatcher:
@@ -190,7 +191,16 @@ def test_a_number_never_defined_ends_the_worker(dispatcher, worker):
     dispatcher.send(Run(0, 0, [], [99, 0]))
     dispatcher.thread.join(10)
     assert worker == ["instruction 99 was never defined"]
-    assert dispatcher.next(Goodbye)
+    assert dispatcher.next(Goodbye)[0].reason == worker[0]
+
+
+def test_a_device_that_cannot_be_used_any_more_ends_the_worker_which_says_so(dispatcher, worker, monkeypatch):
+    monkeypatch.setattr(TorchEngine, "poisoned", lambda self, error: True)
+    dispatcher.greet()
+    dispatcher.send(Run(0, 10, [ADD], [18, 0, 1, 1, 2]))
+    dispatcher.thread.join(10)
+    assert worker == ["the device cannot be used any more: no tensor has the id 1"]
+    assert dispatcher.next(Trouble)[0].seq == 10 and dispatcher.next(Goodbye)[0].reason == worker[0]
 
 
 def test_a_lost_link_ends_the_worker(dispatcher, worker):
