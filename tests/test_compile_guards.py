@@ -520,6 +520,29 @@ def test_a_learning_rate_that_a_scheduler_changes_is_offered_its_cure_and_the_cu
     assert got == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.usefixtures("plain_threads", "one")
+def test_what_a_scheduler_changes_beside_the_rate_is_named_too_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 2).to("remote")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1, device="remote"), fused=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for _ in range(30):
+        step(torch.ones(3, 4))
+        scheduler.step()
+    wanted = r"\['betas'\]\[0\] was 0.\d+ and is .*: each value .*cycle_momentum=False\)"
+    assert re.search(wanted, step.explain()), step.explain()
+    said = [record.getMessage() for record in caplog.records if "runs eagerly" in record.getMessage()]
+    assert len(said) <= 2, said
+
+
 @pytest.mark.parametrize("mode", ["no_grad", "autocast", "inference", "anomaly"])
 @pytest.mark.usefixtures("plain_threads", "one")
 def test_a_mode_is_seen(mode: str) -> None:

@@ -12,7 +12,22 @@ from gt.dispatcher.core import Core
 from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Tick
 from gt.ir.instr import END, Define
 from gt.wire.link import hello
-from gt.wire.messages import THROUGH, Abort, Done, Failed, Fetch, Ops, Piece, Reject, Run, Stats, Trouble, Value, Welcome
+from gt.wire.messages import (
+    THROUGH,
+    Abort,
+    Done,
+    Failed,
+    Fetch,
+    Notice,
+    Ops,
+    Piece,
+    Reject,
+    Run,
+    Stats,
+    Trouble,
+    Value,
+    Welcome,
+)
 from tests.planned import planned
 
 TWO = """
@@ -104,6 +119,19 @@ def test_a_failure_spreads_over_workers_and_no_further(plan):
         assert "test_core.py:" in message.partition(" ")[0]
     assert ask.failed(good) == ""
     assert ask.failed(x) == ""
+
+
+def test_what_fails_of_a_placeholder_is_no_news(plan):
+    x = torch.ones(3, device="remote")
+    bad = on("a", torch.neg, x)
+    far, good = on("a", torch.exp, bad), on("b", torch.abs, x)
+    plan.text()
+    plan.handle(Received(b"w0", Trouble(seq_of(plan, bad), "op", "no memory left")))
+    plan.handle(Received(b"w0", Trouble(seq_of(plan, far), "op", "no tensor has the id 2")))
+    plan.handle(Received(b"w1", Trouble(seq_of(plan, good), "op", "neither has this")))
+    ask = Asking(plan)
+    assert "no memory left" in ask.failed(far) and "neither has this" in ask.failed(good)
+    assert ask.failed(x) == ask.failed(x) == ""
 
 
 def test_a_program_is_through_once_every_workers_device_is(plan):
@@ -263,10 +291,10 @@ def test_a_worker_cannot_take_a_name_in_use_and_tokens_are_compared():
 def test_a_client_waits_for_its_workers_and_is_told_when_they_do_not_come():
     core = Core()
     text = "a: {shard: {axis: 0, workers: [0, 1]}}"
-    assert not [
-        a for a in core.handle(Received(b"c", hello("client", config=text, config_path="s.yaml"))) if isinstance(a, Send)
-    ]
-    core.handle(Received(b"w0", worker()))
+    for peer, first, has in ((b"c", hello("client", config=text, config_path="s.yaml"), 0), (b"w0", worker(), 1)):
+        told = [a.message for a in core.handle(Received(peer, first)) if isinstance(a, Send) and a.peer == b"c"]
+        assert told == [Notice(f"it has {has} of the 2 workers that the program wants")]
+        assert not [a for a in core.handle(Tick(at=1.0)) if isinstance(a, Send) and a.peer == b"c"]  # it is told once
     assert b"c" not in core.sessions
     core.handle(Received(b"w1", worker()))
     assert b"c" in core.sessions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -127,7 +128,8 @@ def test_a_wait_for_workers_is_announced(monkeypatch: pytest.MonkeyPatch, caplog
     finally:
         server.stop()
         thread.join()
-    assert f"waiting for the server at {server.address}" in caplog.text
+    text = rf"waiting for the server at {server.address}: it (is not up yet|has 0 of the 1 workers that the program wants)"
+    assert re.search(text, caplog.text)
 
 
 def test_tensors_of_an_ended_session_say_so(session) -> None:
@@ -159,3 +161,70 @@ def test_tensors_of_an_ended_session_say_so(session) -> None:
             with pytest.raises(ProgramError, match="belongs to a session that has ended"):
                 use()
     assert (new + 1).sum().item() == 12
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_one_failure_is_told_once_however_long_nobody_looked(session, captured: bool) -> None:
+    """Each step's loss fails, of its label and of what was computed from the last."""
+    import torch
+
+    import gt
+
+    session()
+    model = torch.nn.Linear(4, 3).to("remote")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = gt.compile(step) if captured else step
+    x, good, bad = torch.randn(5, 4).to("remote"), torch.tensor([0, 1, 2, 1, 0]), torch.tensor([0, 1, 2, 3, 0])
+    for labels in [good] * 4 + [bad] * 6:
+        loss = run(x, labels if captured else labels.to("remote"))
+    with pytest.raises(gt.OpFailed, match=r"nll_loss.*Target 3 is out of bounds"):
+        torch.remote.synchronize()
+    assert all(torch.ones(3, device="remote").sum().item() == 3 for _ in range(3))
+    with pytest.raises(gt.OpFailed, match="Target 3"):  # what was computed from it fails as before
+        loss.item()
+    assert torch.ones(3, device="remote").sum().item() == 3
+
+
+def test_a_failure_for_which_there_is_no_room_for_a_placeholder_is_told_once(session) -> None:
+    import torch
+
+    import gt
+
+    session()
+    with pytest.raises(gt.OpFailed, match="allocate"):
+        torch.empty(1 << 42, device="remote").sum().item()
+    assert torch.ones(3, device="remote").sum().item() == 3
+
+
+def test_a_misspelled_group_is_told_to_the_program(session, caplog: pytest.LogCaptureFixture) -> None:
+    import torch
+
+    import gt
+
+    session("tp: {workers: [0, 1]}\ntp_colpar: {workers: [0, 1]}\n")
+    for _ in range(2):
+        with gt.signal.context("tp_colpra"):
+            assert torch.ones(3, device="remote").sum().item() == 3
+    (text,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "test_newcomer.py:" in text
+    assert text.endswith("the config has no group 'tp_colpra': ops run as outside it; did you mean 'tp_colpar'?")
+
+
+@pytest.mark.parametrize("device", ["remote:1", "remote:7"])
+def test_there_is_one_remote_device(session, device: str) -> None:
+    import torch
+
+    session()
+    assert torch.ones(2, device="remote:0").sum().item() == 2
+    here, model = torch.ones(2), torch.nn.Linear(2, 2)
+    for make in (lambda: torch.ones(2, device=device), lambda: here.to(device), lambda: model.to(device)):
+        with pytest.raises(RuntimeError, match=f"there is no {device}: all workers are one device"):
+            make()

@@ -148,27 +148,36 @@ def side_effect(entry: Reach, leaving: Reach, made: int) -> Difference | None:
 
 def settings(entry: Reach) -> dict[str, tuple[dict, str, Any]]:
     """Values in the param_groups of optimizers: path -> group, key, value."""
-    groups = {id(group) for optimizer in entry.optimizers for group in optimizer.param_groups}
+    groups = [group for optimizer in entry.optimizers for group in optimizer.param_groups]
+    holders = {id(group): group for group in groups}
+    holders |= {id(value): group for group in groups for value in group.values() if isinstance(value, tuple)}  # betas
     return {
-        item.path: (item.holder, item.key, item.value)
+        item.path: (holders[id(item.holder)], item.key, item.value)
         for item in entry.items
-        if id(item.holder) in groups and plain(item.value)
+        if id(item.holder) in holders and plain(item.value)
     }
 
 
+_CYCLED = " (OneCycleLR and CyclicLR change it unless they get cycle_momentum=False)"
+
+
 def cure(last: Call, now: Call) -> str:
-    """What to do about a setting of an optimizer that changed between two calls, or ""."""
+    """What to do about settings of an optimizer that changed between two calls, or ""."""
+    rates, others = "", ""
     for path, (group, key, new) in now.settings.items():
         old = last.settings.get(path, (group, key, new))[2]
         if same(old, new):
             continue
         told = f"; {path} was {_short(old)} and is {_short(new)}"
         if key != "lr":
-            return f"{told}: each value is a program of its own"
-        fused = "" if "capturable" in group or "fused" not in group else " and fused=True"
-        tensor = f"lr=torch.tensor({new!r}, device='remote'){fused}"
-        return f"{told}: one program serves all learning rates if the optimizer gets {tensor}"
-    return ""
+            cycled = _CYCLED if key == "momentum" or "'betas'" in path else ""
+            others = others or f"{told}: each value is a program of its own{cycled}"
+        elif not rates:
+            fused = "" if "capturable" in group or "fused" not in group else " and fused=True"
+            first = group.get("initial_lr", new)  # as a scheduler keeps it
+            tensor = f"lr=torch.tensor({first if plain(first) else new!r}, device='remote'){fused}"
+            rates = f"{told}: one program serves all learning rates if the optimizer gets {tensor}"
+    return rates + others
 
 
 def _short(value: Any) -> str:

@@ -385,4 +385,9 @@ def _made(info: OpInfo, entry: Entry, outs: list[Out], value: Any, known: bool, 
 
 
 def is_remote(device: Any) -> bool:
-    return device is None or torch.device(device).type in Shown.types
+    if device is None:
+        return True
+    found = torch.device(device)
+    if found.index and found.type in Shown.types:
+        raise RuntimeError(f"there is no {found}: all workers are one device, and signal groups say which of them does what")
+    return found.type in Shown.types

@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import logging
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ from gt.ir.instr import BACKENDS, DISCARD, DROP, FREE, LAUNCH, RECORD
 from gt.ir.schedules import asked
 
 log = logging.getLogger("gt")
+_NUMBER = re.compile(r"-?\d[\d.e+-]*")
 
 MOST = 8  # programs of one function
 PATIENCE = 4  # recorded calls in a row that came to nothing; then a function runs eagerly for a while
@@ -353,8 +355,9 @@ class Compiled:
         self._warn(f"runs eagerly: {reason}")
 
     def _warn(self, text: str) -> None:
-        if text not in self._said and len(self._said) < 100:
-            self._said.add(text)
+        kind = _NUMBER.sub("#", text)  # a learning rate that changes is one reason, not one a step
+        if kind not in self._said and len(self._said) < 100:
+            self._said.add(kind)
             log.warning("%s: %s", getattr(self.fn, "__qualname__", "a compiled function"), text)
 
     def _say(self, reason: str) -> None:

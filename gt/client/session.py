@@ -78,6 +78,7 @@ class Session:
         self._room = threading.Condition()
         self._window = link.Window(0)
         self._unraised: GTError | None = None
+        self._noticed = ""  # why there is no welcome yet
         self._fetches = 0
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
@@ -89,6 +90,7 @@ class Session:
             messages.Described: lambda m, _: self._finish(m.request, m.specs),
             messages.Report: lambda m, _: self._finish(m.request, m.body),
             messages.Failed: self._failed,
+            messages.Notice: self._notice,
             messages.Welcome: self._greeted,
             messages.Reject: self._greeted,
             messages.Exit: lambda m, _: self._end(DispatcherLost(f"the server at {address} has stopped: {m.reason}")),
@@ -98,7 +100,7 @@ class Session:
         try:
             self._link.send(link.hello("client", token, config_text, config_path, switches=switches or {}))
             if not self._greeting.done.wait(SOON):
-                log.warning("waiting for the server at %s: not up yet, or waiting for workers that the config names", address)
+                log.warning("waiting for the server at %s: %s", address, self._noticed or "it is not up yet")
             if not self._greeting.done.wait(wait + WELCOME):
                 raise DispatcherLost(f"the server at {address} does not answer (tried for {wait + WELCOME:g} s)")
             if self.failure:
@@ -283,6 +285,12 @@ class Session:
         if isinstance(message, messages.Welcome):
             self._window = link.Window(message.credit)
         self._greeting.finish(message)
+
+    def _notice(self, message: messages.Notice, frames: tuple[Any, ...]) -> None:
+        if self._greeting.done.is_set():
+            log.warning("%s", message.text)
+        else:
+            self._noticed = message.text
 
     def _finish(self, request: int, value: Any = None, error: GTError | None = None) -> None:
         pending = self._pending.get(request)  # none: the caller was interrupted

@@ -172,7 +172,10 @@ class RemoteTensor(torch.Tensor):
         return found.replace("lazy", Shown.device.type) if isinstance(found, str) else found
 
     def _typed_storage(self) -> Any:  # that storage(), is_shared() and share_memory_() ask
-        raise UnsupportedOp("a remote tensor has no storage in this process: share or look at a copy, x.cpu()")
+        raise UnsupportedOp(
+            "a remote tensor has no storage in this process: share or look at a copy, x.cpu(), which a data set has to hold "
+            "whose DataLoader has worker processes"
+        )
 
     def untyped_storage(self) -> Memory:  # type: ignore[override]
         return Memory(self)

@@ -28,6 +28,7 @@ class Waiting:
     hello: Hello
     config: Config
     until: float
+    told: str = ""  # what it waits for
 
 
 @dataclass(slots=True)
@@ -74,6 +75,12 @@ class Admission:
             lost = f"worker {gone[0].name} is lost ({gone[0].lost:.200}), and {len(names)} are here"
             raise Refused(f"{lost}: start another in its place with `gt worker`, or name others in the config")
         return not gone
+
+    def missing(self, client: Waiting) -> str:
+        """What a client waits for."""
+        used = {index for group in client.config.groups.values() for index in group.flat}
+        wanted = max(client.hello.switches.get("workers", 0), max(used, default=0) + 1)
+        return f"it has {len(self.names())} of the {wanted} workers that the program wants"
 
     def names(self) -> list[str]:
         return [w.name for w in self.cluster.workers if not w.lost]

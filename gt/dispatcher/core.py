@@ -38,6 +38,7 @@ from gt.wire.messages import (
     Host,
     Inspect,
     Message,
+    Notice,
     Ops,
     Piece,
     Reject,
@@ -257,6 +258,9 @@ class Core:
                     self._welcome(client)
                 else:
                     self.admission.waiting.append(client)
+                    told, client.told = client.told, self.admission.missing(client)
+                    if client.told != told:
+                        self.send(client.peer, Notice(client.told))
             except GTError as error:
                 self._refuse(client.peer, error)
             except Exception as error:

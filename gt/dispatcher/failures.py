@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Cause:
-    """Why values are worthless. lost: the index of a worker that is gone, else -1."""
+    """Why values are worthless. lost: the index of a worker that is gone, else -1. seq: of the op that failed, else -1."""
 
     error: GTError
     lost: int = -1
-    reported: bool = False
-    dependents: int = 0
+    seq: int = -1
 
 
 @dataclass(slots=True)
@@ -54,6 +53,7 @@ class Launched(Planned):
 
     ops: list[Planned]
     number: int  # of the replay, from 1
+    cause: Cause | None = None  # of the first of its ops that failed
 
     @property
     def end(self) -> int:
@@ -86,14 +86,24 @@ class Journal:
         for row in self.rows:
             if row.end <= seq:
                 continue
+            if isinstance(row, Launched) and row.seq <= seq:
+                row.cause = row.cause or cause
             if row.seq <= seq or any(s.failed is cause for s in row.reads):
                 for storage in (*row.writes, *row.makes):
                     storage.failed = storage.failed or cause
-                cause.dependents += row.seq > seq
             elif row.known.overwrites:
                 for storage in row.writes:
                     if storage.failed is cause:
                         storage.failed = None
+
+    def earlier(self, seq: int) -> Cause | None:
+        """Why something that op `seq`, or its replay, reads had failed before: then its own failure says nothing new."""
+        row = self.find(seq)
+        if row is None:
+            return None
+        if isinstance(row, Launched) and row.cause is not None:
+            return row.cause
+        return next((s.failed for s in row.reads if s.failed is not None and s.failed.seq < seq), None)
 
     def find(self, seq: int) -> Planned | None:
         return next((row for row in self.rows if row.seq <= seq < row.end), None)
@@ -120,8 +130,8 @@ def op_failed(row: Planned | None, seq: int, kind: str, message: str, worker: st
 
 def worker_lost(name: str, reason: str, replay: int = 0) -> WorkerLost:
     """replay: number of a program's replay that was under way."""
-    half = f"replay {replay} of a program was under way, so what it writes elsewhere is of no one step; " if replay else ""
+    half = f"Replay {replay} of a program was under way, so what it writes elsewhere is of no one step. " if replay else ""
     return WorkerLost(
-        f"worker {name} is lost: {reason}; its tensors are gone. {half}"
-        "a worker that GT started comes back empty: make anew what was lost, or load it from a checkpoint"
+        f"worker {name} is lost: {reason}; its tensors are gone: make anew what was lost, or load it from a checkpoint. {half}"
+        "A worker that GT started is there again soon, empty; one that was started by hand has to be started again"
     )

@@ -5,21 +5,19 @@ Everything a client may claim is bounded here; what is beyond is a ProtocolError
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gt.config.load import hint
 from gt.dispatcher.plan.groups import Meaning
 from gt.dispatcher.plan.known import Known
 from gt.errors import ProtocolError
 from gt.ir import check
 from gt.ir.instr import FIRST
-from gt.wire.messages import Ops
+from gt.wire.messages import Notice, Ops
 
 if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
-
-log = logging.getLogger("gt.dispatcher")
 
 CREDIT = 64  # batches a client may have under way
 LONGEST = 1 << 20  # numbers of one batch
@@ -27,6 +25,7 @@ MOST_OPS = 1 << 18  # ops under way before another batch
 MOST_TEMPLATES, MOST_ORIGINS = 1 << 16, 1 << 20
 LONGEST_NAME = 4096  # characters of a file's or group's name
 MOST_WARNINGS = 100  # of groups that the config lacks
+MOST_NAMED = 20  # groups that such a warning names
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +79,8 @@ def origin(session: Session, row: Any) -> None:
     for name in missing:
         if name not in session.known_names and session.groups and len(session.known_names) < MOST_WARNINGS:
             session.known_names.add(name)
-            log.warning("%s:%s: the config has no group %r: ops run as outside it", file, line, name)
+            text = f"the config has no group {name!r}: ops run as outside it{hint(name, [*session.config.groups][:MOST_NAMED])}"
+            session.send(Notice(f"{file}:{line}: {text}"))
     leads = (session.groups.destination(name, backward) for name in reversed(group.split("/")))
     target = next((found for found in leads if found is not None), None)
     session.origins[number] = Origin(file, line, group, backward, micro, meaning, target)

@@ -226,7 +226,6 @@ class Session:
         sources = [s for s in reads if not (known.overwrites and s in writes)]
         cause = next((s.failed for s in sources if s.failed), None)
         if cause is not None:
-            cause.dependents += 1
             for storage in (*writes, *makes):
                 storage.failed = storage.failed or cause
         elif known.overwrites:
@@ -235,8 +234,11 @@ class Session:
                     storage.failed = None
 
     def trouble(self, seq: int, error: GTError) -> None:
-        """A worker reported that op `seq` failed."""
-        cause = Cause(error)
+        """A worker reported that op `seq` failed. One that was given a placeholder fails of that, which is no news."""
+        if self.journal.earlier(seq) is not None:
+            self._failed_ops.add(seq)
+            return
+        cause = Cause(error, seq=seq)
         if self.taint(seq, cause) and len(self.unreported) < MOST_UNREPORTED:
             self.unreported.append(cause)
 

@@ -6,6 +6,7 @@ where there are few, all are. There are no values: what is fetched reads as zero
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,8 +32,9 @@ from gt.ir.spec import DTYPES, Spec
 from gt.ir.text import PlanLine
 from gt.observe.standin import WEIGHTS, Place, StandIn, Stretch
 from gt.wire.link import hello
-from gt.wire.messages import Done, Failed, Inspect, Message, Ops, Query, Reject, Report, Run, Seal, Stats
+from gt.wire.messages import Done, Failed, Inspect, Message, Notice, Ops, Query, Reject, Report, Run, Seal, Stats
 
+log = logging.getLogger("gt")
 FEW = 16  # workers that are all followed
 CLIENT = b"client"
 HEAP = 1 << 50  # bytes: what the arena would need is reported, not refused
@@ -149,7 +151,9 @@ class Dry:
             if index in self.followed:
                 self.followed[index].run(message.defines, message.code, message.base)
             return Received(action.peer, Done(message.seq))
-        if isinstance(message, (Failed, Reject)):
+        if isinstance(message, Notice):
+            log.warning("%s", message.text)
+        elif isinstance(message, (Failed, Reject)):
             self._error = self._error or message.error
         elif isinstance(message, Report):
             self._reports[message.request] = message.body

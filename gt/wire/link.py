@@ -30,6 +30,7 @@ from gt.wire.messages import (
     Message,
     More,
     Need,
+    Notice,
     Ops,
     Piece,
     Query,
@@ -53,7 +54,7 @@ RELEASE = "0.1.0"  # for people to read; VERSION is what must agree
 MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
     "client": (
         frozenset({Ops, Fetch, Describe, Inspect, Seal, Stats, Host, Took, Goodbye}),
-        frozenset({Welcome, Reject, Ack, Need, More, Release, Value, Piece, Described, Report, Failed, Exit}),
+        frozenset({Welcome, Reject, Ack, Need, More, Release, Value, Piece, Described, Report, Failed, Notice, Exit}),
     ),
     "worker": (
         frozenset({Piece, Described, Report, Done, Trouble, Took, Goodbye}),

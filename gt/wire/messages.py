@@ -235,6 +235,13 @@ class Report(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Notice(Message):
+    """Dispatcher -> client: what whoever wrote the program should know, and is no failure."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed(Message):
     """Dispatcher -> client, answers a request (or -1: at the next wait): errors.to_wire form."""
 
@@ -359,5 +366,5 @@ class Took(Message):
 
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, Host, Goodbye, Welcome, Reject, Ack, Need, Release, Value, Piece, Described,
-    Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble, More, Took, Seal,
+    Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble, More, Took, Seal, Notice,
 )  # fmt: skip
