@@ -99,13 +99,7 @@ class Session:
         self._link = Dealer(address, self._on_message, self._on_lost, on_turn=self._turn, wait=wait, heartbeat=heartbeat)
         try:
             self._link.send(link.hello("client", token, config_text, config_path, switches=switches or {}))
-            if not self._greeting.done.wait(SOON):
-                log.warning("waiting for the server at %s: %s", address, self._noticed or "it is not up yet")
-            if not self._greeting.done.wait(wait + WELCOME):
-                raise DispatcherLost(f"the server at {address} does not answer (tried for {wait + WELCOME:g} s)")
-            if self.failure:
-                raise self.failure
-            welcome = link.answer(self._greeting.value)
+            welcome = self._welcomed(address, wait)
         except BaseException:
             self._link.close()
             raise
@@ -113,6 +107,15 @@ class Session:
         self.groups: list[str] = welcome.groups
         self.number: int = welcome.session
         _open.add(self)
+
+    def _welcomed(self, address: str, wait: float) -> messages.Welcome:
+        if not self._greeting.done.wait(SOON):
+            log.warning("waiting for the server at %s: %s", address, self._noticed or "it is not up yet")
+        if not self._greeting.done.wait(wait + WELCOME):
+            raise DispatcherLost(f"the server at {address} does not answer (tried for {wait + WELCOME:g} s)")
+        if self.failure:
+            raise self.failure
+        return link.answer(self._greeting.value)
 
     # ---- for the recorder; any thread
 
