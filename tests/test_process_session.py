@@ -106,7 +106,7 @@ def test_another_version_is_refused_with_both(toy, monkeypatch):
     monkeypatch.setattr(link, "VERSION", messages.VERSION)
     real = link.hello
     monkeypatch.setattr(link, "hello", lambda *a, **k: _aged(real(*a, **k)))
-    with pytest.raises(Refused, match=r"protocol 99 \(gt 0.1.0\), the server protocol 1"):
+    with pytest.raises(Refused, match=rf"protocol 99 \(gt 0.1.0\), the server protocol {messages.VERSION}"):
         Session(toy.address)
 
 
