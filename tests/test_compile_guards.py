@@ -489,6 +489,20 @@ def test_a_change_of_the_training_is_seen(name: str) -> None:
             torch.testing.assert_close(two, one, rtol=0, atol=0, msg=lambda text, n=n: f"call or parameter {n}: {text}")
 
 
+def squares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """A captured step that brings the model's values to 0."""
+
+    @gt.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.usefixtures("plain_threads", "one")
 def test_a_learning_rate_that_a_scheduler_changes_is_offered_its_cure_and_the_cure_works(kind: type) -> None:
@@ -498,14 +512,7 @@ def test_a_learning_rate_that_a_scheduler_changes_is_offered_its_cure_and_the_cu
         optimizer = kind(model.parameters(), lr=lr, **more)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-        @gt.compile
-        def step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        step = squares(model, optimizer)
         losses = []
         for _ in range(CALLS):
             losses.append(step(torch.ones(3, 4)).item())
@@ -525,15 +532,7 @@ def test_what_a_scheduler_changes_beside_the_rate_is_named_too_and_told_once(cap
     model = nn.Linear(4, 2).to("remote")
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1, device="remote"), fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
-
-    @gt.compile
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = squares(model, optimizer)
     for _ in range(30):
         step(torch.ones(3, 4))
         scheduler.step()

@@ -261,9 +261,9 @@ def test_while_it_compiles_a_worker_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     held = inputs(0)
     got = layers(2, held).bench("inductor", held)
     replay(got)
-    assert said == [(0, 0, "compile")]
+    assert said == [(0, 0, "compile", 0)]
     replay(got)
-    assert got.executor.where() == (0, 0, "program")
+    assert got.executor.where() == (0, 0, "program", 0)
 
 
 def test_an_engine_without_a_compiler_says_so() -> None:
