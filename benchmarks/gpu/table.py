@@ -88,7 +88,7 @@ def gpus_here() -> list[str]:
 
 class Table:
     def __init__(self, out: Path, gpus: Sequence[str], within: float, alone: bool) -> None:
-        self.out, self.free, self.alone = out, [*gpus], alone
+        self.out, self.gpus, self.free, self.alone = out, gpus, [*gpus], alone
         self.commit = about(__file__)["commit"]
         self.end = time.monotonic() + within
         self.running: dict[subprocess.Popen, tuple[Item, list[str], float]] = {}
@@ -121,7 +121,7 @@ class Table:
 
     def ended(self, process: subprocess.Popen) -> None:
         item, mine, start = self.running.pop(process)
-        self.free += mine
+        self.free = [gpu for gpu in self.gpus if gpu in {*self.free, *mine}]  # in their order, whichever ended first
         part = self.path(item.name, "part")
         if process.returncode in (0, 1) and part.exists():  # 1: a bar is missed, or a row has failed and says why
             part.rename(self.path(item.name))
