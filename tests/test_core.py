@@ -134,6 +134,21 @@ def test_what_fails_of_a_placeholder_is_no_news(plan):
     assert ask.failed(x) == ask.failed(x) == ""
 
 
+def test_what_failed_before_another_failure_came_to_what_it_read_is_no_value(plan):
+    """It read something good, which only later was written with what had failed."""
+    x = torch.ones(3, device="remote")
+    bad = on("a", torch.neg, x)
+    good = on("a", torch.abs, x)
+    out = on("a", torch.exp, good)
+    on("a", good.add_, bad)
+    plan.text()
+    plan.handle(Received(b"w0", Trouble(seq_of(plan, bad), "op", "no memory left")))
+    plan.handle(Received(b"w0", Trouble(seq_of(plan, out), "op", "nor for this")))
+    ask = Asking(plan)
+    assert "no memory left" in ask.failed(x) and ask.failed(x) == ""  # told at the next wait, and once
+    assert ask.failed(out) and "no memory left" in ask.failed(good)
+
+
 def test_a_program_is_through_once_every_workers_device_is(plan):
     x = torch.ones(3, device="remote")
     ask = Asking(plan)

@@ -235,11 +235,10 @@ class Session:
 
     def trouble(self, seq: int, error: GTError) -> None:
         """A worker reported that op `seq` failed. One that was given a placeholder fails of that, which is no news."""
-        if self.journal.earlier(seq) is not None:
-            self._failed_ops.add(seq)
-            return
-        cause = Cause(error, seq=seq)
-        if self.taint(seq, cause) and len(self.unreported) < MOST_UNREPORTED:
+        older = self.journal.earlier(seq)
+        # What it made is worthless either way. The cause is another object: what healed of the older one stays as it is.
+        cause = Cause(error, seq=seq) if older is None else Cause(older.error, older.lost, older.seq)
+        if self.taint(seq, cause) and older is None and len(self.unreported) < MOST_UNREPORTED:
             self.unreported.append(cause)
 
     def taint(self, seq: int, cause: Cause) -> bool:
