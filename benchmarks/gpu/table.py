@@ -50,6 +50,7 @@ ITEMS = [
     Item("step-4x128", 1, 90, f"bench_step.py --sizes 4x128 --only {GRAPH}"),
     Item("step-eager", 1, 45, "bench_step.py --sizes 32x1024 --only 'native eager' 'gt eager'"),
     Item("step-d36", 1, 110, f"bench_step.py {D36} --sizes 32x1024 --only 'native graph'"),
+    Item("work-512m", 1, 230, "work.py --preset 512m --seconds 1.2 --rivals 4:12:1"),
     Item("pipeline2", 2, 200, "bench_pipeline.py --rivals 8,4:4:1f1b --cases 4,4,4,0:4:zb-v 6,6+head:4:zb-h1", "step"),
     Item("pipeline2-4x128", 2, 95, "bench_pipeline.py --size 4x128 --rivals 6,6:2:1f1b --cases 6,6:1:1f1b", "step-4x128"),
     Item("dp2", 2, 140, "bench_data_parallel.py --rivals ddp@2 fsdp2@2 --configs dp2", "step"),
