@@ -60,6 +60,26 @@ def test_random_programs(refused):
     assert recorded >= 60
 
 
+def test_graphs_that_are_given_up_do_not_end_a_recording():
+    """As those of programs that refer to themselves are, when cycles are collected."""
+    device = Cuda(torch.device("cuda:0"))
+    x = torch.zeros(8, device="cuda")
+    for _ in range(20):
+        cycle = [device.record(lambda: x.add_(0))]
+        cycle.append(cycle)
+    del cycle
+
+    def run():
+        for _ in range(20_000):
+            empty: list = []
+            empty.append(empty)
+        x.add_(1)
+
+    again = device.record(run)
+    again()
+    assert x.tolist() == [1.0] * 8
+
+
 def step_of(model, optimizer, backend):
     def step(x, y):
         optimizer.zero_grad()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from worker_parts import Bench, new, op
@@ -75,4 +78,28 @@ def test_how_far_it_is_in_what_it_was_given():
         engine.progress.note()
     assert engine.progress.come() == 0
     torch.cuda.synchronize()
+    end = time.monotonic() + 30
+    while engine.progress.come() < 3 and time.monotonic() < end:
+        time.sleep(0.001)
     assert engine.progress.come() == 3
+
+
+def test_how_far_it_is_while_a_value_is_fetched():
+    """What asks is answered at once, also where the driver is busy."""
+    engine = TorchEngine()
+    x = torch.zeros(8192, 8192, device="cuda")
+    x @ x
+    torch.cuda.synchronize()
+    for _ in range(100):
+        y = x @ x
+    engine.progress.note()
+    fetching = threading.Thread(target=engine.packed, args=(y,))
+    start = time.monotonic()
+    fetching.start()
+    longest = 0.0
+    while fetching.is_alive():
+        asked = time.monotonic()
+        engine.progress.come()
+        longest = max(longest, time.monotonic() - asked)
+        time.sleep(0.01)
+    assert longest < (time.monotonic() - start) / 4

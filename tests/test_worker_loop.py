@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -36,6 +37,7 @@ from gt.wire.messages import (
 from gt.wire.router import Arrived, Gone, Router
 from gt.worker import loop
 from gt.worker.engine.torch import TorchEngine
+from gt.worker.engine.torch.cuda import Events
 
 
 class Dispatcher:
@@ -228,6 +230,27 @@ def test_a_worker_in_the_foreground_ends_on_a_signal(dispatcher, number, code, s
     finally:
         process.kill()
         process.wait()
+
+
+def test_who_asks_how_far_a_device_is_does_not_wait_for_its_driver():
+    answers, asked = threading.Event(), threading.Event()
+
+    class Mark:
+        def query(self):
+            asked.set()
+            assert answers.wait(20)
+            return True
+
+    progress = Events(Mark)
+    progress.note()
+    assert progress.come() == 0 and asked.wait(20)
+    assert progress.come() == 0
+
+    answers.set()
+    end = time.monotonic() + 20
+    while not progress.come():
+        assert time.monotonic() < end
+    assert progress.come() == 1
 
 
 def test_a_worker_does_not_import_torch_before_its_engine():

@@ -167,7 +167,7 @@ class Progress(Protocol):
         """Something was issued, by the calling thread."""
 
     def come(self) -> int:
-        """How often what was issued until a note was done."""
+        """How often what was issued until a note was done, as it was last seen. At once: to ask has it looked again."""
 
 
 class Engine(Moves, Protocol):

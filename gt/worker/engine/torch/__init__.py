@@ -46,10 +46,13 @@ class TorchEngine:
         self.device = _device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         self.host = self.device.type == "cpu"
         self.clock = perf_counter if self.host else None
-        self.progress = None if self.host else Events(self.device)
+        self.progress = None if self.host else Events(self._mark)
         self.direct = direct(self, COMBINE)
         self._inductor: Inductor | None = None
         self._graphs: Graphs | None = None
+
+    def _mark(self) -> torch.cuda.Event:
+        return torch.cuda.current_stream(self.device).record_event()
 
     def guard(self) -> AbstractContextManager:
         return torch.no_grad()
@@ -126,7 +129,12 @@ class TorchEngine:
         return tensor.view(tuple(shape))
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous() if _hidden(tensor) else tensor
+        if not _hidden(tensor):
+            return tensor
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        if not self.host:  # a copy that waits keeps the driver from all other threads
+            torch.cuda.current_stream(self.device).synchronize()
+        return plain.to("cpu").contiguous()
 
     def staging(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=DTYPE[dtype])

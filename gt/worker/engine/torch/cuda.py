@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any, Protocol
 
@@ -15,27 +16,49 @@ NOTED = 64  # notes that are kept before it is looked how far the GPU is
 
 
 class Events:
-    """An engine.base.Progress. That the device has failed is for what is done with it to find."""
+    """An engine.base.Progress. `mark` records an event: its `query()` says whether the device has come there.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._come = device, 0
-        self._ahead: deque[torch.cuda.Event] = deque()
-        self._lock = threading.Lock()
+    A driver that loads kernels, or copies into memory that is not pinned, keeps every thread waiting that asks it something:
+    so the one that is asked how far the device is asks nothing itself. That the device has failed is for what is done with it
+    to find.
+    """
+
+    def __init__(self, mark: Callable[[], Any]) -> None:
+        self._mark, self._come = mark, 0
+        self._ahead: deque[Any] = deque()
+        self._looking = threading.Lock()
 
     def note(self) -> None:
-        event = torch.cuda.Event()
         with suppress(RuntimeError):
-            event.record(torch.cuda.current_stream(self._device))
-            self._ahead.append(event)
-        if len(self._ahead) > NOTED:
-            self.come()
+            self._ahead.append(self._mark())
+        if len(self._ahead) > NOTED and self._looking.acquire(blocking=False):
+            self._look()
 
     def come(self) -> int:
-        with self._lock, suppress(RuntimeError):
-            while self._ahead and self._ahead[0].query():
-                self._ahead.popleft()
-                self._come += 1
+        if self._ahead and self._looking.acquire(blocking=False):
+            threading.Thread(target=self._look, name="gt-progress", daemon=True).start()
         return self._come
+
+    def _look(self) -> None:
+        try:
+            with suppress(RuntimeError):
+                while self._ahead and self._ahead[0].query():
+                    self._ahead.popleft()
+                    self._come += 1
+        finally:
+            self._looking.release()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No cycles are collected: a graph that is given up ends the recording in which it is."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Device(Protocol):
@@ -81,7 +104,7 @@ class Cuda:
         graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _uncollected():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             self._recording = True
             try:
