@@ -31,6 +31,11 @@ MOST = {("d12", "4x128", 2): 3.5}
 
 def trainer(case: str, size: str, name: str, dtype: str = "bf16", backend: str = "") -> Callable[..., Any]:
     """The case's captured training step, on workers that are started for it."""
+    return training(case, size, name, dtype, backend)[0]
+
+
+def training(case: str, size: str, name: str, dtype: str, backend: str) -> tuple[Callable[..., Any], Any, Any]:
+    """And its model and optimizer."""
     import torch
     import train
 
@@ -47,7 +52,8 @@ def trainer(case: str, size: str, name: str, dtype: str = "bf16", backend: str =
     model, _ = train.built(args, config)
     train.start(args, workers)
     model.to("remote")
-    return train.steps(model, native.optimizer_of(model.parameters()), args)[0]
+    optimizer = native.optimizer_of(model.parameters())
+    return train.steps(model, optimizer, args)[0], model, optimizer
 
 
 def ours(case: str, size: str, name: str, seconds: float) -> cases.Row:
