@@ -21,7 +21,7 @@ import torch, gt
 from models import demo
 torch.manual_seed(0)
 module = demo()
-sizes = {{**module.PRESETS["tiny"], "num_layers": 4, "vocab_size": 256, "max_seq_len": 64}}
+sizes = {{**module.PRESETS["tiny"], "num_layers": 2, "vocab_size": 256, "max_seq_len": 64}}
 data = torch.randint(256, (12, 8, 65))
 
 def train(model, device, compiled=None, schedule=None, parts=4):
