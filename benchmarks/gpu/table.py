@@ -61,6 +61,7 @@ ITEMS = [
     Item("losses2", 2, 180, "check_losses.py --only fp32 --models d8:8x64"),
     Item("soak2", 2, 100, "soak.py"),
     Item("plane2", 2, 120, "bench_plane.py --cases pair@2 all_reduce@2"),
+    Item("plane4", 4, 120, "bench_plane.py --cases all_reduce@4"),
     Item("pipeline4", 4, 230, "bench_pipeline.py --rivals 4,4,3,1:8:1f1b --cases 3,3,3,3+head:8:zb-h1 4,4,4,0:8:zb-h1", "step"),
     Item("dp4", 4, 120, "bench_data_parallel.py --rivals ddp@4 fsdp2@4 --configs dp4", "step"),
     Item("tp-pp4", 4, 220, "bench_tp_pp.py --rivals 2:6,2:4:1f1b 4:8:1 --cases tp2pp2:x2:4:zb-h1 tp4:x1:1"),
