@@ -80,6 +80,14 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail(f"left processes {new_processes()}")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """What has been imported is left out of collections, of which every session and every recording has one."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_in_the_end() -> Iterator[None]:
     """Set up before all others, so that it looks when they are over; of each process that runs tests, by itself."""
@@ -119,6 +127,7 @@ def session(server: Any, tmp_path: Path) -> Iterator[Callable[..., None]]:
     yield connect
     gc.collect()
     gt.shutdown()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -28,15 +27,6 @@ def quiet() -> Any:
     logging.disable(logging.WARNING)
     yield
     logging.disable(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen() -> Any:
-    """What has been imported is left out of collections, of which every session has one."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def made(kind: str, layers: int = 2, heads: int = 8, kv: int = 8, width: int = 64, vocabulary: int = WORDS) -> torch.nn.Module:
