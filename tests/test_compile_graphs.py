@@ -41,11 +41,14 @@ class Played:
     def __init__(self) -> None:
         self.held: dict[int, torch.Tensor] = {}
         self.pool: dict[int, torch.Tensor] = {}  # all bytes that recordings made, by address
-        self.records = self.replays = self.clock = 0
+        self.records = self.replays = self.clock = self.rooms = 0
         self.fail = self.late = False  # when recording begins, or when it ends
         self.worker: Any = None  # whose counts a replay does not know of
         self.marks: list[list[int]] | None = None  # of the recording under way
         self.again: Iterator[list[int]] | None = None  # of the replay under way
+
+    def room(self) -> None:
+        self.rooms += 1
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         if self.fail:
@@ -55,8 +58,10 @@ class Played:
         known = {address(t): plain(t.untyped_storage(), CPU) for t in taken.values() if address(t)}
         before = {where: memory.clone() for where, memory in {**known, **self.pool}.items()}
         self.marks = marks = []
-        run()
-        self.marks = None
+        try:
+            run()
+        finally:
+            self.marks = None
         for where, old in before.items():
             {**known, **self.pool}[where].copy_(old)
         if self.late:
@@ -459,6 +464,28 @@ def test_channels_go_on_where_instructions_would_have_left_them(device: Played, 
     assert device.replays == 0 if late else report(got)["graphs"] == 3
 
 
+def test_a_transfer_that_finds_no_room_while_it_is_recorded_is_done_as_instructions(
+    device: Played, planes: list[NvshmemPlane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was issued that others would wait for: the worker need not end."""
+    script, engine = Script(inputs(5)), Engine(device, (), True)
+    (made,) = script.op("aten.relu.default", [T(0)], [1])
+    script.send(made, CHANNEL)
+    packed = engine.direct.packed
+
+    def tight(tensor: torch.Tensor) -> torch.Tensor:
+        if device.marks is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+        return packed(tensor)
+
+    monkeypatch.setattr(engine.direct, "packed", tight)
+    got = script.bench("cudagraphs", inputs(5), engine, (), planes[0], [[1, 0, True]])
+    device.held, device.worker = got.executor.tensors, got.executor.worker
+    replay(got, 5)
+    assert report(got)["graphs"] == 0 and "Tried to allocate" in str(report(got)["reasons"])
+    assert planes[0].turns() == {(1, 0, True): 5 % SLOTS} and not got.sent
+
+
 def test_what_is_put_together_of_a_workers_own_parts_stays_on_its_device(device: Played) -> None:
     given = inputs(5)
     script = Script(given)
@@ -617,3 +644,14 @@ def test_why_a_recording_failed_is_told_not_that_it_did(played: None) -> None:
     assert Capture.ended == 1
     with pytest.raises(RuntimeError, match="previous error"):
         Cuda(CPU)._record(lambda: None)
+
+
+def test_after_a_recording_that_failed_the_pool_is_there_for_the_next(played: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator may not have been told that it ended, and refuses a pool that is recorded into twice."""
+    told: list[tuple] = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: told.append(which))
+    device = Cuda(CPU)
+    for run in (lambda: None, lambda: 1 / 0):
+        with pytest.raises((RuntimeError, ZeroDivisionError)):
+            device._record(run)
+    assert told == [(0, device._pool)] * 2

@@ -80,6 +80,16 @@ def test_graphs_that_are_given_up_do_not_end_a_recording():
     assert x.tolist() == [1.0] * 8
 
 
+def test_after_a_recording_that_failed_others_are_recorded():
+    device = Cuda(torch.device("cuda:0"))
+    x = torch.zeros(8, device="cuda")
+    with pytest.raises(RuntimeError):
+        device.record(lambda: x.sum().item())
+    again = device.record(lambda: x.add_(1))
+    again()
+    assert x.tolist() == [1.0] * 8
+
+
 def step_of(model, optimizer, backend):
     def step(x, y):
         optimizer.zero_grad()

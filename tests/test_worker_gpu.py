@@ -84,8 +84,9 @@ def test_how_far_it_is_in_what_it_was_given():
     assert engine.progress.come() == 3
 
 
-def test_how_far_it_is_while_a_value_is_fetched():
-    """What asks is answered at once, also where the driver is busy."""
+@pytest.mark.parametrize("waits", [False, True])
+def test_how_far_it_is_while_a_value_is_fetched(waits):
+    """What asks is answered at once, also where the driver is busy, as it is in a copy that waits (waits=True)."""
     engine = TorchEngine()
     x = torch.zeros(8192, 8192, device="cuda")
     x @ x
@@ -93,7 +94,7 @@ def test_how_far_it_is_while_a_value_is_fetched():
     for _ in range(100):
         y = x @ x
     engine.progress.note()
-    fetching = threading.Thread(target=engine.packed, args=(y,))
+    fetching = threading.Thread(target=(lambda: y.to("cpu")) if waits else lambda: engine.packed(y))
     start = time.monotonic()
     fetching.start()
     longest = 0.0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -37,7 +39,7 @@ from gt.wire.messages import (
 from gt.wire.router import Arrived, Gone, Router
 from gt.worker import loop
 from gt.worker.engine.torch import TorchEngine
-from gt.worker.engine.torch.cuda import Events
+from gt.worker.engine.torch.cuda import NOTED, Events
 
 
 class Dispatcher:
@@ -232,25 +234,39 @@ def test_a_worker_in_the_foreground_ends_on_a_signal(dispatcher, number, code, s
         process.wait()
 
 
-def test_who_asks_how_far_a_device_is_does_not_wait_for_its_driver():
-    answers, asked = threading.Event(), threading.Event()
+def test_who_asks_how_far_a_device_is_does_not_wait_for_it():
+    comes, asked = threading.Event(), threading.Event()
 
     class Mark:
-        def query(self):
+        def synchronize(self):
             asked.set()
-            assert answers.wait(20)
-            return True
+            assert comes.wait(20)
 
     progress = Events(Mark)
     progress.note()
     assert progress.come() == 0 and asked.wait(20)
     assert progress.come() == 0
-
-    answers.set()
+    comes.set()
     end = time.monotonic() + 20
     while not progress.come():
         assert time.monotonic() < end
     assert progress.come() == 1
+
+
+def test_how_far_a_device_is_does_not_take_more_room_the_longer_nobody_asks():
+    made: list = []
+
+    class Mark:
+        def __init__(self):
+            made.append(weakref.ref(self))
+
+        def synchronize(self): ...
+
+    progress = Events(Mark)
+    for _ in range(1000):
+        progress.note()
+    gc.collect()
+    assert sum(mark() is not None for mark in made) <= NOTED
 
 
 def test_a_worker_does_not_import_torch_before_its_engine():

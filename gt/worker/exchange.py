@@ -7,7 +7,7 @@ waiting, and what workers exchange afterwards, for other programs too, stays in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,14 @@ from gt.worker.pieces import as_boxes, extent, index, leading, local, shared
 from gt.worker.steps import Step, Worker
 
 NOTHING = memoryview(bytearray())
+
+
+def peers(payload: dict[str, Any]) -> Sequence[int]:
+    """Workers that have a part in what moves data, this one too."""
+    if "team" in payload:
+        return payload["team"]["workers"]
+    channels = [payload["channel"]] if "channel" in payload else [channel for channel, _ in payload.get("parts", ())]
+    return [channel["peer"] for channel in channels]
 
 
 def _declined(decline: Callable, *args: Any) -> None:

@@ -7,7 +7,8 @@ peer waits for a collective that never comes. Knows neither torch nor sockets.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -122,9 +123,15 @@ class Executor:
             prepare = _nothing if once else partial(self._prepare, plan)
         stamp = partial(self._stamp, define.number)
         rewind = self.worker.plane.rewind
+        with self._compiles():
+            return program(define.payload, self._steps, self.tensors, self._play, stamp, fold, rewind, prepare)
+
+    @contextmanager
+    def _compiles(self) -> Iterator[None]:
+        """What it is at until then may take long."""
         self._compiling = True
         try:
-            return program(define.payload, self._steps, self.tensors, self._play, stamp, fold, rewind, prepare)
+            yield
         finally:
             self._compiling = False
 
@@ -201,11 +208,8 @@ class Executor:
     def _prepare(self, plan: Plan, parts: list[tuple[str, list[Row]]], code: list, randoms: Sequence[int]) -> None:
         """Compile what waits for it, which may take long; once nothing does, replay on the device what can be."""
         if plan.waiting:
-            self._compiling = True
-            try:
+            with self._compiles():
                 plan.prepare()
-            finally:
-                self._compiling = False
         elif plan.records:
             plan.record(parts, code, randoms, self._definition, self._strictly, self._directs, self._lent)
 
@@ -216,11 +220,8 @@ class Executor:
     def _reached(self, compile: Callable[[], None]) -> None:
         if self._strict:  # a device that records does not compile
             return
-        self._compiling = True
-        try:
+        with self._compiles():
             compile()
-        finally:
-            self._compiling = False
 
     def _strictly(self, rows: Sequence[Row]) -> Counted:
         """Carry out rows; where one fails, Unrecorded, and nobody is told: it is as if none had been carried out."""
@@ -228,6 +229,9 @@ class Executor:
         self._strict = True
         try:
             self._each(rows)
+        except Doomed as error:  # nobody waits for what was not issued
+            self.worker.since(before).undo()
+            raise Unrecorded(str(error.__context__)) from error
         except Exception:
             self.worker.since(before).undo()
             raise
@@ -237,7 +241,7 @@ class Executor:
 
     def _direct(self, define: Define) -> bool:
         """Whether it was bound to move data by the device alone."""
-        return define.kind in MOVES and self.worker.reach(_peers(define.payload))[0] is self._engine.direct
+        return define.kind in MOVES and self.worker.reach(exchange.peers(define.payload))[0] is self._engine.direct
 
     def where(self) -> tuple[int, int, str, int] | None:
         """(place in its Run, its op's seq, its kind, Runs that the device is through with) of the instruction that is being
@@ -335,14 +339,6 @@ class Executor:
         self._send(Trouble(seq, _kind(error), text))
         if self._engine.poisoned(error):
             raise Poisoned(text) from error
-
-
-def _peers(payload: dict[str, Any]) -> Sequence[int]:
-    """Workers that have a part in what moves data, this one too."""
-    if "team" in payload:
-        return payload["team"]["workers"]
-    channels = [payload["channel"]] if "channel" in payload else [channel for channel, _ in payload.get("parts", ())]
-    return [channel["peer"] for channel in channels]
 
 
 def _nothing(parts: list, code: list, randoms: Sequence[int]) -> None:

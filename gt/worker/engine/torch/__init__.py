@@ -52,7 +52,7 @@ class TorchEngine:
         self._graphs: Graphs | None = None
 
     def _mark(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream(self.device).record_event()
+        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True))
 
     def guard(self) -> AbstractContextManager:
         return torch.no_grad()
@@ -199,7 +199,7 @@ class TorchEngine:
         tensor.div_(by)
 
     def poisoned(self, error: BaseException) -> bool:
-        if self.host or isinstance(error, torch.OutOfMemoryError):
+        if self.host or isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             return False
         return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
 

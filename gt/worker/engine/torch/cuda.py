@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,15 +13,15 @@ from typing import Any, Protocol
 
 import torch
 
-NOTED = 64  # notes that are kept before it is looked how far the GPU is
+NOTED = 64  # notes that are kept; of more every second one
 
 
 class Events:
-    """An engine.base.Progress. `mark` records an event: its `query()` says whether the device has come there.
+    """An engine.base.Progress. `mark` records an event: who calls its `synchronize()` sleeps until the device has come there.
 
-    A driver that loads kernels, or copies into memory that is not pinned, keeps every thread waiting that asks it something:
-    so the one that is asked how far the device is asks nothing itself. That the device has failed is for what is done with it
-    to find.
+    A driver that loads kernels, or copies into memory that is not pinned, keeps every thread waiting that asks it something,
+    and an event's `query()` holds the interpreter's lock meanwhile: so a thread waits for events, and no other asks. That the
+    device has failed is for what is done with it to find.
     """
 
     def __init__(self, mark: Callable[[], Any]) -> None:
@@ -32,7 +33,8 @@ class Events:
         with suppress(RuntimeError):
             self._ahead.append(self._mark())
         if len(self._ahead) > NOTED and self._looking.acquire(blocking=False):
-            self._look()
+            self._ahead = deque(itertools.islice(self._ahead, 0, None, 2))
+            self._looking.release()
 
     def come(self) -> int:
         if self._ahead and self._looking.acquire(blocking=False):
@@ -42,7 +44,8 @@ class Events:
     def _look(self) -> None:
         try:
             with suppress(RuntimeError):
-                while self._ahead and self._ahead[0].query():
+                for _ in range(len(self._ahead)):
+                    self._ahead[0].synchronize()
                     self._ahead.popleft()
                     self._come += 1
         finally:
@@ -65,6 +68,9 @@ class Device(Protocol):
     """What records: `Cuda`."""
 
     device: torch.device
+
+    def room(self) -> None:
+        """Give back memory that is kept for what is not recorded: while it records it gives none back."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Have `run` issue its work, which is not done yet; what does that work on the same memory."""
@@ -95,6 +101,10 @@ class Cuda:
         self._recording = self._apart = False  # apart: whether the side stream has what is not joined yet
         self._ends: list[torch.cuda.Event] = []  # of what this recording put there
 
+    def room(self) -> None:
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         if self._keeper is None:  # a pool ends with the last graph that uses it, and may not begin again
             self._keeper = self._record(lambda: torch.zeros(1, device=self.device))
@@ -114,15 +124,23 @@ class Cuda:
                     if self._apart:
                         self._stream.wait_stream(self._side)
                 with suppress(Exception):  # that nothing came of it says less than why
-                    graph.capture_end()
+                    self._end(graph)
                 raise
             else:
-                graph.capture_end()
+                self._end(graph)
             finally:
                 self._recording = self._apart = False
                 self._ends.clear()
         here.wait_stream(self._stream)
         return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except BaseException:
+            with suppress(Exception):  # torch's allocator may not have been told, and then refuses the pool from now on
+                torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
+            raise
 
     def aside(self, run: Callable[[], None]) -> None:
         if not self._recording:

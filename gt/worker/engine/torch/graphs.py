@@ -159,6 +159,7 @@ class Replays:
         self.lent.settle(self._dropped)
         self.recording, self.again = self.again, False
         if self.recording:
+            self.device.room()
             self.passes += 1
             self.named.clear()
             self.pool.clear()
@@ -210,7 +211,7 @@ class Run:
             if whole.passes >= TRIES:
                 self.why = "what it reads lies elsewhere from one replay to the next"
         except Exception as error:
-            if "CUDA error" in str(error) and "captur" not in str(error).lower():
+            if "CUDA error" in str(error) and not any(word in str(error).lower() for word in ("captur", "out of memory")):
                 raise  # the device is lost
             self.why = " ".join(f"{type(error).__name__}: {error}".split())[:SAID]
         self._recording = None
