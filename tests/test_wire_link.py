@@ -1,17 +1,26 @@
 """The rules of a link: versions, tokens, roles, order and credit."""
 
 import dataclasses
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from gt.errors import ProtocolError, Refused, WorkerLost, to_wire
-from gt.wire import link
+from gt.wire import link, socket
 from gt.wire.messages import CODES, VERSION, Done, Fetch, Goodbye, Hello, Ops, Reject, Run, Stats, Welcome
 
 
 def test_every_message_has_a_sender():
     listed = {Hello}.union(*(side for pair in link.MAY_SEND.values() for side in pair))
     assert listed == set(CODES)
+
+
+def test_a_context_that_does_not_end_is_left(monkeypatch):
+    ends = threading.Event()
+    monkeypatch.setattr(socket, "LINGER", 0.02)
+    socket.terminate(SimpleNamespace(term=lambda: ends.wait(60)))
+    ends.set()
 
 
 def test_a_matching_hello_passes():

@@ -30,6 +30,7 @@ from gt.wire.socket import (
     events_of,
     frames_of,
     options,
+    terminate,
 )
 
 log = logging.getLogger("gt.wire")
@@ -246,7 +247,7 @@ class Dealer:
                 sock.disable_monitor()
                 monitor.close(0)
             sock.close(int(LINGER * 1000) if self._closing and not self._deaf else 0)
-            context.term()
+            terminate(context)
             self._forget()
         if reason and not self._closing:
             self._on_lost(reason)

@@ -21,6 +21,7 @@ from gt.wire.socket import (
     monitored,
     options,
     resolve,
+    terminate,
 )
 
 log = logging.getLogger("gt.wire")
@@ -101,7 +102,7 @@ class Router:
         self._sock.disable_monitor()
         self._monitor.close(0)
         self._sock.close(int(LINGER * 1000))
-        self._context.term()
+        terminate(self._context)
 
     def _bind(self, host: str, port: int) -> int:
         ip = host if host == "*" else resolve(host)
@@ -111,7 +112,7 @@ class Router:
             self._sock.disable_monitor()
             self._monitor.close(0)
             self._sock.close(0)
-            self._context.term()
+            terminate(self._context)
             if error.errno == errno.EADDRINUSE:
                 hint = "is in use: stop what listens there, or choose another with -p (0 picks a free one)"
                 raise Refused(f"port {port} on {host} {hint}") from None
