@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -610,7 +611,7 @@ class Stream:
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda, as far as a recording that fails needs it."""
     cuda = module.torch.cuda
-    for name, stand_in in {"CUDAGraph": Capture, "Stream": Stream, "graph_pool_handle": lambda: 0}.items():
+    for name, stand_in in {"CUDAGraph": Capture, "Stream": Stream, "graph_pool_handle": itertools.count().__next__}.items():
         monkeypatch.setattr(cuda, name, stand_in)
     monkeypatch.setattr(cuda, "current_stream", Stream)
     monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -646,12 +647,25 @@ def test_why_a_recording_failed_is_told_not_that_it_did(played: None) -> None:
         Cuda(CPU)._record(lambda: None)
 
 
-def test_after_a_recording_that_failed_the_pool_is_there_for_the_next(played: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's allocator may not have been told that it ended, and refuses a pool that is recorded into twice."""
+def test_after_a_broken_recording_another_pool_is_there(played: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may not have told its allocators that it ended: they refuse a pool that is recorded into twice at a time."""
     told: list[tuple] = []
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: told.append(which))
     device = Cuda(CPU)
+    used = []
     for run in (lambda: None, lambda: 1 / 0):
+        used.append(device._pool)
         with pytest.raises((RuntimeError, ZeroDivisionError)):
             device._record(run)
-    assert told == [(0, device._pool)] * 2
+    assert len({*used, device._pool}) == 3 and told == [(0, pool) for pool in used]
+    kept = [one for one in device._left if isinstance(one, Capture)]
+    assert len(kept) == 2  # the allocators ask them still
+
+
+def test_after_a_recording_that_ended_the_pool_is_the_same(played: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Capture, "capture_end", lambda self: None)
+    device = Cuda(CPU)
+    pool = device._pool
+    with pytest.raises(ZeroDivisionError):
+        device._record(lambda: 1 / 0)
+    assert device._pool == pool and not device._left

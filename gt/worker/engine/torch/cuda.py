@@ -98,6 +98,7 @@ class Cuda:
         self._side = torch.cuda.Stream(device)
         self._clock = torch.cuda.Stream(device)
         self._keeper: Callable[[], None] | None = None
+        self._left: list[Any] = []  # pools' last, broken recordings, and what keeps those pools
         self._recording = self._apart = False  # apart: whether the side stream has what is not joined yet
         self._ends: list[torch.cuda.Event] = []  # of what this recording put there
 
@@ -138,8 +139,12 @@ class Cuda:
         try:
             graph.capture_end()
         except BaseException:
-            with suppress(Exception):  # torch's allocator may not have been told, and then refuses the pool from now on
+            # torch may not have told its allocators, and then they refuse the pool: the one of pinned memory, which cannot
+            # be told otherwise, asks the graph from now on whether a stream is recorded by it
+            with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
+            self._left += [graph, self._keeper]
+            self._keeper, self._pool = None, torch.cuda.graph_pool_handle()
             raise
 
     def aside(self, run: Callable[[], None]) -> None:
