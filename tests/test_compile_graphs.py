@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -15,12 +16,12 @@ from compiled_parts import Script, inputs, program, replay, report, same
 from worker_parts import Bench
 
 from gt.ir.heap import SLOTS
-from gt.ir.instr import FORGET, FREE, Define
+from gt.ir.instr import END, FORGET, FREE, Define
 from gt.ir.template import T
 from gt.worker import lent
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch import cuda as module
-from gt.worker.engine.torch.cuda import Cuda
+from gt.worker.engine.torch.cuda import Cuda, Events, Pool
 from gt.worker.engine.torch.direct import DirectEngine
 from gt.worker.engine.torch.graphs import Graphs
 from gt.worker.engine.torch.inductor import Inductor
@@ -631,7 +632,7 @@ def test_what_is_aside_is_joined_also_where_a_recording_fails(played: None) -> N
     for what, joins in ((run, 1), (lambda: 1 / 0, 0)):
         Stream.waits.clear()
         with pytest.raises((ValueError, ZeroDivisionError)):
-            device._record(what)
+            device._record(what, Pool())
         assert Stream.waits.count(pair) == joins
     assert Capture.ended == 2
 
@@ -641,31 +642,169 @@ def test_why_a_recording_failed_is_told_not_that_it_did(played: None) -> None:
         raise ValueError("it waits for the device")
 
     with pytest.raises(ValueError, match="waits for the device"):
-        Cuda(CPU)._record(run)
+        Cuda(CPU)._record(run, Pool())
     assert Capture.ended == 1
     with pytest.raises(RuntimeError, match="previous error"):
-        Cuda(CPU)._record(lambda: None)
+        Cuda(CPU)._record(lambda: None, Pool())
 
 
-def test_after_a_broken_recording_another_pool_is_there(played: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch may not have told its allocators that it ended: they refuse a pool that is recorded into twice at a time."""
-    told: list[tuple] = []
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: told.append(which))
-    device = Cuda(CPU)
-    used = []
-    for run in (lambda: None, lambda: 1 / 0):
-        used.append(device._pool)
-        with pytest.raises((RuntimeError, ZeroDivisionError)):
-            device._record(run)
-    assert len({*used, device._pool}) == 3 and told == [(0, pool) for pool in used]
-    kept = [one for one in device._left if isinstance(one, Capture)]
-    assert len(kept) == 2  # the allocators ask them still
-
-
-def test_after_a_recording_that_ended_the_pool_is_the_same(played: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def told(played: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What torch's allocator is told of pools; recordings end well but those that `run` makes fail."""
+    found: list[tuple] = []
+    for name in ("end", "release"):
+        whole = {"end": "_cuda_endAllocateToPool", "release": "_cuda_releasePool"}[name]
+        monkeypatch.setattr(torch._C, whole, lambda *which, name=name: found.append((name, *which)))
     monkeypatch.setattr(Capture, "capture_end", lambda self: None)
+    return found
+
+
+def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What breaks the recording that it is in."""
+    end = Capture.capture_end
+
+    def broken(self: Capture) -> None:
+        monkeypatch.setattr(Capture, "capture_end", end)
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    return lambda: monkeypatch.setattr(Capture, "capture_end", broken)
+
+
+def test_after_a_broken_recording_another_pool_is_there(told: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may not have told its allocators that it ended: they refuse a pool that is recorded into twice at a time."""
     device = Cuda(CPU)
-    pool = device._pool
-    with pytest.raises(ZeroDivisionError):
-        device._record(lambda: 1 / 0)
-    assert device._pool == pool and not device._left
+    kept, pools = [], []
+    for _ in range(2):
+        kept.append(device.record(lambda: None))
+        pools.append(device._pool())
+        with pytest.raises(RuntimeError, match="previous error"):
+            device.record(breaks(monkeypatch))
+    kept.append(device.record(lambda: None))
+    assert len({*pools, device._pool()}) == 3 and None not in pools
+    assert told == [(what, 0, pool.handle) for pool in pools for what in ("end", "release")]
+    assert len(device._broken) == 2  # pinned memory's allocator asks them still
+
+
+def test_a_pool_of_which_torch_has_told_that_it_is_free_is_gone_on_with(
+    told: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*which: Any) -> None:
+        raise RuntimeError("not currently recording to mempool_id")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", refused)
+    device = Cuda(CPU)
+    kept = device.record(lambda: None)
+    pool = device._pool()
+    with pytest.raises(RuntimeError, match="previous error"):
+        device.record(breaks(monkeypatch))
+    with pytest.raises(ZeroDivisionError):  # the recording ended well, for all that
+        device.record(lambda: 1 / 0)
+    assert kept and device._pool() is pool is not None and not device._broken and not told
+
+
+def test_a_pool_ends_with_the_last_recording(told: list[tuple]) -> None:
+    """Or no other program of the worker would get its memory."""
+    device = Cuda(CPU)
+    kept = [device.record(lambda: None) for _ in range(2)]
+    pool = device._pool()
+    kept.pop()
+    assert pool is not None and device._pool() is pool
+    graphs = weakref.WeakSet(pool.graphs)
+    kept.clear()
+    del pool
+    assert device._pool() is None and not graphs
+    kept.append(device.record(lambda: None))
+    assert device._pool() is not None
+
+
+def test_a_program_that_is_forgotten_keeps_nothing(device: Played) -> None:
+    """Not until cycles are collected either: nothing that a worker does makes that happen."""
+    got, _ = benches(device, 3)
+    replay(got, 5)
+    assert report(got)["graphs"] == 1
+    held = got.executor.tensors
+    memory = [weakref.ref(tensor) for tensor in held.values()]
+    device.held, device.pool = {}, {}
+    gc.collect()
+    gc.disable()
+    try:
+        got.executor.run([FORGET, 0, 1, 99, END, 0, 2, 1, 5000], 0)
+        assert not held and not [ref for ref in memory if ref() is not None]
+    finally:
+        gc.enable()
+
+
+def test_what_waits_for_the_device_before_a_recording_is_no_op_that_is_stuck(device: Played, monkeypatch: Any) -> None:
+    """Memory is given back once the device is through, and that may wait for what another worker compiles."""
+    got, _ = benches(device, 3)
+    seen: list[Any] = []
+    monkeypatch.setattr(device, "room", lambda: seen.append(got.executor.where()))
+    record = device.record
+
+    def recorded(run: Callable[[], None]) -> Callable[[], None]:
+        def watched() -> None:
+            run_rows = got.executor._each
+            monkeypatch.setattr(got.executor, "_each", lambda rows: (seen.append(got.executor.where()), run_rows(rows))[1])
+            run()
+            monkeypatch.setattr(got.executor, "_each", run_rows)
+
+        return record(watched)
+
+    monkeypatch.setattr(device, "record", recorded)
+    replay(got, 3)
+    assert len(seen) > 1 and {where[2] for where in seen} == {"compile"}
+
+
+def test_while_the_device_is_waited_for_nothing_is_asked_of_it(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the thread of the link, which would wait in the driver with the interpreter's lock, for a worker that died perhaps."""
+    got, _ = benches(device, 3)
+    engine, asked = got.executor._engine, []
+    monkeypatch.setattr(engine, "peak", lambda: asked.append(1) or 7)
+    monkeypatch.setattr(engine, "progress", Events(Event))
+    monkeypatch.setattr(device, "room", lambda: found.append(got.executor.stats([99])))
+    found: list[dict] = []
+    assert got.executor.stats([99])["peak_bytes"] == 7 and asked == [1]
+    replay(got, 3)
+    assert [stats["peak_bytes"] for stats in found] == [7] and asked == [1]
+    assert got.executor.stats([99])["peak_bytes"] == 7 and asked == [1, 1]
+
+
+def test_what_is_refused_when_it_is_launched_first_was_not_done(device: Played, planes: Any) -> None:
+    """Counts of what was exchanged go on as a peer's do, that had no trouble."""
+    script = Script(inputs(5))
+    (made,) = script.op("aten.relu.default", [T(0)], [1])
+    script.send(made, CHANNEL)
+    got = script.bench("cudagraphs", inputs(5), Engine(device, (), True), (), planes[0], [[1, 0, True]])
+    want = script.bench("eager", inputs(5), Engine(device, (), True), (), planes[1], [[1, 0, True]])
+    device.held, device.worker = got.executor.tensors, got.executor.worker
+    record = device.record
+
+    def refused(run: Callable[[], None]) -> Callable[[], None]:
+        record(run)
+
+        def again() -> None:
+            raise RuntimeError("CUDA error: out of memory")
+
+        return again
+
+    device.record = refused  # type: ignore[method-assign]
+    for _ in range(4):
+        replay(got)
+        replay(want)
+        assert planes[0].turns() == planes[1].turns() and planes[0].counters() == planes[1].counters()
+    assert "out of memory" in str(report(got)["reasons"])
+
+
+def test_what_is_copied_in_may_come_to_be_what_is_read_where_it_is(device: Played) -> None:
+    script = Script({1: torch.ones(4, 4), 2: torch.ones(4, 4)})
+    script.op("aten.add_.Tensor", [T(0), T(1)], [1, 2])
+    script.op("aten.mul_.Tensor", [T(0), T(1)], [2, 1])
+    got, want = script.bench("cudagraphs", {}, Engine(device)), script.bench("eager", {})
+    device.held = got.executor.tensors
+    kept = [torch.empty(4, 4) for _ in (got, want)]
+    for turn in range(9):
+        for bench, two in zip((got, want), kept, strict=True):
+            one = two if turn == 6 else torch.full((4, 4), 1.0 + turn)
+            bench.executor.tensors.update({1: one, 2: two.fill_(2.0)})
+            replay(bench)
+        same(got, want)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -93,6 +94,36 @@ def test_after_a_recording_that_failed_others_are_recorded():
     before()
     torch.cuda.empty_cache()
     assert x.tolist() == [5.0] * 8
+
+
+def test_memory_of_recordings_that_are_gone_is_given_back():
+    device = Cuda(torch.device("cuda:0"))
+    x = torch.zeros(8, device="cuda")
+
+    def reserved():
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() / 2**20
+
+    def large():
+        torch.ones(2**26, device="cuda").sum()
+
+    def broken():
+        large()
+        x.sum().item()
+
+    before = reserved()
+    replay = device.record(large)
+    replay()
+    assert reserved() >= before + 256
+    del replay
+    assert reserved() <= before + 32
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="captur"):
+            device.record(broken)
+        assert reserved() <= before + 32
+    device.record(large)()
 
 
 def step_of(model, optimizer, backend):

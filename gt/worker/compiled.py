@@ -187,10 +187,12 @@ class Plan:
         strictly: Strictly,
         direct: Container[int],
         lent: Lent,
+        slowly: Callable[[Step], Step],
     ) -> None:
         """Have runs of rows recorded in the next replay: everything that only issues work to the device.
 
         randoms: places in the code that are filled anew in each replay. direct: definitions that move data by the device alone.
+        slowly: makes a step of one that may wait for the device.
         """
         assert self.compiler is not None and self.compiler.recorder is not None
         recorder = self.compiler.recorder
@@ -202,7 +204,7 @@ class Plan:
         first = next((at for at, _ in rows if code[at] != FREE), None)
         if first is None:  # the end of a long program
             return
-        found: list[Row] = [(first, whole.begin)]
+        found: list[Row] = [(first, slowly(whole.begin))]
         moving: set[int] = set()  # what other rows make
         marks: set[Step] = set()
         if named:  # a mark goes with the row after it
@@ -229,6 +231,13 @@ class Plan:
                 self._apart.update(apart(row[0]) for row in some if code[row[0]] != FREE and row[1] not in marks)
         found.append((first, whole.ending(alive.last)))
         parts[:] = [("", found)]
+
+    def close(self) -> None:
+        """It is forgotten: what it holds is given back at once, and not when cycles are collected."""
+        if self._replays is not None:
+            self._replays.close()
+        self.segments.clear()
+        self._inside.clear()
 
     def stamps(self) -> list[tuple[str, float, float]]:
         """Actions of the last replay, where the device alone knows when they were."""

@@ -15,20 +15,19 @@ from typing import Any
 
 from gt.errors import ProtocolError, UnsupportedOp
 from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
-from gt.ir.spec import Spec, contiguous
+from gt.ir.spec import Spec
 from gt.wire.messages import Trouble
 from gt.worker import exchange, local
 from gt.worker.beside import together
+from gt.worker.blanks import Blank, blanks
 from gt.worker.compiled import ISSUES, MOVES, Plan
 from gt.worker.engine.base import Engine
 from gt.worker.lent import Lent
 from gt.worker.outgoing import Outgoing
-from gt.worker.pieces import as_boxes
-from gt.worker.pieces import local as local_shape
 from gt.worker.plane.base import Doomed, PeerGone, Plane, Unmet
 from gt.worker.program import Bound, Stamp, program
 from gt.worker.segments import Row
-from gt.worker.steps import Anew, Binder, Blank, Counted, Firsts, Step, Worker
+from gt.worker.steps import Anew, Binder, Counted, Firsts, Step, Worker
 from gt.worker.store import Cancelled, Uploads
 from gt.worker.straight import Straight, whereabouts
 from gt.worker.timed import Timed
@@ -37,6 +36,7 @@ log = logging.getLogger("gt.worker")
 
 Send = Callable[..., None]  # (message, frames=())
 LONGEST = 4000  # characters of an error's text
+WAITING = ("compile", "load", "device")  # kinds by `where`: the thread may be waiting for the device
 STAMPED = 256  # definitions of programs whose last replay is known, forgotten ones among them
 
 
@@ -68,16 +68,16 @@ class Executor:
         self._anew: dict[int, Anew] = {}  # and what may come to do so
         self._lent = Lent(lambda seq, error: self._trouble(seq, error, _text(error)))
         self._firsts = Firsts(self._steps)
-        self._compiling = self._strict = False
+        self._compiling = self._strict = self._busy = False
         self._stamps: dict[int, list[Stamp]] = {}  # by definition of a program, actions of its last replay
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
-        self._base = self._place = self._thread = 0
+        self._base = self._place = self._thread = self._peak = 0
 
     def define(self, rows: Sequence[list]) -> None:
         """Bind definitions from their wire form. What cannot be bound fails when it is run."""
         for row in rows:
             define = Define.from_wire(row)
-            made = _made(define)
+            made = blanks(define)
             try:
                 if define.kind == "program":
                     step = self._program(define)
@@ -151,7 +151,7 @@ class Executor:
         if timed and self._engine.clock is not None:
             steps = Timed(self._steps, self._engine.clock, self.times)
         self.worker.epoch, self._thread = epoch, get_ident()
-        self._code, self._base, lent = code, base, self._lent
+        self._code, self._base, self._place, lent, self._busy = code, base, 0, self._lent, True
         with self._engine.guard():
             while at < end:
                 number = code[at]
@@ -172,6 +172,7 @@ class Executor:
                 at += size
                 done += 1
         self.instructions += done
+        self._busy = False
         if self._engine.progress is not None:
             self._engine.progress.note()
 
@@ -211,7 +212,7 @@ class Executor:
             with self._compiles():
                 plan.prepare()
         elif plan.records:
-            plan.record(parts, code, randoms, self._definition, self._strictly, self._directs, self._lent)
+            plan.record(parts, code, randoms, self._definition, self._strictly, self._directs, self._lent, self._slowly)
 
     def _alone(self, payload: dict[str, Any]) -> bool:
         """Whether no other worker waits for a message while this one compiles: then that is done where it is first needed."""
@@ -223,12 +224,20 @@ class Executor:
         with self._compiles():
             compile()
 
+    def _slowly(self, step: Step) -> Step:
+        def slow(code: list, at: int) -> None:
+            with self._compiles():
+                step(code, at)
+
+        return slow
+
     def _strictly(self, rows: Sequence[Row]) -> Counted:
         """Carry out rows; where one fails, Unrecorded, and nobody is told: it is as if none had been carried out."""
         before = self.worker.tally()
         self._strict = True
         try:
-            self._each(rows)
+            with self._compiles():
+                self._each(rows)
         except Doomed as error:  # nobody waits for what was not issued
             self.worker.since(before).undo()
             raise Unrecorded(str(error.__context__)) from error
@@ -257,19 +266,26 @@ class Executor:
             kind = "device"
         return (at, base + code[at + 1], kind, progress.come() if progress is not None else 0)
 
+    def _waits(self) -> bool:
+        """Whether the executing thread may be waiting within the device's driver: who asks it anything then waits too."""
+        where = self.where() if self._busy and self._engine.progress is not None else None
+        return where is not None and where[2] in WAITING
+
     def stats(self, programs: Sequence[int] = ()) -> dict[str, Any]:
         """The worker's part of gt.stats(), without its name; actions of the last replay of these definitions."""
-        held = list(self.tensors.values())
+        held, free = list(self.tensors.values()), not self._waits()
+        if free:
+            self._peak = self._engine.peak()
         memory = dict(map(self._engine.storage, held))
         return {
             "instructions": self.instructions,
             "collectives": dict(self.worker.collectives),
             "live_tensors": len(held),
             "live_bytes": sum(memory.values()),
-            "peak_bytes": self._engine.peak(),
+            "peak_bytes": self._peak,
             "definitions": len(self._steps),
-            "actions": self._actions(programs),
-            "transfers": [t for plan in map(self._plans.get, programs) if plan is not None for t in plan.transfers()],
+            "actions": self._actions(programs) if free else [],
+            "transfers": [t for plan in map(self._plans.get, programs if free else ()) if plan for t in plan.transfers()],
             "plans": [plan.report() for plan in map(self._plans.get, programs) if plan is not None],
             "transport": self.worker.plane.transport,
             **self.worker.plane.counters(),
@@ -302,14 +318,21 @@ class Executor:
             for number in [i for i in self.tensors if code[first] <= i < code[first + 1]]:
                 del self.tensors[number]
             return last
-        if code[at] == FORGET and not self._plans.keys().isdisjoint(code[first:last]):
-            self._lent.settle()  # the memory is its program's
-        for table in (self._steps, self._made, self._plans, self._anew) if code[at] == FORGET else (self.tensors,):
+        tables: tuple[dict, ...] = (self.tensors,)
+        if code[at] == FORGET:
+            tables = self._steps, self._made, self._plans, self._anew
+            self._forget([plan for plan in map(self._plans.get, code[first:last]) if plan is not None])
+            self._directs.difference_update(code[first:last])
+        for table in tables:
             for number in code[first:last]:
                 table.pop(number, None)
-        if code[at] == FORGET:
-            self._directs.difference_update(code[first:last])
         return last
+
+    def _forget(self, plans: Sequence[Plan]) -> None:
+        if plans:
+            self._lent.settle()  # the memory is its program's
+        for plan in plans:
+            plan.close()
 
     def _fail(self, number: int, code: list[int], at: int, base: int, error: Exception) -> None:
         name, made, _ = self._made[number]
@@ -369,28 +392,3 @@ BIND: dict[str, Binder] = {
     **{kind: getattr(local, kind) for kind in KINDS if hasattr(local, kind)},
     **{kind: getattr(exchange, kind) for kind in KINDS if hasattr(exchange, kind)},
 }
-
-
-def _made(define: Define) -> list[Blank]:
-    """What a definition makes."""
-    payload, operands = define.payload, KINDS[define.kind][0]
-    if define.kind == "op":
-        first = payload["tensors"] + payload["values"]
-        outs = [out for out in payload["outs"] if out[0] in ("new", "view")]
-        return [Blank(first + n, Spec.from_wire(out[1]) if out[1] else None) for n, out in enumerate(outs)]
-    if "dst" not in operands:
-        return []
-    place, shape = operands.index("dst"), _shape(define)
-    if shape is None or "dtype" not in payload:
-        return [Blank(place, like=operands.index("src"), shape=shape)]
-    spec = contiguous(shape, payload["dtype"])
-    return [Blank(place, Spec(shape, tuple(payload.get("stride", spec.stride)), 0, spec.dtype))]
-
-
-def _shape(define: Define) -> tuple[int, ...] | None:
-    """Local shape of dst, None for that of src."""
-    payload = define.payload
-    for kind, key in (("reduce_scatter", "boxes"), ("all_to_all", "want")):
-        if define.kind == kind:
-            return local_shape(as_boxes(payload[key][payload["team"]["rank"]]))[0]
-    return tuple(payload["shape"]) if "shape" in payload else None

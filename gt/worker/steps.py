@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gt.ir.spec import Spec, contiguous
 from gt.worker.engine.base import Engine, Moves
 from gt.worker.outgoing import Outgoing
 from gt.worker.plane.base import Plane, Turns
@@ -124,23 +123,3 @@ class Counted:
             self.worker.collectives[name] += times * count
         for name, sent, received in self.moved:
             self.worker.plane.tally(name, times * sent, times * received)
-
-
-@dataclass(frozen=True)
-class Blank:
-    """An output to be made up when its instruction failed: by its spec, or shape and dtype of operand `like`."""
-
-    place: int
-    spec: Spec | None = None
-    like: int | None = None
-    shape: tuple[int, ...] | None = None
-
-    def make(self, worker: Worker, code: list, at: int) -> None:
-        worker.tensors[code[at + self.place]] = worker.engine.zeros(self._spec(worker, code, at))
-
-    def _spec(self, worker: Worker, code: list, at: int) -> Spec:
-        source = None if self.like is None else worker.tensors.get(code[at + self.like])
-        if self.spec is not None or source is None:
-            return self.spec or contiguous(self.shape or (0,), "float32")
-        spec = worker.engine.spec(source)
-        return spec if self.shape is None else contiguous(self.shape, spec.dtype)

@@ -69,6 +69,9 @@ class Replays(Protocol):
     def report(self) -> tuple[int, list[str]]:
         """How many runs are recorded, and why others are not."""
 
+    def close(self) -> None:
+        """There will be no more replays: give back memory."""
+
 
 class Recorder(Protocol):
     """What an engine may have: a device that does again what was recorded, on the same memory, in one launch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -88,17 +89,24 @@ class Device(Protocol):
         """When the device was last there, in seconds of the monotonic clock; [] while it is not through. By any thread."""
 
 
+class Pool:
+    """Memory that recordings share; each keeps it, so that with the last of them it can be given back."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.graphs: list[Any] = []  # one that is always there: a pool ends with its last graph, and may not begin again
+
+
 class Cuda:
     """A GPU. Recordings share a pool of memory and the stream that they are made on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Callable[[], Pool | None] = lambda: None  # while there are recordings
+        self._broken: list[Any] = []
         self._stream = torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device)
         self._clock = torch.cuda.Stream(device)
-        self._keeper: Callable[[], None] | None = None
-        self._left: list[Any] = []  # pools' last, broken recordings, and what keeps those pools
         self._recording = self._apart = False  # apart: whether the side stream has what is not joined yet
         self._ends: list[torch.cuda.Event] = []  # of what this recording put there
 
@@ -107,16 +115,24 @@ class Cuda:
             torch.cuda.empty_cache()
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        if self._keeper is None:  # a pool ends with the last graph that uses it, and may not begin again
-            self._keeper = self._record(lambda: torch.zeros(1, device=self.device))
-        return self._record(run)
+        pool = self._pool()
+        if pool is None:
+            pool = Pool()
+            pool.graphs.append(self._record(lambda: torch.zeros(1, device=self.device), pool))
+            self._pool = weakref.ref(pool)
+        graph = self._record(run, pool)
 
-    def _record(self, run: Callable[[], Any]) -> Callable[[], None]:
+        def replay(pool: Pool = pool) -> None:
+            graph.replay()
+
+        return replay
+
+    def _record(self, run: Callable[[], Any], pool: Pool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream), _uncollected():
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             self._recording = True
             try:
                 run()
@@ -125,27 +141,35 @@ class Cuda:
                     if self._apart:
                         self._stream.wait_stream(self._side)
                 with suppress(Exception):  # that nothing came of it says less than why
-                    self._end(graph)
+                    self._end(graph, pool)
                 raise
             else:
-                self._end(graph)
+                self._end(graph, pool)
             finally:
                 self._recording = self._apart = False
                 self._ends.clear()
         here.wait_stream(self._stream)
-        return graph.replay
+        return graph
 
-    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _end(self, graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
         try:
             graph.capture_end()
         except BaseException:
-            # torch may not have told its allocators, and then they refuse the pool: the one of pinned memory, which cannot
-            # be told otherwise, asks the graph from now on whether a stream is recorded by it
-            with suppress(Exception):
-                torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
-            self._left += [graph, self._keeper]
-            self._keeper, self._pool = None, torch.cuda.graph_pool_handle()
+            self._leave(graph, pool)
             raise
+
+    def _leave(self, graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
+        """Go on with another pool, unless torch has told its allocators that the recording ended: else they refuse this one.
+
+        The one of the GPU's memory can be told. The one of pinned memory asks the graph from now on what it records.
+        """
+        try:
+            torch._C._cuda_endAllocateToPool(self.device.index or 0, pool.handle)
+        except RuntimeError:
+            return
+        self._broken.append(graph)
+        self._pool = lambda: None
+        torch._C._cuda_releasePool(self.device.index or 0, pool.handle)  # which the graph would have done
 
     def aside(self, run: Callable[[], None]) -> None:
         if not self._recording:
@@ -170,13 +194,13 @@ class Cuda:
         return event
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        if not all(mark.query() for mark in marks):
-            return []
-        now = torch.cuda.Event(enable_timing=True)
-        now.record(self._clock)
-        now.synchronize()
-        clock = monotonic()
         try:
+            if not all(mark.query() for mark in marks):
+                return []
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(self._clock)
+            now.synchronize()
+            clock = monotonic()
             return [clock - mark.elapsed_time(now) / 1e3 for mark in marks]
-        except RuntimeError:  # another replay has begun meanwhile, or what was just recorded has not
+        except RuntimeError:  # another replay has begun meanwhile, or what was just recorded has not, or the device is lost
             return []

@@ -71,7 +71,16 @@ class Recording:
     gone: list[int]
     views: Held = field(default_factory=dict)  # what it makes that lies in what it reads
     pooled: Held = field(default_factory=dict)  # and in the pool, of which this keeps nothing
+    where: set[int] = field(init=False)  # memory of what it reads where it is
     rebuilt: list[tuple[int, Slot, Look]] = field(default_factory=list)  # what it makes that lies in what was copied in
+
+    def __post_init__(self) -> None:
+        self.where = {address(tensor) for tensor in self.still.values()}
+
+    def at(self, places: set[int]) -> set[int]:
+        """What it reads that lies there, where it is or before it is copied in."""
+        found = {i for slot in self.slots if slot.source is not None and slot.source.data_ptr() in places for i in slot.looks}
+        return found | {i for i, tensor in self.still.items() if address(tensor) in places}
 
     def moved(self, held: Held) -> set[int]:
         """What it reads that is no longer where it was."""
@@ -159,12 +168,20 @@ class Replays:
         self.lent.settle(self._dropped)
         self.recording, self.again = self.again, False
         if self.recording:
-            self.device.room()
             self.passes += 1
-            self.named.clear()
-            self.pool.clear()
-            for run in self.runs:
-                run.forget()
+            self._forget()
+            self.device.room()
+
+    def _forget(self) -> None:
+        self.named.clear()
+        self.pool.clear()
+        for run in self.runs:
+            run.forget()
+
+    def close(self) -> None:
+        self._forget()
+        for kept in (self.runs, self.marks, self.moves, self.kept):
+            kept.clear()
 
     def stand_in(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         """A name for the same that does not keep memory of the pool."""
@@ -225,8 +242,11 @@ class Run:
             raise Moved(moved)
         for slot in found.slots:
             slot.find(held)
-        if len({slot.source.data_ptr() for slot in found.slots if slot.source is not None}) < len(found.slots):
+        sources = {slot.source.data_ptr() for slot in found.slots if slot.source is not None}
+        if len(sources) < len(found.slots):
             raise Moved({i for slot in found.slots for i in slot.looks})  # into one memory: they have to have one slot
+        if not found.where.isdisjoint(sources):
+            raise Moved(found.at(sources & found.where))
         self._launch(found)
         found.counted.again()
         held.update(found.views)
@@ -270,10 +290,14 @@ class Run:
                 del held[i]
             held.update(before)
         found = Recording(replay, counted[0], still, slots, gone)
-        owned = self._name(found, made, still)
-        for slot in slots:
-            slot.find(held)
-        self._launch(found)
+        try:
+            owned = self._name(found, made, still)
+            for slot in slots:
+                slot.find(held)
+            self._launch(found)
+        except BaseException:
+            counted[0].undo()
+            raise
         held.update({**found.views, **owned})  # until the program frees them the pool may not give them away
         whole.named.update(found.pooled)
         whole.pool.update(map(address, owned.values()))
