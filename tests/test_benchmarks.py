@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -120,8 +121,10 @@ def test_the_table_runs_what_there_are_gpus_for_and_goes_on_where_it_was(
         "import json, os, sys\n"
         "name, *rest = sys.argv[1:-2]\n"
         "row = {'ms': 61.25, 'gpus': os.environ['CUDA_VISIBLE_DEVICES'], 'rest': rest}\n"
-        "json.dump({'figures': {f'{name} native graph': row}}, open(sys.argv[-1], 'w'))\n"
-        "sys.exit(name == 'c')\n"
+        "bars = ['ms: 3, want at most 2  MISSED'] if name == 'c' else []\n"
+        "whole = {'figures': {f'{name} native graph': row}, 'bars': bars, 'ended': name != 'e'}\n"
+        "json.dump(whole, open(sys.argv[-1], 'w'))\n"
+        "sys.exit(name in 'ce')\n"
     )
     monkeypatch.setattr(table, "HERE", tmp_path)
     monkeypatch.setenv("COMMIT", "abc")
@@ -130,16 +133,28 @@ def test_the_table_runs_what_there_are_gpus_for_and_goes_on_where_it_was(
         table.Item("b", 2, 10, "bench.py b", "a"),
         table.Item("c", 1, 10, "bench.py c 'two words'"),
         table.Item("d", 1, 1000, "bench.py d"),
+        table.Item("e", 1, 10, "bench.py e"),
     ]
     one = table.Table(tmp_path, ["4", "6"], 500, False)
-    assert [item.name for item in one.run(items)] == ["d"] and one.failed == ["c"]
+    assert [item.name for item in one.run(items)] == ["d"] and sorted(one.failed) == ["c", "e"]
     found = {path.stem: json.loads(path.read_text())["figures"] for path in tmp_path.glob("*.json")}
     assert found["gpu-a-abc"]["a native graph"]["gpus"] == "4" and found["gpu-c-abc"]["c native graph"]["rest"] == ["two words"]
     assert found["gpu-b-abc"]["b native graph"] == {"ms": 61.25, "gpus": "4,6", "rest": ["--one", "61.25"]}
     capsys.readouterr()
     again = table.Table(tmp_path, ["4", "6"], 5000, False)
-    assert again.run(items) == [] and not again.failed
-    assert [line for line in capsys.readouterr().out.splitlines() if "begun" in line] == ["d: begun on GPU 4"]
+    assert again.run(items) == [] and again.failed == ["c", "e"]  # what missed a bar still has, what broke off is run again
+    begun = [line for line in capsys.readouterr().out.splitlines() if "begun" in line]
+    assert begun == ["d: begun on GPU 4", "e: begun on GPU 6"]
+
+
+@pytest.mark.parametrize("least, most", [(0.0, None), (None, 1.0)])
+def test_what_is_no_number_holds_no_bar_and_is_no_loss(cases: ModuleType, least: float | None, most: float | None) -> None:
+    report = cases.Report("some.py", None, {"": -8})
+    report.bar("a over b", 0.5, most=most, least=least)
+    assert report.end() == 0
+    report.bar("c over d", math.nan, most=most, least=least)
+    assert report.end() == 1 and "MISSED" in report.bars[-1]
+    assert cases.apart([2.0, math.nan], [2.0, 2.0]) == math.inf and cases.apart([2.0, 3.0], [2.0, 2.0]) == 0.5
 
 
 @pytest.mark.slow

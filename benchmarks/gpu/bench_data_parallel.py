@@ -55,7 +55,7 @@ def ours(name: str, size: str, model_name: str, seconds: float) -> cases.Row:
         return loss.detach()
 
     data = native.batch_of(*map(int, size.split("x")), "cpu")
-    return cases.captured(step, data, seconds)
+    return cases.captured(step, data, seconds, model, optimizer)
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, cases.Row | None, str]]:

@@ -57,7 +57,8 @@ def training(case: str, size: str, name: str, dtype: str, backend: str) -> tuple
 
 
 def ours(case: str, size: str, name: str, seconds: float) -> cases.Row:
-    return cases.captured(trainer(case, size, name), native.batch_of(*map(int, size.split("x")), "cpu"), seconds)
+    step, model, optimizer = training(case, size, name, "bf16", "")
+    return cases.captured(step, native.batch_of(*map(int, size.split("x")), "cpu"), seconds, model, optimizer)
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, cases.Row | None, str]]:

@@ -15,6 +15,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,20 @@ REPLAYS, MEASURES = 3, 5
 NEAR, WIDE, OVER = 1.5, 0.98, 1.05  # us over raw below 64 KiB; of its rate at 256 MiB; times the best all-reduce
 
 
+@dataclass(frozen=True)
+class Repetition:
+    """Of a case: what issues it, what there was before it, and whether what is there is what has to be."""
+
+    issue: Callable[[], None]
+    before: Callable[[], object]
+    right: Callable[[], bool]
+
+
 class Rank:
     """One process with one GPU: the plane, its rivals, and memory for all of them."""
 
-    def __init__(self, rank: int, size: int, meet: str, heap: int, most: int) -> None:
+    def __init__(self, rank: int, size: int, meet: str, heap: int, most: int, plane: bool) -> None:
+        """plane: NCCL as GT's workers have it; else as it is by itself, for the rival."""
         import torch
         import torch.distributed as dist
 
@@ -42,6 +54,7 @@ class Rank:
 
         self.torch, self.dist, self.rank, self.size = torch, dist, rank, size
         self.cuda = torch.cuda.is_available()
+        self.ring = self.nccl() if plane and self.cuda else None  # before NCCL reads its variables
         self.device = torch.device("cuda", 0) if self.cuda else torch.device("cpu")
         more = {"device_id": self.device} if self.cuda else {}
         dist.init_process_group(
@@ -50,29 +63,34 @@ class Rank:
         self.raw_at = heap  # of symmetric memory: what is received, what is sent, a flag
         slot, slots, buffer = sizes(heap)
         team_at = 8 * channel_bytes(slot, slots)
-        library, base, ring = self.joined(meet, heap + 2 * most + 4096)
+        library, base = self.joined(meet, heap + 2 * most + 4096)
         self.base, self.library = base, library
         nbytes = heap + 2 * most + 4096
         engine = DirectEngine(TorchEngine(str(self.device)), COMBINE)
-        self.arena, self.ring = Arena(self, library, engine, range(size), rank, base, nbytes, ring), ring
+        self.arena = Arena(self, library, engine, range(size), rank, base, nbytes, self.ring)
         self.sum = engine.combine("sum", "bfloat16")
         self.form: Any = {"id": 0, "workers": list(range(size)), "rank": rank, "offset": team_at, "bytes": buffer}
         self.channel: Any = {"peer": 1 - rank, "offset": 0, "bytes": slot, "slots": slots}
         self.raw_bytes, self.count = most, 1000
 
-    def joined(self, meet: str, nbytes: int) -> tuple[Any, int, Any]:
-        """NVSHMEM's library as the plane uses it, this rank's symmetric memory, and NCCL as the plane uses it."""
+    def nccl(self) -> Any:
+        from gt.worker.plane import nccl
+
+        return nccl.Nccl()
+
+    def joined(self, meet: str, nbytes: int) -> tuple[Any, int]:
+        """NVSHMEM's library as the plane uses it, and this rank's symmetric memory."""
         if not self.cuda:
             from played import Library
 
             library = Library(Path(meet + ".heap"), self.rank, self.size, nbytes, self.meet)
-            return library, library.base, None
-        from gt.worker.plane import nccl, nvshmem
+            return library, library.base
+        from gt.worker.plane import nvshmem
 
         found = nvshmem.Library()
         name = [found.unique_id() if self.rank == 0 else ""]
         self.dist.broadcast_object_list(name)
-        return found, found.join(name[0], self.rank, self.size, nbytes), nccl.Nccl()
+        return found, found.join(name[0], self.rank, self.size, nbytes)
 
     def count_bytes(self, *_: int) -> None:
         """What a plane does with them."""
@@ -102,7 +120,7 @@ class Rank:
 
     # ---- one repetition of each
 
-    def pair(self, method: str, nbytes: int) -> tuple[Callable[[], None], Callable[[], bool]]:
+    def pair(self, method: str, nbytes: int) -> Repetition:
         """There and back."""
         mine, theirs = self.numbers(nbytes, self.rank).view(self.torch.uint8)[:nbytes], self.empty(nbytes)
         if method == "plane":
@@ -125,7 +143,7 @@ class Rank:
                 step()
 
         wanted = self.numbers(nbytes, 1 - self.rank).view(self.torch.uint8)[:nbytes]
-        return both, lambda: bool((theirs == wanted).all())
+        return Repetition(both, theirs.zero_, lambda: bool((theirs == wanted).all()))
 
     def put(self, target: int, source: int, nbytes: int, flag: int, value: int) -> None:
         if not self.cuda:
@@ -138,33 +156,35 @@ class Rank:
     def await_flag(self, flag: int, value: int) -> None:
         self.library.wait(flag, value, self.stream())
 
-    def all_reduce(self, method: str, nbytes: int) -> tuple[Callable[[], None], Callable[[], bool]]:
+    def all_reduce(self, method: str, nbytes: int) -> Repetition:
         wanted = sum(self.numbers(nbytes, rank).float() for rank in range(self.size))
         mine = self.numbers(nbytes, self.rank)
         if method == "nvshmem":
             source, out = self.symmetric(nbytes)
             source.copy_(mine)
-            return self.team_call("bfloat16_sum_reduce_on_stream", out, source, len(mine)), lambda: bool((out == wanted).all())
+            call = self.team_call("bfloat16_sum_reduce_on_stream", out, source, len(mine))
+            return Repetition(call, out.zero_, lambda: bool((out == wanted).all()))
         found = mine.clone()
         flat = found.view(self.torch.uint8)
-        if method == "plane":
-            return lambda: self.arena.all_reduce(self.form, flat, self.sum), lambda: bool((found == wanted).all())
-        return lambda: self.dist.all_reduce(found), lambda: bool((found == wanted).all())
+        ours = partial(self.arena.all_reduce, self.form, flat, self.sum)
+        issue = ours if method == "plane" else partial(self.dist.all_reduce, found)
+        return Repetition(issue, lambda: found.copy_(mine), lambda: bool((found == wanted).all()))
 
-    def all_gather(self, method: str, nbytes: int) -> tuple[Callable[[], None], Callable[[], bool]]:
+    def all_gather(self, method: str, nbytes: int) -> Repetition:
         part = max(2, nbytes // self.size // 2 * 2)
         mine, wanted = self.numbers(part, self.rank), self.torch.cat([self.numbers(part, rank) for rank in range(self.size)])
         if method == "nvshmem":
             source, out = self.symmetric(part, part * self.size)
             source.copy_(mine)
-            return self.team_call("bfloat16_fcollect_on_stream", out, source, len(mine)), lambda: bool((out == wanted).all())
+            call = self.team_call("bfloat16_fcollect_on_stream", out, source, len(mine))
+            return Repetition(call, out.zero_, lambda: bool((out == wanted).all()))
         out = self.torch.empty_like(wanted)
         flat, rows = mine.view(self.torch.uint8), [row.view(self.torch.uint8) for row in out.chunk(self.size)]
-        if method == "plane":
-            return lambda: self.arena.all_gather(self.form, flat, rows), lambda: bool((out == wanted).all())
-        return lambda: self.dist.all_gather_into_tensor(out, mine), lambda: bool((out == wanted).all())
+        ours = partial(self.arena.all_gather, self.form, flat, rows)
+        issue = ours if method == "plane" else partial(self.dist.all_gather_into_tensor, out, mine)
+        return Repetition(issue, out.zero_, lambda: bool((out == wanted).all()))
 
-    def reduce_scatter(self, method: str, nbytes: int) -> tuple[Callable[[], None], Callable[[], bool]]:
+    def reduce_scatter(self, method: str, nbytes: int) -> Repetition:
         part = max(2, nbytes // self.size // 2 * 2)
         mine = self.numbers(part * self.size, self.rank)
         every = sum(self.numbers(part * self.size, rank).float() for rank in range(self.size))
@@ -173,12 +193,12 @@ class Rank:
             source, out = self.symmetric(part * self.size, part)
             source.copy_(mine)
             call = self.team_call("bfloat16_sum_reducescatter_on_stream", out, source, part // 2)
-            return call, lambda: bool((out == wanted).all())
+            return Repetition(call, out.zero_, lambda: bool((out == wanted).all()))
         out = self.torch.empty(part // 2, dtype=self.torch.bfloat16, device=self.device)
         flat, rows = out.view(self.torch.uint8), [row.view(self.torch.uint8) for row in mine.chunk(self.size)]
-        if method == "plane":
-            return lambda: self.arena.reduce_scatter(self.form, rows, flat, self.sum), lambda: bool((out == wanted).all())
-        return lambda: self.dist.reduce_scatter_tensor(out, mine), lambda: bool((out == wanted).all())
+        ours = partial(self.arena.reduce_scatter, self.form, rows, flat, self.sum)
+        issue = ours if method == "plane" else partial(self.dist.reduce_scatter_tensor, out, mine)
+        return Repetition(issue, out.zero_, lambda: bool((out == wanted).all()))
 
     def symmetric(self, nbytes: int, out: int = 0) -> tuple[Any, Any]:
         """A source and a result in symmetric memory, behind the plane's."""
@@ -198,14 +218,18 @@ class Rank:
         self.arena.rewind([[1 - self.rank, 0, sends] for sends in (True, False)])
 
     def measure(self, op: str, method: str, nbytes: int) -> float:
-        """us of one repetition; of a pair one way. AssertionError where what arrives is not what was sent."""
+        """us of one repetition; of a pair one way. AssertionError where what arrives is not what was sent.
+
+        That is looked at before, and behind all replays in one more, recorded as they are, of a single repetition.
+        """
         self.arena.ring = None if method == "peers" else self.ring
-        issue, right = getattr(self, op)("plane" if method == "peers" else method, nbytes)
+        case: Repetition = getattr(self, op)("plane" if method == "peers" else method, nbytes)
+        issue = case.issue
         self.wait()
         self.rewind()
         issue()
         self.wait()
-        assert right(), f"{op} of {nbytes} bytes by {method}: another value than was sent"
+        assert case.right(), f"{op} of {nbytes} bytes by {method}: another value than was sent"
         issue()
         self.wait()
         count = next(n for most, n in REPEATS if nbytes <= most)
@@ -218,6 +242,14 @@ class Rank:
             self.wait()
             took.append(self.clocked(replay) / (count if self.cuda else 4))
         self.wait()
+        self.count = 2000
+        last = self.recorded(issue, 1)
+        case.before()
+        self.wait()
+        last()
+        self.wait()
+        assert case.right(), f"{op} of {nbytes} bytes by {method}: another value than was sent, after replays"
+        self.count = 3000
         return statistics.median(took) / (2 if op == "pair" else 1)
 
     def recorded(self, issue: Callable[[], None], count: int) -> Callable[[], None]:
@@ -253,14 +285,14 @@ class Rank:
 
 def child(args: argparse.Namespace) -> None:
     """A rank of a case; the first prints what there is after each size, in case there is no more."""
-    (op,) = args.child
+    op, *methods = args.child
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[args.rank] if visible else str(args.rank)
-    own = Rank(args.rank, args.world, args.meet, args.heap << 20, max(args.sizes))
+    own = Rank(args.rank, args.world, args.meet, args.heap << 20, max(args.sizes), "plane" in methods)
     found: dict[str, dict[str, float]] = {}
     context = own.torch.cuda.stream(own.torch.cuda.Stream()) if own.cuda else contextlib.nullcontext()
     with context, own.torch.no_grad():
-        for method in ("plane", "nccl", "peers", "nvshmem"):  # raw collectives last: not all of them may be recorded
+        for method in methods:
             if (method == "peers" and op == "pair") or (method == "nvshmem" and op != "pair" and not own.cuda):
                 continue  # there is no such thing, or it is not played
             for size in args.sizes:
@@ -303,14 +335,21 @@ def main() -> int:
         op, _, world = case.partition("@")
         if op not in OPS or (op == "pair" and world != "2"):
             raise SystemExit(f"{case}: want one of {', '.join(OPS)}, @ and how many GPUs, two for a pair")
-        with cases.meeting(__file__, int(world), "--child", op, "--heap", args.heap, "--sizes", *args.sizes) as commands:
-            found, said = cases.together(commands, args.limit, partly=True)
-        for size in args.sizes if found else ():
+        found: dict[str, Any] = {}
+        whys = []
+        for methods in (("plane", "peers", "nvshmem"), ("nccl",)):  # raw collectives last: not all of them may be recorded
+            rest = ("--child", op, *methods, "--heap", args.heap, "--sizes", *args.sizes)
+            with cases.meeting(__file__, int(world), *rest) as commands:
+                some, said = cases.together(commands, args.limit, partly=True)
+            found |= some or {}
+            whys += [said] if said and (some is None or "exit codes" in said or "given up" in said) else []
+        for size in args.sizes:
             times = {method: found[method][str(size)] for method in found if str(size) in found[method]}
-            report.row(f"{case} {size}", {**times}, "", lambda row, size=size: cells(row, size))
-        if said and (found is None or "exit codes" in said or "given up" in said):
-            report.row(case, None, said, lambda row: [])
-        bars(report, case, found or {})
+            if times:
+                report.row(f"{case} {size}", {**times}, "", lambda row, size=size: cells(row, size))
+        for why in whys:
+            report.row(case, None, why, lambda row: [])
+        bars(report, case, found)
     return report.end()
 
 

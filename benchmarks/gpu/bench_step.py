@@ -2,7 +2,8 @@
 
 `python benchmarks/gpu/bench_step.py [--json FILE] [--sizes 4x128 32x1024] [--only NAME ...]`. bf16 weights, fused AdamW. Prints
 a table and one line of JSON: milliseconds a step (median of blocks of steps that are waited for together, and of steps that are
-each waited for), peak memory, seconds to the first step that runs as it will from then on, with nothing compiled before.
+each waited for), peak memory, seconds to the first step that runs as it will from then on, with nothing compiled before. All
+have to have the first row's losses, from the first weights on, by what is timed.
 Native: eager, torch.compile, and torch.compile with the whole step in a CUDA graph; GT: op by op, and captured with each
 backend.
 """
@@ -20,7 +21,7 @@ import cases
 
 NATIVE = ("native eager", "native torch.compile", "native graph")
 GT = ("gt eager", "gt eager captured", "gt inductor", "gt cudagraphs")
-COLUMNS = {"ms": ".3f", "alone ms": ".3f", "tokens/s": ".0f", "peak MiB": ".0f", "first s": ".1f"}
+COLUMNS = {"ms": ".3f", "alone ms": ".3f", "tokens/s": ".0f", "peak MiB": ".0f", "first s": ".1f", "apart": ".1e"}
 # what must hold: (GT's, native's, at most so many times, of what, at which size)
 BARS = [
     ("gt cudagraphs", "native graph", 1.03, "ms", "4x128"),
@@ -32,11 +33,13 @@ BARS = [
 
 
 def training(device: str, batch: int, length: int, name: str, compiled: bool = False) -> tuple[Callable, list, Any]:
-    """step(tokens, targets), the two on the CPU, and the model."""
+    """step(tokens, targets), the two on the CPU, and what has it begin with the first weights again."""
     import torch
     from model import GPT2, fresh
 
-    model = GPT2(fresh(name)).materialize(torch.bfloat16).initialize(0).to(device)
+    model = GPT2(fresh(name)).materialize(torch.bfloat16).initialize(0)
+    first = [p.detach().clone() for p in model.parameters()]
+    weights = cases.Weights(model.to(device).parameters(), first)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device == "cuda")
     forward = torch.compile(model) if compiled else model
 
@@ -49,17 +52,18 @@ def training(device: str, batch: int, length: int, name: str, compiled: bool = F
 
     torch.manual_seed(1)
     data = torch.randint(50257, (batch, length + 1))
-    return step, [data[:, :-1].contiguous(), data[:, 1:].contiguous()], model
+    return step, [data[:, :-1].contiguous(), data[:, 1:].contiguous()], lambda: weights.again(optimizer)
 
 
 def native(name: str, batch: int, length: int, model: str, seconds: float) -> cases.Row:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"  # the latter to try this out
-    step, data, _ = training(device, batch, length, model, compiled=name != "native eager")
+    step, data, again = training(device, batch, length, model, compiled=name != "native eager")
     data = [part.to(device) for part in data]
     start = time.perf_counter()
-    losses = [step(*data).item() for _ in range(cases.STEPS)]
+    for _ in range(cases.STEPS):
+        step(*data).item()
     run: Callable[[], Any] = lambda: step(*data)  # noqa: E731
     if name == "native graph" and device == "cuda":
         side = torch.cuda.Stream()
@@ -69,9 +73,11 @@ def native(name: str, batch: int, length: int, model: str, seconds: float) -> ca
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            step(*data)
-        run = graph.replay
+            loss = step(*data)
+        run = lambda: (graph.replay(), loss)[1]  # noqa: E731
     first = time.perf_counter() - start
+    again()
+    losses = [run().item() for _ in range(cases.STEPS)]
     ms, alone = cases.timed(run, torch.cuda.synchronize if device == "cuda" else lambda: None, seconds)
     return {
         "ms": ms,
@@ -86,7 +92,7 @@ def remote(name: str, batch: int, length: int, model: str, seconds: float) -> ca
     import gt
 
     gt.gpu_workers(1)
-    step, data, _ = training("remote", batch, length, model)
+    step, data, again = training("remote", batch, length, model)
     start = time.perf_counter()
     run = step
     if name == "gt eager":
@@ -94,8 +100,11 @@ def remote(name: str, batch: int, length: int, model: str, seconds: float) -> ca
     else:
         run = gt.compile(step, backend={"gt eager captured": "eager"}.get(name, name[3:]))
     last = []
-    losses = [run(*data).item() for _ in range(4 if name == "gt eager" else 8)]
+    for _ in range(cases.STEPS if name == "gt eager" else cases.MADE):
+        run(*data).item()
     first = time.perf_counter() - start
+    again()
+    losses = [run(*data).item() for _ in range(cases.STEPS)]
 
     def once() -> None:
         last[:] = [run(*data)]
@@ -105,7 +114,7 @@ def remote(name: str, batch: int, length: int, model: str, seconds: float) -> ca
     said = run.explain() if run is not step else ""
     print(said, file=sys.stderr)
     gt.shutdown()
-    return {"ms": ms, "alone ms": alone, "peak MiB": worker["peak_bytes"] / 2**20, "first s": first, "losses": losses[:4]}
+    return {"ms": ms, "alone ms": alone, "peak MiB": worker["peak_bytes"] / 2**20, "first s": first, "losses": losses}
 
 
 def main() -> int:
@@ -123,13 +132,17 @@ def main() -> int:
     report.head()
     for size in args.sizes:
         batch, length = map(int, size.split("x"))
+        wanted: list[float] = []
         for name in args.only:
             command = [__file__, "--child", name, size, args.model, "--seconds", args.seconds]
             with tempfile.TemporaryDirectory() as cache:  # what one has compiled is not there for the next
                 caches = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
                 row, said = cases.together([command], args.limit, **caches)
             if row is not None:
-                row["tokens/s"] = batch * length / row["ms"] * 1e3
+                wanted = wanted or row["losses"]
+                row |= {"tokens/s": batch * length / row["ms"] * 1e3, "apart": cases.apart(row["losses"], wanted)}
+                if row["apart"] > cases.NOISE:
+                    row, said = None, f"its losses {row['losses']} are not those of the first row, {wanted}"
             lines = said.strip()[-600:].splitlines() if name in GT else []
             report.row(f"{size} {name}", row, said, lambda row: [f"{row[k]:{form}}" for k, form in COLUMNS.items()], lines)
     for ours, theirs, most, what, size in BARS:

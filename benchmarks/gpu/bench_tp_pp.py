@@ -70,8 +70,8 @@ def mean_loss(model: Any, tokens: Any, targets: Any) -> Any:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").float().mean()
 
 
-def trainer(case: str, size: str, preset: str, vocab: str) -> Callable[..., Any]:
-    """The case's captured training step, on workers that are started for it."""
+def training(case: str, size: str, preset: str, vocab: str) -> tuple[Callable[..., Any], Any, Any]:
+    """The case's captured training step, on workers that are started for it, its model and optimizer."""
     import torch
 
     import gt
@@ -101,7 +101,7 @@ def trainer(case: str, size: str, preset: str, vocab: str) -> Callable[..., Any]
         optimizer.zero_grad()
         return total
 
-    return step
+    return step, model, optimizer
 
 
 def batch_of(size: str, vocab: str) -> list[Any]:
@@ -109,7 +109,8 @@ def batch_of(size: str, vocab: str) -> list[Any]:
 
 
 def ours(case: str, size: str, preset: str, vocab: str, seconds: float) -> cases.Row:
-    return cases.captured(trainer(case, size, preset, vocab), batch_of(size, vocab), seconds)
+    step, model, optimizer = training(case, size, preset, vocab)
+    return cases.captured(step, batch_of(size, vocab), seconds, model, optimizer)
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, cases.Row | None, str]]:

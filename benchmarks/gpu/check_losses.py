@@ -29,7 +29,6 @@ EXACT, TWICE = 1e-5, 2.0
 TEXT = [cases.ROOT / "README.md", *sorted((cases.ROOT / "docs").glob("*.md"))]
 BATCHES = 4  # that come in turns
 STEPS = {"fp32": 20, "bf16": 50}
-MADE = 8  # steps after which all is compiled
 COLUMNS = {"": -44, "largest difference": 22, "of typical size": 18, "last loss": 12}
 
 
@@ -85,17 +84,10 @@ def ours(name: str, size: str, dtype: str, case: str, backend: str) -> list[floa
 
 def _made(step: Any, model: Any, optimizer: Any, data: Sequence[list[Any]]) -> None:
     """Have a step compiled; what it trains is as before."""
-    import torch
-
-    first = [p.detach().cpu() for p in model.parameters()]
-    for n in range(MADE):
+    weights = cases.Weights(model.parameters())
+    for n in range(cases.MADE):
         step(*data[n % BATCHES]).item()
-    with torch.no_grad():
-        for p, value in zip(model.parameters(), first, strict=True):
-            p.copy_(value)
-        for state in optimizer.state.values():
-            for value in state.values():
-                value.zero_()
+    weights.again(optimizer)
 
 
 def apart(losses: Sequence[float], wanted: Sequence[float]) -> tuple[float, float]:

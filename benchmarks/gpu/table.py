@@ -122,11 +122,16 @@ class Table:
             return next((row["ms"] for case, row in rows.items() if case.endswith("native graph") and "ms" in row), None)
         return None
 
+    def held(self, item: Item) -> bool:
+        """Whether a result has all rows and holds all bars."""
+        found = json.loads(self.path(item.name).read_text())
+        return not any("failed" in row for row in found["figures"].values()) and not any("MISSED" in b for b in found["bars"])
+
     def ended(self, process: subprocess.Popen) -> None:
         item, mine, start = self.running.pop(process)
         self.free = [gpu for gpu in self.gpus if gpu in {*self.free, *mine}]  # in their order, whichever ended first
         part = self.path(item.name, "part")
-        if process.returncode in (0, 1) and part.exists():  # 1: a bar is missed, or a row has failed and says why
+        if part.exists() and json.loads(part.read_text()).get("ended"):  # else it broke off: what there is may be little
             part.rename(self.path(item.name))
         print(f"{item.name}: exit code {process.returncode} after {time.monotonic() - start:.0f} s")
         print(self.path(item.name, "txt").read_text(), flush=True)
@@ -136,6 +141,7 @@ class Table:
     def run(self, items: Sequence[Item]) -> list[Item]:
         """Those that there was no time for."""
         waiting = [item for item in items if not self.path(item.name).exists()]
+        self.failed = [item.name for item in items if item not in waiting and not self.held(item)]
         try:
             while True:
                 busy = [item.name for item, _, _ in self.running.values()]

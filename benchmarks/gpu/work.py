@@ -170,7 +170,7 @@ def ours(case: str, size: str, preset: str, vocab: str, seconds: float) -> cases
         for name in ("gpu_workers", "cpu_workers"):
             stack.enter_context(mock.patch.object(gt, name, start))
         model, _, rest = case.rpartition("=")
-        step = bench_pipeline.trainer(rest, size, model) if model else bench_tp_pp.trainer(case, size, preset, vocab)
+        step = bench_pipeline.trainer(rest, size, model) if model else bench_tp_pp.training(case, size, preset, vocab)[0]
         data = bench_tp_pp.batch_of(size, vocab)
 
         def timed(number: int) -> float:
