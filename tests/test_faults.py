@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gt.dispatcher.cluster import Cluster
+from gt.dispatcher.cluster import Cluster, HeapFull
 from gt.dispatcher.events import PeerLost, Tick
 from gt.errors import WorkerStuck
 from gt.wire.link import hello
@@ -288,6 +288,15 @@ def test_devices_that_shared_memory_do_so_again_once_all_are_back():
     assert not formed(b"new a"), "one is not back yet"
     joins(b"new b", "w1", "id 4")
     assert formed(b"new a") == formed(b"new b") == [([0, 1], "id 3")]
+
+
+def test_a_heap_that_is_full_says_what_to_set():
+    cluster = Cluster()
+    for n in range(8):
+        cluster.add(b"%d" % n, {"name": f"w{n}", "heap_bytes": 4 << 20})
+    with pytest.raises(HeapFull, match=r"4194304 bytes has no room for \d+ more, \d+ are taken .* GT_HEAP_SIZE=256MiB, or"):
+        for n in range(1, 8):
+            cluster.channel(0, n)
 
 
 def test_devices_of_several_hosts_share_memory_within_one():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import planes
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch.direct import DirectEngine
 from gt.worker.plane import nccl
 from gt.worker.plane.arena import DIRECT, Arena
-from gt.worker.plane.base import Doomed
+from gt.worker.plane.base import ALL, Doomed
 from gt.worker.plane.kernels import cut
 from gt.worker.plane.nvshmem import NvshmemPlane
 from gt.worker.plane.rings import Rings
@@ -366,6 +367,61 @@ def test_worlds_of_two_kinds_do_not_mix() -> None:
     plane = NvshmemPlane(None, 1 << 20, library=object())
     with pytest.raises(SystemFailure, match="moves data by nvshmem, others by nccl: set GT_TRANSPORT"):
         plane.form([0, 1], 0, "nccl:there")
+
+
+class Apart(Library):
+    """Of which one member cannot map another's memory, or cannot join at all."""
+
+    def unique_id(self) -> str:
+        return "id"
+
+    def join(self, unique_id: str, rank: int, count: int, nbytes: int) -> int:
+        if (self.rank, "joins") in self.world.refused:
+            raise RuntimeError("no transport found")
+        return self.world.bases[rank]
+
+    def peer(self, address: int, rank: int) -> int:
+        return 0 if (self.rank, rank) in self.world.refused else super().peer(address, rank)
+
+
+def reached(refused: Sequence[Any], ring: Any, **more: Any) -> list[Any]:
+    """What moves memory between three members, and what they can do with it: a message of the first to the last."""
+    world, engine = World(3), types.SimpleNamespace(direct=DirectEngine(TorchEngine("cpu"), COMBINE))
+    world.refused = refused
+    made = [NvshmemPlane(engine, BYTES, Apart(world, n, random.Random(n)), ring, **more) for n in range(3)]
+    rows = [planes.row(n, plane.open()) for n, plane in enumerate(made)]
+
+    def member(rank: int) -> Any:
+        plane = made[rank]
+        plane.world(rows)
+        plane.form([0, 1, 2], rank, "nvshmem:id")
+        found, data = plane.reach([0, 2]), torch.full((64,), 7, dtype=torch.uint8)
+        into = torch.zeros(64, dtype=torch.uint8)
+        if found is not None and rank != 1:
+            found.send(channel(0, 2), data) if rank == 0 else found.recv(channel(2, 0), into)
+        return plane.transport, type(found), int(into[0])
+
+    try:
+        return members_of(3, member, lambda: [plane.abort(ALL, "the test failed") for plane in made])
+    finally:
+        for plane in made:
+            plane.close()
+
+
+@pytest.mark.parametrize("refused", [[(0, 1)], [(2, 0), (0, 2)], [(1, "joins")]])
+def test_where_gpus_cannot_reach_each_other_all_go_by_nccl(refused: list, caplog: pytest.LogCaptureFixture) -> None:
+    """Those too that reach all others."""
+    assert reached(refused, Ring()) == [("nccl", Rings, 0), ("nccl", Rings, 0), ("nccl", Rings, 7)]
+    said = [record.message for record in caplog.records if "go by nccl" in record.message]
+    why = "no transport found" if (1, "joins") in refused else f"cannot map the memory of workers [{refused[0][1]}]"
+    assert len(said) == 3 and all(why in text for text in said)
+
+
+def test_where_gpus_reach_each_other_or_there_is_no_nccl_or_nvshmem_is_asked_for() -> None:
+    assert reached([], Ring()) == [("nvshmem", Arena, 0), ("nvshmem", Arena, 0), ("nvshmem", Arena, 7)]
+    assert reached([(0, 1)], None) == [("shm", type(None), 0)] * 3
+    with pytest.raises(SystemFailure, match=r"cannot map the memory of workers \[1\] .* leave GT_TRANSPORT empty, or"):
+        reached([(0, 1)], Ring(), forced=True)
 
 
 def test_a_large_all_reduce_goes_by_shares() -> None:

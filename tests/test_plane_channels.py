@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gt.ir.heap import ChannelRegion, TeamRegion, channel_bytes, channel_class, team_bytes
+from gt.ir.heap import ChannelRegion, TeamRegion, channel_bytes, channel_class, enough, sizes, team_bytes
 
 
 @settings(max_examples=40, deadline=None)
@@ -123,3 +123,14 @@ def test_nothing_is_left_open():
         for plane in world:
             plane.close()  # and once more at the end
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("mib", [4, 256, 512, 2048, 4096])
+def test_the_heap_that_is_said_to_be_enough_is(mib):
+    """A channel's share of a large heap does not grow with it for ever."""
+    small = mib << 20
+    now = channel_bytes(sizes(small).slot, sizes(small).slots)
+    for count in (1, 40, 500):
+        large = enough(small, count * now)
+        found = sizes(large)
+        assert large > small and count * channel_bytes(found.slot, found.slots) <= large * 1.1

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+import types
 
 import numpy as np
 import planes
 import pytest
 
-from gt.worker.plane.base import ALL, PeerGone, Unreachable
+from gt.errors import ConfigError
+from gt.worker.plane.base import ALL, PeerGone, Unreachable, open_plane
 from gt.worker.plane.shm import ShmPlane
 
+CPU = types.SimpleNamespace(direct=None)  # the engine of a worker without a GPU
 FLOATS = planes.adding(np.float32)
 WAITS = {
     "recv": lambda plane: plane.recv(planes.channel(1), bytearray(1)),
@@ -173,3 +176,22 @@ def test_a_closed_plane_raises_and_a_ring_of_a_closed_peer_is_nothing():
             plane.send(planes.channel(1), b"x")
     with pytest.raises(ValueError, match="heap of 100 bytes, want a multiple of 4096"):
         ShmPlane(100).open()
+
+
+@pytest.mark.parametrize(
+    "text, why", [("0", "is 0 bytes, want at least 4MiB"), ("1KiB", "is 1024 bytes, want"), ("abc", "GT_HEAP_SIZE is 'abc'")]
+)
+def test_a_heap_that_is_too_small_is_refused_by_name(text, why, monkeypatch):
+    monkeypatch.setenv("GT_HEAP_SIZE", text)
+    with pytest.raises(ConfigError, match=why):
+        open_plane("shm", CPU)
+
+
+def test_a_heap_of_any_size_is_whole_pages_and_one_that_is_not_to_be_had_says_so(monkeypatch):
+    monkeypatch.setenv("GT_HEAP_SIZE", "100000001")
+    plane = open_plane("shm", CPU)
+    assert plane.open()["heap_bytes"] == 100003840
+    plane.close()
+    monkeypatch.setenv("GT_HEAP_SIZE", "9000000000GiB")
+    with pytest.raises(ConfigError, match=r"a heap of 9663676416000000000 bytes cannot be made: .*GT_HEAP_SIZE says how large"):
+        open_plane("shm", CPU).open()

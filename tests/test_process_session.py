@@ -102,6 +102,16 @@ def test_no_server_is_one_sentence():
         Session("localhost")
 
 
+def test_a_server_that_parts_from_a_session_has_not_stopped(toy, session):
+    """What it says why is raised as it is."""
+    session.submit([], [], [-8])
+    with pytest.raises(SystemFailure, match=r"^the heap is full$") as found:
+        session.inspect(1)
+    assert not isinstance(found.value, DispatcherLost)
+    with pytest.raises(SystemFailure, match=r"^the heap is full$"):
+        session.submit([], [], [1])
+
+
 def test_another_version_is_refused_with_both(toy, monkeypatch):
     monkeypatch.setattr(link, "VERSION", messages.VERSION)
     real = link.hello

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 
 from gt.dispatcher.events import Close, Log, Malformed, PeerLost, Received, Send
-from gt.errors import GTError, OpFailed, to_wire
+from gt.errors import GTError, OpFailed, SystemFailure, to_wire
 from gt.wire import link
 from gt.wire.messages import (
     CHUNK,
@@ -65,6 +65,8 @@ class ToyCore:
                 self.codes += message.code
                 self.frames += [bytes(frame) for frame in frames]
                 failures = [(Failed(-1, to_wire(OpFailed("op 7 failed", op="mm"))),)] if message.code == [-7] else []
+                if message.code == [-8]:
+                    return [(Failed(-1, to_wire(SystemFailure("the heap is full"))),), (Exit("the heap is full"),)]
                 return [*failures, (Ack(message.seq),)]
             case Describe():
                 return [(Described(message.request, [[[n], [1], 0, "int64"] for n in message.tensors]),)]

@@ -93,7 +93,7 @@ class Session:
             messages.Notice: self._notice,
             messages.Welcome: self._greeted,
             messages.Reject: self._greeted,
-            messages.Exit: lambda m, _: self._end(DispatcherLost(f"the server at {address} has stopped: {m.reason}")),
+            messages.Exit: lambda m, _: self._end(self._parted(m.reason)),
         }
         self._greeting = _Pending()
         self._link = Dealer(address, self._on_message, self._on_lost, on_turn=self._turn, wait=wait, heartbeat=heartbeat)
@@ -272,6 +272,13 @@ class Session:
         if self._greeting.done.is_set():
             reason += ", and with it all remote tensors: connect to a running server, or call gt.shutdown() and start again"
         self._end(DispatcherLost(reason))
+
+    def _parted(self, reason: str) -> GTError:
+        """Why the server goes on without this session, or stops: what it said of that before."""
+        known = self._unraised
+        if known is not None and str(known) == reason:
+            return known
+        return DispatcherLost(f"the server at {self.address} has stopped: {reason}")
 
     def _end(self, failure: GTError) -> None:
         """Whatever waits, and everything later, fails with this; the first cause stays."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gt.errors import SystemFailure
-from gt.ir.heap import Sizes, channel_bytes, channel_class, sizes, team_bytes
+from gt.ir.heap import MEETING_BYTES, Sizes, channel_bytes, channel_class, enough, sizes, team_bytes
 from gt.ir.instr import FIRST, Define
 from gt.ir.template import weight
 
@@ -98,7 +98,7 @@ class Cluster:
     def __init__(self) -> None:
         self.workers: list[Worker] = []
         self.next_define = FIRST
-        self.heap_used = 0
+        self.heap_used = MEETING_BYTES
         self.generation = 0
         self.seq = 0  # of the next op, over all sessions
         self.next_key = 0
@@ -135,10 +135,9 @@ class Cluster:
         offset = self.heap_used
         limit = min(self.workers[i].info.get("heap_bytes", 0) for i in members)
         if offset + nbytes > limit:
-            raise HeapFull(
-                f"the symmetric heap of {limit} bytes has no room for {nbytes} more, {offset} are taken by earlier groups of "
-                f"workers: use fewer different groups, or start the server and its workers again"
-            )
+            text = f"the symmetric heap of {limit} bytes has no room for {nbytes} more, {offset} are taken by earlier groups"
+            larger = enough(limit, offset + nbytes) >> 20
+            raise HeapFull(f"{text}: start the workers with GT_HEAP_SIZE={larger}MiB, or use fewer different groups")
         self.heap_used += nbytes
         return offset
 

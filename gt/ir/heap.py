@@ -17,6 +17,9 @@ DEVICE_HEAP_BYTES = 2 << 30  # of a GPU's symmetric memory
 SLOT_BYTES, SLOTS = 256 << 10, 4  # a channel's, in host memory
 DEVICE_SLOTS = 8  # in larger heaps: whole activations have room in them, and what arrived is taken while the rest comes
 BUFFER_BYTES = 1 << 20  # a team's buffer, of which it has two
+SHARE_BYTES = 64 << 20  # of a channel, at most: from there on a larger heap has room for more of them
+MEETING_BYTES = 8192  # at the beginning of each heap: a team in which members of a world agree on how they move data
+LEAST_BYTES = 4 << 20  # of a heap: a channel and a team
 
 
 class Sizes(NamedTuple):
@@ -28,10 +31,10 @@ class Sizes(NamedTuple):
 
 
 def sizes(heap_bytes: int) -> Sizes:
-    """In heaps of this size. A channel takes a 32nd of a large one, a team's two buffers a 64th."""
+    """In heaps of this size. A channel takes a 32nd of a large one, up to SHARE_BYTES, a team's two buffers half of that."""
     if heap_bytes <= HEAP_BYTES:
         return Sizes(SLOT_BYTES, SLOTS, BUFFER_BYTES)
-    share = heap_bytes // 32 // LINE * LINE
+    share = min(heap_bytes // 32, SHARE_BYTES) // LINE * LINE
     return Sizes(max(SLOT_BYTES, aligned(share // DEVICE_SLOTS)), DEVICE_SLOTS, max(BUFFER_BYTES, aligned(share // 4)))
 
 
@@ -48,6 +51,14 @@ def channel_bytes(slot_bytes: int, slots: int) -> int:
 def team_bytes(buffer_bytes: int, members: int) -> int:
     """Bytes of the region of a team of so many members with {"bytes": buffer_bytes}, flags included."""
     return aligned(16 * members) + 2 * (LINE + aligned(buffer_bytes))
+
+
+def enough(heap_bytes: int, taken: int) -> int:
+    """The next larger heap in which regions fit that take so much in one of heap_bytes, or would."""
+    now, size = sizes(heap_bytes), max(2 * heap_bytes, HEAP_BYTES)
+    while taken * sizes(size).slot * sizes(size).slots > size * now.slot * now.slots:
+        size *= 2
+    return size
 
 
 def channel_class(sender: int, receiver: int) -> int:

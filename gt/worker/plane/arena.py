@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from gt.errors import SystemFailure
 from gt.ir.heap import LINE, ChannelRegion, TeamRegion, aligned
 from gt.worker.plane import nccl
 from gt.worker.plane.base import Buffer, Channel, Combine, Doomed, TeamForm, Then, Turns, issuing, nothing
@@ -39,17 +38,16 @@ class _Side:
 class Arena:
     """What plane.base.Plane does, on memory of the device: buffers are flat uint8 tensors of `engine` (Engine.direct)."""
 
+    name = "nvshmem"
+
     def __init__(
         self, plane: Any, library: Any, engine: Any, members: Sequence[int], own: int, base: int, nbytes: int, ring: Any = None
     ) -> None:
         self.plane, self.library, self.engine, self.members, self.base = plane, library, engine, list(members), base
         self.ring = ring  # an nccl.Nccl, for what is large
         self.rank = self.members.index(own)
-        self.addresses = peers = [base if rank == self.rank else library.peer(base, rank) for rank in range(len(self.members))]
-        far = [self.members[rank] for rank, address in enumerate(peers) if not address]
-        if far:
-            raise SystemFailure(f"NVSHMEM cannot map the memory of workers {far} here: set GT_TRANSPORT=nccl")
-        self.memory = [engine.memory(address, nbytes) for address in peers]
+        self.addresses = [base if rank == self.rank else library.peer(base, rank) for rank in range(len(self.members))]
+        self.memory = [engine.memory(address, nbytes) for address in self.addresses]
         self.memory[self.rank][:] = 0
         engine.finish()
         library.barrier()  # nobody writes before all are clear

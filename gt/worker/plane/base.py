@@ -14,7 +14,8 @@ from typing import Any, TypedDict
 
 from gt import env
 from gt.errors import ConfigError, SystemFailure
-from gt.ir.heap import DEVICE_HEAP_BYTES, HEAP_BYTES
+from gt.ir.heap import DEVICE_HEAP_BYTES, HEAP_BYTES, LEAST_BYTES
+from gt.worker.plane.heap import PAGE
 
 log = logging.getLogger("gt.worker")
 ALL = -1  # abort: every peer
@@ -172,21 +173,29 @@ class Plane(ABC):
 def _shm(engine: Any) -> Plane:
     from gt.worker.plane.shm import ShmPlane
 
-    return ShmPlane(env.size("GT_HEAP_SIZE", HEAP_BYTES))
+    return ShmPlane(heap_size(HEAP_BYTES))
 
 
 def _nvshmem(engine: Any) -> Plane:
     from gt.worker.plane.nvshmem import NvshmemPlane
 
     _on_gpu("nvshmem", engine)
-    return NvshmemPlane(engine, env.size("GT_HEAP_SIZE", DEVICE_HEAP_BYTES))
+    return NvshmemPlane(engine, heap_size(DEVICE_HEAP_BYTES), forced=env.get("GT_TRANSPORT") == "nvshmem")
 
 
 def _nccl(engine: Any) -> Plane:
     from gt.worker.plane.rings import NcclPlane
 
     _on_gpu("nccl", engine)
-    return NcclPlane(engine, env.size("GT_HEAP_SIZE", HEAP_BYTES))
+    return NcclPlane(engine, heap_size(HEAP_BYTES))
+
+
+def heap_size(default: int) -> int:
+    """GT_HEAP_SIZE, in whole pages."""
+    found = env.size("GT_HEAP_SIZE", default)
+    if found < LEAST_BYTES:
+        raise ConfigError(f"GT_HEAP_SIZE is {found} bytes, want at least {LEAST_BYTES >> 20}MiB")
+    return -(-found // PAGE) * PAGE
 
 
 def _on_gpu(name: str, engine: Any) -> None:

@@ -36,7 +36,7 @@ class DevicePlane(ShmPlane):
 
     @abstractmethod
     def join(self, members: Sequence[int], own: int, unique_id: str) -> Any:
-        """Meet them; what has the methods of a plane for memory of the device."""
+        """Meet them; what has the methods of a plane for memory of the device, and its `name`. None for host memory."""
 
     def open(self, index: int = -1) -> dict[str, Any]:
         return {**super().open(index), "unique_id": f"{self.name}:{self.unique_id()}"}
@@ -48,8 +48,9 @@ class DevicePlane(ShmPlane):
             raise SystemFailure(f"this worker moves data by {self.name}, others by {name}: set GT_TRANSPORT for all of them")
         self._members = tuple(members)
         self._reached = self.join(members, own, rest)
-        self.transport = self.name
-        log.info("in one %s world with workers %s", self.name, list(members))
+        if self._reached is not None:
+            self.transport = self._reached.name
+        log.info("in one %s world with workers %s", self.transport, list(members))
 
     def reach(self, workers: Sequence[int]) -> Any:
         """What moves memory of the device between these workers (this one among them or not)."""

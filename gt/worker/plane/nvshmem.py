@@ -15,14 +15,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from gt import env
-from gt.errors import ConfigError
+from gt.errors import ConfigError, SystemFailure
+from gt.ir.heap import LINE
 from gt.worker.plane import nccl
 from gt.worker.plane.arena import Arena
+from gt.worker.plane.base import TeamForm
 from gt.worker.plane.device import DevicePlane
 from gt.worker.plane.kernels import Kernels
+from gt.worker.plane.rings import Rings
 
 log = logging.getLogger("gt.worker")
 ROOM = 64 << 20  # bytes of symmetric memory that NVSHMEM itself takes
+SAID = 7 * LINE  # bytes of a reason
 
 
 class Library:
@@ -86,19 +90,42 @@ def _ring() -> nccl.Nccl | None:
 
 
 class NvshmemPlane(DevicePlane):
-    """arena_bytes: of symmetric memory, and of the heap under it, which takes pages when touched."""
+    """arena_bytes: of symmetric memory, and of the heap under it, which takes pages when touched.
+
+    forced: nothing else will do. Else what GPUs send each other goes by NCCL where one of them cannot reach another's memory.
+    """
 
     name = "nvshmem"
 
-    def __init__(self, engine: Any, arena_bytes: int, library: Any = None, ring: Any = None) -> None:
+    def __init__(self, engine: Any, arena_bytes: int, library: Any = None, ring: Any = None, forced: bool = False) -> None:
         super().__init__(engine, arena_bytes)
-        self.arena_bytes = arena_bytes
+        self.arena_bytes, self._forced = arena_bytes, forced
         self._library = Library() if library is None else library
         self._ring = _ring() if library is None else ring
 
     def unique_id(self) -> str:
         return self._library.unique_id()
 
-    def join(self, members: Sequence[int], own: int, unique_id: str) -> Arena:
-        base = self._library.join(unique_id, list(members).index(own), len(members), self.arena_bytes)
-        return Arena(self, self._library, self._engine.direct, members, own, base, self.arena_bytes, self._ring)
+    def join(self, members: Sequence[int], own: int, unique_id: str) -> Arena | Rings | None:
+        rank, base, why = list(members).index(own), 0, ""
+        try:
+            base = self._library.join(unique_id, rank, len(members), self.arena_bytes)
+            far = [index for n, index in enumerate(members) if n != rank and not self._library.peer(base, n)]
+            why = f"NVSHMEM cannot map the memory of workers {far} on the GPU of worker {own}" if far else ""
+        except Exception as error:  # the library's have no class of their own
+            why = f"worker {own} cannot join NVSHMEM: {error}"
+        reasons = self.told(members, rank, why)
+        if not reasons:
+            return Arena(self, self._library, self._engine.direct, members, own, base, self.arena_bytes, self._ring)
+        if self._forced:
+            raise SystemFailure(f"{reasons[0]}: leave GT_TRANSPORT empty, or set it to nccl")
+        way = "through host memory" if self._ring is None else "by nccl"
+        log.warning("transfers between GPUs go %s: %s", way, "; ".join(reasons))
+        return None if self._ring is None else Rings(self._ring, self._engine.direct, self, self.count_bytes)
+
+    def told(self, members: Sequence[int], rank: int, why: str) -> list[str]:
+        """Why members cannot have it, each of those that cannot: the same list at all of them."""
+        form: TeamForm = {"id": -1, "workers": list(members), "rank": rank, "offset": 0, "bytes": SAID}
+        every = [bytearray(SAID) for _ in members]
+        self.all_gather(form, why.encode()[:SAID].ljust(SAID), every)
+        return [text for text in (said.decode(errors="replace").strip() for said in every) if text]

@@ -21,6 +21,8 @@ from gt.worker.plane.nccl import ID_BYTES, Nccl, adds
 class Rings:
     """What plane.base.Plane does, for flat uint8 tensors of `engine` (Engine.direct). host: the plane for ids."""
 
+    name = "nccl"
+
     def __init__(self, ring: Any, engine: Any, host: Any, count: Callable[[int, int, int], None]) -> None:
         self._ring, self._engine, self._host, self._count = ring, engine, host, count
         self._pairs: dict[tuple[int, int, bool], Any] = {}

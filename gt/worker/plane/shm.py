@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gt.errors import ConfigError
 from gt.ir.heap import HEAP_BYTES, ChannelRegion, TeamRegion
 from gt.worker.plane import collectives
 from gt.worker.plane.base import ALL, Buffer, Channel, Combine, PeerGone, Plane, TeamForm, Then, Unreachable, nothing
@@ -97,7 +98,11 @@ class ShmPlane(Plane):
     # ---- any thread
 
     def open(self, index: int = -1) -> dict[str, Any]:
-        self._own = OwnHeap(self._heap_bytes)
+        try:
+            self._own = OwnHeap(self._heap_bytes)
+        except (OSError, OverflowError) as error:
+            text = f"a heap of {self._heap_bytes} bytes cannot be made: {error}"
+            raise ConfigError(f"{text}: GT_HEAP_SIZE says how large it is") from None
         return {"heap_fd": self._own.fd, "heap_bytes": self._own.size, "doorbell": self._own.doorbell}
 
     def world(self, rows: Sequence[Sequence[Any]]) -> None:
