@@ -85,6 +85,22 @@ assert [w["transport"] for w in gt.stats()["workers"]] == [{transport!r}] * 2
     )
 
 
+def test_gpus_that_may_not_map_each_other_go_by_nccl():
+    """As many that are on one board by PCIe may not."""
+    run(
+        """
+gt.gpu_workers(2)
+torch.manual_seed(1)
+losses, _ = train(module.MiniGPT(sizes, gt.signal.groups()).to("remote"), "remote")
+torch.manual_seed(1)
+close(losses, train(module.MiniGPT(sizes, ()), "cpu")[0])
+assert [w["transport"] for w in gt.stats()["workers"]] == ["nccl"] * 2
+""",
+        NVSHMEM_DISABLE_P2P="1",
+        GT_CONFIG=str(ROOT / "configs" / "pp2.yaml"),
+    )
+
+
 def test_forward_only_programs_read_what_was_sent_for_them():
     """A receiver that lags, and a sender that runs ahead by many replays."""
     run("""
