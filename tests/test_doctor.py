@@ -82,7 +82,7 @@ WRONG: list[tuple[dict[str, Any], int, str, str]] = [
     ({"gpus": []}, 1, "torch on gpus", "fails: 2.11.0+cu130 sees no GPU: its CUDA 13.0 wants a newer driver"),
     ({"gpus": [OLD, FULL]}, 1, "capability", "fails: 6.1, 9.0: 7.0 or more is needed"),
     ({"gpus": [FULL, FULL]}, 0, "gpu memory", "note: 1, 1 GiB free: `nvidia-smi` shows who has the rest"),
-    ({"apart": [[0, 1]]}, 0, "peer access", "note: not between 0 and 1: transfers go through host memory"),
+    ({"apart": [[0, 1]]}, 0, "peer access", "note: not between 0 and 1: NVSHMEM cannot join these, so workers use NCCL"),
     ({"nvshmem_error": "ImportError: libnvshmem_host.so.3"}, 0, "nvshmem",
      "note: ImportError: libnvshmem_host.so.3: pip install nvshmem4py-cu13"),
     ({"nccl": []}, 0, "nccl", "note: not part of this torch"),

@@ -208,7 +208,8 @@ def _peers(found: dict[str, Any]) -> str:
         return "one GPU"
     if found["apart"]:
         pairs = ", ".join(f"{a} and {b}" for a, b in found["apart"])
-        raise RuntimeError(f"not between {pairs}: transfers go through host memory; look for an IOMMU, MIG or virtual machine")
+        instead = "NVSHMEM cannot join these, so workers use NCCL, which is slower there"
+        raise RuntimeError(f"not between {pairs}: {instead}; look for an IOMMU, MIG or virtual machine")
     return "between all"
 
 
