@@ -36,7 +36,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> C
     """The doctor on a machine: what nvidia-smi says, what torch finds, what workers do. Exit code, and lines by name."""
 
     def run(
-        way: str = "NV18", count: int = 2, smi: Any = None, results: list = RESULTS, **probed: Any
+        way: str = "NV18", count: int = 2, smi: Any = None, results: list = RESULTS, visible: bool = True, **probed: Any
     ) -> tuple[int, dict[str, str]]:
         def said(*args: str) -> str:
             if smi is not None:
@@ -48,7 +48,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> C
         def done(*args: str) -> list[str]:
             return [json.dumps({**PROBED, **probed})] if args == ("probe",) else [json.dumps(row) for row in results]
 
-        monkeypatch.setattr(doctor.machine, "gpus", lambda: [str(n) for n in range(count)])
+        monkeypatch.setattr(doctor.machine, "gpus", lambda: [str(n) for n in range(count if visible else 0)])
+        monkeypatch.setattr(gpus, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setattr(gpus, "smi", said)
         monkeypatch.setattr(gpus, "child", done)
         code = doctor.main([])
@@ -85,7 +86,11 @@ WRONG: list[tuple[dict[str, Any], int, str, str]] = [
     ({"apart": [[0, 1]]}, 0, "peer access", "note: not between 0 and 1: NVSHMEM cannot join these, so workers use NCCL"),
     ({"nvshmem_error": "ImportError: libnvshmem_host.so.3"}, 0, "nvshmem",
      "note: ImportError: libnvshmem_host.so.3: pip install nvshmem4py-cu13"),
-    ({"nccl": []}, 0, "nccl", "note: not part of this torch"),
+    ({"nccl": []}, 0, "nccl", "note: not part of this torch: one built with CUDA brings it"),
+    ({"smi": RuntimeError("nvidia-smi failed"), "visible": False, "gpus": []}, 0, "gpus",
+     "note: none: workers run on the CPU; if there should be some: nvidia-smi failed"),
+    ({"visible": False}, 0, "gpus", "note: none: nvidia-smi lists 2, but neither /dev/nvidia* nor"),
+    ({"cuda": None, "gpus": [], "smi": RuntimeError("nvidia-smi failed")}, 1, "mpi", "ok: not needed"),
     ({"way": "SYS"}, 0, "links", "note: SYS (1 pairs): no NVLink between GPU0 and GPU1"),
     ({"results": [["training", False, "loss nan"]]}, 1, "training", "fails: loss nan"),
     ({"results": [["put 0-1", True, "256 MiB in 99 ms, 2.7 GB/s; 8 B in 9 us"]]}, 0, "put 0-1",
@@ -108,11 +113,58 @@ def test_what_mpirun_wants_set_is_named(machine: Callable, monkeypatch: pytest.M
     assert lines["nvidia-smi"].endswith("CUDA_VISIBLE_DEVICES=1 leaves 1 of them")
 
 
-def test_without_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+LACKING: dict[str, Any] = {"gpus": [], "nccl": [], "nvshmem": "", "nvshmem_error": "ModuleNotFoundError: no nvshmem"}
+ANSWERED = {  # what is said of GPUs that torch does not see, beside `gpus` and `torch on gpus`
+    "nvidia-smi": "ok: 2 x NVIDIA H200, 140 GiB; busy 0, 0 %", "driver": "ok: 580.65.06", "links": "ok: NVLink",
+    "capability": "ok: 9.0", "nccl": "note: not part of this torch: one built with CUDA brings it",
+    "nvshmem": "note: ModuleNotFoundError: no nvshmem: pip install nvshmem4py-cu13",
+    "mpi": "note: NVSHMEM_BOOTSTRAP set", "gpt-2 files": "note: no gpt2_124M.bin",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["", "-1"])
+def test_a_variable_that_hides_gpus_is_named(value: str, machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    monkeypatch.setenv("NVSHMEM_BOOTSTRAP", "MPI")
+    code, lines = machine(visible=False, **LACKING)
+    assert code == 0  # somebody may want it so
+    assert lines["gpus"].startswith("note: none: CUDA_VISIBLE_DEVICES, empty or -1, hides the 2 that nvidia-smi lists: unset")
+    assert lines["torch on gpus"] == "note: 2.11.0+cu130 sees no GPU: CUDA_VISIBLE_DEVICES hides all"
+    assert all(lines[name].startswith(says) for name, says in ANSWERED.items()), lines
+    assert "leaves" not in lines["nvidia-smi"]
+    assert not {"gpu memory", "peer access", "workers", "put 0-1", "put"} & set(lines)
+
+
+def test_a_torch_without_cuda_is_one_line_of_all_that_can_be_said(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("NVSHMEM_BOOTSTRAP", "MPI")
+    code, lines = machine(cuda=None, **LACKING)
+    assert code == 1 and lines["torch on gpus"].startswith("fails: 2.11.0+cu130 is built without CUDA")
+    assert all(lines[name].startswith(says) for name, says in ANSWERED.items()), lines
+
+
+def test_a_torch_that_fails_to_say_anything_leaves_the_rest(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine()  # for what it sets
+    monkeypatch.setattr(gpus, "child", lambda *args: [json.dumps(("finished", False, "ImportError"))])
+    rows = {name: (good, needed) for name, _, good, needed in gpus.checks(True)}
+    assert rows["torch on gpus"] == (False, True) and rows["driver"] == (True, False) and "mpi" in rows and "nccl" not in rows
+
+
+def test_a_machine_without_gpus_gets_a_few_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", *gpus.FOREIGN):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor.machine, "gpus", lambda: [])
+    monkeypatch.setattr(gpus, "which", lambda name: None)
     monkeypatch.setattr(gpus, "child", None)
     assert doctor.main([]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "note     gpus           none: workers run on the CPU"
+    none, mpi, files = capsys.readouterr().out.splitlines()[len(doctor.CHECKS) - 1 :]
+    assert none.startswith("note     gpus           none: workers run on the CPU; if there should be some: there is no nv")
+    assert mpi.startswith("ok       mpi            not needed") and files.startswith("note     gpt-2 files")
+    monkeypatch.setenv("NVSHMEM_BOOTSTRAP", "MPI")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert doctor.main([]) == 0
+    none, mpi, files = capsys.readouterr().out.splitlines()[len(doctor.CHECKS) - 1 :]
+    assert "unset CUDA_VISIBLE_DEVICES" in none and mpi.startswith("note     mpi            NVSHMEM_BOOTSTRAP set")
 
 
 def test_a_child_that_hangs_or_fails_is_a_line() -> None:
@@ -128,6 +180,7 @@ def test_probing_says_what_torch_has() -> None:
     (line,) = gpus.child("probe")
     found = json.loads(line)
     assert found["torch"] == torch.__version__ and len(found["gpus"]) == torch.cuda.device_count()
+    assert bool(found["nccl"]) == torch.distributed.is_nccl_available()  # said without a GPU too
 
 
 def test_workers_really_send_and_add_up(server: Any, plain_threads: None) -> None:

@@ -1,6 +1,6 @@
 """`gt doctor`: one line a check of what GT needs of a machine; exit code 1 if something it cannot do without is missing.
 
-Where there are GPUs, gt/cli/gpus.py goes on with them.
+gt/cli/gpus.py goes on with GPUs, and with what of them can be said where workers would get none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(args: list[str]) -> int:
         mark = "ok" if good else weight
         worst |= not good and weight == NEEDED
         print(f"{mark:8} {name:14} {result}", flush=True)
-    for name, text, good, needed in gpus.checks() if machine.gpus() else ():
+    for name, text, good, needed in gpus.checks(bool(machine.gpus())):
         print(f"{'ok' if good else 'fails' if needed else 'note':8} {name:14} {text}", flush=True)
         worst |= needed and not good
     return worst
@@ -84,7 +84,7 @@ def _cpus() -> str:
 def _gpus() -> str:
     found = machine.gpus()
     if not found:
-        raise RuntimeError("none: workers run on the CPU")
+        raise RuntimeError(gpus.none())
     return f"{len(found)} visible: {','.join(found)}"
 
 

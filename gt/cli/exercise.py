@@ -27,6 +27,7 @@ def probe() -> dict[str, Any]:
     """Versions, and for each GPU its name, capability and free and whole memory; pairs that do not reach each other."""
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "apart": []}
     found["nvshmem"], found["nvshmem_error"] = _nvshmem()
+    found["nccl"] = list(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else []
     if not torch.cuda.is_available():
         return found
     for i in range(torch.cuda.device_count()):
@@ -34,7 +35,6 @@ def probe() -> dict[str, Any]:
         found["gpus"].append([torch.cuda.get_device_name(i), list(torch.cuda.get_device_capability(i)), free, total])
     pairs = [(i, j) for i in range(len(found["gpus"])) for j in range(i)]
     found["apart"] = [(j, i) for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
-    found["nccl"] = list(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else []
     return found
 
 

@@ -1,6 +1,6 @@
 """The part of `gt doctor` about GPUs: what nvidia-smi and torch say of them, then GT's own workers at work on them.
 
-Each check gives a text, or raises one that says what to do. `smi` and `child` are all that looks at the machine.
+Each check gives a text, or raises one that says what to do. `which`, `smi` and `child` are all that looks at the machine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shutil import which
 from typing import Any, NamedTuple
 
 from gt import env
@@ -39,6 +40,8 @@ class Seen(NamedTuple):
 
 def smi(*args: str) -> str:
     """What nvidia-smi prints; RuntimeError where it does not run."""
+    if which("nvidia-smi") is None:
+        raise RuntimeError("there is no nvidia-smi: install the driver with its tools")
     try:
         done = subprocess.run(["nvidia-smi", *args], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -75,25 +78,46 @@ def _stuck(patience: float) -> str:
     )
 
 
-def checks() -> Iterator[Row]:
-    """All rows for a machine with GPUs."""
-    first = next(_rows((("nvidia-smi", _seen, False),)))
-    yield first
-    if first[2]:
-        yield from _rows((("driver", _driver, False), ("links", _links, False)))
-    said = child("probe")
+def none() -> str:
+    """Why workers would get no GPU, and what to do."""
+    hidden = env.visible_gpus() == []
     try:
-        found = json.loads(said[0])
-    except (ValueError, IndexError):
-        found = {}
-    if not isinstance(found, dict) or not found:
-        yield "torch on gpus", f"torch does not say what it finds: {' '.join(said) or 'nothing'}", False, True
-        return
-    usable = len(found["gpus"])
-    about = ABOUT if usable else ABOUT[:1]
-    yield from _rows((name, lambda check=check: check(found), needed) for name, check, needed in about)
-    if not usable:
-        return
+        count = len(seen())
+    except RuntimeError as error:
+        also = ", and unset CUDA_VISIBLE_DEVICES, which hides all" if hidden else ""
+        return f"none: workers run on the CPU; if there should be some: {error}{also}"
+    if hidden:
+        return f"none: CUDA_VISIBLE_DEVICES, empty or -1, hides the {count} that nvidia-smi lists: unset it to have them used"
+    todo = "see whether the container was given the devices, or workers run on the CPU"
+    return f"none: nvidia-smi lists {count}, but neither /dev/nvidia* nor /proc/driver/nvidia/gpus is here: {todo}"
+
+
+def checks(visible: bool) -> Iterator[Row]:
+    """All rows that can be answered. visible: whether workers would get a GPU; if not, nothing fails."""
+    found: Any = {}
+    can = 0
+    if visible or which("nvidia-smi"):  # where there is neither, next to nothing is asked: workers run on the CPU
+        first = next(_rows((("nvidia-smi", _seen, False),)))
+        yield first
+        if first[2]:
+            yield from _rows((("driver", _driver, False), ("links", _links, False)))
+        said = child("probe")
+        try:
+            found = json.loads(said[0])
+        except (ValueError, IndexError):
+            found = {}
+        if not isinstance(found, dict) or not found:
+            yield "torch on gpus", f"torch does not say what it finds: {' '.join(said) or 'nothing'}", False, visible
+        else:
+            can = 3 if found["gpus"] else 2 if first[2] else 1
+    about = [row for row in ABOUT if row[3] <= can]
+    yield from _rows((name, lambda check=check: check(found), needed and visible) for name, check, needed, _ in about)
+    if can == 3 and visible:
+        yield from _work(len(found["gpus"]))
+
+
+def _work(usable: int) -> Iterator[Row]:
+    """GT's own workers on so many GPUs."""
     linked = _linked()
     for line in child(str(usable), str(EXERCISED)):
         name, good, text = json.loads(line)
@@ -119,23 +143,24 @@ def _rows(about: Any) -> Iterator[Row]:
 
 
 def seen() -> list[Seen]:
+    """At least one; RuntimeError where there is none."""
     rows = []
     for line in smi(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits").splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == len(QUERY):
             total, used = (int(c) if c.isdigit() else 0 for c in cells[2:4])
             rows.append(Seen(cells[0], cells[1], total, used, cells[4], cells[5], cells[6]))
+    if not rows:
+        raise RuntimeError("nvidia-smi lists none: see whether the driver is loaded, and whether a container was given GPUs")
     return rows
 
 
 def _seen() -> str:
     rows, visible = seen(), env.visible_gpus()
-    if not rows:
-        raise RuntimeError("nvidia-smi lists none: see whether the driver is loaded, and whether a container was given GPUs")
     kinds = {f"{row.name}, {row.total / 1024:.0f} GiB": sum(r.name == row.name for r in rows) for row in rows}
     text = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
     text += f"; busy {', '.join(row.busy for row in rows)} %"
-    return text if visible is None else f"{text}; CUDA_VISIBLE_DEVICES={','.join(visible)} leaves {len(visible)} of them"
+    return text if not visible else f"{text}; CUDA_VISIBLE_DEVICES={','.join(visible)} leaves {len(visible)} of them"
 
 
 def _driver() -> str:
@@ -182,16 +207,20 @@ def _torch(found: dict[str, Any]) -> str:
     if found["cuda"] is None:
         raise RuntimeError(f"{found['torch']} is built without CUDA: install torch from download.pytorch.org/whl/cu130")
     if not found["gpus"]:
-        raise RuntimeError(f"{found['torch']} sees no GPU: its CUDA {found['cuda']} wants a newer driver, or none is visible")
+        why = f"its CUDA {found['cuda']} wants a newer driver, or none is visible"
+        why = "CUDA_VISIBLE_DEVICES hides all" if env.visible_gpus() == [] else why
+        raise RuntimeError(f"{found['torch']} sees no GPU: {why}")
     return f"{found['torch']} with CUDA {found['cuda']}, {len(found['gpus'])} GPUs"
 
 
 def _capability(found: dict[str, Any]) -> str:
     numbers = [tuple(gpu[1]) for gpu in found["gpus"]]
+    if not numbers:  # torch sees none of them, nvidia-smi does
+        numbers = [tuple(map(int, row.capability.split("."))) for row in seen() if row.capability[:1].isdigit()]
     text = ", ".join(sorted({f"{a}.{b}" for a, b in numbers}))
     if any(number < (7, 0) for number in numbers):
         raise RuntimeError(f"{text}: 7.0 or more is needed; leave older ones out with CUDA_VISIBLE_DEVICES")
-    return text
+    return text or "nvidia-smi does not say"
 
 
 def _memory(found: dict[str, Any]) -> str:
@@ -215,7 +244,7 @@ def _peers(found: dict[str, Any]) -> str:
 
 def _nccl(found: dict[str, Any]) -> str:
     if not found.get("nccl"):
-        raise RuntimeError("not part of this torch: collectives use NVSHMEM alone")
+        raise RuntimeError("not part of this torch: one built with CUDA brings it; collectives use NVSHMEM if that is there")
     return ".".join(map(str, found["nccl"]))
 
 
@@ -242,14 +271,14 @@ def _files(found: dict[str, Any]) -> str:
     return "gpt2_124M.bin and gpt2_tokenizer.bin are in this folder"
 
 
-# name, check, whether GPUs cannot be used otherwise; without a GPU that torch sees, only the first says something
-ABOUT: tuple[tuple[str, Callable[[dict[str, Any]], str], bool], ...] = (
-    ("torch on gpus", _torch, True),
-    ("capability", _capability, True),
-    ("gpu memory", _memory, False),
-    ("peer access", _peers, False),
-    ("nccl", _nccl, False),
-    ("nvshmem", _nvshmem, False),
-    ("mpi", _mpi, False),
-    ("gpt-2 files", _files, False),
+# name, check, whether GPUs cannot be used otherwise, what it wants: 3 a GPU that torch sees, 2 that nvidia-smi lists, 1 torch
+ABOUT: tuple[tuple[str, Callable[[dict[str, Any]], str], bool, int], ...] = (
+    ("torch on gpus", _torch, True, 1),
+    ("capability", _capability, True, 2),
+    ("gpu memory", _memory, False, 3),
+    ("peer access", _peers, False, 3),
+    ("nccl", _nccl, False, 1),
+    ("nvshmem", _nvshmem, False, 1),
+    ("mpi", _mpi, False, 0),
+    ("gpt-2 files", _files, False, 0),
 )
