@@ -141,6 +141,15 @@ def test_samples_depend_on_the_seed_alone(run: Callable, capsys: pytest.CaptureF
     assert first != sample("--device", "cpu", "--seed", 7)
 
 
+def test_a_sample_may_fill_the_context(gpt2: Any, run: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = gpt2.model.GPT2(gpt2.model.Config(2, 2, 16, 16, 257, 384)).materialize().initialize(0)
+    gpt2.checkpoint.write_weights(tmp_path / "small.bin", model.config, dict(model.named_parameters()))
+    for where in (("--device", "cpu"), ("--stages", 2)):
+        run("-e", tmp_path / "small.bin", "--tokenizer", "none.bin", "-s", 1, "-g", 16, "--seed", 1, *where, steps=1)
+        text = capsys.readouterr().out.partition("generating:\n---\n")[2].partition("\n---")[0]
+        assert len(text.split()) == 16, text
+
+
 # ---- the model, against GPT-2 written out
 
 

@@ -194,7 +194,7 @@ def sampler(model: GPT2, args: argparse.Namespace) -> Callable[[int, int], list[
 
     @torch.no_grad()
     def draw(tokens: torch.Tensor, place: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
-        return tokens.index_copy(1, place + 1, model.next_token(tokens, place, coin)[None])
+        return tokens.index_copy(1, place + 1, model.next_token(tokens[:, :-1], place, coin)[None])  # nothing follows the last
 
     run = draw if args.device == "cpu" else gt.compile(draw, backend=args.backend)
 
