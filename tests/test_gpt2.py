@@ -455,6 +455,27 @@ def test_tokens_of_another_tokenizer_are_named(run: Callable, data: Path, gpt2: 
         run("-e", "d2", "-i", "large.bin", "--device", "cpu")
 
 
+@pytest.mark.parametrize(("count", "end"), [(300, 256), (257, 60000), (257, -7)])
+def test_a_tokenizer_is_the_models_or_not_used(
+    count: int, end: int, gpt2: Any, run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """One that is named is refused; for one that only lies there, samples are numbers."""
+    model = gpt2.model.GPT2(gpt2.model.Config(2, 2, 16, 16, 257, 384)).materialize().initialize(0)
+    gpt2.checkpoint.write_weights(tmp_path / "small.bin", model.config, dict(model.named_parameters()))
+    for file in ("text_train.bin", "text_val.bin"):
+        (tmp_path / file).symlink_to(Path(file).resolve())
+    monkeypatch.chdir(tmp_path)
+    gpt2.checkpoint.write_tokenizer(gpt2.train.TOKENIZER, gpt2.checkpoint.Tokenizer([b"a"] * count, end))
+    flags = ("-e", "small.bin", "-s", 1, "-g", 4, "--device", "cpu")
+    told = f"gpt2_tokenizer.bin: {count} tokens, of which {end} ends a text, and the model has 257"
+    with pytest.raises(SystemExit, match=f"^train.py: {told}: another model's tokenizer\\?$"):
+        run(*flags, "--tokenizer", "gpt2_tokenizer.bin", steps=1)
+    capsys.readouterr()
+    run(*flags, steps=1)
+    out = capsys.readouterr().out
+    assert f"\n{told}: samples are token numbers" in out and re.search(r"generating:\n---\n\d+ \d+ \d+ \d+\n", out), out
+
+
 # ---- README.md
 
 

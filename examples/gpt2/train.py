@@ -36,6 +36,7 @@ from checkpoint import (
 from model import GPT2, Config, activation_bytes, cut, fresh, layers_cut, placed, workers_of, yaml
 
 DATA = "dev/data/tinyshakespeare/tiny_shakespeare_{}.bin"
+TOKENIZER = "gpt2_tokenizer.bin"
 NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = 4096  # tokens: a GPU takes as long for fewer, so a batch is not cut into less
 OFTEN = 0.25  # seconds: losses are read together, so that workers never wait for a line to be printed
@@ -65,7 +66,8 @@ def flags() -> argparse.ArgumentParser:
     add("--steps", type=int, default=0, metavar="N", help="stop after step N; default: once through the data")
     add("--save-every", type=int, default=0, metavar="N", help="write weights and optimizer every N steps, and at the end")
     add("--save-to", type=Path, default=Path("checkpoints"), metavar="FOLDER")
-    add("--tokenizer", type=Path, default=Path("gpt2_tokenizer.bin"), metavar="FILE", help="for samples; size of a fresh model")
+    about = f"for samples; its size is a fresh model's vocabulary; default: {TOKENIZER}, if it is the model's"
+    add("--tokenizer", type=Path, metavar="FILE", help=about)
     add("--seed", type=int, default=1337, metavar="N", help="of a fresh model's weights, and of samples")
     add("--weight-decay", type=float, default=0.0, metavar="X")
     add("--tf32", action=argparse.BooleanOptionalAction, default=True, help="for matmuls in fp32 on GPUs that have it")
@@ -97,7 +99,22 @@ def sizes(args: argparse.Namespace) -> Config:
         args.dtype = args.dtype or next(name for name, d in NAMES.items() if d == dtype)
         return config
     args.dtype = args.dtype or "fp32"
-    return fresh(args.model, len(read_tokenizer(args.tokenizer).tokens) if args.tokenizer.exists() else 50257)
+    path = args.tokenizer or Path(TOKENIZER)
+    return fresh(args.model, len(read_tokenizer(path).tokens) if path.exists() else 50257)
+
+
+def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer | None, str]:
+    """That of samples, or why there is none. One that --tokenizer names has to be the model's."""
+    path = args.tokenizer or Path(TOKENIZER)
+    if not path.exists():
+        return None, f"no tokenizer at {path}: samples are token numbers (prepare_data.py makes one)"
+    found = read_tokenizer(path)
+    if len(found.tokens) <= config.vocab and 0 <= found.end < config.vocab:
+        return found, ""
+    why = f"{path}: {len(found.tokens)} tokens, of which {found.end} ends a text, and the model has {config.vocab}"
+    if args.tokenizer:
+        raise BadFile(f"{why}: another model's tokenizer?")
+    return None, f"{why}: samples are token numbers (--tokenizer names another)"
 
 
 def settle(args: argparse.Namespace, config: Config, gpus: int) -> list[int]:
@@ -371,11 +388,11 @@ def prepared(args: argparse.Namespace) -> tuple[GPT2, list[Tokens], Tokenizer | 
         torch.set_float32_matmul_precision("high")
     patterns = (args.train, args.val if args.val_batches else args.train)
     data = [Tokens(pattern, args.batch, args.length, config.vocab) for pattern in patterns]
-    tokenizer = read_tokenizer(args.tokenizer) if args.tokenizer.exists() else None
+    tokenizer, without = tokenizer_of(args, config)
     model, pieces = built(args, config)
     announce(args, config, pieces, data, device_name(args.gpus, args.workers))
-    if tokenizer is None:
-        print(f"no tokenizer at {args.tokenizer}: samples are token numbers (prepare_data.py makes one)")
+    if without:
+        print(without)
     allocated(model, pieces, args)
     return model, data, tokenizer, workers
 
