@@ -5,6 +5,7 @@ Little endian, each begins with 256 int32. Whatever is wrong with a file is a Ba
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,8 @@ from typing import BinaryIO
 import numpy as np
 import torch
 from model import GPT2, Config
+
+import gt
 
 HEADER = 1024  # bytes
 WEIGHTS, TOKENIZER, TOKENS, STATE = 20240326, 20240328, 20240520, 20261121  # the first int32
@@ -32,6 +35,17 @@ ORDER = (
 
 class BadFile(ValueError):
     """A file that is missing, cut off, or not what it should be."""
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """What the system says against it inside is a BadFile."""
+    try:
+        yield
+    except gt.GTError:  # that a worker is lost is an OSError too
+        raise
+    except OSError as error:
+        raise BadFile(f"{path}: cannot be written ({(error.strerror or str(error)).lower()})") from None
 
 
 def header(path: str | Path, magic: int, versions: Sequence[int], what: str) -> np.ndarray:
@@ -62,15 +76,16 @@ def sized(path: str | Path, want: int, what: str) -> None:
 def write(path: str | Path, head: dict[int, int], body: Callable[[BinaryIO], None]) -> None:
     """A file that is there whole or not at all. head: int32s by place."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     numbers = np.zeros(256, "<i4")
     for place, value in head.items():
         numbers[place] = value
     part = path.with_name(f"{path.name}.part")
-    with open(part, "wb") as file:
-        file.write(numbers.tobytes())
-        body(file)
-    os.replace(part, path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as file:
+            file.write(numbers.tobytes())
+            body(file)
+        os.replace(part, path)
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray:
@@ -101,7 +116,8 @@ def read_config(path: str | Path) -> tuple[Config, torch.dtype]:
         config = Config(**sizes)
     except ValueError as error:
         raise BadFile(f"{path}: {error}") from None
-    sized(path, HEADER + dtype.itemsize * sum(s.numel() for s in shapes(config).values()), "weights")
+    numbers = config.parameters + (config.padded - config.vocab) * config.width  # no model is made of sizes that may be any
+    sized(path, HEADER + dtype.itemsize * numbers, "weights")
     return config, dtype
 
 

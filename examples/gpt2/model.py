@@ -42,7 +42,8 @@ class Config:
         return (self.vocab + self.context) * c + self.layers * (12 * c * c + 13 * c) + 2 * c
 
     def __post_init__(self) -> None:
-        if self.layers < 1 or self.heads < 1 or self.width % self.heads or not 0 < self.vocab <= self.padded:
+        least = min(self.layers, self.heads, self.width, self.context, self.vocab)
+        if least < 1 or self.width % self.heads or self.vocab > self.padded:
             raise ValueError(f"no GPT-2 has these sizes: {self}")
 
 
@@ -179,6 +180,7 @@ class GPT2(nn.Module):
 # ---- stages
 
 
+TURNING = ("zb-v", "interleaved")  # schedules with two stages on each worker
 HEAD = "head_colpar"  # the group of a head that lies over all stages' workers, each with a part of the vocabulary
 
 
@@ -200,9 +202,9 @@ def placed(pieces: Sequence[int], split_head: bool = False) -> list[str]:
 
 
 def workers_of(stages: int, schedule: str, split_head: bool = False) -> list[int]:
-    """Which worker each stage is on. zb-v wants a V of stages, interleaved turns: both have two stages a worker."""
+    """Which worker each stage is on. zb-v wants a V of stages, interleaved turns."""
     name = schedule.partition(":")[0]
-    if name not in ("zb-v", "interleaved") or stages == 1:
+    if name not in TURNING or stages == 1:
         return list(range(stages))
     if split_head:
         raise ValueError(f"--split-head: not with --schedule {name}; want auto, zb-h1, 1f1b or gpipe")
