@@ -238,6 +238,16 @@ def test_a_gpu_is_not_given_small_micro_batches(flags: str, gpus: int, parts: in
     assert args.parts == parts
 
 
+@pytest.mark.parametrize(
+    ("model", "schedule", "gpus", "stages"),
+    [("d12", "auto", 2, 2), ("d12", "zb-v", 2, 4), ("d12", "interleaved", 3, 6), ("d3", "zb-v", 2, 2), ("d4", "zb-v", 0, 4)],
+)
+def test_every_gpu_has_stages_by_default(model: str, schedule: str, gpus: int, stages: int, gpt2: Any) -> None:
+    args = gpt2.train.arguments(["-e", model, "-b", "8", "--schedule", schedule])
+    workers = gpt2.train.settle(args, gpt2.model.fresh(model), gpus)
+    assert len(workers) == args.stages == stages and max(workers) + 1 == stages // (1 if schedule == "auto" else 2)
+
+
 def test_stages_are_cut_by_cost(gpt2: Any) -> None:
     model = gpt2.model.GPT2(gpt2.model.fresh("d12"))
     for stages in range(1, 13):
@@ -313,6 +323,7 @@ def test_resuming_is_as_not_stopping(dtype: str, run: Callable, tmp_path: Path) 
     flags = ("--stages", 2, "--schedule", "1f1b", "--save-to", tmp_path)
     whole = run("-e", "d2", *flags, "--dtype", dtype, "--save-every", 4, steps=8)
     assert run("-e", tmp_path / "gpt2_00000004.bin", *flags, steps=8) == whole[4:]
+    assert run("-e", tmp_path / "gpt2_00000004.bin", *flags, steps=3) == []
     (tmp_path / "gpt2_00000004.state").unlink()  # then it is a model to begin with
     assert len(run("-e", tmp_path / "gpt2_00000004.bin", *flags, steps=8)) == 8
 
@@ -399,6 +410,12 @@ def broken(data: Path, folder: Path, name: str) -> None:
         head[1] = 4
     if name == "heads":
         head[5] = 3
+    if name == "negative":
+        head[2] = -16
+    if name == "narrow":
+        head[6] = -8
+    if name == "huge":
+        head[2] = head[4] = head[5] = head[6] = 2**31 - 1
     body = bytes(4 * sum(int(np.prod(shape)) for shape in rows(1, 8, 16, 128)))
     cut = {"short": 100, "long": -4}.get(name, 0)
     content = struct.pack("<8i", *head) + bytes(992) + (body + bytes(4) if name == "long" else body[: len(body) - cut])
@@ -416,6 +433,9 @@ ERRORS = [
     (("-e", "weights.bin"), "long", r"weights.bin: \d+ bytes, its header wants \d+: .* damaged"),
     (("-e", "weights.bin"), "header", r"weights.bin: truncated: the header of a weights file has 1024 bytes, this file 500"),
     (("-e", "weights.bin"), "heads", r"weights.bin: no GPT-2 has these sizes: .*heads=3, width=8"),
+    (("-e", "weights.bin"), "negative", r"weights.bin: no GPT-2 has these sizes: .*context=-16"),
+    (("-e", "weights.bin"), "narrow", r"weights.bin: no GPT-2 has these sizes: .*width=-8"),
+    (("-e", "weights.bin"), "huge", r"weights.bin: truncated: its header wants \d{25,} bytes of weights, the file has \d+"),
     (("-i", "nothing*.bin"), "", r"nothing\*.bin: no such file; prepare_data.py makes token files"),
     (("-i", "tokens.bin"), "magic", r"tokens.bin: wrong magic 0: a tokens file begins with 20240520"),
     (("-i", "tokens.bin"), "version", r"tokens.bin: wrong version 9 of a tokens file: want 1"),
@@ -425,8 +445,17 @@ ERRORS = [
     (("-b", 4, "-M", 3), "", r"-b 4 is not divisible by -M 3 micro-batches"),
     (("-t", 2048), "", r"-t 2048 -g 64: the model has room for 1024 tokens"),
     (("-b", 0), "", r"want at least 1 for batch, got 0"),
+    (("-l", -1), "", r"want at least 0 for lr, got -1.0"),
+    (("-l", "nan"), "", r"want at least 0 for lr, got nan"),
+    (("--weight-decay", "-0.1"), "", r"want at least 0 for weight decay, got -0.1"),
+    (("--steps", -1), "", r"want at least 0 for steps, got -1"),
+    (("--save-every", -1), "", r"want at least 0 for save every, got -1"),
+    (("-o", "none/log"), "", r"none/log: cannot be written \(no such file or directory\)"),
+    (("--save-every", 1, "--save-to", "text_val.bin"), "", r"text_val.bin: cannot be written \(file exists\)"),
+    (("--connect", "nowhere"), "", r"'nowhere' is not an address: want host:port"),
     (("--stages", 3), "", r"--stages 3: want 1 to 2, the number of layers"),
     (("--cut", "2,1"), "", r"--cut 2,1: want 2 numbers that add up to 2 layers"),
+    (("--cut", "a,b"), "", r"--cut a,b: want a number of layers for each stage, as in 8,4"),
     (("-e", "d4", "--stages", 4, "--schedule", "zb-v", "--split-head"), "", r"--split-head: not with --schedule zb-v"),
     (("-e", "d4", "--stages", 3, "--schedule", "zb-v"), "", r"--schedule zb-v has two .* want an even number of --stages"),
     (("--schedule", "1f2b"), "", r"schedule '1f2b' is not known: want one of gpipe, 1f1b"),
@@ -455,11 +484,12 @@ def test_tokens_of_another_tokenizer_are_named(run: Callable, data: Path, gpt2: 
         run("-e", "d2", "-i", "large.bin", "--device", "cpu")
 
 
-@pytest.mark.parametrize(("count", "end"), [(300, 256), (257, 60000), (257, -7)])
+@pytest.mark.parametrize("sizes", [(300, 256), (257, 60000), (257, -7)])
 def test_a_tokenizer_is_the_models_or_not_used(
-    count: int, end: int, gpt2: Any, run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    sizes: tuple, gpt2: Any, run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """One that is named is refused; for one that only lies there, samples are numbers."""
+    count, end = sizes
     model = gpt2.model.GPT2(gpt2.model.Config(2, 2, 16, 16, 257, 384)).materialize().initialize(0)
     gpt2.checkpoint.write_weights(tmp_path / "small.bin", model.config, dict(model.named_parameters()))
     for file in ("text_train.bin", "text_val.bin"):
@@ -474,6 +504,41 @@ def test_a_tokenizer_is_the_models_or_not_used(
     run(*flags, steps=1)
     out = capsys.readouterr().out
     assert f"\n{told}: samples are token numbers" in out and re.search(r"generating:\n---\n\d+ \d+ \d+ \d+\n", out), out
+
+
+class Defect(ValueError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (gt.DispatcherLost("the server has stopped"), "train.py: the server has stopped"),
+        (gt.OpFailed("out of memory"), "train.py: out of memory\ntrain.py: use a smaller -b or -t, more micro-batches"),
+        (OSError(28, "No space left on device"), "train.py: checkpoints/gpt2_00000001.bin: cannot be written (no space left"),
+        (KeyboardInterrupt(), "130"),
+        (Defect(), None),
+    ],
+)
+def test_what_ends_a_run_is_a_line_unless_it_is_a_defect(
+    error: Any, code: str | None, gpt2: Any, run: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        with gpt2.checkpoint.writing("checkpoints/gpt2_00000001.bin"):
+            raise error
+
+    monkeypatch.setattr(gpt2.train, "save", fail)
+    with pytest.raises(Defect if code is None else SystemExit) as caught:
+        run("-e", "d2", "-m", 0, "--device", "cpu", "--save-every", 1, steps=1)
+    assert code is None or str(caught.value.code).startswith(code)
+    assert ("train.py: interrupted\n" in capsys.readouterr().err) == (code == "130")
+
+
+def test_a_folder_may_be_named_as_a_size(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [Path(f"text_{part}.bin").resolve() for part in ("train", "val")]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d2").mkdir()
+    assert len(run("-e", "d2", "-i", files[0], "-j", files[1], "--device", "cpu", steps=1)) == 1
 
 
 # ---- README.md

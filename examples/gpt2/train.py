@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,14 +34,19 @@ from checkpoint import (
     read_tokenizer,
     write_state,
     write_weights,
+    writing,
 )
-from model import GPT2, Config, activation_bytes, cut, fresh, layers_cut, placed, workers_of, yaml
+from model import GPT2, TURNING, Config, activation_bytes, cut, fresh, layers_cut, placed, workers_of, yaml
 
 DATA = "dev/data/tinyshakespeare/tiny_shakespeare_{}.bin"
 TOKENIZER = "gpt2_tokenizer.bin"
 NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = 4096  # tokens: a GPU takes as long for fewer, so a batch is not cut into less
 OFTEN = 0.25  # seconds: losses are read together, so that workers never wait for a line to be printed
+LEAST = {
+    "batch": 1, "length": 1, "lr": 0, "val_every": 1, "val_batches": 0, "sample_every": 0, "sample": 1, "steps": 0,
+    "save_every": 0, "weight_decay": 0,
+}  # fmt: skip
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -58,7 +65,7 @@ def flags() -> argparse.ArgumentParser:
     add("-s", dest="sample_every", type=int, default=20, metavar="N", help="sample text every N steps")
     add("-g", dest="sample", type=int, default=64, metavar="N", help="of N tokens")
     add("-M", dest="parts", type=int, default=0, metavar="N", help="micro-batches a step; default: up to two a stage")
-    add("--stages", type=int, default=0, metavar="N", help="of the pipeline; default: one a GPU, two on CPU workers")
+    add("--stages", type=int, default=0, metavar="N", help="of the pipeline; default: for all GPUs, or for two CPU workers")
     add("--cut", default="", metavar="N,N,...", help="layers of each stage; default: by cost, the head counted")
     add("--split-head", action="store_true", help="the head over all stages' workers, each with a part of the vocabulary")
     add("--schedule", default="auto", help="gpipe, 1f1b, zb-h1, interleaved, zb-v, auto or auto:2GiB")
@@ -80,8 +87,8 @@ def flags() -> argparse.ArgumentParser:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = flags().parse_args(argv)
-    for name, least in (("batch", 1), ("length", 1), ("val_every", 1), ("val_batches", 0), ("sample_every", 0), ("sample", 1)):
-        if getattr(args, name) < least:
+    for name, least in LEAST.items():
+        if not least <= getattr(args, name) < math.inf:
             raise SystemExit(f"train.py: want at least {least} for {name.replace('_', ' ')}, got {getattr(args, name)}")
     return args
 
@@ -89,9 +96,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 # ---- what is trained, and where
 
 
+def named(args: argparse.Namespace) -> bool:
+    """Whether -e is a file, not the size of a fresh model; `-e ./d2` is one."""
+    return not re.fullmatch(r"d\d+", args.model)
+
+
 def sizes(args: argparse.Namespace) -> Config:
     """Of the file that -e names, or of a fresh model."""
-    if not args.model.startswith("d") or not args.model[1:].isdigit():
+    if named(args):
         try:
             config, dtype = read_config(args.model)
         except BadFile as error:
@@ -117,17 +129,31 @@ def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer | 
     return None, f"{why}: samples are token numbers (--tokenizer names another)"
 
 
+def layers_of(args: argparse.Namespace) -> list[int]:
+    """Of each stage, as --cut has them."""
+    if not re.fullmatch(r"(\s*\d+\s*(,\s*\d+\s*)*)?", args.cut):
+        raise ValueError(f"--cut {args.cut}: want a number of layers for each stage, as in 8,4")
+    return [int(n) for n in args.cut.split(",")] if args.cut else []
+
+
+def most_stages(args: argparse.Namespace, config: Config, gpus: int) -> int:
+    """One a worker, or two where the schedule has two on each: then an even number."""
+    each = 2 if args.schedule.partition(":")[0] in TURNING else 1
+    stages = min(each * (gpus or 2), config.layers)
+    return max(stages // each * each, 1)
+
+
 def settle(args: argparse.Namespace, config: Config, gpus: int) -> list[int]:
     """Fills in what depends on the machine and the model, and checks it; the worker of each stage."""
     asked(args.schedule)
-    counts = [int(n) for n in args.cut.split(",")] if args.cut else []
+    counts = layers_of(args)
     if args.device == "cpu":
         args.stages = 1
         args.split_head = False
-    args.stages = args.stages or len(counts) or min(gpus or 2, config.layers)
+    args.stages = args.stages or len(counts) or most_stages(args, config, gpus)
     if not 1 <= args.stages <= config.layers:
         raise ValueError(f"--stages {args.stages}: want 1 to {config.layers}, the number of layers")
-    if counts and (len(counts) != args.stages or sum(counts) != config.layers or min(counts) < 0):
+    if counts and (len(counts) != args.stages or sum(counts) != config.layers):
         raise ValueError(f"--cut {args.cut}: want {args.stages} numbers that add up to {config.layers} layers")
     most = args.batch if args.stages == 1 else 2 * args.stages
     fits = [n for n in range(1, most + 1) if args.batch % n == 0]
@@ -143,11 +169,11 @@ def settle(args: argparse.Namespace, config: Config, gpus: int) -> list[int]:
 
 def built(args: argparse.Namespace, config: Config) -> tuple[GPT2, list[int]]:
     """The model on the CPU with its pieces in their stages' groups, and how many pieces each stage has."""
-    counts = [int(n) for n in args.cut.split(",")] if args.cut else []
+    counts = layers_of(args)
     split, part = args.split_head, args.batch // args.parts
     pieces = layers_cut(counts, split) if counts else cut(GPT2(config), args.stages, part, args.length, split)
     groups = placed(pieces, split) if args.device == "remote" else ()
-    if Path(args.model).exists():
+    if named(args):
         return load(args.model, groups, NAMES[args.dtype]), pieces
     return GPT2(config, groups).materialize(NAMES[args.dtype]).initialize(args.seed), pieces
 
@@ -254,7 +280,7 @@ class Report:
 
     def log(self, line: str) -> None:
         if self.path:
-            with self.path.open("a") as file:
+            with writing(self.path), self.path.open("a") as file:
                 file.write(f"{line}\n")
 
     def begin(self) -> None:
@@ -339,13 +365,16 @@ def train(args: argparse.Namespace, model: GPT2, data: Sequence[Tokens], tokeniz
     rates = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, **rates, **capture)
     progress, state = Progress(), beside(args.model)
-    if Path(args.model).exists() and state.exists():
+    if named(args) and state.exists():
         progress = read_state(state, model, optimizer)
         print(f"resumed from {args.model} at step {progress.step}", flush=True)
     tokens = args.batch * args.length
     if progress.tokens % tokens:
         raise BadFile(f"{state}: training stands at token {progress.tokens}, which is no multiple of -b times -t, {tokens}")
     first, total = progress.tokens // tokens, args.steps or len(data[0])
+    if progress.step > total:
+        print(f"nothing is left to do: {args.model} stands at step {progress.step}, and --steps is {total}", flush=True)
+        return []
     batches = itertools.chain(data[0].since(first % len(data[0])), itertools.chain.from_iterable(itertools.repeat(data[0])))
     step, validate = steps(model, optimizer, args)
     sample, report = sampler(model, args), Report(args, total)
@@ -376,6 +405,17 @@ def train(args: argparse.Namespace, model: GPT2, data: Sequence[Tokens], tokeniz
     return report.losses
 
 
+def writable(args: argparse.Namespace) -> None:
+    """BadFile for what the first step, or the last, could not write."""
+    if args.log:
+        with writing(args.log):
+            args.log.open("a").close()
+    if args.save_every:
+        with writing(args.save_to):
+            args.save_to.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.save_to).close()
+
+
 def prepared(args: argparse.Namespace) -> tuple[GPT2, list[Tokens], Tokenizer | None, list[int]]:
     """Model, both sets of data, tokenizer, workers of stages: what can be wrong is found before anything is started."""
     config = sizes(args)
@@ -389,6 +429,7 @@ def prepared(args: argparse.Namespace) -> tuple[GPT2, list[Tokens], Tokenizer | 
     patterns = (args.train, args.val if args.val_batches else args.train)
     data = [Tokens(pattern, args.batch, args.length, config.vocab) for pattern in patterns]
     tokenizer, without = tokenizer_of(args, config)
+    writable(args)
     model, pieces = built(args, config)
     announce(args, config, pieces, data, device_name(args.gpus, args.workers))
     if without:
@@ -398,23 +439,22 @@ def prepared(args: argparse.Namespace) -> tuple[GPT2, list[Tokens], Tokenizer | 
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Losses of all steps; SystemExit with one line where a file or a flag is wrong."""
+    """Losses of all steps; SystemExit with one line where a file, a flag or a worker is at fault. The rest is ours to mend."""
     args = arguments(argv)
     try:
-        model, data, tokenizer, workers = prepared(args)
-    except ValueError as error:
-        raise SystemExit(f"train.py: {error}") from None
-    try:
+        try:
+            model, data, tokenizer, workers = prepared(args)
+        except ValueError as error:  # of flags; later, one would be ours
+            raise BadFile(error) from None
         if args.device == "remote":
             start(args, workers)
         return train(args, model, data, tokenizer)
-    except BadFile as error:
-        raise SystemExit(f"train.py: {error}") from None
-    except gt.OpFailed as error:
-        if "out of memory" not in str(error):
-            raise
-        todo = "use a smaller -b or -t, more micro-batches (-M) or more --stages"
-        raise SystemExit(f"train.py: {error}\ntrain.py: {todo}") from None
+    except (BadFile, gt.GTError) as error:
+        todo = "\ntrain.py: use a smaller -b or -t, more micro-batches (-M) or more --stages"
+        raise SystemExit(f"train.py: {error}{todo if 'out of memory' in str(error) else ''}") from None
+    except KeyboardInterrupt:
+        print("train.py: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     finally:
         gt.shutdown()
 
