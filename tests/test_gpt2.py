@@ -125,6 +125,26 @@ def test_what_is_printed(run: Callable, data: Path, capsys: pytest.CaptureFixtur
     assert all(re.fullmatch(r"s:\d+ (trl|tel):\d+\.\d{4}", line) for line in lines)
 
 
+def test_a_servers_workers_say_what_they_are(
+    gpt2: Any, run: Callable, server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """GT_SERVER is what --connect is by default."""
+    monkeypatch.setenv("GT_SERVER", server.address)
+    monkeypatch.setenv("GT_TOKEN", server.token)
+    monkeypatch.setattr(gt, "cpu_workers", None)
+    assert len(run("-e", "d2", "-m", 0, steps=2)) == 2
+    assert f"CPU (2 workers of {server.address})" in capsys.readouterr().out
+
+    precision: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precision.append)
+    monkeypatch.setattr(gt, "stats", lambda: {"workers": [{"peak_bytes": 512}, *[{"peak_bytes": 0}] * 2]})
+    args = gpt2.train.arguments(["-e", "d4", "-b", "4", "-t", "16", "-m", "0", "-i", "text_train.bin"])
+    gpt2.train.prepared(args)
+    assert (args.gpus, args.stages, args.parts, args.backend, precision) == (3, 3, 1, "cudagraphs", ["high"])
+    assert f"GPU (3 workers of {server.address})" in capsys.readouterr().out
+    assert gpt2.train.gpus_of(gpt2.train.arguments(["--device", "cpu"])) == 0
+
+
 def test_without_validation_no_file_is_wanted(run: Callable, capsys: pytest.CaptureFixture) -> None:
     assert len(run("-e", "d2", "-m", 0, "-j", "nothing.bin", "--device", "cpu", steps=7)) == 7
     out = capsys.readouterr().out
@@ -558,7 +578,7 @@ def test_the_readme_names_every_flag_and_no_other(gpt2: Any) -> None:
     known = {name for action in parser._actions for name in action.option_strings if action.dest != "help"}
     rows = [row.split(" | ")[0] for row in (EXAMPLE / "README.md").read_text().splitlines() if row.startswith("| `-")]
     named = set(re.findall(r"(?<![\w-])(--?[a-zA-Z][\w-]*)", " ".join(rows).replace("--[no-]", "--")))
-    assert named <= known and known - named == {"--no-tf32", "--connect", "--device"}, named ^ known
+    assert named <= known and known - named == {"--no-tf32", "--device"}, named ^ known
 
 
 @pytest.mark.slow

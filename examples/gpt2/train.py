@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import re
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def flags() -> argparse.ArgumentParser:
     add("--tf32", action=argparse.BooleanOptionalAction, default=True, help="for matmuls in fp32 on GPUs that have it")
     add("--backend", choices=["eager", "inductor", "cudagraphs"], help="of the captured step; default: cudagraphs on GPUs")
     add("--explain", action="store_true", help="say at the end what became of the captured step")
-    add("--connect", default="", metavar="HOST:PORT", help="of a running server")
+    add("--connect", default=os.environ.get("GT_SERVER", ""), metavar="HOST:PORT", help="a running server's workers")
     add("--device", choices=["remote", "cpu"], default="remote")
     return parser
 
@@ -189,7 +190,24 @@ def start(args: argparse.Namespace, workers: list[int]) -> None:
             (gt.gpu_workers if args.gpus else gt.cpu_workers)(max(workers) + 1, config=str(path))
 
 
-def device_name(gpus: int, workers: int) -> str:
+def gpus_of(args: argparse.Namespace) -> int:
+    """How many there are for workers: those of this machine, or of a server, whose workers are of one kind."""
+    if args.device == "cpu":
+        return 0
+    if not args.connect:
+        return torch.cuda.device_count()
+    gt.connect(args.connect, config="")
+    gt.ones(1)
+    torch.remote.synchronize()
+    workers = gt.stats()["workers"]
+    gt.shutdown()
+    return len(workers) if workers[0].get("peak_bytes") else 0  # of a GPU's memory: on CPUs nobody counts
+
+
+def device_name(args: argparse.Namespace) -> str:
+    gpus, workers = args.gpus, args.workers
+    if args.connect and workers:
+        return f"{'GPU' if gpus else 'CPU'} ({workers} workers of {args.connect})"
     if not gpus:
         return f"CPU ({workers} workers)" if workers else "CPU"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -419,7 +437,7 @@ def writable(args: argparse.Namespace) -> None:
 def prepared(args: argparse.Namespace) -> tuple[GPT2, list[Tokens], Tokenizer | None, list[int]]:
     """Model, both sets of data, tokenizer, workers of stages: what can be wrong is found before anything is started."""
     config = sizes(args)
-    gpus = torch.cuda.device_count() if args.device == "remote" and not args.connect else 0
+    gpus = gpus_of(args)
     workers = settle(args, config, gpus)
     args.gpus = gpus if gpus > max(workers) else 0  # CPU workers where there are too few
     args.workers = max(workers) + 1 if args.device == "remote" else 0
@@ -431,7 +449,7 @@ def prepared(args: argparse.Namespace) -> tuple[GPT2, list[Tokens], Tokenizer | 
     tokenizer, without = tokenizer_of(args, config)
     writable(args)
     model, pieces = built(args, config)
-    announce(args, config, pieces, data, device_name(args.gpus, args.workers))
+    announce(args, config, pieces, data, device_name(args))
     if without:
         print(without)
     allocated(model, pieces, args)
