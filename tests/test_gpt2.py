@@ -239,6 +239,35 @@ def test_published_weights_give_published_logits(gpt2: Any, tmp_path: Path) -> N
     assert loss == pytest.approx(-odds[np.arange(11), tokens[1:]].mean(), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("vocab_size", 60, r"wte.weight is \[61, 24\], config.json wants \[60, 24\]"),
+        ("n_positions", 32, r"wpe.weight is \[16, 24\], config.json wants \[32, 24\]"),
+        ("n_embd", 3 * 10**9, r"wte.weight is \[61, 24\], config.json wants \[61, 3000000000\]"),
+        ("n_layer", 1, r"config.json wants 1 layers \(n_layer\), and there are tensors of 2"),
+        ("n_layer", 10**9, r"config.json wants 1000000000 layers \(n_layer\), and there are tensors of 2"),
+        ("n_head", None, r"config.json: is none of a GPT-2 .*"),
+    ],
+)
+def test_tensors_of_other_sizes_are_named(key: str, value: Any, message: str, gpt2: Any, tmp_path: Path) -> None:
+    published(tmp_path, gpt2.model.Config(layers=2, heads=3, width=24, context=16, vocab=61, padded=128))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(SystemExit, match=f"^prepare_data.py: {re.escape(str(tmp_path))}(: |/){message}$"):
+        gpt2.prepare_data.main(["--weights", str(tmp_path), "--to", str(tmp_path)])
+    assert not (tmp_path / "gpt2_124M.bin").exists()
+
+
+def test_a_truncated_file_of_torch_is_named(gpt2: Any, tmp_path: Path) -> None:
+    torch.save({"wte.weight": torch.ones(64, 64)}, tmp_path / "pytorch_model.bin")
+    whole = (tmp_path / "pytorch_model.bin").read_bytes()
+    for size in (0, 10, len(whole) // 2):
+        (tmp_path / "pytorch_model.bin").write_bytes(whole[:size])
+        with pytest.raises(SystemExit, match=r"^prepare_data.py: .*/pytorch_model.bin: truncated, or no file of torch's .*$"):
+            gpt2.prepare_data.main(["--weights", str(tmp_path)])
+
+
 def test_sizes_are_the_published_ones(gpt2: Any) -> None:
     known = {"d12": 124439808, "d24": 354823168, "d36": 774030080, "d48": 1557611200}
     assert {name: gpt2.model.fresh(name).parameters for name in known} == known
@@ -389,6 +418,11 @@ def test_text_becomes_tokens_and_text_again(gpt2: Any, data: Path, tmp_path: Pat
     gpt2.prepare_data.main([str(data / "text.txt"), "--to", str(tmp_path), "--shard", "20000", "--val-tokens", "100"])
     parts = [np.fromfile(path, "<u2")[512:] for path in sorted(tmp_path.glob("text_train_*.bin"))]
     assert [len(p) for p in parts[:-1]] == [20000] * (len(parts) - 1) and np.array_equal(np.concatenate(parts), tokens[100:])
+    assert len(parts) > 1 and 20000 <= len(parts[-1]) < 40000  # what is left has no file of its own
+    with pytest.raises(SystemExit, match=r"^prepare_data.py: want at least 0 for --shard, got -5$"):
+        gpt2.prepare_data.main([str(data / "text.txt"), "--to", str(tmp_path), "--shard", "-5"])
+    with pytest.raises(SystemExit, match=r"text.txt/text_val.bin: cannot be written \(.*\)$"):
+        gpt2.prepare_data.main([str(data / "text.txt"), "--to", str(data / "text.txt")])
 
 
 def test_byte_pairs_come_from_a_library(gpt2: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,6 +450,20 @@ def test_byte_pairs_come_from_a_library(gpt2: Any, data: Path, tmp_path: Path, m
         gpt2.prepare_data.main([str(data / "text.txt"), "--to", str(tmp_path), "--vocabulary", str(tmp_path)])
     tokens = np.concatenate([np.fromfile(tmp_path / f"text_{part}.bin", "<u2")[512:] for part in ("val", "train")])
     assert tokens[0] == tokenizer.end == 256 and tokenizer.decode(tokens.tolist()) == TEXT
+
+
+def test_special_tokens_in_a_text_are_text(gpt2: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    names = {character: n for n, character in enumerate(gpt2.prepare_data.characters())}
+    (tmp_path / "vocab.json").write_text(json.dumps({**names, "<|endoftext|>": 256, "<|to pad|>": 257}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    text = "one<|endoftext|>two <|to pad|> " * 20
+    (tmp_path / "text.txt").write_text(text)
+    gpt2.prepare_data.main([str(tmp_path / "text.txt"), "--to", str(tmp_path), "--vocabulary", str(tmp_path)])
+    tokens = np.concatenate([np.fromfile(tmp_path / f"text_{part}.bin", "<u2")[512:] for part in ("val", "train")])
+    tokenizer = gpt2.checkpoint.read_tokenizer(tmp_path / "gpt2_tokenizer.bin")
+    assert tokenizer.tokens[257] == b"<|to pad|>" and tokens.max() == tokens[0] == 256
+    assert tokenizer.decode(tokens.tolist()) == text and (tokens == 256).sum() == 1
 
 
 # ---- what is wrong

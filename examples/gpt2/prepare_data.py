@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from checkpoint import BadFile, Tokenizer, in_order, write_tokenizer, write_tokens, write_weights
+from checkpoint import BadFile, Tokenizer, shapes, write_tokenizer, write_tokens, write_weights
 from model import PAD, Config
 
 FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))  # a GPT-2 vocabulary, as Hugging Face and OpenAI name it
@@ -48,17 +50,21 @@ def by_pairs(folder: Path) -> tuple[Tokenizer, Encode]:
     known = characters()
     tokens = [b""] * (max(numbers.values()) + 1)
     end = numbers.get("<|endoftext|>", len(tokens) - 1)
+    ranks = {}
     for text, number in numbers.items():
-        tokens[number] = b"" if number == end else bytes(known[c] for c in text)
+        if number != end and known.keys() >= set(text):
+            tokens[number] = bytes(known[c] for c in text)
+            ranks[tokens[number]] = number
+        elif number != end:  # an extra special token, as it is written: no text becomes it
+            tokens[number] = text.encode()
     if tiktoken := found("tiktoken"):
-        ranks = {token: n for n, token in enumerate(tokens) if n != end}
         words = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
         return Tokenizer(tokens, end), tiktoken.Encoding(
             "gpt2", pat_str=words, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end}
         ).encode_ordinary
     if names == FILES[0] and (transformers := found("transformers")):
         tokenizer = transformers.GPT2TokenizerFast.from_pretrained(str(folder), local_files_only=True)
-        return Tokenizer(tokens, end), tokenizer.encode
+        return Tokenizer(tokens, end), partial(tokenizer.encode, split_special_tokens=True)  # a text's "<|endoftext|>" is text
     raise BadFile(f"{folder} has a GPT-2 vocabulary, but there is no library to use it: pip install tiktoken")
 
 
@@ -74,6 +80,8 @@ def found(name: str):
 
 def text(args: argparse.Namespace) -> list[str]:
     """Writes token files and tokenizer; a line about each."""
+    if args.shard < 0:
+        raise ValueError(f"want at least 0 for --shard, got {args.shard}")
     tokenizer, encode = by_pairs(args.vocabulary) if args.vocabulary else by_bytes()
     pieces = []
     for path in args.text:
@@ -90,7 +98,8 @@ def text(args: argparse.Namespace) -> list[str]:
         raise BadFile(f"{len(tokens)} tokens: cannot hold back {held} of them for validation (--val-tokens)")
     lines, name = [], args.name or args.text[0].stem
     train = tokens[held:]
-    shards = [train[at : at + args.shard] for at in range(0, len(train), args.shard)] if args.shard else [train]
+    count = max(len(train) // args.shard, 1) if args.shard else 1
+    shards = np.split(train, [n * args.shard for n in range(1, count)])  # what is left is the last's: alone it may be no batch
     files = [(f"{name}_val.bin", tokens[:held])]
     files += [(f"{name}_train{f'_{n:06d}' if args.shard else ''}.bin", shard) for n, shard in enumerate(shards)]
     for file, part in files:
@@ -135,32 +144,58 @@ def theirs(name: str) -> str:
     return f"{f'h.{layer}.' if layer else ''}{NAMES[module]}.{kind}"
 
 
-def weights(args: argparse.Namespace) -> list[str]:
-    """Writes the file; a line about it."""
-    folder = args.weights
+def pytorch(path: Path) -> dict[str, torch.Tensor]:
+    """A file's tensors, as torch.save writes them."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch has no class for what is wrong with a file
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise BadFile(f"{path}: truncated, or no file of torch's ({why})") from None
+
+
+def read_folder(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
+    """Sizes and tensors, which have as many layers as the sizes say."""
     if (folder / "model.safetensors").exists():
         read = safetensors(folder / "model.safetensors")
     elif (folder / "pytorch_model.bin").exists():
-        read = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        read = pytorch(folder / "pytorch_model.bin")
     else:
         raise BadFile(f"{folder}: want a folder with config.json and model.safetensors or pytorch_model.bin")
     read = {name.removeprefix("transformer."): tensor for name, tensor in read.items()}
     try:
         said = json.loads((folder / "config.json").read_text("utf-8"))
         sizes = [int(said[key]) for key in ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")]
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise BadFile(f"{folder}/config.json: is none of a GPT-2 ({error})") from None
-    config = Config(*sizes, padded=-(-sizes[-1] // PAD) * PAD)
-    dtype, made = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype], {}
-    for name in in_order(config.layers):
-        tensor = read.get(theirs(name))
-        if tensor is None:
-            raise BadFile(f"{folder}: has no tensor {theirs(name)}: not a GPT-2")
-        if tensor.dim() == 2 and name.startswith("h."):  # stored [in, out] there
-            tensor = tensor.t()
-        if name == "embed.wte.weight":
-            tensor = torch.cat([tensor, tensor.new_zeros(config.padded - config.vocab, config.width)])
-        made[name] = tensor.to(dtype)
+    layers = {int(found[1]) for found in map(re.compile(r"h\.(\d+)\.").match, read) if found}
+    if layers and max(layers) + 1 != sizes[0]:
+        raise BadFile(f"{folder}: config.json wants {sizes[0]} layers (n_layer), and there are tensors of {max(layers) + 1}")
+    return Config(*sizes, padded=-(-sizes[-1] // PAD) * PAD), read
+
+
+def taken(folder: Path, read: dict[str, torch.Tensor], name: str, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor that is `name` with us, of our shape."""
+    tensor, turned = read.get(theirs(name)), name.startswith("h.") and len(shape) == 2  # stored [in, out] there
+    if tensor is None:
+        raise BadFile(f"{folder}: has no tensor {theirs(name)}: not a GPT-2")
+    want = [*reversed(shape)] if turned else [*shape]
+    if [*tensor.shape] != want:
+        raise BadFile(f"{folder}: {theirs(name)} is {[*tensor.shape]}, config.json wants {want}")
+    return tensor.t() if turned else tensor
+
+
+def weights(args: argparse.Namespace) -> list[str]:
+    """Writes the file; a line about it."""
+    config, read = read_folder(args.weights)
+    rows = {"embed.wte.weight": (config.vocab, config.width), "embed.wpe.weight": (config.context, config.width)}
+    for name, shape in rows.items():  # before a model is made of sizes that may be any
+        taken(args.weights, read, name, shape)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+    wanted = {**shapes(config), **rows}
+    made = {name: taken(args.weights, read, name, shape).to(dtype) for name, shape in wanted.items()}
+    vocabulary = made["embed.wte.weight"]
+    padding = vocabulary.new_zeros(config.padded - config.vocab, config.width)
+    made["embed.wte.weight"] = torch.cat([vocabulary, padding])
     path = args.to / (args.name or ("gpt2_124M.bin" if args.dtype == "fp32" else "gpt2_124M_bf16.bin"))
     write_weights(path, config, made)
     return [f"{path}: {config.parameters} parameters, {config.layers} layers, {args.dtype}"]
@@ -173,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", help="of the files; default: that of the first text, or gpt2_124M.bin")
     parser.add_argument("--vocabulary", type=Path, metavar="FOLDER", help="GPT-2's vocab.json and merges.txt; default: bytes")
     parser.add_argument("--val-tokens", type=int, metavar="N", help="first N tokens to validate on; default: 32768, or a tenth")
-    parser.add_argument("--shard", type=int, default=0, metavar="N", help="several training files of N tokens")
+    parser.add_argument("--shard", type=int, default=0, metavar="N", help="training files of N tokens, the last of more")
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="a Hugging Face GPT-2 folder, instead of text")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of --weights")
     args = parser.parse_args(argv)
