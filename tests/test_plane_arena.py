@@ -384,12 +384,13 @@ class Apart(Library):
         return 0 if (self.rank, rank) in self.world.refused else super().peer(address, rank)
 
 
-def reached(refused: Sequence[Any], ring: Any, **more: Any) -> list[Any]:
+def reached(refused: Sequence[Any], ring: Any, host: str = "", **more: Any) -> list[Any]:
     """What moves memory between three members, and what they can do with it: a message of the first to the last."""
     world, engine = World(3), types.SimpleNamespace(direct=DirectEngine(TorchEngine("cpu"), COMBINE))
     world.refused = refused
     made = [NvshmemPlane(engine, BYTES, Apart(world, n, random.Random(n)), ring, **more) for n in range(3)]
     rows = [planes.row(n, plane.open()) for n, plane in enumerate(made)]
+    rows = [[*row[:3], host or row[3], *row[4:]] for row in rows]
 
     def member(rank: int) -> Any:
         plane = made[rank]
@@ -420,6 +421,7 @@ def test_where_gpus_cannot_reach_each_other_all_go_by_nccl(refused: list, caplog
 def test_where_gpus_reach_each_other_or_there_is_no_nccl_or_nvshmem_is_asked_for() -> None:
     assert reached([], Ring()) == [("nvshmem", Arena, 0), ("nvshmem", Arena, 0), ("nvshmem", Arena, 7)]
     assert reached([(0, 1)], None) == [("shm", type(None), 0)] * 3
+    assert reached([], Ring(), "elsewhere") == [("nvshmem", Arena, 0), ("nvshmem", Arena, 0), ("nvshmem", Arena, 7)]
     with pytest.raises(SystemFailure, match=r"cannot map the memory of workers \[1\] .* leave GT_TRANSPORT empty, or"):
         reached([(0, 1)], Ring(), forced=True)
 

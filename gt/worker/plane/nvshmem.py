@@ -19,7 +19,7 @@ from gt.errors import ConfigError, SystemFailure
 from gt.ir.heap import LINE
 from gt.worker.plane import nccl
 from gt.worker.plane.arena import Arena
-from gt.worker.plane.base import TeamForm
+from gt.worker.plane.base import TeamForm, Unreachable
 from gt.worker.plane.device import DevicePlane
 from gt.worker.plane.kernels import Kernels
 from gt.worker.plane.rings import Rings
@@ -124,8 +124,16 @@ class NvshmemPlane(DevicePlane):
         return None if self._ring is None else Rings(self._ring, self._engine.direct, self, self.count_bytes)
 
     def told(self, members: Sequence[int], rank: int, why: str) -> list[str]:
-        """Why members cannot have it, each of those that cannot: the same list at all of them."""
+        """Why members cannot have it, each of those that cannot: the same list at all of them.
+
+        Members that plane shm does not reach (other containers) are taken to be as this one.
+        """
         form: TeamForm = {"id": -1, "workers": list(members), "rank": rank, "offset": 0, "bytes": SAID}
+        own = why.encode()[:SAID].ljust(SAID)
         every = [bytearray(SAID) for _ in members]
-        self.all_gather(form, why.encode()[:SAID].ljust(SAID), every)
+        try:
+            self.all_gather(form, own, every)
+        except Unreachable as error:
+            log.info("%s: whether others can join is not known", error)
+            every = [bytearray(own)]
         return [text for text in (said.decode(errors="replace").strip() for said in every) if text]
