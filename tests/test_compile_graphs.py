@@ -43,11 +43,14 @@ class Played:
     def __init__(self) -> None:
         self.held: dict[int, torch.Tensor] = {}
         self.pool: dict[int, torch.Tensor] = {}  # all bytes that recordings made, by address
-        self.records = self.replays = self.clock = self.rooms = 0
+        self.records = self.replays = self.clock = self.rooms = self.finished = 0
         self.fail = self.late = False  # when recording begins, or when it ends
         self.worker: Any = None  # whose counts a replay does not know of
         self.marks: list[list[int]] | None = None  # of the recording under way
         self.again: Iterator[list[int]] | None = None  # of the replay under way
+
+    def finish(self) -> None:
+        self.finished = self.replays
 
     def room(self) -> None:
         self.rooms += 1
@@ -732,6 +735,7 @@ def test_a_program_that_is_forgotten_keeps_nothing(device: Played) -> None:
     try:
         got.executor.run([FORGET, 0, 1, 99, END, 0, 2, 1, 5000], 0)
         assert not held and not [ref for ref in memory if ref() is not None]
+        assert device.finished == device.replays > 0  # before
     finally:
         gc.enable()
 

@@ -24,7 +24,7 @@ from gt.errors import SystemFailure
 from gt.ir.heap import LANES, channel_bytes, channel_class, sizes, team_bytes
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch.direct import DirectEngine
-from gt.worker.plane import nccl
+from gt.worker.plane import nccl, nvshmem
 from gt.worker.plane.arena import DIRECT, Arena
 from gt.worker.plane.base import ALL, Doomed
 from gt.worker.plane.kernels import cut
@@ -424,6 +424,20 @@ def test_where_gpus_reach_each_other_or_there_is_no_nccl_or_nvshmem_is_asked_for
     assert reached([], Ring(), "elsewhere") == [("nvshmem", Arena, 0), ("nvshmem", Arena, 0), ("nvshmem", Arena, 7)]
     with pytest.raises(SystemFailure, match=r"cannot map the memory of workers \[1\] .* leave GT_TRANSPORT empty, or"):
         reached([(0, 1)], Ring(), forced=True)
+
+
+def test_a_member_that_waits_within_nvshmem_for_one_that_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failed one ends, and with it the others do."""
+    monkeypatch.setattr(nvshmem, "JOINING", 0.2)
+    engine, world = types.SimpleNamespace(direct=DirectEngine(TorchEngine("cpu"), COMBINE)), World(2)
+    world.refused = [(0, "joins")]
+    made = [NvshmemPlane(engine, BYTES, Apart(world, n, random.Random(n)), Ring()) for n in range(2)]
+    rows = [planes.row(n, plane.open()) for n, plane in enumerate(made)]
+    made[0].world(rows)
+    with pytest.raises(SystemFailure, match="worker 0 cannot join NVSHMEM: no transport found"):
+        made[0].form([0, 1], 0, "nvshmem:id")
+    for plane in made:
+        plane.close()
 
 
 def test_a_large_all_reduce_goes_by_shares() -> None:

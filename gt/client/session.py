@@ -78,6 +78,7 @@ class Session:
         self._room = threading.Condition()
         self._window = link.Window(0)
         self._unraised: GTError | None = None
+        self._refused: GTError | None = None  # what was told last that no request answers
         self._noticed = ""  # why there is no welcome yet
         self._fetches = 0
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
@@ -275,9 +276,8 @@ class Session:
 
     def _parted(self, reason: str) -> GTError:
         """Why the server goes on without this session, or stops: what it said of that before."""
-        known = self._unraised
-        if known is not None and str(known) == reason:
-            return known
+        if self._refused is not None and str(self._refused) == reason:
+            return self._refused
         return DispatcherLost(f"the server at {self.address} has stopped: {reason}")
 
     def _end(self, failure: GTError) -> None:
@@ -314,7 +314,9 @@ class Session:
         error = errors.from_wire(message.error)
         if message.request >= 0:
             self._finish(message.request, error=error)
-        elif self._unraised is None:
+            return
+        self._refused = error
+        if self._unraised is None:
             self._unraised = error
             with self._room:
                 self._room.notify_all()

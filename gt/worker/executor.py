@@ -331,8 +331,9 @@ class Executor:
     def _forget(self, plans: Sequence[Plan]) -> None:
         if plans:
             self._lent.settle()  # the memory is its program's
-        for plan in plans:
-            plan.close()
+        with self._compiles():
+            for plan in plans:
+                plan.close()
 
     def _fail(self, number: int, code: list[int], at: int, base: int, error: Exception) -> None:
         name, made, _ = self._made[number]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from gt.errors import ConfigError, SystemFailure
 from gt.ir.heap import LINE
 from gt.worker.plane import nccl
 from gt.worker.plane.arena import Arena
-from gt.worker.plane.base import TeamForm, Unreachable
+from gt.worker.plane.base import ALL, PeerGone, TeamForm, Unreachable
 from gt.worker.plane.device import DevicePlane
 from gt.worker.plane.kernels import Kernels
 from gt.worker.plane.rings import Rings
@@ -27,6 +28,7 @@ from gt.worker.plane.rings import Rings
 log = logging.getLogger("gt.worker")
 ROOM = 64 << 20  # bytes of symmetric memory that NVSHMEM itself takes
 SAID = 7 * LINE  # bytes of a reason
+JOINING = 30.0  # seconds within which all have joined, or have not, once one has
 
 
 class Library:
@@ -114,6 +116,7 @@ class NvshmemPlane(DevicePlane):
             why = f"NVSHMEM cannot map the memory of workers {far} on the GPU of worker {own}" if far else ""
         except Exception as error:  # the library's have no class of their own
             why = f"worker {own} cannot join NVSHMEM: {error}"
+            log.warning("%s", why)
         reasons = self.told(members, rank, why)
         if not reasons:
             return Arena(self, self._library, self._engine.direct, members, own, base, self.arena_bytes, self._ring)
@@ -126,14 +129,22 @@ class NvshmemPlane(DevicePlane):
     def told(self, members: Sequence[int], rank: int, why: str) -> list[str]:
         """Why members cannot have it, each of those that cannot: the same list at all of them.
 
-        Members that plane shm does not reach (other containers) are taken to be as this one.
+        Members that plane shm does not reach (other containers) are taken to be as this one. One that does not say in time may
+        be waiting within NVSHMEM for one that failed: SystemFailure, and with this process end the others'.
         """
         form: TeamForm = {"id": -1, "workers": list(members), "rank": rank, "offset": 0, "bytes": SAID}
         own = why.encode()[:SAID].ljust(SAID)
         every = [bytearray(SAID) for _ in members]
+        late = threading.Timer(JOINING, self.abort, (ALL, f"no word for {JOINING:g} s of whether it has joined NVSHMEM"))
+        late.daemon = True
+        late.start()
         try:
             self.all_gather(form, own, every)
-        except Unreachable as error:
+        except PeerGone as error:
+            if not isinstance(error, Unreachable):
+                raise SystemFailure(why or f"worker {members[rank]} waits for others to join NVSHMEM: {error}") from error
             log.info("%s: whether others can join is not known", error)
             every = [bytearray(own)]
+        finally:
+            late.cancel()
         return [text for text in (said.decode(errors="replace").strip() for said in every) if text]

@@ -70,6 +70,9 @@ class Device(Protocol):
 
     device: torch.device
 
+    def finish(self) -> None:
+        """Wait for all that was issued: before recordings, and with them their memory, are given up."""
+
     def room(self) -> None:
         """Give back memory that is kept for what is not recorded: while it records it gives none back."""
 
@@ -109,6 +112,10 @@ class Cuda:
         self._clock = torch.cuda.Stream(device)
         self._recording = self._apart = False  # apart: whether the side stream has what is not joined yet
         self._ends: list[torch.cuda.Event] = []  # of what this recording put there
+
+    def finish(self) -> None:
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(self.device)
 
     def room(self) -> None:
         with suppress(RuntimeError):

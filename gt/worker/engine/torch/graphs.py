@@ -173,6 +173,8 @@ class Replays:
             self.device.room()
 
     def _forget(self) -> None:
+        if any(run.recorded for run in self.runs):  # the pool may end with them, and segments of it that can be extended
+            self.device.finish()  # are given back at once, whichever stream works on them
         self.named.clear()
         self.pool.clear()
         for run in self.runs:
