@@ -137,7 +137,7 @@ def test_a_servers_workers_say_what_they_are(
 
     precision: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", precision.append)
-    monkeypatch.setattr(gt, "stats", lambda: {"workers": [{"peak_bytes": 512}, *[{"peak_bytes": 0}] * 2]})
+    monkeypatch.setattr(gt, "stats", lambda: {"workers": [{"device": "cuda"}] * 3})
     args = gpt2.train.arguments(["-e", "d4", "-b", "4", "-t", "16", "-m", "0", "-i", "text_train.bin"])
     gpt2.train.prepared(args)
     assert (args.gpus, args.stages, args.parts, args.backend, precision) == (3, 3, 1, "cudagraphs", ["high"])

@@ -191,17 +191,15 @@ def start(args: argparse.Namespace, workers: list[int]) -> None:
 
 
 def gpus_of(args: argparse.Namespace) -> int:
-    """How many there are for workers: those of this machine, or of a server, whose workers are of one kind."""
+    """How many there are for workers: those of this machine, or of a server's workers."""
     if args.device == "cpu":
         return 0
     if not args.connect:
         return torch.cuda.device_count()
     gt.connect(args.connect, config="")
-    gt.ones(1)
-    torch.remote.synchronize()
-    workers = gt.stats()["workers"]
+    devices = [worker["device"] for worker in gt.stats()["workers"]]
     gt.shutdown()
-    return len(workers) if workers[0].get("peak_bytes") else 0  # of a GPU's memory: on CPUs nobody counts
+    return len(devices) - devices.count("cpu")
 
 
 def device_name(args: argparse.Namespace) -> str:

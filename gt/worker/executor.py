@@ -278,6 +278,7 @@ class Executor:
             self._peak = self._engine.peak()
         memory = dict(map(self._engine.storage, held))
         return {
+            "device": self._engine.kind,
             "instructions": self.instructions,
             "collectives": dict(self.worker.collectives),
             "live_tensors": len(held),

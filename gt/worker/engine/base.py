@@ -180,6 +180,7 @@ class Engine(Moves, Protocol):
     """
 
     name: str
+    kind: str  # of its device, as torch names it: cpu, cuda
 
     @property
     def direct(self) -> Direct | None:

@@ -35,7 +35,7 @@ from gt.worker.engine.numpy.table import resolve
 class NumpyEngine:
     """An engine.base.Engine. NumPy's floating point errors are not errors, as they are not torch's."""
 
-    name = "numpy"
+    name, kind = "numpy", "cpu"
     clock = staticmethod(perf_counter)
     direct = progress = None
 

@@ -44,7 +44,8 @@ class TorchEngine:
     def __init__(self, device: str = "") -> None:
         """device: "cpu" or "cuda:0"; "" is the GPU if there is one."""
         self.device = _device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-        self.host = self.device.type == "cpu"
+        self.kind = self.device.type
+        self.host = self.kind == "cpu"
         self.clock = perf_counter if self.host else None
         self.progress = None if self.host else Events(self._mark)
         self.direct = direct(self, COMBINE)
