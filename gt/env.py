@@ -86,3 +86,8 @@ def set_elsewhere(name: str) -> bool:
 def python_path(root: str) -> str:
     """PYTHONPATH for a child that is to find what lies in `root`."""
     return os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+
+
+def switched_on(name: str) -> bool:
+    """Whether a variable of a library says yes."""
+    return os.environ.get(name, "")[:1].lower() not in ("", "0", "n", "f")

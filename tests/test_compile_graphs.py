@@ -413,6 +413,9 @@ class Silent:
     def __init__(self) -> None:
         self.memory = [ctypes.create_string_buffer((4 << 20) + 64) for _ in range(2)]
 
+    def gpu(self) -> str:
+        return ""
+
     def unique_id(self) -> str:
         return ""
 
@@ -436,7 +439,7 @@ def planes() -> Iterator[list[NvshmemPlane]]:
         made.append(NvshmemPlane(Engine(Played(), (), True), 4 << 20, Silent()))
         made[-1].open()
         made[-1].world([[1, "w1", 1, "host", 0, 0, "a"]])
-        made[-1].told = lambda members, rank, why: [why] if why else []  # type: ignore[method-assign]
+        made[-1].gathered = lambda members, rank, own: [own, ""]  # type: ignore[method-assign]
         made[-1].form([0, 1], 0, "nvshmem:")
     yield made
     for plane in made:
@@ -528,7 +531,7 @@ def test_definitions_from_before_workers_share_memory_move_data_there_from_then_
     script = Script(inputs(5))
     script.send(1, CHANNEL)
     plane = NvshmemPlane(Engine(device, (), True), 4 << 20, Silent())
-    plane.told = lambda members, rank, why: [why] if why else []  # type: ignore[method-assign]
+    plane.gathered = lambda members, rank, own: [own, ""]  # type: ignore[method-assign]
     plane.open()
     try:
         bench = script.bench("cudagraphs", inputs(5), Engine(device, (), True), (), plane, [[1, 0, True]])

@@ -370,14 +370,24 @@ def test_worlds_of_two_kinds_do_not_mix() -> None:
 
 
 class Apart(Library):
-    """Of which one member cannot map another's memory, or cannot join at all."""
+    """Of which one member cannot map another's memory, by what the driver says or when they have met, or cannot join at all."""
+
+    def gpu(self) -> str:
+        return str(self.rank)
+
+    def apart(self, other: str) -> str:
+        assert other != self.gpu()
+        return "GPU not supported" if (self.rank, other) in self.world.refused else ""
 
     def unique_id(self) -> str:
         return "id"
 
     def join(self, unique_id: str, rank: int, count: int, nbytes: int) -> int:
+        assert not {(a, str(b)) for a in range(3) for b in range(3)} & {*self.world.refused}, "this ends the process"
         if (self.rank, "joins") in self.world.refused:
             raise RuntimeError("no transport found")
+        if (self.rank, "waits") in self.world.refused:
+            self.world.ended.wait(20)
         return self.world.bases[rank]
 
     def peer(self, address: int, rank: int) -> int:
@@ -387,7 +397,7 @@ class Apart(Library):
 def reached(refused: Sequence[Any], ring: Any, host: str = "", **more: Any) -> list[Any]:
     """What moves memory between three members, and what they can do with it: a message of the first to the last."""
     world, engine = World(3), types.SimpleNamespace(direct=DirectEngine(TorchEngine("cpu"), COMBINE))
-    world.refused = refused
+    world.refused, world.ended = refused, threading.Event()
     made = [NvshmemPlane(engine, BYTES, Apart(world, n, random.Random(n)), ring, **more) for n in range(3)]
     rows = [planes.row(n, plane.open()) for n, plane in enumerate(made)]
     rows = [[*row[:3], host or row[3], *row[4:]] for row in rows]
@@ -403,19 +413,47 @@ def reached(refused: Sequence[Any], ring: Any, host: str = "", **more: Any) -> l
         return plane.transport, type(found), int(into[0])
 
     try:
-        return members_of(3, member, lambda: [plane.abort(ALL, "the test failed") for plane in made])
+        return members_of(3, member, lambda: [world.ended.set(), *(plane.abort(ALL, "another failed") for plane in made)])
     finally:
         for plane in made:
             plane.close()
 
 
-@pytest.mark.parametrize("refused", [[(0, 1)], [(2, 0), (0, 2)], [(1, "joins")]])
+@pytest.mark.parametrize("refused", [[(0, 1)], [(2, 0), (0, 2)], [(1, "joins")], [(1, "2")], [(0, "1"), (1, "0")]])
 def test_where_gpus_cannot_reach_each_other_all_go_by_nccl(refused: list, caplog: pytest.LogCaptureFixture) -> None:
     """Those too that reach all others."""
     assert reached(refused, Ring()) == [("nccl", Rings, 0), ("nccl", Rings, 0), ("nccl", Rings, 7)]
     said = [record.message for record in caplog.records if "go by nccl" in record.message]
-    why = "no transport found" if (1, "joins") in refused else f"cannot map the memory of workers [{refused[0][1]}]"
+    own, other = refused[0]
+    why = f"the GPU of worker {own} cannot map worker {other}'s memory: GPU not supported"
+    if not isinstance(other, str):
+        why = f"NVSHMEM cannot map the memory of workers [{other}] on the GPU of worker {own}"
+    elif other == "joins":
+        why = "no transport found"
     assert len(said) == 3 and all(why in text for text in said)
+
+
+@pytest.mark.parametrize(
+    "said, disabled, want",
+    [
+        (["ok", "ok"], "0", ""),
+        (["ok", "ok"], "1", "NVSHMEM_DISABLE_P2P is set"),
+        (["GPU not supported", "ok"], "", "GPU not supported"),
+        (["chipset not supported"] * 2, "", "chipset not supported"),
+        (["unknown", "ok"], "", ""),
+        (RuntimeError("that GPU is hidden"), "", ""),
+    ],
+)
+def test_what_the_driver_says_of_two_gpus(said: Any, disabled: str, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = mock.Mock(side_effect=said)
+    system = types.SimpleNamespace(Device=lambda uuid: uuid, get_p2p_status=status)
+    for name, module in {"cuda": types.ModuleType("cuda"), "cuda.core": types.SimpleNamespace(system=system)}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("NVSHMEM_DISABLE_P2P", disabled)
+    library = object.__new__(nvshmem.Library)
+    library._device = lambda number: types.SimpleNamespace(uuid="6b")
+    assert library.apart("GPU-a1") == want
+    assert all(call.args[:2] == ("GPU-6b", "GPU-a1") for call in status.call_args_list)
 
 
 def test_where_gpus_reach_each_other_or_there_is_no_nccl_or_nvshmem_is_asked_for() -> None:
@@ -424,20 +462,15 @@ def test_where_gpus_reach_each_other_or_there_is_no_nccl_or_nvshmem_is_asked_for
     assert reached([], Ring(), "elsewhere") == [("nvshmem", Arena, 0), ("nvshmem", Arena, 0), ("nvshmem", Arena, 7)]
     with pytest.raises(SystemFailure, match=r"cannot map the memory of workers \[1\] .* leave GT_TRANSPORT empty, or"):
         reached([(0, 1)], Ring(), forced=True)
+    with pytest.raises(SystemFailure, match="cannot map worker 1's memory: GPU not supported: leave GT_TRANSPORT empty, or"):
+        reached([(0, "1")], Ring(), forced=True)
 
 
 def test_a_member_that_waits_within_nvshmem_for_one_that_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failed one ends, and with it the others do."""
     monkeypatch.setattr(nvshmem, "JOINING", 0.2)
-    engine, world = types.SimpleNamespace(direct=DirectEngine(TorchEngine("cpu"), COMBINE)), World(2)
-    world.refused = [(0, "joins")]
-    made = [NvshmemPlane(engine, BYTES, Apart(world, n, random.Random(n)), Ring()) for n in range(2)]
-    rows = [planes.row(n, plane.open()) for n, plane in enumerate(made)]
-    made[0].world(rows)
     with pytest.raises(SystemFailure, match="worker 0 cannot join NVSHMEM: no transport found"):
-        made[0].form([0, 1], 0, "nvshmem:id")
-    for plane in made:
-        plane.close()
+        reached([(0, "joins"), (1, "waits"), (2, "waits")], Ring())
 
 
 def test_a_large_all_reduce_goes_by_shares() -> None:

@@ -27,7 +27,7 @@ from gt.worker.plane.rings import Rings
 
 log = logging.getLogger("gt.worker")
 ROOM = 64 << 20  # bytes of symmetric memory that NVSHMEM itself takes
-SAID = 7 * LINE  # bytes of a reason
+SAID = 7 * LINE  # bytes of what a member says to the others
 JOINING = 30.0  # seconds within which all have joined, or have not, once one has
 
 
@@ -49,6 +49,24 @@ class Library:
         self.send, self.recv = self._kernels.send, self._kernels.recv
         self._set, self._equal = int(SignalOp.SIGNAL_SET), int(ComparisonType.CMP_EQ)
         self._buffer: Any = None
+
+    def gpu(self) -> str:
+        """What the driver knows this process's GPU by."""
+        return f"GPU-{self._device(0).uuid.removeprefix('GPU-')}"
+
+    def apart(self, other: str) -> str:
+        """Why NVSHMEM cannot map another GPU's memory here, before it is asked: it ends a process that it cannot serve."""
+        if env.switched_on("NVSHMEM_DISABLE_P2P"):
+            return "NVSHMEM_DISABLE_P2P is set"
+        try:
+            from cuda.core import system
+
+            own, far = (system.Device(uuid=uuid) for uuid in (self.gpu(), other))
+            said = {str(system.get_p2p_status(own, far, way)) for way in ("read", "write")}
+        except Exception as error:  # older packages do not have it, containers may hide the other GPU
+            log.info("whether GPUs can map each other's memory is not known before they try: %s", error)
+            return ""
+        return ", ".join(sorted(said - {"ok", "unknown"}))
 
     def unique_id(self) -> str:
         """What the others need to join this process."""
@@ -110,14 +128,19 @@ class NvshmemPlane(DevicePlane):
 
     def join(self, members: Sequence[int], own: int, unique_id: str) -> Arena | Rings | None:
         rank, base, why = list(members).index(own), 0, ""
-        try:
-            base = self._library.join(unique_id, rank, len(members), self.arena_bytes)
-            far = [index for n, index in enumerate(members) if n != rank and not self._library.peer(base, n)]
-            why = f"NVSHMEM cannot map the memory of workers {far} on the GPU of worker {own}" if far else ""
-        except Exception as error:  # the library's have no class of their own
-            why = f"worker {own} cannot join NVSHMEM: {error}"
-            log.warning("%s", why)
-        reasons = self.told(members, rank, why)
+        gpus = self.gathered(members, rank, self._library.gpu())
+        far = {member: self._library.apart(gpu) for member, gpu in zip(members, gpus, strict=True) if gpu and member != own}
+        why = "; ".join(f"the GPU of worker {own} cannot map worker {n}'s memory: {said}" for n, said in far.items() if said)
+        reasons = [text for text in self.gathered(members, rank, why) if text]
+        if not reasons:
+            try:
+                base = self._library.join(unique_id, rank, len(members), self.arena_bytes)
+                lost = [index for n, index in enumerate(members) if n != rank and not self._library.peer(base, n)]
+                why = f"NVSHMEM cannot map the memory of workers {lost} on the GPU of worker {own}" if lost else ""
+            except Exception as error:  # the library's have no class of their own
+                why = f"worker {own} cannot join NVSHMEM: {error}"
+                log.warning("%s", why)
+            reasons = self.told(members, rank, why)
         if not reasons:
             return Arena(self, self._library, self._engine.direct, members, own, base, self.arena_bytes, self._ring)
         if self._forced:
@@ -127,24 +150,30 @@ class NvshmemPlane(DevicePlane):
         return None if self._ring is None else Rings(self._ring, self._engine.direct, self, self.count_bytes)
 
     def told(self, members: Sequence[int], rank: int, why: str) -> list[str]:
-        """Why members cannot have it, each of those that cannot: the same list at all of them.
+        """Why members have not joined, each of those that have not: the same list at all of them.
 
-        Members that plane shm does not reach (other containers) are taken to be as this one. One that does not say in time may
-        be waiting within NVSHMEM for one that failed: SystemFailure, and with this process end the others'.
+        One that does not say in time may be waiting within NVSHMEM for one that failed: SystemFailure, and with this process
+        end the others'.
         """
-        form: TeamForm = {"id": -1, "workers": list(members), "rank": rank, "offset": 0, "bytes": SAID}
-        own = why.encode()[:SAID].ljust(SAID)
-        every = [bytearray(SAID) for _ in members]
         late = threading.Timer(JOINING, self.abort, (ALL, f"no word for {JOINING:g} s of whether it has joined NVSHMEM"))
         late.daemon = True
         late.start()
         try:
-            self.all_gather(form, own, every)
-        except PeerGone as error:
-            if not isinstance(error, Unreachable):
-                raise SystemFailure(why or f"worker {members[rank]} waits for others to join NVSHMEM: {error}") from error
-            log.info("%s: whether others can join is not known", error)
-            every = [bytearray(own)]
+            return [text for text in self.gathered(members, rank, why) if text]
+        except SystemFailure as error:
+            raise SystemFailure(why or str(error)) from error
         finally:
             late.cancel()
-        return [text for text in (said.decode(errors="replace").strip() for said in every) if text]
+
+    def gathered(self, members: Sequence[int], rank: int, own: str) -> list[str]:
+        """What each member says; "" of all others where plane shm does not reach them all (other containers)."""
+        form: TeamForm = {"id": -1, "workers": list(members), "rank": rank, "offset": 0, "bytes": SAID}
+        every = [bytearray(SAID) for _ in members]
+        try:
+            self.all_gather(form, own.encode()[:SAID].ljust(SAID), every)
+        except PeerGone as error:
+            if not isinstance(error, Unreachable):
+                raise SystemFailure(f"worker {members[rank]} waits for others to join NVSHMEM: {error}") from error
+            log.info("%s: whether others can join is not known", error)
+            return [own if n == rank else "" for n in range(len(members))]
+        return [said.decode(errors="replace").strip() for said in every]
