@@ -51,11 +51,10 @@ ITEMS = [
     Item("step-eager", 1, 45, "bench_step.py --sizes 32x1024 --only 'native eager' 'gt eager'"),
     Item("step-d36", 1, 110, f"bench_step.py {D36} --sizes 32x1024 --only 'native graph'"),
     Item("work-512m", 1, 230, "work.py --preset 512m --seconds 1.2 --rivals 4:12:1"),
-    Item("pipeline2", 2, 160, "bench_pipeline.py --rivals 8,4:4:1f1b --cases 4,4,4,0:4:zb-v 6,6+head:4:zb-h1", "step"),
+    Item("pipeline2", 2, 110, "bench_pipeline.py --rivals 8,4:4:1f1b --cases 4,4,4,0:4:zb-v", "step"),
     Item("pipeline2-4x128", 2, 95, "bench_pipeline.py --size 4x128 --rivals 6,6:2:1f1b --cases 6,6:1:1f1b", "step-4x128"),
     Item("dp2", 2, 125, "bench_data_parallel.py --rivals ddp@2 fsdp2@2 --configs dp2", "step"),
-    Item("pipeline2-d36", 2, 290, f"bench_pipeline.py {D36} --rivals 19,17:8:1f1b --cases 9,10,9,8:4:zb-v 18,18+head:4:zb-h1",
-         "step-d36"),
+    Item("pipeline2-d36", 2, 200, f"bench_pipeline.py {D36} --rivals 19,17:8:1f1b --cases 9,10,9,8:4:zb-v", "step-d36"),
     Item("losses2-bf16", 2, 150, "check_losses.py --only bf16 --models d12:8x256 --backends eager"),
     Item("losses2-bf16-compiled", 2, 270, "check_losses.py --only bf16 --models d12:8x256 --backends cudagraphs"),
     Item("losses2", 2, 240, "check_losses.py --only fp32 --models d8:8x64 --backends cudagraphs"),
@@ -63,12 +62,12 @@ ITEMS = [
     Item("soak2", 2, 100, "soak.py"),
     Item("plane2", 2, 40, "bench_plane.py --cases pair@2 all_reduce@2"),
     Item("plane4", 4, 30, "bench_plane.py --cases all_reduce@4"),
-    Item("pipeline4", 4, 190, "bench_pipeline.py --rivals 4,4,3,1:8:1f1b --cases 3,3,3,3+head:8:zb-h1 4,4,4,0:8:zb-h1", "step"),
-    Item("dp4", 4, 160, "bench_data_parallel.py --rivals ddp@4 fsdp2@4 --configs dp4", "step"),
+    Item("pipeline4", 4, 150, "bench_pipeline.py --rivals 4,4,3,1:8:1f1b --cases 3,3,3,3+head:8:zb-h1 4,4,4,0:8:zb-h1", "step"),
+    Item("dp4", 4, 130, "bench_data_parallel.py --rivals ddp@4 fsdp2@4 --configs dp4", "step"),
     Item("tp-pp4", 4, 180, "bench_tp_pp.py --rivals 2:6,2:4:1f1b 4:8:1 --cases tp2pp2:x2:4:zb-h1 tp4:x1:1"),
-    Item("tp-pp4-512m", 4, 260, "bench_tp_pp.py --preset 512m --rivals 2:7,5:4:1f1b 4:12:1 --cases tp2pp2:x2:4:zb-h1 tp4:x1:1"),
-    Item("pipeline4-d36", 4, 370, f"bench_pipeline.py {D36} --rivals 10,10,10,6:8:1f1b"
-         " --cases 9,9,9,9+head:8:zb-h1 5,5,5,5,5,5,4,2:8:zb-v", "step-d36"),
+    Item("tp-pp4-512m", 4, 235, "bench_tp_pp.py --preset 512m --rivals 2:7,5:4:1f1b 4:12:1 --cases tp2pp2:x2:4:zb-h1 tp4:x1:1"),
+    Item("pipeline4-d36", 4, 230, f"bench_pipeline.py {D36} --rivals 10,10,10,6:8:1f1b --cases 5,5,5,5,5,5,4,2:8:zb-v",
+         "step-d36"),
 ]  # fmt: skip
 
 
