@@ -196,6 +196,56 @@ def test_a_result_of_compiled_code_that_shares_memory_is_copied(monkeypatch: pyt
     assert report(got)["compiled"] == 1
 
 
+def test_a_result_without_its_dims_of_size_one_gets_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor drops them where it sums in its wrapper. Nothing fails for it, and the graph stays compiled."""
+    import torch._inductor.compile_fx as module
+
+    def compile_fx(graph: Any, fakes: list) -> Callable:
+        return lambda *args: [r.reshape([n for n in r.shape if n != 1]) for r in graph(*args)]
+
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    held = {1: torch.arange(24.0).view(2, 3, 4), 2: torch.ones(1, 1, 4)}
+    script = Script(held)
+    (total,) = script.op("aten.sum.dim_IntList", [T(0), [0, 1], True], [1])
+    script.op("aten.add_.Tensor", [T(0), T(1)], [2, total])
+    script.op("aten.mul.Tensor", [T(0), V(0)], [total], [2.0])
+    script.stop()
+    got, want = (script.bench(backend, {i: t.clone() for i, t in held.items()}) for backend in ("inductor", "eager"))
+    for _ in range(3):
+        replay(got)
+        replay(want)
+        same(got, want)
+    assert not got.sent and report(got)["compiled"] == 1
+
+
+@pytest.mark.parametrize("fault", ["raises", "another dtype", "another size"])
+def test_code_that_does_not_work_at_first_changes_nothing_and_the_step_goes_on(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Also where it had written to what it was given: instructions do the step, and the reason is told."""
+    import torch._inductor.compile_fx as module
+
+    def compile_fx(graph: Any, fakes: list) -> Callable:
+        def run(*args: torch.Tensor) -> list[torch.Tensor]:
+            results = graph(*args)
+            if fault == "raises":
+                raise RuntimeError("a kernel does not load")
+            return [r.double() if fault == "another dtype" else r.reshape(-1)[:1] for r in results]
+
+        return run
+
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    held = {1: torch.arange(8.0).view(4, 2), 2: torch.tensor([1, 2]), 3: torch.zeros(2, 2)}
+    script = lookup(writes=True)
+    got, want = (script.bench(backend, {i: t.clone() for i, t in held.items()}) for backend in ("inductor", "eager"))
+    for _ in range(4):
+        replay(got)
+        replay(want)
+        same(got, want)
+    assert not got.sent and not report(got)["compiled"]
+    assert "compiled code failed" in str(report(got)["reasons"])
+
+
 def lookup(writes: bool) -> Script:
     """A table's rows by number, added to something."""
     held = {1: torch.arange(8.0).view(4, 2), 2: torch.tensor([1, 2]), 3: torch.zeros(2, 2)}

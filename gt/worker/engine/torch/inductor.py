@@ -26,6 +26,7 @@ from gt.worker.segments import Form, Wired
 
 log = logging.getLogger("gt.worker")
 MOST = 1024  # compiled forms that are kept
+SNAPSHOT = 64 << 20  # bytes on the device that may be copied there while code is tried
 _alone = threading.Lock()  # tracing keeps its state in globals
 UNFIT = frozenset({"inplace_view", "nondeterministic_seeded", "dynamic_output_shape", "data_dependent_output"})
 # One kernel over all parameters already, in place; as a graph each would be copied.
@@ -51,6 +52,7 @@ class Traced:
     """A segment's graph and what to do around it. given: places of the inputs that it takes.
 
     outs: of each output (whether of an input, which result or input, None or its shape, strides and offset there).
+    changed: inputs that it writes to.
     """
 
     graph: torch.fx.GraphModule
@@ -58,6 +60,7 @@ class Traced:
     given: list[int]
     outs: list[tuple[bool, int, tuple | None]]
     specs: list[Spec]
+    changed: set[int]
 
 
 class Inductor:
@@ -159,7 +162,7 @@ class Inductor:
         if not changed <= {taken.bases[n] for n in written}:
             raise ValueError("an op changes what it is given, and its schema does not say so")
         _, outs, specs = found
-        return Traced(graph, fakes, taken.given, outs, specs)
+        return Traced(graph, fakes, taken.given, outs, specs, changed)
 
 
 def op(name: str) -> Any:
@@ -292,8 +295,9 @@ class Code:
     """An engine.base.Compiled."""
 
     def __init__(self, traced: Traced, run: Callable, seen: Seen, written: frozenset[int], key: Hashable) -> None:
-        self.key, self.writes = key, bool(written)
+        self.key = key
         self.specs: Sequence[Spec] = traced.specs
+        self._written = [place for place, n in enumerate(traced.given) if n in traced.changed]
         self.run, self.given, self.outs = run, traced.given, traced.outs
         self._shapes = [torch.Size(shape) for shape, _, _ in seen.specs]
         self._strides = [stride for _, stride, _ in seen.specs]
@@ -301,7 +305,7 @@ class Code:
         self._alike = _Alike(seen, written) if written else None
         self._all = self.given == list(range(len(seen.specs)))
         self._mends: dict[int, Callable] | None = None  # of results that are not as they have to be; None before the first
-        self._wanted = [(tuple(meta.shape), meta.stride(), meta.dtype) for meta in _metas(traced.graph)]
+        self._wanted = [(torch.Size(meta.shape), meta.stride(), meta.dtype) for meta in _metas(traced.graph)]
 
     def check(self, inputs: list[torch.Tensor]) -> None:
         if list(map(_SHAPE, inputs)) != self._shapes or list(map(_STRIDE, inputs)) != self._strides:
@@ -313,14 +317,31 @@ class Code:
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.check(inputs)
-        results = self.run(*(inputs if self._all else [inputs[i] for i in self.given]))
-        if self._mends is None:
-            self._mends = self._mend(results, inputs)
+        given = inputs if self._all else [inputs[i] for i in self.given]
+        results = self.run(*given) if self._mends is not None else self._first(given, inputs)
         if self._mends:
             results = list(results)
             for n, mend in self._mends.items():
                 results[n] = mend(results[n])
         return self.named(inputs, results)
+
+    @property
+    def writes(self) -> bool:
+        """Whether a call that fails may leave behind what it has changed: the first one undoes that."""
+        return bool(self._written) and self._mends is not None
+
+    def _first(self, given: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The first call. Kernels that do not load and results that do not fit show here, so it changes all or nothing."""
+        written = [given[place] for place in self._written]
+        saved = _snapshot(written)
+        try:
+            results = self.run(*given)
+            self._mends = self._mend(results, inputs)
+        except Exception:
+            for tensor, before in zip(written, saved, strict=True):
+                tensor.copy_(before)
+            raise
+        return results
 
     def named(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs, of inputs and what the graph returned."""
@@ -337,11 +358,15 @@ class Code:
         held = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
         mends: dict[int, Callable] = {}
         for n, (result, (shape, stride, dtype)) in enumerate(zip(results, self._wanted, strict=True)):
-            if tuple(result.shape) != shape or result.dtype != dtype:
+            alike = result.shape == shape
+            # Inductor returns the sums of a mix-order reduction (torch 2.11) without their dims of size one.
+            if result.dtype != dtype or not (alike or (result.numel() == shape.numel() and result.is_contiguous())):
                 raise ValueError(f"the result is {NAME[result.dtype]}{list(result.shape)}, want {NAME[dtype]}{list(shape)}")
             memory = result.untyped_storage().data_ptr()
-            spec = Spec(shape, tuple(stride), 0, NAME[dtype])
-            if result.numel() and (memory in held or result.storage_offset()):
+            spec = Spec(tuple(shape), tuple(stride), 0, NAME[dtype])
+            if not alike:
+                mends[n] = _viewed(shape, _copied(spec) if memory in held or result.storage_offset() else _conformed(spec))
+            elif result.numel() and (memory in held or result.storage_offset()):
                 mends[n] = _copied(spec)
             elif conform(result, spec) is not result:
                 mends[n] = _conformed(spec)
@@ -387,6 +412,16 @@ def _copied(spec: Spec) -> Callable[[torch.Tensor], torch.Tensor]:
         return made.copy_(result)
 
     return copy
+
+
+def _viewed(shape: torch.Size, mend: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda result: mend(result.view(shape))
+
+
+def _snapshot(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies: on the tensors' own device where they are small, so that no peak of its memory comes from them, else on the host."""
+    small = sum(tensor.nbytes for tensor in tensors) <= SNAPSHOT
+    return [tensor.clone() if small else tensor.to("cpu", copy=True) for tensor in tensors]
 
 
 def _conformed(spec: Spec) -> Callable[[torch.Tensor], torch.Tensor]:
