@@ -12,7 +12,8 @@ from worker_parts import Bench, new, op
 from gt.ir.template import T
 from gt.wire.messages import Data
 from gt.worker.engine.torch import TorchEngine
-from gt.worker.engine.torch.attention import CUDNN, EFFICIENT, FLASH, MATH, Call, bind
+from gt.worker.engine.torch.attention import Call, bind
+from gt.worker.engine.torch.fused_attention import MATH
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DRAW = {"seed": 1, "counter": 2}
@@ -37,8 +38,59 @@ def test_attention(dtype, masked, p):
     loose = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours.float().cpu(), theirs, **loose)
-    kernel = Call(q, k, v, mask, *args).kernel()
-    assert kernel in ((MATH,) if p else (FLASH, CUDNN) if dtype == torch.bfloat16 and not masked else (EFFICIENT,))
+    kernel = Call(q, k, v, mask, *args).choice().kernel
+    assert kernel == MATH if p else kernel != MATH
+
+
+BATCH, HEADS, LONG = 2, 8, 48
+MASKS = {
+    "none": lambda keys: None,
+    "bool, one for all": lambda keys: torch.rand(LONG, keys) > 0.3,
+    "bool, one a batch": lambda keys: torch.rand(BATCH, 1, LONG, keys) > 0.3,
+    "bool, of padding": lambda keys: torch.arange(keys) < torch.tensor([keys, keys - 5]).view(BATCH, 1, 1, 1),
+    "float, one a head": lambda keys: torch.randn(1, HEADS, LONG, keys),
+    "float, whole": lambda keys: torch.randn(BATCH, HEADS, LONG, keys),
+    "float, one a query": lambda keys: torch.randn(BATCH, 1, LONG, 1),
+}
+HEADS_AND_SIZES = {  # heads of keys, head size, that of values, keys
+    "plain": (HEADS, 64, 64, LONG),
+    "grouped": (2, 64, 64, LONG),
+    "one for all": (1, 64, 64, LONG),
+    "odd size": (HEADS, 60, 60, LONG),
+    "grouped, odd size": (2, 60, 60, LONG),
+    "other values": (HEADS, 64, 32, LONG),
+    "odd number of keys": (HEADS, 64, 64, 37),
+    "large heads": (HEADS, 192, 192, LONG),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", HEADS_AND_SIZES)
+def test_attention_of_any_kind_is_that_of_the_maths(sizes, mask, causal):
+    """Forward and backward, against float64 maths of torch's own, with the kernel that torch would use or a better one."""
+    if causal and mask != "none":
+        pytest.skip("torch takes a mask or causal, not both")
+    torch.manual_seed(0)
+    groups, size, values, keys = HEADS_AND_SIZES[sizes]
+    shapes = (BATCH, LONG, HEADS, size), (BATCH, keys, groups, size), (BATCH, keys, groups, values)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
+    given = MASKS[mask](keys)
+    given = given if given is None else given.cuda() if given.dtype == torch.bool else given.to("cuda", torch.bfloat16)
+    grad = torch.randn(BATCH, HEADS, LONG, values, device="cuda", dtype=torch.bfloat16)
+    args = (0.0, causal, None, groups != HEADS)
+    with torch.no_grad():
+        out, lse = bind("gt.sdpa.default", None)(q, k, v, given, *args, **DRAW)
+        got = [out, *bind("gt.sdpa_backward.default", None)(grad, q, k, v, given, out, lse, *args, **DRAW)]
+    live = [t.double().requires_grad_() for t in (q, k, v)]
+    exact = given if given is None or given.dtype == torch.bool else given.double()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = torch.nn.functional.scaled_dot_product_attention(*live, exact, 0.0, causal, enable_gqa=groups != HEADS)
+    want = [want, *torch.autograd.grad(want, live, grad.double())]
+    for name, ours, theirs in zip(("out", "of q", "of k", "of v"), got, want, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.double(), theirs, rtol=4e-2, atol=4e-2, msg=lambda text, name=name: f"{name}: {text}")
+    assert Call(q, k, v, given, *args).choice().kernel != MATH
 
 
 @pytest.mark.parametrize("name, args", [("uniform_.default", ()), ("normal_.default", (1.0, 2.0)), ("random_.to", (7,))])

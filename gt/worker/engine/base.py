@@ -33,8 +33,11 @@ class Compiled(Protocol):
     """A segment as compiled code: called with its inputs it gives its outputs; Misfit for others, else as its ops fail."""
 
     key: Hashable  # the same for the same code
-    writes: bool  # whether it changes what it is given
     specs: Sequence[Spec]  # of its outputs
+
+    @property
+    def writes(self) -> bool:
+        """Whether a call that fails may leave inputs changed."""
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]: ...
 

@@ -419,7 +419,7 @@ def _viewed(shape: torch.Size, mend: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _snapshot(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies: on the tensors' own device where they are small, so that no peak of its memory comes from them, else on the host."""
+    """Copies: on the tensors' own device where they are small, else on the host, so that they raise no peak of its memory."""
     small = sum(tensor.nbytes for tensor in tensors) <= SNAPSHOT
     return [tensor.clone() if small else tensor.to("cpu", copy=True) for tensor in tensors]
 
