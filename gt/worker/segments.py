@@ -16,7 +16,7 @@ from gt.ir.spec import DTYPES, contiguous
 from gt.worker.steps import Step
 
 Row = tuple[int, Step]  # place of an instruction in the code, and what to call with the place of its first operand
-LONGEST = 400  # ops of one segment: compiling takes longer than in proportion
+LONGEST = 1200  # ops of one segment: compiling takes longer than in proportion, and code for parts lacks what borders hide
 LIGHTER = 4  # this part of what a segment makes ends within it, or it is not compiled for one replay
 LEFT = 64  # results of such a one at most: compiling takes longer for each
 SHORTEST = 2  # ops that compute; less is not worth a call into compiled code
