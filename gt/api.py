@@ -80,6 +80,8 @@ def _switches() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
     }
 
 

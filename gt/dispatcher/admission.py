@@ -111,6 +111,8 @@ def _switches(switches: dict[str, Any]) -> None:
         "workers": lambda v: type(v) is int and 0 <= v <= 1 << 16,
         "matmul_precision": lambda v: v in PRECISIONS,
         "deterministic": lambda v: type(v) is bool,
+        "cudnn_benchmark": lambda v: type(v) is bool,
+        "cudnn_tf32": lambda v: type(v) is bool,
     }
     for name, value in switches.items():
         if name not in allowed or isinstance(value, (list, dict)) or not allowed[name](value):

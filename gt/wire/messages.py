@@ -29,7 +29,8 @@ class Message:
 class Hello(Message):
     """Client or worker -> dispatcher, first. Answered by Welcome or Reject.
 
-    role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool}.
+    role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool,
+    "cudnn_benchmark": bool, "cudnn_tf32": bool}.
     config (client): text of the YAML, "" for none; config_path only for messages. info (worker): {"name", "pid",
     "host", "backend", "heap_fd", "heap_bytes", "doorbell", "unique_id"}; name "" asks for the next free one.
     """

@@ -195,6 +195,9 @@ class TorchEngine:
         wanted = bool(switches.get("deterministic", False))
         if "deterministic" in switches and wanted != torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(wanted)  # imports Inductor: 2 s and 100 MB a worker, so only if it must
+        if not self.host:
+            torch.backends.cudnn.benchmark = bool(switches.get("cudnn_benchmark", False))
+            torch.backends.cudnn.allow_tf32 = bool(switches.get("cudnn_tf32", True))
 
     def divide(self, tensor: torch.Tensor, by: int) -> None:
         tensor.div_(by)
