@@ -2,8 +2,8 @@
 
 `python benchmarks/gpu/bench_models.py [--json FILE] [--models llama bert ...] [--only NAME ...] [--host]`. bf16 weights, fused
 AdamW. Prints a row a case and one line of JSON: milliseconds a step (median of blocks, and of steps that are each waited for),
-peak memory, seconds to the first step that runs as it will from then on. `--host` gives each step a batch from host memory, pinned
-for native rows. Losses of all rows are compared, from the first weights on.
+peak memory, seconds to the first step that runs as it will from then on. `--host` gives each step a batch from host memory,
+pinned for native rows. Losses of all rows are compared, from the first weights on.
 """
 
 from __future__ import annotations
