@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DRAW = {"seed": 1, "counter": 2}
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")  # in autograd's thread, on a fresh process
 @pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

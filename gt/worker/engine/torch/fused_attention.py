@@ -23,7 +23,7 @@ MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # torch.nn.attention.SDPBackend
 FUSED = frozenset({FLASH, EFFICIENT, CUDNN})
 KEPT = 4096  # choices that are remembered
 LANES = 8  # flash wants head sizes in multiples of it
-BIAS = 16  # elements: the efficient kernel wants rows of a bias to begin at multiples of it
+BIAS = 16  # elements: kernels want rows of a bias to begin at multiples of it
 LSE = 32  # rows of its logsumexp are padded to multiples of it
 _choices: dict[Hashable, Choice] = {}
 
@@ -75,7 +75,7 @@ def forward(call: Call, chosen: Choice) -> tuple[torch.Tensor, torch.Tensor]:
         lse = lse.flatten(-2)
     else:
         efficient = aten._scaled_dot_product_efficient_attention
-        out, lse = efficient(*call.inputs, _aligned(call), True, 0.0, call.causal, **rest)[:2]
+        out, lse = efficient(*call.inputs, _whole_bias(call), True, 0.0, call.causal, **rest)[:2]
     return out[..., :size], lse[..., : call.q.shape[-2]]
 
 
@@ -100,7 +100,7 @@ def backward(
     else:
         lse = pad(lse, (0, -lse.shape[-1] % LSE), value=inf)
         efficient = aten._scaled_dot_product_efficient_attention_backward
-        inputs, saved, wanted = (*given.inputs, _aligned(given)), (out, lse, state[0], state[1]), [True, True, True, False]
+        inputs, saved, wanted = (*given.inputs, _whole_bias(given)), (out, lse, state[0], state[1]), [True, True, True, False]
         made = efficient(grad, *inputs, *saved, 0.0, wanted, given.causal, **rest)
     of_q, of_k, of_v = (part[..., :size] for part, size in zip(made, sizes, strict=False))
     if chosen.repeat:
@@ -144,28 +144,31 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bias(call: Call) -> torch.Tensor | None:
-    """What is added to the scores: [batch or 1, heads or 1, L, S], in q's dtype."""
+    """The sum to the scores, [batch or 1, heads or 1, L, S] in q's dtype. Rows begin where kernels can read them.
+
+    A dim that the mask broadcasts takes no memory, but for that of the keys, along which kernels read several elements at once.
+    """
     bias = call.bias()
     if bias is None:
         return None
+    keys = call.k.shape[-2]
     bias = bias.to(call.q.dtype)
     bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
-    return bias.expand(*bias.shape[:2], call.q.shape[-2], call.k.shape[-2])
-
-
-def _aligned(call: Call) -> torch.Tensor | None:
-    """The bias [batch, heads, L, S], rows as the efficient kernel wants them; dims that a mask broadcasts take no memory."""
-    bias = _bias(call)
-    if bias is None:
-        return None
+    shape = (*bias.shape[:2], call.q.shape[-2], keys)
     steps = [step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1]
-    keys = bias.shape[-1]
-    if keys % BIAS or bias.stride(-1) != 1 or any(step % BIAS for step in steps) or bias.storage_offset() % BIAS:
+    rows = bias.shape[-1] == keys and bias.stride(-1) == 1
+    if not rows or keys % BIAS or any(step % BIAS for step in steps) or bias.storage_offset() % BIAS:
         small = bias[tuple(slice(None if step else 1) for step in bias.stride()[:-1])]
         room = bias.new_zeros((*small.shape[:-1], keys + -keys % BIAS))
         room[..., :keys] = small
         bias = room[..., :keys]
-    return bias.expand(*call.q.shape[:-1], keys)
+    return bias.expand(shape)
+
+
+def _whole_bias(call: Call) -> torch.Tensor | None:
+    """The same, [batch, heads, L, S]."""
+    bias = _bias(call)
+    return None if bias is None else bias.expand(*call.q.shape[:-1], call.k.shape[-2])
 
 
 @cache
