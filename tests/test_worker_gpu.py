@@ -14,6 +14,7 @@ from gt.wire.messages import Data
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.attention import Call, bind
 from gt.worker.engine.torch.fused_attention import MATH
+from gt.worker.pieces import as_boxes, local
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DRAW = {"seed": 1, "counter": 2}
@@ -94,13 +95,44 @@ def test_attention_of_any_kind_is_that_of_the_maths(sizes, mask, causal):
     assert Call(q, k, v, given, *args).choice().kernel != MATH
 
 
-@pytest.mark.parametrize("name, args", [("uniform_.default", ()), ("normal_.default", (1.0, 2.0)), ("random_.to", (7,))])
-def test_random_values_are_those_of_the_cpu(name, args):
-    call = [TorchEngine(d).bind(op(f"aten.{name}", [T(0), *args], 1, [["same", None, 0]], values=2)) for d in ("cpu", "cuda:0")]
-    here, there = torch.empty(1000), torch.empty(1000, device="cuda")
-    call[0](here, 5, 6)
-    call[1](there, 5, 6)
-    assert torch.equal(here, there.cpu())
+BOXES = {  # global shape, boxes that the worker holds
+    "whole": None,
+    "rows": [[6, 10, 8], [[[2, 5], [0, 10], [0, 8]]]],
+    "columns": [[6, 10, 8], [[[0, 6], [0, 10], [3, 7]]]],
+    "middle": [[6, 10, 8], [[[1, 6], [2, 9], [3, 7]]]],
+    "two": [[6, 10, 8], [[[0, 2], [0, 10], [0, 8]], [[4, 6], [0, 10], [0, 8]]]],
+}
+DRAWN = {
+    "uniform_.default": (1.5, 4.0), "normal_.default": (1.0, 2.0), "bernoulli_.float": (0.3,), "random_.to": (7,),
+    "exponential_.default": (), "native_dropout.default": (0.3, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("boxes", BOXES)
+@pytest.mark.parametrize("name", DRAWN)
+def test_random_values_are_those_of_the_cpu(name, boxes, dtype):
+    """Drawn by kernels or on the host; a GPU's logarithm and cosine may differ in the last digits."""
+    place = BOXES[boxes]
+    shape = (6, 10, 8) if place is None else local(as_boxes(place[1]))[0]
+    found = []
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=dtype)
+    for device in ("cpu", "cuda:0"):
+        held = x.to(device).clone()
+        if name.startswith("native"):
+            out = [*shape, *torch.empty(shape).stride()]
+            specs = [["new", [list(out[:3]), list(out[3:]), 0, str(kind)[6:]], -1] for kind in (dtype, torch.bool)]
+            payload = op(f"aten.{name}", [T(0), *DRAWN[name]], 1, specs, values=2)
+        else:
+            payload = op(f"aten.{name}", [T(0), *DRAWN[name]], 1, [["same", None, 0]], values=2)
+        made = TorchEngine(device).bind({**payload, "random": place})(held, 2**63 + 5, 2**40 + 6)
+        found.append([t.cpu() for t in (made if made is not None and name.startswith("native") else [held])])
+    for ours, theirs in zip(*found, strict=True):
+        if name == "normal_.default":
+            torch.testing.assert_close(ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+        else:
+            assert torch.equal(ours, theirs)
 
 
 def test_bytes_go_in_and_out():

@@ -271,7 +271,7 @@ def _apart(recorder: Recorder, direct: Container[int], definition: Definition, c
     if define is None:
         return "what is not known here"
     name = define.payload["op"] if define.kind == "op" else define.kind
-    if at in drawn:
+    if at in drawn and not (define.kind == "op" and recorder.draws(define.payload)):
         return f"{name} draws other random numbers each time"
     if define.kind in MOVES:
         return "" if define.number in direct else f"{name} goes through host memory"

@@ -25,7 +25,7 @@ from gt.worker.engine.base import Engine
 from gt.worker.lent import Lent
 from gt.worker.outgoing import Outgoing
 from gt.worker.plane.base import Doomed, PeerGone, Plane, Unmet
-from gt.worker.program import Bound, Stamp, program
+from gt.worker.program import Bound, Stamp, drawing, program
 from gt.worker.segments import Row
 from gt.worker.steps import Anew, Binder, Counted, Firsts, Step, Worker
 from gt.worker.store import Cancelled, Uploads
@@ -124,7 +124,8 @@ class Executor:
         stamp = partial(self._stamp, define.number)
         rewind = self.worker.plane.rewind
         with self._compiles():
-            return program(define.payload, self._steps, self.tensors, self._play, stamp, fold, rewind, prepare)
+            step = program(define.payload, self._steps, self.tensors, self._play, stamp, fold, rewind, prepare)
+        return drawing(self._engine, step) if define.payload["randoms"] else step
 
     @contextmanager
     def _compiles(self) -> Iterator[None]:

@@ -82,6 +82,9 @@ class Recorder(Protocol):
     def records(self, payload: dict[str, Any]) -> bool:
         """Whether an `op` definition, unless it draws new random numbers, only issues work, the same each time."""
 
+    def draws(self, payload: dict[str, Any]) -> bool:
+        """Whether the device makes an op's random numbers, by a key in its memory that each replay sets anew."""
+
     def program(self, held: dict[int, Tensor], each: Each, strictly: Strictly, lent: Lent, dropped: set[int]) -> Replays:
         """each: carries out rows; strictly: the same, and raises where one fails. lent: is told what a replay leaves where the
         next writes. dropped: ids that end before the program reads anything.

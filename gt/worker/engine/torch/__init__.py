@@ -49,11 +49,35 @@ class TorchEngine:
         self.clock = perf_counter if self.host else None
         self.progress = None if self.host else Events(self._mark)
         self.direct = direct(self, COMBINE)
+        self.key = None if self.host else self._key()
         self._inductor: Inductor | None = None
         self._graphs: Graphs | None = None
 
     def _mark(self) -> torch.cuda.Event:
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True))
+
+    def _key(self) -> Any:
+        """Where a GPU's kernels read the key of what they draw; None where there is no Triton, and the host draws."""
+        try:
+            from gt.worker.engine.torch.philox_kernel import Key
+        except ImportError:
+            return None
+        return Key(self.device)
+
+    def draws(self, payload: dict[str, Any]) -> bool:
+        """Whether an op's random numbers are made on the device, by the key in its memory."""
+        if self.key is None:
+            return False
+        from gt.worker.engine.torch.device_random import DRAW
+
+        name, wide = payload["op"], ("float64", "complex64", "complex128")
+        drawn = name in DRAW or name in attention.OPS
+        return drawn and not any(out[1] is not None and out[1][3] in wide for out in payload["outs"])
+
+    def draw_from(self, seed: int, counter: int) -> None:
+        """Of a program: the key from which its draws count, in the device's order of work."""
+        if self.key is not None:
+            self.key.set(seed, counter)
 
     def guard(self) -> AbstractContextManager:
         return torch.no_grad()
@@ -74,9 +98,9 @@ class TorchEngine:
         if not known(name):
             raise UnsupportedOp(f"{name} is not an op that gt knows")
         if name in attention.OPS:
-            return attention.bind(name, payload["random"])
+            return attention.bind(name, payload["random"], self.key)
         if name in RANDOM:
-            return random.bind(name, payload["random"])
+            return random.bind(name, payload["random"], self.key)
         if name == "gt.move.default":
             return torch.ops.aten.clone.default
         space, base, overload = name.split(".")

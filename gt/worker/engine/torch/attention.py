@@ -55,11 +55,15 @@ class Call:
             return mask
         return torch.zeros_like(mask, dtype=self.q.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
-    def kept(self, words: Words) -> Tensor | None:
+    def kept(self, words: Words, key: Any) -> Tensor | None:
         """The scores [..., heads, L, S] that dropout keeps."""
         if not self.dropout:
             return None
         shape = (*self.q.shape[:-1], self.k.shape[-2])
+        if key is not None:
+            from gt.worker.engine.torch import philox_kernel
+
+            return philox_kernel.hits(key, words, shape, 1.0 - self.dropout)
         return torch.from_numpy(hits(words.of(shape), 1.0 - self.dropout)).to(self.q.device)
 
 
@@ -93,22 +97,22 @@ def _flash_on_host(call: Call) -> tuple[Tensor, Tensor]:
     return flash(*call.inputs, 0.0, call.causal, attn_mask=call.bias(), scale=call.scale)
 
 
-def _forward(words: Words, *args: Any) -> tuple[Tensor, Tensor]:
+def _forward(words: Words, key: Any, *args: Any) -> tuple[Tensor, Tensor]:
     call = Call(*args)
     chosen = call.choice()
     if chosen.kernel == MATH:
-        out = _maths(call, call.kept(words))  # batch dims broadcast: of q they need not be all
+        out = _maths(call, call.kept(words, key))  # batch dims broadcast: of q they need not be all
         return out, torch.zeros(out.shape[:-1], dtype=torch.float32, device=call.q.device)
     out, lse = fused_attention.forward(call, chosen) if call.q.is_cuda else _flash_on_host(call)
     return out, lse[..., : call.q.shape[-2]].to(torch.float32)
 
 
-def _backward(words: Words, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _backward(words: Words, key: Any, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     q, k, v, mask, out, lse, *rest = args
     call = Call(q, k, v, mask, *rest)
     chosen = call.choice()
     if chosen.kernel == MATH:
-        kept = call.kept(words)
+        kept = call.kept(words, key)
         return _again(call, grad, lambda live: _maths(live, kept))
     if q.is_cuda:
         return fused_attention.backward(call, chosen, grad, out, lse)
@@ -129,12 +133,15 @@ def _again(call: Call, grad: Tensor, forward: Callable[[Call], Tensor]) -> tuple
 OPS: dict[str, Callable[..., Any]] = {"gt.sdpa.default": _forward, "gt.sdpa_backward.default": _backward}
 
 
-def bind(name: str, place: list | None) -> Callable:
-    """The op as a callable of its arguments (ir.ops.GT_OPS) and `seed` and `counter`; place is that of the scores."""
+def bind(name: str, place: list | None, key: Any = None) -> Callable:
+    """The op as a callable of its arguments (ir.ops.GT_OPS) and `seed` and `counter`; place is that of the scores.
+
+    key: of a GPU that draws by itself.
+    """
     run = OPS[name]
 
     def draw(*args: Any, seed: int, counter: int) -> Any:
-        return run(Words(seed, counter, place), *args)
+        return run(Words(seed, counter, place), key, *args)
 
     draw.draws = True  # type: ignore[attr-defined]
     return draw

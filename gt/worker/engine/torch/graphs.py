@@ -40,11 +40,12 @@ class Graphs:
         self._device = device
         self._slots: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()  # recordings own them
         self.fits, self.seen, self.compile = inductor.fits, inductor.seen, inductor.compile
+        self.draws = inductor.draws
 
     def records(self, payload: dict[str, Any]) -> bool:
         """Whether an op only issues work, the same each time."""
         name = payload["op"]
-        if name in attention.OPS:  # where they draw nothing
+        if name in attention.OPS or self.draws(payload):
             return True
         return payload["random"] is None and name not in RANDOM and (self.fits(payload) or _issues(payload))
 

@@ -46,6 +46,7 @@ class Inductor:
         warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)  # says nothing to who runs the program
         self._engine = engine
         self.channels_last = engine.kind == "cuda"  # whether convolutions may be laid out so
+        self.draws = engine.draws
         self._kept: dict[Hashable, Compiled | str] = {}
         self._fits: dict[str, bool] = {}
 
