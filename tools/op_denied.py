@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-_LIBRARY = "it is one library's kernel, which no dense remote program calls: its packed or saved arguments are taken as they are"
+_LIBRARY = (
+    "it is one library's kernel, which no dense remote program calls: its packed or saved arguments are taken as they are"
+)
 _LAYOUT = "it makes or reads tensors that are not strided, whose parts no bounds check of strided tensors sees"
 _QUANTIZED = "it makes or reads quantized tensors, whose scales and zero points are further memory"
 _SAVED = "it takes what the forward op saved as it is, and indexes memory by it; gt.sdpa has attention"
@@ -25,7 +27,7 @@ DENIED: dict[str, tuple[str, str]] = {
     "_assert_async": ("on a GPU a failed assertion ends the process for every session", "_assert_async(zeros(1))"),
     "_functional_assert_async": ("on a GPU a failed assertion ends the process for every session", "as _assert_async"),
     "_assert_scalar": (_TRACING, '_assert_scalar(0, "text")'),
-    "_functional_assert_scalar": (_TRACING, 'as _assert_scalar, with a token'),
+    "_functional_assert_scalar": (_TRACING, "as _assert_scalar, with a token"),
     "_assert_tensor_metadata": (_TRACING, "_assert_tensor_metadata(x, [1 << 62])"),
     "*sym_constrain_range*": (_TRACING, "sym_constrain_range(1, min=2)"),
     "_foobar": (_TRACING, "_foobar(x)"),
@@ -39,14 +41,33 @@ DENIED: dict[str, tuple[str, str]] = {
     "_reshape_alias": ("it checks neither sizes nor strides", "_reshape_alias(x, [1 << 16], [1]) of 16 bytes, then clone"),
     "_reshape_alias_copy": ("it checks neither sizes nor strides", "_reshape_alias_copy(x, [1 << 16], [1]) of 16 bytes"),
     "_lazy_clone": ("its result shares memory until one of them is written, which no schema says", "_lazy_clone(x)"),
-    "_efficientzerotensor": ("its result has no memory: who reads it reads address 0", "_efficientzerotensor([16]), then fetch"),
-    "_new_zeros_with_same_feature_meta": ("it is forward differentiation's, and copies a storage's size", "a view of few elements"),
+    "_efficientzerotensor": (
+        "its result has no memory: who reads it reads address 0",
+        "_efficientzerotensor([16]), then fetch",
+    ),
+    "_new_zeros_with_same_feature_meta": (
+        "it is forward differentiation's, and copies a storage's size",
+        "a view of few elements",
+    ),
     "_fw_primal*": ("it is forward differentiation's: a view, whatever its schema says", "_fw_primal(x, 0)"),
     "_make_dual*": ("it is forward differentiation's: it changes its operand's tangent", "_make_dual(x, y, 0)"),
     "_copy_from*": ("it is how torch copies to a device of another kind", "_copy_from_and_resize(x, y) resizes y"),
-    "_cummax_helper": ("it writes as many results as its input has, whatever their sizes", "_cummax_helper(ones(1000), v[1], i[1], 0)"),
-    "_cummin_helper": ("it writes as many results as its input has, whatever their sizes", "_cummin_helper(ones(1000), v[1], i[1], 0)"),
+    "_cummax_helper": (
+        "it writes as many results as its input has, whatever their sizes",
+        "_cummax_helper(ones(1000), v[1], i[1], 0)",
+    ),
+    "_cummin_helper": (
+        "it writes as many results as its input has, whatever their sizes",
+        "_cummin_helper(ones(1000), v[1], i[1], 0)",
+    ),
     "_convert_indices_from_*": ("it writes where its input's values say", "_convert_indices_from_coo_to_csr([1 << 40], 1)"),
+    "_compute_linear_combination": (
+        "it takes the sizes of its operands as they are",
+        "_compute_linear_combination(x[1], y[2, 3, 4])",
+    ),
+    "_foreach_copy": ("it takes the lengths of its lists as they are", "_foreach_copy([], [x])"),
+    "_stack": ("it takes its list as it is", "_stack([], 64) ends the process"),
+    "_slow_conv2d_*": ("it takes the sizes of its operands as they are", "_slow_conv2d_backward(x[4, 4], ..., [1 << 62])"),
     # other layouts
     "*sparse*": (_LAYOUT, "sparse_coo_tensor(indices, values, [2])"),
     "_coalesce*": (_LAYOUT, "_coalesced(x, True)"),

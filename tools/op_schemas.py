@@ -24,12 +24,13 @@ import torch
 
 from gt.ir.ops import RANDOM
 from gt.ir.schema import FILE, Schema
+from gt.worker.engine.torch.bounds import BOUNDS
 from gt.worker.engine.torch.overloads import row
 from tools.op_denied import denied
 
 DENSE = frozenset({"CPU", "CUDA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"})
-# Kernels that use values of an index tensor as they are, on some device: tools/op_denied.py has those that workers do without.
-TRUSTS_VALUES = frozenset[str]()
+# Kernels that use values of an index tensor as they are: on CPUs workers look at them first, on GPUs nobody does
+TRUSTS_VALUES = frozenset(BOUNDS) | {"embedding_renorm_", "_pack_padded_sequence"}
 HEAD = """\
 # The closed set of ops: made by `python -m tools.op_schemas`, not by hand. gt/ir/schema.py reads it.
 # op(arguments by real type; ! is written, ~ may be written, letters share memory) -> (results)  # versions of torch, flags
@@ -55,7 +56,11 @@ Lines = dict[str, str]  # op -> its line without versions, or `- ` and why it is
 def torchgen(path: str) -> dict[str, list]:
     """What the torchgen found in this folder says of its torch."""
     made = subprocess.run(
-        [sys.executable, "-c", TORCHGEN], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, cwd=path or None
+        [sys.executable, "-c", TORCHGEN],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        cwd=path or None,
     )
     if made.returncode:
         sys.exit(f"torchgen of {path} failed: {made.stderr[-2000:]}")
@@ -109,7 +114,7 @@ def judged(op: str, schema: Any, keys: Iterable[str], tags: Iterable[str]) -> st
     if "nondeterministic_seeded" in tags and op not in RANDOM:
         return "- random"
     try:
-        made = row(op, schema, tags, "0-0", ["trusts_values"] if op in TRUSTS_VALUES else [])
+        made = row(op, schema, tags, "0-0", ["trusts_values"] if op.split(".")[1] in TRUSTS_VALUES else [])
     except ValueError:
         return "- argument"
     return made

@@ -6,7 +6,6 @@ Run once a definition, by the dispatcher on what a client defines and by a worke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from gt.ir.schema import Argument, Schema, Value
 from gt.ir.template import Arg, Const, Out, T, V
@@ -21,9 +20,11 @@ def constant(kind: str) -> Callable[[Arg], bool]:
 # Base of a type -> whether an argument is one. Sizes and dims are constants: plans are made of them.
 _IS: dict[str, Callable[[Arg], bool]] = {
     "Tensor": lambda arg: type(arg) is T,
-    "Scalar": lambda arg: type(arg) in (V, float, bool)
-    or (type(arg) is int and arg in INTEGERS)
-    or (type(arg) is Const and arg.kind == "complex"),
+    "Scalar": lambda arg: (
+        type(arg) in (V, float, bool)
+        or (type(arg) is int and arg in INTEGERS)
+        or (type(arg) is Const and arg.kind == "complex")
+    ),
     "float": lambda arg: type(arg) in (V, float) or (type(arg) is int and arg in INTEGERS),
     "int": lambda arg: type(arg) is int and arg in INTEGERS,
     "bool": lambda arg: type(arg) is bool,
@@ -54,10 +55,12 @@ def _bound(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> Sc
         _check(schema, argument, arg)
     given = {argument.name for argument in positional[: len(args)]}
     for name, arg in kwargs.items():
-        argument = schema.named.get(name)
-        if argument is None or name in given:
-            raise ValueError(f"kwargs has {name!r:.40}, which {schema.op} {'has already' if name in given else 'does not take'}")
-        _check(schema, argument, arg)
+        known = schema.named.get(name)
+        if known is None or name in given:
+            raise ValueError(
+                f"kwargs has {name!r:.40}, which {schema.op} {'has already' if name in given else 'does not take'}"
+            )
+        _check(schema, known, arg)
     missing = [a.name for a in schema.arguments if a.required and a.name not in given and a.name not in kwargs]
     if missing:
         raise ValueError(f"args and kwargs lack {', '.join(missing)} of {schema.op}")
@@ -132,5 +135,6 @@ def operands(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> 
     """Argument's name -> numbers of its tensors."""
     named = [*((argument.name, arg) for argument, arg in zip(schema.positional, args)), *kwargs.items()]
     return {
-        name: [part.index for part in (arg if isinstance(arg, (list, tuple)) else [arg]) if type(part) is T] for name, arg in named
+        name: [part.index for part in (arg if isinstance(arg, (list, tuple)) else [arg]) if type(part) is T]
+        for name, arg in named
     }

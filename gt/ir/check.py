@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gt.ir import arguments, ops
+from gt.ir import arguments, ops, shapes
 from gt.ir.schema import TABLE
 from gt.ir.template import T, Template, V, weight
 
@@ -41,6 +41,7 @@ def template(row: Any) -> Template:
     named = dict(made.kwargs)
     schema = arguments.bind(schemas, made.args, named)
     arguments.results(schema, made.args, named, made.outs, made.writes)
+    shapes.check(schema, made.args, named, made.ins)
     if op in ops.RANDOM and values < 2:
         raise ValueError(f"{op} has no seed and counter")
     if op == "gt.upload.default" and (ins or values != 1 or [out.kind for out in made.outs] != ["new"] or made.dynamic):

@@ -1,4 +1,4 @@
-"""GT's own ops, and which ops are random: what planner and engines have to know beyond ATen's schemas, which are in schema.py."""
+"""GT's own ops, and which ops are random: what planner and engines know beyond ATen's schemas (schema.py)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ GT_OPS = {
     ),
     # and seed, counter; gives the gradients of query, key, value
     "gt.sdpa_backward.default": (
-        "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, Tensor logsumexp, float dropout_p, "
-        "bool is_causal, float? scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
+        "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, Tensor logsumexp, "
+        "float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
         "its backward",
     ),
     # the operand on the mesh of the group's destination

@@ -25,7 +25,7 @@ TYPES = frozenset(
 FLAGS = {
     "by_values": "the shapes of its results may depend on values",
     "takes_numbers": "a number may stand where the schema says Tensor: torch makes a tensor without dims of it",
-    "trusts_values": "its kernel uses values of an index tensor as they are, on some device",
+    "trusts_values": "its kernel indexes memory by values of a tensor as they are: CPU workers check them, GPUs do not",
 }
 # Why torch has an op that is not in the table. Ops left out by name say it themselves.
 LEFT_OUT = {
@@ -182,7 +182,7 @@ class Table:
 
         ConfigError names a line that is no schema, or an op that is left out for what it does.
         """
-        added = {}
+        added: dict[str, list[tuple[str, Schema]]] = {}
         for number, line in enumerate(lines, 1):
             if not line.strip() or line.startswith("#"):
                 continue

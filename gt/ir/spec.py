@@ -80,7 +80,7 @@ class Spec:
 
 @lru_cache(maxsize=1 << 15)
 def interned(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: str) -> Spec:
-    """One object for each spec, as far as they fit: the operands of an op are compared with its template's by identity first."""
+    """One object for each spec, as far as they fit: operands are compared with their template's by identity first."""
     return Spec(shape, stride, offset, dtype)
 
 

@@ -45,7 +45,9 @@ _KNOWN: dict[str, Callable[[Any], bool]] = {
     "memory_format": lambda value: type(value) is str and value in MEMORY_FORMATS,
     "layout": lambda value: type(value) is str and value in LAYOUTS,
     "device": lambda value: type(value) is int and value == DEVICE.value,
-    "complex": lambda value: type(value) in (list, tuple) and len(value) == 2 and all(type(part) in (int, float) for part in value),
+    "complex": lambda value: (
+        type(value) in (list, tuple) and len(value) == 2 and all(type(part) in (int, float) for part in value)
+    ),
 }
 Arg = Any  # None, bool, int, float, str, T, V, Const, or a list of Arg
 

@@ -63,7 +63,7 @@ def cut(tensor: Any, box: Box) -> Any:
     """The box of a tensor; ValueError if the tensor does not have all of it."""
     part = tensor[index(box)]
     if tuple(part.shape) != extent(box):
-        raise ValueError(f"the tensor has shape {list(tensor.shape)}, planned is one with the box {[list(span) for span in box]}")
+        raise ValueError(f"the tensor has shape {list(tensor.shape)}, planned is one with {[list(span) for span in box]}")
     return part
 
 

@@ -21,12 +21,14 @@ from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
 from gt.worker.engine.calls import Source, fitting
 from gt.worker.engine.torch import attention, norms, random
+from gt.worker.engine.torch.bounds import BOUNDS, bounded
 from gt.worker.engine.torch.calls import CONSTANTS, DTYPE, NAME, UNLESS, checked, conform, outs_given, shown, steady
 from gt.worker.engine.torch.cuda import Cuda, Events
 from gt.worker.engine.torch.direct import direct
 from gt.worker.engine.torch.graphs import Graphs
 from gt.worker.engine.torch.inductor import Inductor
 from gt.worker.engine.torch.overloads import OVERLOADS
+
 
 class TorchEngine:
     """An engine.base.Engine."""
@@ -75,7 +77,8 @@ class TorchEngine:
         op: Callable = OVERLOADS[name]._op
         base = name.split(".")[1]
         op = ALIKE[base](op) if base in ALIKE else op
-        op = norms.host(name, op) if self.host else op
+        if self.host:
+            op = bounded(op, schema) if base in BOUNDS else norms.host(name, op)
         return steady(op, schema) if outs_given(schema) else op
 
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:

@@ -23,6 +23,7 @@ from gt.ir.ops import RANDOM
 from gt.ir.spec import Spec
 from gt.worker.engine.base import Compiled, Misfit, Recorder
 from gt.worker.engine.calls import fitting
+from gt.worker.engine.torch.bounds import BOUNDS
 from gt.worker.engine.torch.calls import DTYPE, NAME, conform
 from gt.worker.engine.torch.overloads import OVERLOADS
 from gt.worker.segments import Form, Wired
@@ -93,7 +94,7 @@ class Inductor:
             self._engine.resolve(payload)
         except UnsupportedOp:
             return False
-        return not {tag.name for tag in OVERLOADS[name].tags} & UNFIT
+        return not ({tag.name for tag in OVERLOADS[name].tags} & UNFIT or (self._engine.host and name.split(".")[1] in BOUNDS))
 
     def seen(self, inputs: Sequence[torch.Tensor]) -> Seen:
         specs = tuple((tuple(t.shape), t.stride(), t.dtype) for t in inputs)

@@ -28,10 +28,7 @@ class Overloads(dict[str, torch._ops.OpOverload]):
 
     def __missing__(self, name: str) -> torch._ops.OpOverload:
         schemas = self._table.find(name)
-        space, base, overload = name.split(".")
-        op = getattr(getattr(getattr(torch.ops, space), base, None), overload, None)
-        if type(op) is not torch._ops.OpOverload:
-            raise UnsupportedOp(f"torch {torch.__version__} has no {name}, which is of torch {schemas[0].since} to {schemas[0].until}")
+        op = look_up(name)
         if _form(Schema.parse(line(op))) not in map(_form, schemas):
             raise UnsupportedOp(f"torch {torch.__version__} has another {name} than the table: {op._schema}")
         self[name] = op
@@ -41,8 +38,18 @@ class Overloads(dict[str, torch._ops.OpOverload]):
 OVERLOADS = Overloads(TABLE)
 
 
+def look_up(name: str) -> torch._ops.OpOverload:
+    """An overload of the installed torch. For names of the table and of the process's owner, never for one that was sent."""
+    space, _, rest = name.partition(".")
+    base, _, overload = rest.partition(".")
+    op = getattr(getattr(getattr(torch.ops, space, None), base, None), overload, None)
+    if type(op) is not torch._ops.OpOverload:
+        raise UnsupportedOp(f"torch {torch.__version__} has no {name}")
+    return op
+
+
 def line(op: Any, versions: str = "", more: Iterable[str] = ()) -> str:
-    """The table's line for an overload. versions: as 2.11-2.13, by default the installed one. more: flags that torch cannot say.
+    """The table's line for an overload. versions: as 2.11-2.13, by default the installed one. more: further flags.
 
     ValueError for a schema that the table has no words for.
     """
@@ -61,7 +68,9 @@ def row(name: str, schema: Any, tags: Iterable[str], versions: str = "", more: I
         mark = MAY if argument.name in _UNSAID.get(name, ()) else mark
         default = f"={_default(argument.default_value)}" if argument.has_default_value() else ""
         parts.append(f"{_type(argument, mark)} {argument.name}{default}")
-    returns = [_type(value, "!" if value.alias_info is not None and value.alias_info.is_write else "") for value in schema.returns]
+    returns = [
+        _type(value, "!" if value.alias_info is not None and value.alias_info.is_write else "") for value in schema.returns
+    ]
     flags = " ".join(sorted({*_flags(name, set(tags)), *more}))
     made = f"{name}({', '.join(parts)}) -> ({', '.join(returns)})  # {versions or f'{version}-{version}'} {flags}".rstrip()
     Schema.parse(made)
