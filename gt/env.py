@@ -23,6 +23,7 @@ VARIABLES = (
     Variable("GT_TOKEN", "", "secret that server, workers and clients share; needed off loopback"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (CPU, no torch in their processes)"),
     Variable("GT_TRANSPORT", "", "data plane: nvshmem or nccl (GPUs), or shm (host memory); empty picks one"),
+    Variable("GT_OPS", "", "path of a file of op schemas that `gt ops` wrote: ops that GT's table lacks"),
     Variable("GT_HEAP_SIZE", "", "symmetric memory of a worker, as 512MiB; default 256MiB on CPUs, 2GiB on GPUs"),
     Variable("GT_INSTRUCTION_LOG", "", "path: the dispatcher writes one line an event"),
     Variable("GT_VERBOSE", "", "1: every process logs what it does"),

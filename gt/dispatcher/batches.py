@@ -7,13 +7,15 @@ do, must not change that: such an op and what is behind it wait for the next bat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gt.dispatcher import intake
 from gt.dispatcher.fused import Unseen
+from gt.dispatcher.plan.known import Known
 from gt.dispatcher.stream import TEMPORARY
+from gt.dispatcher.tensors import Tensor
 from gt.errors import ProtocolError
 from gt.ir.instr import DISCARD, DROP, FIRST, FREE, LAUNCH, PARAM, RECORD
 from gt.wire.messages import Ops
@@ -121,6 +123,8 @@ class Batches:
                 raise ProtocolError(f"Ops.code names nothing of this session at {at}: {error!r}") from error
             if at > end:
                 raise ProtocolError(f"Ops.code ends within an op, at {end}")
+            if [t.spec for t in ins] != known.specs:
+                _alike(known, ins)
             for i in code[third:at]:
                 if type(i) is not int or not 0 < i < TEMPORARY or i in rows:
                     raise ProtocolError(f"Ops.code has {i!r:.40} at {third} as the id of a new tensor")
@@ -162,3 +166,11 @@ class Batches:
             programs.drop(code[at + 1])
             return at + 2
         raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, which names nothing")
+
+
+def _alike(known: Known, ins: Sequence[Tensor]) -> None:
+    """ProtocolError unless operands have the shapes and dtypes that the template says; strides may differ."""
+    for place, (tensor, want) in enumerate(zip(ins, known.specs, strict=True)):
+        if tensor.spec.shape != want.shape or tensor.spec.dtype != want.dtype:
+            what = f"operand {place} of {known.template.op}"
+            raise ProtocolError(f"Ops.code: {what} is {tensor.spec.text():.80}, its template says {want.text():.80}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gt.config.load import hint
 from gt.dispatcher.plan.groups import Meaning
 from gt.dispatcher.plan.known import Known
-from gt.errors import ProtocolError
+from gt.errors import ProtocolError, UnsupportedOp
 from gt.ir import check
 from gt.ir.instr import FIRST
 from gt.wire.messages import Notice, Ops
@@ -60,6 +60,8 @@ def define(session: Session, row: Any) -> None:
         raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
     try:
         known = Known(check.template(form))
+    except UnsupportedOp as error:
+        raise UnsupportedOp(f"Ops.templates: template {number}: {error}") from None
     except (TypeError, ValueError, KeyError) as error:
         raise ProtocolError(f"Ops.templates: template {number}: {error}") from error
     if number in session.templates:  # the client's table has started again

@@ -386,10 +386,11 @@ def _weight(known: Known, meaning: Meaning, ins: list[Tensor]) -> tuple[int, int
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:
     """What a plan depends on besides the op: the groups, and how each input lies (layouts are interned)."""
-    return (origin.meaning, origin.target, *[_lies(t) for t in ins])
-
-
-def _lies(t: Tensor) -> Any:
-    if t.layout is None:
-        return t.storage.param
-    return -id(t.layout) if t.storage.data else id(t.layout)  # whole data is split anew by each group it enters
+    lies: list[Any] = []
+    for t in ins:
+        layout = t.layout
+        if layout is None:
+            lies.append(t.storage.param)
+        else:
+            lies.append(-id(layout) if t.storage.data else id(layout))  # whole data is split anew by each group it enters
+    return (origin.meaning, origin.target, *lies)

@@ -231,6 +231,9 @@ class Programs:
             if tensor is not None and tensor.layout != layout:
                 return f"%{tensor_id} came to lie {tensor.layout}, it lay {layout or 'nowhere'}"
         for pair in pairs:
+            read, made = (self.s.table.rows[i].spec for i in pair)
+            if (read.shape, read.dtype) != (made.shape, made.dtype):
+                return f"%{pair[1]}, which the next call reads, is {made.text():.80}, and %{pair[0]} was {read.text():.80}"
             have, want = (self.s.table.rows[i].layout for i in pair)
             if have is None or have != want:
                 return f"%{pair[1]}, which the next call reads, lies {want}, and %{pair[0]}, which this one read, {have}"

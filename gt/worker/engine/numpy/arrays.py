@@ -109,6 +109,18 @@ def checked(scope: dict[str, Any], stride: str, spec: Spec) -> Callable[[Any], A
     return check
 
 
+def shown(scope: dict[str, Any], shape: str, spec: Spec) -> Callable[[Any], None]:
+    """A check that a view has a spec's shape and dtype; engine.calls.Look."""
+    scope[shape] = None
+
+    def check(out: Array) -> None:
+        if out.shape != spec.shape or name_of(out.dtype) != spec.dtype:
+            raise ValueError(f"the result is {name_of(out.dtype)}{list(out.shape)}, want {spec.text()}")
+        scope[shape] = out.shape
+
+    return check
+
+
 # ---- type promotion
 
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}

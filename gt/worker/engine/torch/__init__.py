@@ -13,27 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from gt.errors import ConfigError, UnsupportedOp
-from gt.ir.ops import RANDOM, known
+from gt.errors import ConfigError
+from gt.ir.ops import RANDOM
+from gt.ir.schema import Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
-from gt.worker.engine.calls import Source
+from gt.worker.engine.calls import Source, fitting
 from gt.worker.engine.torch import attention, norms, random
-from gt.worker.engine.torch.calls import DTYPE, NAME, UNLESS, checked, conform
+from gt.worker.engine.torch.bounds import BOUNDS, bounded
+from gt.worker.engine.torch.calls import CONSTANTS, DTYPE, NAME, UNLESS, checked, conform, outs_given, shown, steady
 from gt.worker.engine.torch.cuda import Cuda, Events
 from gt.worker.engine.torch.direct import direct
 from gt.worker.engine.torch.graphs import Graphs
 from gt.worker.engine.torch.inductor import Inductor
-
-# They change the metadata of their operand, which may go by other ids too: they get a tensor object of their own.
-META = {
-    f"aten.{name}"
-    for name in (
-        *("t_.default", "squeeze_.default", "squeeze_.dim", "squeeze_.dims", "unsqueeze_.default", "transpose_.default"),
-        *("swapaxes_.default", "swapdims_.default", "as_strided_.default", "resize_.default", "resize_as_.default"),
-    )
-}
+from gt.worker.engine.torch.overloads import OVERLOADS
 
 
 class TorchEngine:
@@ -88,29 +82,28 @@ class TorchEngine:
         return self.source(payload).function()
 
     def source(self, payload: dict[str, Any]) -> Source:
-        name, outs = payload["op"], payload["outs"]
-        op = self.resolve(name, payload)
-        if name in META and any(out[0] != "same" for out in outs):
-            op = _on_alias(op)
-        return Source(op, payload, self._constant, checked, UNLESS)
+        schema = fitting(payload)[0]
+        unless = "" if "by_values" in schema.flags else UNLESS
+        return Source(self._bound(schema, payload), payload, self._constant, checked, shown, unless)
 
-    def resolve(self, name: str, payload: dict[str, Any]) -> Callable:
-        if not known(name):
-            raise UnsupportedOp(f"{name} is not an op that gt knows")
+    def resolve(self, payload: dict[str, Any]) -> Callable:
+        """What carries an `op` definition out; UnsupportedOp if there is none here."""
+        return self._bound(fitting(payload)[0], payload)
+
+    def _bound(self, schema: Schema, payload: dict[str, Any]) -> Callable:
+        name = schema.op
         if name in attention.OPS:
             return attention.bind(name, payload["random"], self.key)
         if name in RANDOM:
             return random.bind(name, payload["random"], self.key)
         if name == "gt.move.default":
             return torch.ops.aten.clone.default
-        space, base, overload = name.split(".")
-        packet = getattr(getattr(torch.ops, space), base, None)
-        op = getattr(packet, overload, None)
-        if op is None:
-            raise UnsupportedOp(f"torch {torch.__version__} has no {name}")
-        op = getattr(op, "_op", op)
+        op: Callable = OVERLOADS[name]._op
+        base = name.split(".")[1]
         op = ALIKE[base](op) if base in ALIKE else op
-        return norms.host(name, op) if self.host else op
+        if self.host:
+            op = bounded(op, schema) if base in BOUNDS else norms.host(name, op)
+        return steady(op, schema) if outs_given(schema) else op
 
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:
         """What compiles segments, and why that is not what was asked for."""
@@ -127,7 +120,7 @@ class TorchEngine:
             return self.device
         if const.kind == "complex":
             return complex(*const.value)
-        return getattr(torch, str(const.value).removeprefix("torch."))
+        return CONSTANTS[const.kind][const.value]
 
     # ---- memory
 
@@ -308,7 +301,3 @@ ALIKE: dict[str, Callable[[Callable], Callable]] = {
     "histc": _histc,
     "view_as_real": _as_real,
 }
-
-
-def _on_alias(op: Callable) -> Callable:
-    return lambda tensor, *args, **kwargs: op(tensor.detach(), *args, **kwargs)

@@ -18,13 +18,16 @@ from typing import Any
 import torch
 
 from gt.errors import UnsupportedOp
+from gt.ir.arguments import operands
 from gt.ir.ops import RANDOM
 from gt.ir.spec import Spec
 from gt.worker.engine.base import Compiled, Recorder
-from gt.worker.engine.calls import finish
+from gt.worker.engine.calls import finish, fitting
 from gt.worker.engine.torch import channels_last
+from gt.worker.engine.torch.bounds import BOUNDS
 from gt.worker.engine.torch.calls import NAME
 from gt.worker.engine.torch.compiled_segment import Code, Seen, Traced
+from gt.worker.engine.torch.overloads import OVERLOADS
 from gt.worker.segments import Form, Wired
 
 log = logging.getLogger("gt.worker")
@@ -33,7 +36,6 @@ _alone = threading.Lock()  # tracing keeps its state in globals
 UNFIT = frozenset({"inplace_view", "nondeterministic_seeded", "dynamic_output_shape", "data_dependent_output"})
 # One kernel over all parameters already, in place; as a graph each would be copied.
 WHOLE = ("aten._fused_",)
-SPECIAL = frozenset({"aten.set_", "aten.resize", "aten.record_stream", "aten._local_scalar_dense"})
 
 
 class Inductor:
@@ -66,10 +68,10 @@ class Inductor:
 
     def _op_fits(self, name: str, payload: dict[str, Any]) -> bool:
         try:
-            self._engine.resolve(name, payload)
+            self._engine.resolve(payload)
         except UnsupportedOp:
             return False
-        return name.rpartition(".")[0] not in SPECIAL and not {tag.name for tag in op(name).tags} & UNFIT
+        return not ({tag.name for tag in OVERLOADS[name].tags} & UNFIT or (self._engine.host and name.split(".")[1] in BOUNDS))
 
     def seen(self, inputs: Sequence[torch.Tensor]) -> Seen:
         specs = tuple((tuple(t.shape), t.stride(), t.dtype) for t in inputs)
@@ -119,7 +121,8 @@ class Inductor:
         last = self.channels_last and channels_last.gains(_kernels(wired, seen))
         check = {"check": channels_last.loosely, "unless": ""} if last else {}
         calls = [replace(self._engine.source(payload), **check).function() for payload in wired.payloads]
-        specs = [None] * wired.form.inputs + [spec for payload in wired.payloads for _, spec in finish(payload["outs"])]
+        ends = [end for payload in wired.payloads for end in finish(payload["outs"])]
+        specs = [None] * wired.form.inputs + [None if view else spec for _, view, spec in ends]
         found: list[Any] = []
 
         def run(*given: torch.Tensor) -> list[torch.Tensor]:
@@ -162,12 +165,6 @@ def _kernels(wired: Wired, seen: Seen) -> list[tuple[torch.Size, int, torch.dtyp
     return found
 
 
-def op(name: str) -> Any:
-    """The overload of a name."""
-    space, base, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, space), base), overload)
-
-
 def _written(wired: Wired) -> frozenset[int]:
     """Inputs that an op of the segment may change, themselves or through a view."""
     base = list(range(wired.form.inputs))  # of each tensor, the input in whose memory it lies, -1 for none
@@ -183,14 +180,9 @@ def _written(wired: Wired) -> frozenset[int]:
 
 def _writes(payload: dict[str, Any]) -> list[int]:
     """Places of an op's tensors that it changes."""
-    schema, found = op(payload["op"])._schema, []
-    for n, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = payload["args"][n] if n < len(payload["args"]) else payload["kwargs"].get(argument.name)
-        holes = given if isinstance(given, list) else [given]
-        found += [hole["t"] for hole in holes if isinstance(hole, dict) and "t" in hole]
-    return found
+    schema, args, kwargs = fitting(payload)
+    held = operands(schema, args, kwargs)
+    return [place for name in schema.writes for place in held.get(name, ())]
 
 
 @dataclass(slots=True)
