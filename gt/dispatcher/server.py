@@ -11,10 +11,23 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from gt import env
-from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, PeerLost, Received, Send, Tick
+from gt.dispatcher.events import (
+    Action,
+    Close,
+    Event,
+    Examine,
+    Examined,
+    Lines,
+    Log,
+    Malformed,
+    PeerLost,
+    Received,
+    Send,
+    Tick,
+)
 from gt.dispatcher.journal import Journal
 from gt.errors import ProtocolError, Refused
-from gt.wire import codec
+from gt.wire import codec, liveness
 from gt.wire.link import Gate
 from gt.wire.messages import Exit, Goodbye, Welcome
 from gt.wire.router import Arrived, Gone, Router
@@ -39,13 +52,15 @@ class Server:
         token: str = "",
         heartbeat: float = 10.0,
         core: CoreLike | None = None,
+        workers: int = 0,
     ) -> None:
+        """workers: as many as there will ever be, 0 if more may come."""
         if not token and not _loopback(host):
             raise Refused(f"a server on {host} needs a token: set GT_TOKEN, or pass --token-file")
         if core is None:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
-            core = Core(token=token, heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")))
+            core = Core(token, heartbeat, bool(env.get("GT_INSTRUCTION_LOG")), liveness.process(), workers)
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
         self._router = Router(host, port, heartbeat)
@@ -153,6 +168,7 @@ class Server:
 
     def _perform(self, actions: Iterable[Action], at: float) -> None:
         unfit: list[tuple[bytes, str]] = []
+        examine: list[Examine] = []
         for action in actions:
             if type(action) is Send:
                 try:
@@ -161,6 +177,8 @@ class Server:
                     unfit.append((action.peer, str(error)))
                 if type(action.message) is Welcome and (gate := self._gates.get(action.peer)) and gate.role == "worker":
                     self._count(self._workers | {action.peer})
+            elif type(action) is Examine:
+                examine.append(action)
             elif type(action) is Close:
                 self._part(action.peer)
             elif type(action) is Log:
@@ -172,6 +190,8 @@ class Server:
         for peer, reason in unfit:
             log.warning("%s is given up: %s", peer.hex(), reason)
             self._drop(peer, reason)
+        for one in examine:
+            self._handle(Examined(one.peer, *liveness.sight(one.pid, one.home), self._now()))
 
 
 def _loopback(host: str) -> bool:

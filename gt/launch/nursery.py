@@ -204,7 +204,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
 
     log.setup("dispatcher", "gt.server")
     try:
-        server = Server("127.0.0.1", 0, order["token"], order["heartbeat"])
+        server = Server("127.0.0.1", 0, order["token"], order["heartbeat"], workers=order["workers"])
     except errors.GTError as error:
         tell(failed=str(error))
         return
