@@ -129,7 +129,8 @@ class Watch:
             if worker.lost or worker.done >= worker.runs:
                 self.places.pop(worker.index, None)
             elif place is None or place.life != worker.lives or place.done != worker.done:
-                self.places[worker.index] = Place(worker.lives, worker.done, now, now, now, now)
+                soon = now - self.heartbeat / LOOKS  # it is asked for the first time at the next tick
+                self.places[worker.index] = Place(worker.lives, worker.done, now, now, soon, now)
             elif now - place.asked >= self.heartbeat / LOOKS:
                 place.asked = now
                 asked.append((worker.peer, Query(self.cluster.key(), False)))
