@@ -14,6 +14,7 @@ from gt.dispatcher.events import PeerLost
 from gt.wire.link import hello
 from gt.wire.messages import Abort, Done, Failed, Fetch, Goodbye, Ops, Run, Trouble, World
 from tests.hostile import TEMPLATES
+from tests.limits import limit
 from tests.test_hostile import Bench
 
 TWO = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
@@ -23,11 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_processes_killed_and_stopped_at_random_moments_take_nothing_with_them():
     # apart from this process: its children are counted, and it forks, which needs a process without threads
-    command = [sys.executable, "-m", "tests.chaos", "--seed", "5", "--rounds", "10", "--seconds", "40"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "tests.chaos", "--seed", "5", "--rounds", "10", "--seconds", str(limit(40))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(120))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["rounds"] >= 3 and found["slowest_s"] < 6
+    assert found["rounds"] >= 3 and found["slowest_s"] < limit(6)
 
 
 # ---- event by event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from limits import limit
 
 from gt import env
 from gt.dispatcher.events import Close, Examine, Examined, Tick
@@ -24,8 +24,10 @@ from gt.wire.link import hello
 from gt.wire.messages import THROUGH, Done, Failed, Fetch, Notice, Ops, Query, Report
 from gt.worker.effort import Effort
 from gt.worker.engine.numpy import NumpyEngine
+from tests import load
 from tests.fuzz import serving
 from tests.hostile import TEMPLATES
+from tests.limits import limit
 from tests.streams import NEG, Stream
 from tests.test_hostile import TWO, Bench
 
@@ -421,3 +423,11 @@ def test_the_stall_timeout_of_the_environment(monkeypatch):
     monkeypatch.setenv("GT_STALL_TIMEOUT", "soon")
     with pytest.raises(ConfigError, match="GT_STALL_TIMEOUT is 'soon', want seconds"):
         env.seconds("GT_STALL_TIMEOUT")
+
+
+def test_parts_of_the_tests_are_all_of_them_and_about_as_long():
+    seconds = json.loads(load.DURATIONS.read_text())
+    rows = load.parts(load.files(), seconds, 5)
+    assert sorted(name for row in rows for name in row) == load.files()
+    totals = [sum(seconds.get(name, load.UNKNOWN) for name in row) for row in rows]
+    assert max(totals) - min(totals) <= max(seconds.values())

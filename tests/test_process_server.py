@@ -13,7 +13,6 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from limits import limit
 from toy_core import ToyCore
 
 from gt.client.session import Session
@@ -24,6 +23,7 @@ from gt.errors import DispatcherLost, Refused
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
 from gt.wire.messages import Query, Report
+from tests.limits import limit
 
 
 def command(*args: str) -> list[str]:
@@ -61,7 +61,7 @@ def idle_worker(address: str, token: str) -> Dealer:
 
 def refused(*args: str) -> str:
     """What a server that cannot start says; it is one line, and the exit code is 2."""
-    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=limit(30))
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
     return done.stderr
 
@@ -71,7 +71,7 @@ def test_a_signal_stops_it_cleanly_and_clients_are_told(number):
     with running() as (process, address):
         session = Session(address)
         process.send_signal(number)
-        assert process.wait(5) == 0
+        assert process.wait(limit(5)) == 0
         with pytest.raises(DispatcherLost, match=f"has stopped: it got {number.name}"):
             for _ in range(1000):
                 session.stats()
@@ -182,7 +182,7 @@ def test_the_instruction_log_has_columns(tmp_path):
         Session(address).close()
         Session(address).close()  # once this one is welcome, the first one's end has been seen
         process.terminate()
-        process.wait(5)
+        process.wait(limit(5))
     kinds = [row.split()[2] for row in path.read_text().splitlines()]
     assert "CONNECT" in kinds and "DISCONNECT" in kinds
 
