@@ -1,7 +1,7 @@
 """`python -m tests.load --part i/n`: part i of the test files beside busy loops, with time limits that fit.
 
-A test that passes alone and fails here takes a slow process for a dead one. Parts are balanced by the seconds in durations.json,
-which `--record` takes from the report of a run with nothing beside it (`pytest --junitxml FILE`).
+A test that passes alone and fails here takes a slow process for a dead one. Parts are balanced by the seconds in
+durations.json, which `--record` takes from the report of a run with nothing beside it (`pytest --junitxml FILE`).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--factor", type=float, default=FACTOR, help="by which time limits grow")
     parser.add_argument("--minutes", type=float, default=60, help="after which it is ended")
     parser.add_argument("--list", action="store_true", help="say what is in each part, and end")
-    parser.add_argument("--record", type=Path, help="a JUnit report of a run with nothing beside it: write durations.json, and end")
+    parser.add_argument("--record", type=Path, help="a JUnit report of a run beside nothing: write durations.json, and end")
     parser.add_argument("rest", nargs="*", help="files in place of a part, and what pytest is told besides, after --")
     args = parser.parse_args()
     if args.record:
