@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import wait_until
 
 from gt import env
 from gt.dispatcher.events import Close, Examine, Examined, Tick
@@ -20,8 +22,9 @@ from gt.errors import ConfigError, DispatcherLost, WorkerStuck
 from gt.launch import local
 from gt.launch.process import fork
 from gt.wire import liveness
+from gt.wire.dealer import Dealer
 from gt.wire.link import hello
-from gt.wire.messages import THROUGH, Done, Failed, Fetch, Notice, Ops, Query, Report
+from gt.wire.messages import THROUGH, Done, Exit, Failed, Fetch, Notice, Ops, Query, Report
 from gt.worker.effort import Effort
 from gt.worker.engine.numpy import NumpyEngine
 from tests import load
@@ -312,6 +315,36 @@ def test_a_process_is_seen_as_it_is(child: int):
     os.kill(child, signal.SIGCONT)
     os.waitpid(child, os.WCONTINUED)
     assert not vigil.look()
+
+
+def test_a_connection_whose_other_host_answers_is_not_cut():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        other, _ = server.accept()
+        with other:
+            one.sendall(bytes(1 << 16))
+            assert liveness.unheard(one.fileno()) < liveness.SHORTEST and not liveness.Cable(one.fileno(), 0).look()
+            other.sendall(b"answer")
+            assert one.recv(6) == b"answer", "looking takes nothing away"
+    assert liveness.unheard(1 << 20) == 0.0
+
+
+def test_a_host_that_acknowledges_nothing_for_a_heartbeat_is_gone_and_told_so_should_it_come_back(monkeypatch):
+    heard: list[float] = []
+    monkeypatch.setattr(liveness, "unheard", lambda fd: heard.pop(0) if heard else 0.0)
+    cable = liveness.Cable(0, 10.0)
+    heard += [9.0, 11.0, 0.0, 11.0, 12.0]
+    assert [cable.look() for _ in range(5)] == [""] * 4 + ["its host has acknowledged nothing for 12 s"]
+    lost, over = [], threading.Event()
+    with serving(1) as server:
+        monkeypatch.setattr(Dealer, "_ended", lambda link: "")  # it takes the other for alive
+        heeds = lambda message, _: isinstance(message, Exit) and (lost.append(message), over.set())  # noqa: E731
+        link = Dealer(server.address, heeds, print)
+        link.send(hello("worker", info={"name": "cut", "heap_bytes": 1 << 20}))
+        assert wait_until(lambda: "cut" in {w.name for w in server._core.cluster.workers})
+        monkeypatch.setattr(liveness, "unheard", lambda fd: 11.0)
+        assert over.wait(limit(20)) and lost == [Exit("its connection ended: its host has acknowledged nothing for 11 s")]
+        assert wait_until(lambda: server._core.cluster.named("cut").lost == lost[0].reason)
+        link.close()
 
 
 def test_work_is_the_executing_threads_cpu_time_and_where_it_compiles_that_of_processes_too():

@@ -94,6 +94,9 @@ class Server:
                     self._take(item)
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
+                    for gone in self._router.cut_off():
+                        self._router.send(gone.peer, Exit(gone.reason))  # should it be heard again
+                        self._take(gone)
                     self._handle(Tick(self._now()))
                     if self._journal is not None:
                         self._journal.flush()

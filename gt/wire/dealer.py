@@ -16,7 +16,7 @@ from zmq.utils import garbage
 from zmq.utils.monitor import recv_monitor_message
 
 from gt.wire import codec
-from gt.wire.liveness import Vigil
+from gt.wire.liveness import Cable, Vigil
 from gt.wire.messages import Exit, Message, Welcome
 from gt.wire.signals import uninterrupted
 from gt.wire.socket import (
@@ -86,6 +86,7 @@ class Dealer:
         self._aside = 0.0  # until when the link's thread leaves what comes to others
         self._fault: Exception | None = None  # of a turn in another thread
         self._sock: zmq.Socket | None = None  # once connected, until closed
+        self._cable: Cable | None = None  # once connected
         self._vigil: Vigil | None = None  # once the dispatcher has said which process it is
         self._look = 0.0  # when it is looked at next
         self._thread = threading.Thread(target=self._main, name="gt-link", daemon=True)
@@ -287,7 +288,7 @@ class Dealer:
         sock.setsockopt(zmq.RECONNECT_IVL, 30)  # while the server is not up yet; a link once made is not made again
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
         sock.setsockopt(zmq.HANDSHAKE_IVL, 3000)
-        monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | GONE | FAILED)
+        monitor = sock.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | GONE | FAILED)
         self._descriptor = descriptor_of(sock)
         sock.connect(self._endpoint)
         return monitor
@@ -314,8 +315,8 @@ class Dealer:
                     raise self._fault
                 if self._watch(sock, monitor):
                     return f"the connection to the server at {self.address} was lost"
-                if stopped := self._stopped():
-                    return f"the connection to the server at {self.address} was lost: {stopped}"
+                if ended := self._ended():
+                    return f"the connection to the server at {self.address} was lost: {ended}"
                 more = self._turn(sock)
                 if self._closing:
                     return self._flush(sock) if self._sock is not None else ""
@@ -325,7 +326,10 @@ class Dealer:
     def _watch(self, sock: zmq.Socket, monitor: zmq.Socket) -> bool:
         """Whether the connection, once made, has ended; what it said last has then been taken in."""
         while events_of(monitor) & _IN:
-            event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
+            found = recv_monitor_message(monitor, zmq.NOBLOCK)
+            event = found["event"]
+            if event == zmq.EVENT_CONNECTED:
+                self._cable = Cable(found["value"], self._heartbeat)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._sock = sock
             self._stranger |= bool(event & FAILED)
@@ -335,12 +339,12 @@ class Dealer:
                 return True
         return False
 
-    def _stopped(self) -> str:
-        """How the dispatcher's process is stopped, once that is certain, or ""."""
-        if self._vigil is None or (now := time.monotonic()) < self._look:
+    def _ended(self) -> str:
+        """How the dispatcher's process is stopped, or its host gone, once that is certain, or ""."""
+        if self._sock is None or self._cable is None or (now := time.monotonic()) < self._look:
             return ""
         self._look = now + self._heartbeat / LOOKS
-        return self._vigil.look()
+        return self._cable.look() or ("" if self._vigil is None else self._vigil.look())
 
     def _pause(self) -> int:
         """Milliseconds to sleep in poll."""

@@ -1,17 +1,23 @@
-"""Processes as the kernel of their host sees them: the proof that one is stopped, where silence may only mean a loaded machine.
+"""Processes and connections as the kernel sees them: the proof of an end, where silence may only mean a loaded machine.
 
-A process of another host, or of another container, cannot be seen: its number means nothing here.
+Of its own host it says whether a process is stopped. Of another it says whether that host acknowledges what was sent: the
+kernel there does so however busy, or stopped, the process is that should answer.
 """
 
 from __future__ import annotations
 
 import os
+import socket as bsd
+import struct
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 STOPPED = "TtZX"  # states of proc(5) in which no thread of a process goes on: stopped, traced, a zombie, dead
+SHORTEST = 2.0  # seconds without an acknowledgement that mean anything: the kernel may put one off
+# Where tcp_info has probes in a row that nobody answered, segments under way, and milliseconds since the last acknowledgement.
+_PROBES, _UNACKED, _ANSWERED = 3, 24, 56
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 _PARENT, _USED = 1, slice(11, 15)  # fields of /proc/PID/stat behind the name: its parent; CPU of it and its ended children
 
@@ -79,6 +85,39 @@ def _fields(pid: str) -> list[str]:
             return stat.read().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def unheard(fd: int) -> float:
+    """Seconds in which the other host has acknowledged nothing on a TCP connection; 0 while nothing is on its way there."""
+    try:
+        sock = bsd.socket(bsd.AF_INET, bsd.SOCK_STREAM, 0, fd)
+    except OSError:
+        return 0.0
+    try:
+        info = sock.getsockopt(bsd.IPPROTO_TCP, bsd.TCP_INFO, 104)
+    except OSError:
+        return 0.0
+    finally:
+        sock.detach()
+    if len(info) < _ANSWERED + 4:
+        return 0.0
+    # A host that has no room answers each probe; where the own link is down, nothing gets under way.
+    if not struct.unpack_from("I", info, _UNACKED)[0] and info[_PROBES] < 2:
+        return 0.0
+    return float(struct.unpack_from("I", info, _ANSWERED)[0]) / 1000
+
+
+class Cable:
+    """Looks at one connection again and again: it counts as cut after so many seconds, at two looks in a row at least."""
+
+    def __init__(self, fd: int, seconds: float) -> None:
+        self._fd, self._limit, self._before = fd, max(seconds, SHORTEST), False
+
+    def look(self) -> str:
+        """What was found, once that is certain, or ""."""
+        silent = unheard(self._fd)
+        found, self._before = self._before and silent >= self._limit, silent >= self._limit
+        return f"its host has acknowledged nothing for {silent:.0f} s" if found else ""
 
 
 class Vigil:
