@@ -17,7 +17,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gt.launch.process import fork
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DURATIONS = ROOT / "tests" / "durations.json"
 LOOPS = 20
 FACTOR = 12  # by which time limits grow: two processes of tests have about two twelfths of what they have alone
+GRACE = 60  # seconds in which a run that takes too long says what it has
 LIMIT = 120  # seconds of a test, as pyproject.toml says
 UNKNOWN = 10.0  # seconds of a file that has never been timed
 
@@ -87,22 +88,27 @@ def run(names: list[str], args: argparse.Namespace) -> int:
         process = subprocess.Popen([*command, *args.rest, *names], cwd=ROOT, env=environment, start_new_session=True)
         try:
             code = process.wait(args.minutes * 60)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+        except subprocess.TimeoutExpired:
             code = 124
+            os.killpg(process.pid, signal.SIGINT)  # it reports what it has
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         load = os.getloadavg()[0]
     took = (time.monotonic() - start) / 60
     said = f"{len(names)} files beside {args.loops} busy loops on {os.cpu_count()} cores (load {load:.0f}): {took:.1f} minutes"
+    if code == 124:
+        said += "\nit took too long and was ended"
     if report.exists():
         seconds, ends, failed = durations(report)
         counts = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
         longest = ", ".join(f"{name} {took:.0f} s" for name, took in sorted(seconds.items(), key=lambda row: -row[1])[:5])
         said += "".join([f"\n{counts}; longest: {longest}", *(f"\nFAILED {name}" for name in failed)])
     else:
-        said += f"\nno report: pytest ended with {code}" + (", it took too long" if code == 124 else "")
+        said += f"\nno report: pytest ended with {code}"
     sys.stdout.write(said + "\n")
     return code
 

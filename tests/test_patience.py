@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import wait_until
+from conftest import read, wait_until
 
 from gt import env
 from gt.dispatcher.events import Close, Examine, Examined, Tick
 from gt.dispatcher.intake import CREDIT
-from gt.errors import ConfigError, DispatcherLost, WorkerStuck
+from gt.errors import ConfigError, DispatcherLost, WorkerLost, WorkerStuck
 from gt.launch import local
 from gt.launch.process import fork
 from gt.wire import liveness
@@ -426,9 +426,29 @@ def test_a_stopped_process_is_named_with_what_it_is(victim: str):
         started.stop()
 
 
+def test_another_takes_the_place_of_a_worker_that_stays_stopped():
+    started = local.start(1, backend="numpy", heartbeat=0.5)
+    try:
+        stream = Stream(started.address, token=started.token)
+        stream.fetch(stream.upload(ONES))
+        os.kill(children(started._process.pid)[-1], signal.SIGSTOP)
+        end = time.monotonic() + limit(20)
+        while time.monotonic() < end:
+            try:
+                np.testing.assert_array_equal(stream.fetch(stream.op(NEG, stream.upload(ONES), value=-ONES)), -ONES)
+                break
+            except (WorkerStuck, WorkerLost):
+                continue
+        else:
+            pytest.fail("no other worker came")
+        stream.session.close()
+    finally:
+        started.stop()
+
+
 def children(parent: int) -> list[int]:
     rows = ((int(path.name), path / "stat") for path in Path("/proc").iterdir() if path.name.isdecimal())
-    return [pid for pid, stat in rows if stat.exists() and int(stat.read_text().rpartition(")")[2].split()[1]) == parent]
+    return sorted(pid for pid, stat in rows if read(stat).rpartition(b")")[2].split()[1:2] == [b"%d" % parent])
 
 
 def test_a_config_of_more_workers_than_are_started_is_refused_at_once(tmp_path: Path):

@@ -13,10 +13,9 @@ from gt.dispatcher.cluster import Cluster, Worker
 from gt.dispatcher.events import Examine, Examined
 from gt.dispatcher.schedule.measure import measured
 from gt.dispatcher.sessions import Session
-from gt.wire.liveness import STOPPED, describe
+from gt.wire.liveness import LOOKS, STOPPED, describe
 from gt.wire.messages import Query, Report
 
-LOOKS = 8  # looks at a worker a heartbeat
 COMPILE = "compile"  # kind of what a worker is at while it compiles a program
 LOAD, DEVICE = "load", "device"  # kinds: an op that its GPU does for the first time; what waits for its GPU
 LONG = 60.0  # seconds that these may take without a sign: kernels are loaded, a GPU does what was issued long before

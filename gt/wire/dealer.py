@@ -16,7 +16,7 @@ from zmq.utils import garbage
 from zmq.utils.monitor import recv_monitor_message
 
 from gt.wire import codec
-from gt.wire.liveness import Cable, Vigil
+from gt.wire.liveness import LOOKS, Cable, Vigil
 from gt.wire.messages import Exit, Message, Welcome
 from gt.wire.signals import uninterrupted
 from gt.wire.socket import (
@@ -24,7 +24,6 @@ from gt.wire.socket import (
     FAILED,
     GONE,
     LINGER,
-    LOOKS,
     QUEUE,
     Frames,
     descriptor_of,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 STOPPED = "TtZX"  # states of proc(5) in which no thread of a process goes on: stopped, traced, a zombie, dead
+LOOKS = 8  # looks at a process in a heartbeat
 SHORTEST = 2.0  # seconds without an acknowledgement that mean anything: the kernel may put one off
 # Where tcp_info has probes in a row that nobody answered, segments under way, and milliseconds since the last acknowledgement.
 _PROBES, _UNACKED, _ANSWERED = 3, 24, 56

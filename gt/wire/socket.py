@@ -24,7 +24,6 @@ Frames = Sequence[Any]  # bytes-like, each of at most messages.CHUNK bytes
 QUEUE = 64  # messages that libzmq itself holds for a Dealer; more wait in our deque, where they cost a reference
 BURST = 256  # messages taken in before anything else gets its turn
 PATIENCE = 6  # heartbeats without a sign of life after which a peer that nobody can look at counts as lost
-LOOKS = 8  # looks at a process in a heartbeat, and how often in a row it is found stopped until it counts as lost
 LINGER = 1.0  # seconds that closing waits for what is still to be sent
 GONE = zmq.EVENT_DISCONNECTED
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
