@@ -78,9 +78,8 @@ def spin() -> None:
         pass
 
 
-def run(names: list[str], args: argparse.Namespace) -> int:
+def run(names: list[str], args: argparse.Namespace, report: Path) -> int:
     """pytest on these files; its exit code, or 124 if it takes too long."""
-    report = Path(tempfile.mkdtemp(prefix="gt-load-")) / "report.xml"
     command = [sys.executable, "-m", "pytest", "-n", str(args.processes), "--dist", "loadfile", f"--junitxml={report}"]
     environment = {**os.environ, "GT_TEST_SLOWDOWN": str(args.factor), "PYTEST_TIMEOUT": str(LIMIT * args.factor)}
     start = time.monotonic()
@@ -139,7 +138,8 @@ def main() -> int:
         return 0
     chosen = [name for name in args.rest if name.startswith("tests/")]
     args.rest = [name for name in args.rest if name not in chosen]
-    return run(chosen or rows[part - 1], args)
+    with tempfile.TemporaryDirectory(prefix="gt-load-") as folder:
+        return run(chosen or rows[part - 1], args, Path(folder) / "report.xml")
 
 
 if __name__ == "__main__":

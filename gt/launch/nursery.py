@@ -125,7 +125,7 @@ class Nursery:
     def _end_stopped(self) -> None:
         """End workers that the dispatcher has given up: they are of no use, should they go on."""
         now = time.monotonic()
-        if now >= self._look:
+        if self._vigils and now >= self._look:
             self._look = now + self._order["heartbeat"] / LOOKS
             for pid, vigil in self._vigils.items():
                 if vigil.look():
