@@ -43,7 +43,7 @@ class WorkerLost(SystemFailure, ConnectionError):
 
 
 class WorkerStuck(SystemFailure, TimeoutError):
-    """A worker is alive and has been at one op for longer than the heartbeat. It goes on: waiting again may do."""
+    """A worker's process is stopped, or no worker of a program has got on for its stall_timeout: waiting again may do."""
 
 
 class DispatcherLost(SystemFailure, ConnectionError):

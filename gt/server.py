@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("-p", "--port", type=port, default=12345, help="port to listen on; 0 picks a free one")
     made.add_argument("--host", default="127.0.0.1", help="address to listen on; off loopback a token is needed")
     made.add_argument("--token-file", type=Path, help="file with the token that clients and workers need; default: GT_TOKEN")
-    made.add_argument("--heartbeat", type=float, default=10.0, help="seconds until a silent peer counts as lost")
+    made.add_argument("--heartbeat", type=float, default=10.0, help="seconds until a stopped worker counts as lost")
     return made
 
 

@@ -14,11 +14,12 @@ from torch import nn
 
 import gt
 from gt.client import runtime
+from tests.limits import limit
 
 
 def run(program: str) -> str:
     """A program in a process of its own; its standard output."""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=limit(60))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
+
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "gt").rglob("*.py"))
 BANNED_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
@@ -186,7 +188,7 @@ def test_messages_are_coded_once() -> None:
 def fresh(code: str) -> str:
     """Standard output of a fresh interpreter that runs `code` at the repository root."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit(60))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

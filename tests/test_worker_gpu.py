@@ -15,6 +15,7 @@ from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.attention import Call, bind
 from gt.worker.engine.torch.fused_attention import MATH
 from gt.worker.pieces import as_boxes, local
+from tests.limits import limit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DRAW = {"seed": 1, "counter": 2}
@@ -163,7 +164,7 @@ def test_how_far_it_is_in_what_it_was_given():
         engine.progress.note()
     assert engine.progress.come() == 0
     torch.cuda.synchronize()
-    end = time.monotonic() + 30
+    end = time.monotonic() + limit(30)
     while engine.progress.come() < 3:
         assert time.monotonic() < end
     assert engine.progress.come() == 3

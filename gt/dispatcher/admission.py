@@ -17,6 +17,7 @@ LONGEST_CONFIG = 32 << 10  # characters: parsing takes up to 0.4 s, and everybod
 LONGEST_NAME = 64
 MOST_NESTED = 16
 MOST_WAITING = 1024
+LONGEST_STALL = 1e9  # seconds
 PRECISIONS = frozenset({"highest", "high", "medium"})
 
 
@@ -33,7 +34,10 @@ class Waiting:
 
 @dataclass(slots=True)
 class Admission:
+    """most: workers that there will ever be, 0 if more may come."""
+
     cluster: Cluster
+    most: int = 0
     waiting: list[Waiting] = field(default_factory=list)
 
     def expect(self, peer: bytes, hello: Hello, now: float) -> None:
@@ -49,6 +53,8 @@ class Admission:
             config = load(hello.config, hello.config_path)
         except RecursionError:
             raise ConfigError(f"{hello.config_path or 'config'} is nested too deep") from None
+        if self.most:
+            check_workers(config, [f"w{n}" for n in range(self.most)])
         self.waiting.append(Waiting(peer, hello, config, now + PATIENCE))
 
     def ready(self, client: Waiting, now: float) -> bool:
@@ -113,6 +119,7 @@ def _switches(switches: dict[str, Any]) -> None:
         "deterministic": lambda v: type(v) is bool,
         "cudnn_benchmark": lambda v: type(v) is bool,
         "cudnn_tf32": lambda v: type(v) is bool,
+        "stall_timeout": lambda v: type(v) in (int, float) and 0 <= v <= LONGEST_STALL,
     }
     for name, value in switches.items():
         if name not in allowed or isinstance(value, (list, dict)) or not allowed[name](value):
@@ -130,6 +137,7 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
         "heap_bytes": 0,
         "doorbell": "",
         "unique_id": "",
+        "home": "",
     }
     for key, value in info.items():
         if key not in defaults:

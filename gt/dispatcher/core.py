@@ -13,9 +13,10 @@ from gt import errors
 from gt.dispatcher.admission import Admission, Waiting, shared_out, worker_info
 from gt.dispatcher.batches import MOST_WAITING
 from gt.dispatcher.cluster import Cluster, Worker
-from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, Peer, PeerLost, Received, Send, Tick
+from gt.dispatcher.events import Action, Close, Event, Examined, Lines, Log, Malformed, Peer, PeerLost, Received, Send, Tick
 from gt.dispatcher.failures import op_failed, worker_lost
 from gt.dispatcher.intake import CREDIT
+from gt.dispatcher.patience import Patience
 from gt.dispatcher.requests import MOST
 from gt.dispatcher.scribe import Scribe
 from gt.dispatcher.sessions import Session
@@ -56,22 +57,28 @@ log = logging.getLogger("gt.dispatcher")
 GOODBYE = "it said goodbye"
 SAID = 4000  # characters of another reason
 DEFERRED = (Ops, Fetch, Describe, Inspect, Seal, Stats)  # what a stalled session keeps for later, in order
+STALL = 300.0  # seconds, where a program says nothing of its stall_timeout
 SPOKEN = 20  # refusals logged in a second
 MOST_DEFERRED = CREDIT + MOST + 1
 
 
 class Core:
-    """`logging`: make Log actions, with the plan's lines, for somebody who reads them."""
+    """`logging`: make Log actions, with the plan's lines, for somebody who reads them. process: of the dispatcher, see
+    wire.liveness. workers: as many as there will ever be, 0 if more may come.
+    """
 
-    def __init__(self, token: str = "", heartbeat: float = 10.0, logging: bool = False) -> None:
-        self.token, self.heartbeat = token, heartbeat
+    def __init__(
+        self, token: str = "", heartbeat: float = 10.0, logging: bool = False, process: Sequence = (), workers: int = 0
+    ) -> None:
+        self.token, self.heartbeat, self.process = token, heartbeat, list(process)
         self.logging = logging
         self.cluster = Cluster()
         self.sessions: dict[Peer, Session] = {}
         self.workers: dict[Peer, Worker] = {}
         self.received = self.sent = self.relayed = 0
-        self.admission = Admission(self.cluster)
-        self.watch = Watch(self.cluster, heartbeat)
+        self.admission = Admission(self.cluster, most=workers)
+        self.watch = Watch(self.cluster, heartbeat, self.process[1] if process else "")
+        self.patience = Patience(self.watch)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
         self._page: list[str] = []  # of the instruction log
@@ -95,6 +102,8 @@ class Core:
             self._refuse(event.peer, ProtocolError(event.reason))
         elif isinstance(event, Tick):
             self._tick()
+        elif isinstance(event, Examined) and event.peer in self.workers:
+            self.watch.examined(self.workers[event.peer], event)
         self._turn_page()
         return self._actions
 
@@ -238,7 +247,7 @@ class Core:
             session.regain(worker)
         log.info("worker %s joined", worker.name)
         self._log("CONNECT", worker.name, f"worker {worker.index}, {info['backend']}")
-        self.send(peer, Welcome(0, worker.name, [w.name for w in self.cluster.workers], [], CREDIT))
+        self.send(peer, Welcome(0, worker.name, [w.name for w in self.cluster.workers], [], CREDIT, self.process))
         self._tell_world(self.cluster.form(again=True) if self.cluster.formed else ())
         self._admit_clients()
 
@@ -267,19 +276,22 @@ class Core:
                 self._fault(client.peer, "Hello", error)
 
     def _welcome(self, client: Waiting) -> None:
-        config, switches = client.config, client.hello.switches
+        config, switches = client.config, dict(client.hello.switches)
+        stall_timeout = switches.pop("stall_timeout", STALL)
         members = self.cluster.form()
         if members:  # before the first program that may need it
             self._tell_world(members)
         session = Session(self._next_session, client.peer, config, self.cluster, self.send)
         session.switches = lambda worker: shared_out(switches, config, self.cluster, worker)
+        session.stall_timeout = stall_timeout
         self._next_session += 1
         self.sessions[client.peer] = session
         if self.logging:
             session.scribe = session.emitter.scribe = Scribe(session, self._page)
         self._log("CONNECT", self._name(client.peer), f"client with {len(config.groups)} groups")
         names = [w.name for w in self.cluster.workers]
-        self.send(client.peer, Welcome(session.number, self._name(client.peer), names, list(config.groups), CREDIT))
+        name, groups = self._name(client.peer), list(config.groups)
+        self.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self.process))
 
     def _goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
         self._lost(peer, message.reason[:SAID] or GOODBYE)
@@ -291,6 +303,7 @@ class Core:
         if session is not None:
             self._log("DISCONNECT", f"client{session.number}", reason)
             self.watch.forget(session)
+            self.patience.forget(session)
             self._guarded(session, "its end", session.close)
         worker = self.workers.pop(peer, None)
         if worker is not None:
@@ -313,9 +326,20 @@ class Core:
     def _tick(self) -> None:
         if self.admission.waiting:
             self._admit_clients()
-        for peer, query in self.watch.look(self._now):
+        queries, examinations = self.watch.look(self._now)
+        for peer, query in queries:
             self.send(peer, query)
-        self.watch.tell(self.sessions.values(), self._now)
+        self._actions += examinations
+        for index, halt in self.watch.halted(1.0).items():
+            self._give_up(self.cluster.workers[index], f"for {self.heartbeat:g} s {halt.how}")
+        self.patience.tell(self.sessions.values(), self._now)
+
+    def _give_up(self, worker: Worker, reason: str) -> None:
+        """A worker that cannot go on by itself: should it be let go on, it ends."""
+        peer = worker.peer
+        self.send(peer, Exit(reason))
+        self._lost(peer, reason)
+        self._actions.append(Close(peer))
 
     # ---- clients
 

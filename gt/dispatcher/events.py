@@ -44,7 +44,17 @@ class Tick:
     at: float
 
 
-Event = Received | PeerLost | Malformed | Tick
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A peer's process as the kernel sees it, answers Examine; state "" if it cannot be seen from here. See wire.liveness."""
+
+    peer: Peer
+    state: str
+    seconds: float  # of CPU that it has used
+    at: float = 0.0
+
+
+Event = Received | PeerLost | Malformed | Tick | Examined
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,4 +91,13 @@ class Lines:
     text: str
 
 
-Action = Send | Close | Log | Lines
+@dataclass(frozen=True, slots=True)
+class Examine:
+    """Look at a peer's process, if it runs on this host; answered by Examined."""
+
+    peer: Peer
+    pid: int
+    home: str
+
+
+Action = Send | Close | Log | Lines | Examine

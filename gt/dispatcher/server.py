@@ -11,10 +11,23 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from gt import env
-from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, PeerLost, Received, Send, Tick
+from gt.dispatcher.events import (
+    Action,
+    Close,
+    Event,
+    Examine,
+    Examined,
+    Lines,
+    Log,
+    Malformed,
+    PeerLost,
+    Received,
+    Send,
+    Tick,
+)
 from gt.dispatcher.journal import Journal
 from gt.errors import ProtocolError, Refused
-from gt.wire import codec
+from gt.wire import codec, liveness
 from gt.wire.link import Gate
 from gt.wire.messages import Exit, Goodbye, Welcome
 from gt.wire.router import Arrived, Gone, Router
@@ -39,13 +52,15 @@ class Server:
         token: str = "",
         heartbeat: float = 10.0,
         core: CoreLike | None = None,
+        workers: int = 0,
     ) -> None:
+        """workers: as many as there will ever be, 0 if more may come."""
         if not token and not _loopback(host):
             raise Refused(f"a server on {host} needs a token: set GT_TOKEN, or pass --token-file")
         if core is None:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
-            core = Core(token=token, heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")))
+            core = Core(token, heartbeat, bool(env.get("GT_INSTRUCTION_LOG")), liveness.process(), workers)
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
         self._router = Router(host, port, heartbeat)
@@ -79,6 +94,9 @@ class Server:
                     self._take(item)
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
+                    for gone in self._router.cut_off():
+                        self._router.send(gone.peer, Exit(gone.reason))  # should it be heard again
+                        self._take(gone)
                     self._handle(Tick(self._now()))
                     if self._journal is not None:
                         self._journal.flush()
@@ -153,6 +171,7 @@ class Server:
 
     def _perform(self, actions: Iterable[Action], at: float) -> None:
         unfit: list[tuple[bytes, str]] = []
+        examine: list[Examine] = []
         for action in actions:
             if type(action) is Send:
                 try:
@@ -161,6 +180,8 @@ class Server:
                     unfit.append((action.peer, str(error)))
                 if type(action.message) is Welcome and (gate := self._gates.get(action.peer)) and gate.role == "worker":
                     self._count(self._workers | {action.peer})
+            elif type(action) is Examine:
+                examine.append(action)
             elif type(action) is Close:
                 self._part(action.peer)
             elif type(action) is Log:
@@ -172,6 +193,8 @@ class Server:
         for peer, reason in unfit:
             log.warning("%s is given up: %s", peer.hex(), reason)
             self._drop(peer, reason)
+        for one in examine:
+            self._handle(Examined(one.peer, *liveness.sight(one.pid, one.home), self._now()))
 
 
 def _loopback(host: str) -> bool:

@@ -78,7 +78,8 @@ class Session:
         self.held: list[Held] = []
         self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which was sent takes, and for whom
         self.next_batch = 0
-        self.told_stuck = False  # that a worker is, since batches were last acknowledged
+        self.told_stuck = False  # that workers are, since batches were last acknowledged
+        self.stall_timeout = 0.0  # seconds in which no worker gets on until that is an error, 0 for none
         self.templates: dict[int, Known] = {}
         self.origins: dict[int, Origin] = {0: Origin("", 0, "", False)}
         self.origin = self.origins[0]

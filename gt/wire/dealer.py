@@ -16,7 +16,8 @@ from zmq.utils import garbage
 from zmq.utils.monitor import recv_monitor_message
 
 from gt.wire import codec
-from gt.wire.messages import Exit, Message
+from gt.wire.liveness import LOOKS, Cable, Vigil
+from gt.wire.messages import Exit, Message, Welcome
 from gt.wire.signals import uninterrupted
 from gt.wire.socket import (
     BURST,
@@ -45,9 +46,9 @@ _open_dealers: set[int] = set()
 class Dealer:
     """A link to the dispatcher. Callbacks must not wait for anything it brings.
 
-    on_message(message, frames); on_lost(reason) once, when the dispatcher dies, stops answering for `heartbeat` seconds
-    or cannot be reached for `wait` seconds (None: tries for ever), and not after close(); on_turn() in each turn, every
-    10 ms at the latest: it may call send.
+    on_message(message, frames); on_lost(reason) once, when the dispatcher dies, is stopped for `heartbeat` seconds (or silent
+    for several times that, where its process cannot be seen) or cannot be reached for `wait` seconds (None: tries for ever),
+    and not after close(); on_turn() in each turn, every 10 ms at the latest: it may call send.
 
     A turn is what has to be done at the socket: take in what came, call back, send. The link has a thread that takes turns;
     a thread that sends (`push`) or waits (`lead`) takes them itself, which saves waking one thread to wake another. Then the
@@ -84,6 +85,9 @@ class Dealer:
         self._aside = 0.0  # until when the link's thread leaves what comes to others
         self._fault: Exception | None = None  # of a turn in another thread
         self._sock: zmq.Socket | None = None  # once connected, until closed
+        self._cable: Cable | None = None  # once connected
+        self._vigil: Vigil | None = None  # once the dispatcher has said which process it is
+        self._look = 0.0  # when it is looked at next
         self._thread = threading.Thread(target=self._main, name="gt-link", daemon=True)
         _open_dealers.add(id(self))
         self._thread.start()
@@ -216,6 +220,10 @@ class Dealer:
             frames = frames_of(sock)
             message = codec.unpack(body)
             self._deaf |= type(message) is Exit  # it reads no more: nothing to wait for in close()
+            if type(message) is Welcome:
+                match message.process:
+                    case [int(pid), str(home)]:
+                        self._vigil = Vigil(pid, home, LOOKS)
             self._on_message(message, frames)
         return True
 
@@ -274,11 +282,12 @@ class Dealer:
     def _connect(self, sock: zmq.Socket) -> zmq.Socket:
         options(sock, self._heartbeat)
         sock.setsockopt(zmq.SNDHWM, QUEUE)
-        sock.setsockopt(zmq.RCVHWM, QUEUE)
+        # Credit bounds what comes. A limit here would leave heartbeats unread too, while nobody has time to take messages in.
+        sock.setsockopt(zmq.RCVHWM, 0)
         sock.setsockopt(zmq.RECONNECT_IVL, 30)  # while the server is not up yet; a link once made is not made again
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
         sock.setsockopt(zmq.HANDSHAKE_IVL, 3000)
-        monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | GONE | FAILED)
+        monitor = sock.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | GONE | FAILED)
         self._descriptor = descriptor_of(sock)
         sock.connect(self._endpoint)
         return monitor
@@ -305,6 +314,8 @@ class Dealer:
                     raise self._fault
                 if self._watch(sock, monitor):
                     return f"the connection to the server at {self.address} was lost"
+                if ended := self._ended():
+                    return f"the connection to the server at {self.address} was lost: {ended}"
                 more = self._turn(sock)
                 if self._closing:
                     return self._flush(sock) if self._sock is not None else ""
@@ -314,7 +325,10 @@ class Dealer:
     def _watch(self, sock: zmq.Socket, monitor: zmq.Socket) -> bool:
         """Whether the connection, once made, has ended; what it said last has then been taken in."""
         while events_of(monitor) & _IN:
-            event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
+            found = recv_monitor_message(monitor, zmq.NOBLOCK)
+            event = found["event"]
+            if event == zmq.EVENT_CONNECTED:
+                self._cable = Cable(found["value"], self._heartbeat)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._sock = sock
             self._stranger |= bool(event & FAILED)
@@ -324,11 +338,19 @@ class Dealer:
                 return True
         return False
 
+    def _ended(self) -> str:
+        """How the dispatcher's process is stopped, or its host gone, once that is certain, or ""."""
+        if self._sock is None or self._cable is None or (now := time.monotonic()) < self._look:
+            return ""
+        self._look = now + self._heartbeat / LOOKS
+        return self._cable.look() or ("" if self._vigil is None else self._vigil.look())
+
     def _pause(self) -> int:
         """Milliseconds to sleep in poll."""
         if self._on_turn is not None:
             return int(TURN * 1000)
-        return 1000 if self._sock is not None or self._wait is None else 50
+        quiet = min(1.0, self._heartbeat / LOOKS)
+        return int(quiet * 1000) if self._sock is not None or self._wait is None else 50
 
     def _unreachable(self) -> str:
         if self._stranger:

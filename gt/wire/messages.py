@@ -30,9 +30,11 @@ class Hello(Message):
     """Client or worker -> dispatcher, first. Answered by Welcome or Reject.
 
     role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool,
-    "cudnn_benchmark": bool, "cudnn_tf32": bool}.
+    "cudnn_benchmark": bool, "cudnn_tf32": bool,
+    "stall_timeout": seconds in which no worker gets on until that is an error, 0 for none}.
     config (client): text of the YAML, "" for none; config_path only for messages. info (worker): {"name", "pid",
-    "host", "backend", "heap_fd", "heap_bytes", "doorbell", "unique_id"}; name "" asks for the next free one.
+    "host", "backend", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home"}; name "" asks for the next free one; home is
+    that of wire.liveness.
     """
 
     version: int
@@ -143,13 +145,17 @@ class Goodbye(Message):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Dispatcher -> client or worker, answers Hello. workers: names in order of index; groups: signal groups, in order."""
+    """Dispatcher -> client or worker, answers Hello. workers: names in order of index; groups: signal groups, in order.
+
+    process: [pid, home] of the dispatcher, see wire.liveness: who is on its host sees whether it is stopped.
+    """
 
     session: int
     name: str
     workers: list
     groups: list
     credit: int
+    process: list = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +243,7 @@ class Report(Message):
 
 @dataclass(frozen=True, slots=True)
 class Notice(Message):
-    """Dispatcher -> client: what whoever wrote the program should know, and is no failure."""
+    """Dispatcher -> client: what whoever wrote the program should know, and is no failure; that a worker is slow, say."""
 
     text: str
 
@@ -313,10 +319,10 @@ class Query(Message):
     """Dispatcher -> worker, answered by Report from its I/O thread.
 
     {"done": last Run carried out, "stats": {...}, "at": [Run, place in it, op's seq, kind, Runs that its GPU is through with]
-    of the instruction being carried out, or None}: two answers with the same `at` say that it is taking long. That is as it
-    should be where kind is "compile", and for a while where it is "load" (an instruction that a GPU is given for the first
-    time) or "device" (its GPU is waited for). stats: whether they are wanted; programs: the definitions whose last replay they
-    are to tell of, and what of them is compiled.
+    of the instruction being carried out, or None, "work": seconds of CPU time that it has worked}: two answers with the same
+    `at` say that it is taking long, and with the same `work` that it does not get on. kind is that of the instruction, or
+    "compile", "load" (a GPU is given it for the first time) or "device" (its GPU is waited for). stats: whether they are
+    wanted; programs: the definitions whose last replay they are to tell of, and what of them is compiled.
     """
 
     request: int

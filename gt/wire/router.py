@@ -10,6 +10,7 @@ import zmq
 
 from gt.errors import Refused
 from gt.wire import codec
+from gt.wire.liveness import Cable
 from gt.wire.messages import Message
 from gt.wire.socket import (
     BURST,
@@ -25,6 +26,8 @@ from gt.wire.socket import (
 )
 
 log = logging.getLogger("gt.wire")
+
+ENDED = "its connection ended: the process exited, was killed, or stopped answering"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Router:
         self._poller = zmq.Poller()
         self._poller.register(self._sock, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+        self._heartbeat = heartbeat
+        self._cables: dict[bytes, Cable] = {}
         self._owner: dict[int, bytes] = {}  # file descriptor of a connection -> its peer
         self._fd: dict[bytes, int] = {}
         self._stale: dict[int, int] = {}  # ends still to be reported of connections whose descriptor is in use again
@@ -80,6 +85,11 @@ class Router:
         for fd in ended:
             self._end(fd, found)
         return found
+
+    def cut_off(self) -> list[Gone]:
+        """Peers whose host is gone: it has acknowledged nothing for a heartbeat."""
+        found = [(peer, cable.look()) for peer, cable in self._cables.items()]
+        return [self._lose(peer, f"its connection ended: {how}") for peer, how in found if how]
 
     def send(self, peer: bytes, message: Message, frames: Frames = ()) -> None:
         """Queue a message; one to a peer that is gone is dropped."""
@@ -149,7 +159,7 @@ class Router:
         if fd in self._owner:
             self._stale[fd] = self._stale.get(fd, 0) + 1
             found.append(self._lose(self._owner[fd]))
-        self._owner[fd], self._fd[peer] = peer, fd
+        self._owner[fd], self._fd[peer], self._cables[peer] = peer, fd, Cable(fd, self._heartbeat)
 
     def _end(self, fd: int, found: list[Arrived | Gone]) -> None:
         if self._stale.get(fd):
@@ -157,9 +167,10 @@ class Router:
         elif fd in self._owner:
             found.append(self._lose(self._owner[fd]))
 
-    def _lose(self, peer: bytes) -> Gone:
+    def _lose(self, peer: bytes, how: str = ENDED) -> Gone:
         fd = self._fd.pop(peer)
+        del self._cables[peer]
         if self._owner.get(fd) == peer:
             del self._owner[fd]
         self.forget(peer)
-        return Gone(peer, "its connection ended: the process exited, was killed, or stopped answering")
+        return Gone(peer, how)

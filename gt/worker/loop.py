@@ -18,6 +18,7 @@ from typing import Any
 
 from gt import env, errors
 from gt import log as logs
+from gt.wire import liveness
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
 from gt.wire.memory import keep_freed
@@ -40,6 +41,7 @@ from gt.wire.messages import (
     Welcome,
     World,
 )
+from gt.worker.effort import Effort
 from gt.worker.engine.base import open_engine
 from gt.worker.executor import Executor, Poisoned
 from gt.worker.plane.base import ALL, Doomed, Plane, open_plane
@@ -67,6 +69,7 @@ class Loop:
         self.done = self._running = -1  # the last Run carried out, and the one under way
         self._untold = 0  # Runs carried out that no Done has told
         self._engine, self._plane = engine, plane
+        self._effort = Effort(engine.progress is None)
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None
         self._why = ""
@@ -97,7 +100,9 @@ class Loop:
                 self._inbox.put((message, uploads.epoch))
             case Query(request, wanted, programs):
                 stats = {"name": self.name, **self.executor.stats(programs)} if wanted else {}
-                self.send(Report(request, {"done": self.done, "at": self._at(), "stats": stats}))
+                at = self._at()
+                work = self._effort.seconds(at[3]) if at is not None else 0.0
+                self.send(Report(request, {"done": self.done, "at": at, "work": work, "stats": stats}))
             case More(key, upto):
                 self.executor.outgoing.more(key, upto)
             case Abort(index, reason):
@@ -146,6 +151,7 @@ class Loop:
 
     def serve(self) -> str:
         """Carry out until the end; why it ended, "" if it was asked to."""
+        self._effort.begin()
         while True:
             message, epoch = self._next()
             if self._exit is not None:  # what is still queued has nobody to answer to
@@ -219,7 +225,8 @@ def run(
         loop = Loop(engine, plane, joined)
         # on_message comes from a thread that starts here: the link is in place before anything is answered.
         loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait)
-        about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "backend": backend, **info}
+        about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
+        about.update(backend=backend, **info)
         loop.send(hello("worker", token, info=about))
         return loop.serve()
     except Terminated:
