@@ -29,7 +29,8 @@ class Message:
 class Hello(Message):
     """Client or worker -> dispatcher, first. Answered by Welcome or Reject.
 
-    role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool}.
+    role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool, "workers":
+    int}; workers: how many it wants, of its own where the server is exclusive; 0: as many as there are.
     config (client): text of the YAML, "" for none; config_path only for messages. info (worker): {"name", "pid",
     "host", "backend", "heap_fd", "heap_bytes", "doorbell", "unique_id"}; name "" asks for the next free one.
     """
@@ -236,9 +237,13 @@ class Report(Message):
 
 @dataclass(frozen=True, slots=True)
 class Notice(Message):
-    """Dispatcher -> client: what whoever wrote the program should know, and is no failure."""
+    """Dispatcher -> client: what whoever wrote the program should know, and is no failure.
+
+    place: in the queue for workers of its own, from 1, for a client that has no Welcome yet; 0: of no queue.
+    """
 
     text: str
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +329,16 @@ class Query(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Renew(Message):
+    """Dispatcher -> worker: the session that it was lent to has ended. It starts afresh, as a new process of the same name.
+
+    Nothing that it sends from here on is taken; the new process says Hello.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Exit(Message):
     """Dispatcher -> worker or client: the server is stopping."""
 
@@ -367,4 +382,5 @@ class Took(Message):
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, Host, Goodbye, Welcome, Reject, Ack, Need, Release, Value, Piece, Described,
     Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble, More, Took, Seal, Notice,
+    Renew,
 )  # fmt: skip
