@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from gt import env, log
+from gt.dispatcher.leases import Terms
 from gt.dispatcher.server import Server
 from gt.errors import GTError
 from gt.wire.memory import collect_less, keep_freed
@@ -26,15 +28,36 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--host", default="127.0.0.1", help="address to listen on; off loopback a token is needed")
     made.add_argument("--token-file", type=Path, help="file with the token that clients and workers need; default: GT_TOKEN")
     made.add_argument("--heartbeat", type=float, default=10.0, help="seconds until a silent peer counts as lost")
+    sharing = "shared: every program has all workers; exclusive: each has workers of its own, in processes started afresh"
+    made.add_argument("--sharing", choices=("shared", "exclusive"), default="shared", help=sharing)
+    made.add_argument("--max-workers", type=limit(int), default=0, help="the most that a program may have, with exclusive")
+    made.add_argument("--max-session-time", type=limit(float), default=0.0, help="seconds after which a session is ended")
     return made
+
+
+def limit(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Reads a number that is larger than 0."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not 0 < number < 1 << 31:
+            raise argparse.ArgumentTypeError(f"{text} is no limit: want more than 0")
+        return number
+
+    return read
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 once told to stop, 2 if it cannot start."""
     args = parser().parse_args(argv)
+    exclusive = args.sharing == "exclusive"
+    if args.max_workers and not exclusive:
+        sys.stderr.write("gt.server: --max-workers is for --sharing exclusive: of a shared server everybody has all workers\n")
+        return 2
     log.setup("dispatcher")
+    terms = Terms(exclusive, args.max_workers, args.max_session_time)
     try:
-        server = Server(args.host, args.port, env.token(args.token_file), args.heartbeat)
+        server = Server(args.host, args.port, env.token(args.token_file), args.heartbeat, terms=terms)
     except GTError as error:
         sys.stderr.write(f"gt.server: {error}\n")
         return 2

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gt import env
 from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, PeerLost, Received, Send, Tick
@@ -19,6 +19,9 @@ from gt.wire.link import Gate
 from gt.wire.messages import Exit, Goodbye, Welcome
 from gt.wire.router import Arrived, Gone, Router
 from gt.wire.socket import resolve
+
+if TYPE_CHECKING:
+    from gt.dispatcher.leases import Terms
 
 log = logging.getLogger("gt.dispatcher")
 
@@ -39,13 +42,14 @@ class Server:
         token: str = "",
         heartbeat: float = 10.0,
         core: CoreLike | None = None,
+        terms: Terms | None = None,
     ) -> None:
         if not token and not _loopback(host):
             raise Refused(f"a server on {host} needs a token: set GT_TOKEN, or pass --token-file")
         if core is None:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
-            core = Core(token=token, heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")))
+            core = Core(token=token, heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")), terms=terms)
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
         self._router = Router(host, port, heartbeat)
