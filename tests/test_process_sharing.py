@@ -185,7 +185,7 @@ def test_the_queue_tells_places_and_who_is_killed_in_it_or_served_leaves_nothing
     first = pair.session()
     served, queued = pair.client(), None
     try:
-        assert re.search("place 1 in its queue, for 1 workers", served.stderr.readline())
+        assert re.search("place 1 in its queue, for 1 worker of", served.stderr.readline())
         queued = pair.client()
         assert "place 2" in queued.stderr.readline()
         got: list[Session] = []

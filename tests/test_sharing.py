@@ -229,7 +229,7 @@ def test_first_come_first_served_and_no_small_request_passes_a_large_one():
     assert shop.client(b"big", 3) == []
     assert shop.client(b"small", 1) == [], "two are free, and the earlier one waits for them"
     (told,) = shop.to(b"small", Notice)
-    assert told.place == 2 and "place 2" in told.text and "1 workers of its own" in told.text
+    assert told.place == 2 and "place 2" in told.text and "1 worker of its own" in told.text
     shop.leave(b"a")
     shop.back(b"w0", b"x0", "w0")
     assert len(shop.has(b"big")) == 3

@@ -280,7 +280,9 @@ class Exclusive:
         """Its place and what it waits for, when either changes, and now and then so that it knows that somebody is there."""
         have, free, afresh = self._count(), self._count(FREE), self._count(RENEWING)
         if client.fits:
-            text = f"place {client.place} in its queue, for {self._share(client)} workers of its own; {free} of {have} are free"
+            share = self._share(client)
+            text = f"place {client.place} in its queue, for {share} worker{'s' * (share > 1)} of its own"
+            text += f"; {free} of {have} are free"
             text += f", {afresh} start afresh" * bool(afresh)
             text += f"; a session may take {self.terms.seconds:g} s" * bool(self.terms.seconds)
         else:

@@ -112,7 +112,7 @@ class Loop:
                 log.debug("abort of worker %d: %s", index, reason)
                 self._plane.abort(index, reason)
                 if index in self._members:
-                    self.lost(f"worker {index}, whose memory it shares, is gone: {reason}")
+                    self._start_afresh(f"worker {index}, whose memory it shares, is gone: {reason}")
                 if index == ALL:
                     uploads.cancel(reason)
             case Welcome():
@@ -224,8 +224,8 @@ def run(
     """Be a worker until the server says Exit, SIGTERM comes or the link ends: why it ended, "" if it was asked to.
 
     device "" takes a GPU if the engine has one. wait: seconds to look for the server, None for ever. joined: told the name
-    that the server gave. renew: starts the process afresh under that name, when a session that had it to itself has ended;
-    without it the worker ends then. May be called in a forked child, from its main thread.
+    that the server gave. renew: starts the process afresh under that name, where a session that had it to itself has ended, or
+    left its device useless; without it the worker ends then. May be called in a forked child, from its main thread.
     """
     logs.setup("worker", f"gt.worker {name}".strip())
     main = threading.current_thread() is threading.main_thread()
@@ -233,7 +233,7 @@ def run(
     if main:
         keep_freed()
     plane: Plane | None = None
-    loop, why = None, ""
+    loop, why, spoiled = None, "", False
     try:
         engine = open_engine(backend, device)
         plane = open_plane(env.get("GT_TRANSPORT"), engine)
@@ -251,13 +251,16 @@ def run(
     except (errors.GTError, Doomed) as error:
         why = str(error)
     except Poisoned as error:
-        why = f"the device cannot be used any more: {error}"
+        why, spoiled = f"the device cannot be used any more: {error}", True
     finally:
         if main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _leave(loop, plane, why)
         if main:
             signal.signal(signal.SIGTERM, before)
+    if spoiled and loop is not None and renew is not None:
+        log.warning("%s; it starts afresh", why)
+        renew(loop.name)
     return why
 
 
