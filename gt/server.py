@@ -11,7 +11,7 @@ from pathlib import Path
 from gt import env, log
 from gt.dispatcher.leases import Terms
 from gt.dispatcher.server import Server
-from gt.errors import GTError
+from gt.errors import GTError, Refused
 from gt.wire.memory import collect_less, keep_freed
 
 
@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     sharing = "shared: every program has all workers; exclusive: each has workers of its own, in processes started afresh"
     made.add_argument("--sharing", choices=("shared", "exclusive"), default="shared", help=sharing)
     made.add_argument("--max-workers", type=limit(int), default=0, help="the most that a program may have, with exclusive")
+    made.add_argument("--worker-token-file", type=Path, help="file with a secret that workers need beside the token")
     made.add_argument("--max-session-time", type=limit(float), default=0.0, help="seconds after which a session is ended")
     return made
 
@@ -47,22 +48,30 @@ def limit(kind: type[int] | type[float]) -> Callable[[str], float]:
     return read
 
 
+def terms(args: argparse.Namespace) -> Terms:
+    """On which workers are lent. Refused for options that do not go together, OSError for a file that cannot be read."""
+    exclusive, file = args.sharing == "exclusive", args.worker_token_file
+    if args.max_workers and not exclusive:
+        raise Refused("--max-workers is for --sharing exclusive: of a shared server everybody has all workers")
+    secret = env.token(file) if file else ""
+    if file and not secret:
+        raise Refused(f"--worker-token-file {file} is empty")
+    if exclusive and not secret:
+        sys.stderr.write("gt.server: who has the token can offer a worker, and see its work: --worker-token-file prevents it\n")
+    return Terms(exclusive, args.max_workers, args.max_session_time, secret)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 once told to stop, 2 if it cannot start."""
     args = parser().parse_args(argv)
-    exclusive = args.sharing == "exclusive"
-    if args.max_workers and not exclusive:
-        sys.stderr.write("gt.server: --max-workers is for --sharing exclusive: of a shared server everybody has all workers\n")
-        return 2
     log.setup("dispatcher")
-    terms = Terms(exclusive, args.max_workers, args.max_session_time)
     try:
-        server = Server(args.host, args.port, env.token(args.token_file), args.heartbeat, terms=terms)
+        server = Server(args.host, args.port, env.token(args.token_file), args.heartbeat, terms=terms(args))
     except GTError as error:
         sys.stderr.write(f"gt.server: {error}\n")
         return 2
     except OSError as error:
-        sys.stderr.write(f"gt.server: --token-file {args.token_file} cannot be read: {error.strerror}\n")
+        sys.stderr.write(f"gt.server: --token-file {error.filename} cannot be read: {error.strerror}\n")
         return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, _: server.stop(f"it got {signal.Signals(got).name}"))

@@ -54,11 +54,13 @@ class Site:
 
     def __init__(self, address: str, token_file: Path, server: subprocess.Popen) -> None:
         self.address, self.server, self.token_file = address, server, token_file
+        self.secret_file = token_file.with_name("secret")
         self.workers: dict[str, subprocess.Popen] = {}
 
     def start(self, name: str) -> None:
         line = [sys.executable, "-m", "gt.worker", "--backend", "numpy", "-p", self.address.rpartition(":")[2]]
         line += ["--name", name, *(("--token-file", str(self.token_file)) if self.token_file.exists() else ())]
+        line += ["--worker-token-file", str(self.secret_file)]
         environment = {**os.environ, "GT_HEAP_SIZE": "4MiB", **({} if self.token_file.exists() else {"GT_TOKEN": SECRET})}
         self.workers[name] = subprocess.Popen(line, stderr=subprocess.DEVNULL, env=environment)
 
@@ -76,7 +78,11 @@ def site(tmp_path: Path, *names: str, options: tuple[str, ...] = ()) -> Iterator
     token = tmp_path / "token"
     token.write_text(SECRET)
     token.chmod(0o600)
+    secret = tmp_path / "secret"
+    secret.write_text("what clients do not know")
+    secret.chmod(0o600)
     line = [sys.executable, "-m", "gt.server", "-p", "0", "--sharing", "exclusive", "--token-file", str(token), *options]
+    line += ["--worker-token-file", str(secret)]
     server = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     here = Site(server.stdout.readline().split()[-1], token, server)
     try:
@@ -253,11 +259,15 @@ def test_a_session_that_has_had_its_time_is_ended_in_the_middle_of_an_op(tmp_pat
         again.close()
 
 
-def test_a_limit_without_exclusive_and_a_wrong_number_of_workers_are_one_sentence(capsys):
+def test_a_limit_without_exclusive_and_a_wrong_number_of_workers_are_one_sentence(capsys, tmp_path):
     import gt
 
     assert server_main(["--max-workers", "2"]) == 2
     assert "--max-workers is for --sharing exclusive" in capsys.readouterr().err
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    assert server_main(["-p", "0", "--sharing", "exclusive", "--worker-token-file", str(empty)]) == 2
+    assert "empty is empty" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         server_main(["--sharing", "exclusive", "--max-workers", "0"])
     assert "0 is no limit: want more than 0" in capsys.readouterr().err

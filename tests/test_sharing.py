@@ -33,6 +33,7 @@ from gt.wire.messages import (
     Welcome,
     World,
 )
+from gt.wire.proof import proof
 from gt.worker.renewal import command
 
 
@@ -155,6 +156,17 @@ def test_workers_of_a_session_share_memory_among_themselves_alone():
     (second,) = shop.to(b"w3", World)
     assert (first.members, first.unique_id) == ([0, 1], "id0")
     assert (second.members, second.unique_id) == ([0, 1], "id2")
+
+
+def test_who_has_the_token_alone_cannot_offer_a_worker():
+    shop = Shop(0, secret="the operator's")
+    info = {"name": "a", "pid": 7, "host": "h", "doorbell": "5-00ff"}
+    assert shop.worker(b"x", **info) == "" and "--worker-token-file" in str(shop.refusal(b"x"))
+    assert shop.worker(b"y", **info, proof=proof("another", info)) == ""
+    good = proof("the operator's", info)
+    assert "operator" not in good
+    assert shop.worker(b"z", **{**info, "doorbell": "5-00fe"}, proof=good) == "", "it is of another process"
+    assert shop.worker(b"v", **info, proof=good) == "a"
 
 
 # ---- one after the other
@@ -436,8 +448,8 @@ def test_any_order_of_events_keeps_workers_apart_and_serves_everybody(seed):
 
 
 def test_the_command_line_of_a_worker_that_starts_afresh_does_not_grow():
-    first = ["python", "-m", "gt.worker", "--token-file", "secret", "-p", "1"]
-    second = command(first, "w0", "/proc/self/fd/9")
+    first, files = ["python", "-m", "gt.worker", "--token-file", "secret", "-p", "1"], {"--token-file": "/proc/self/fd/9"}
+    second = command(first, "w0", files)
     assert second == [*first, "--wait", "120", "--name", "w0", "--token-file", "/proc/self/fd/9"]
-    assert command(second, "w0", "/proc/self/fd/9") == second
-    assert command(["python", "-p", "1", "--name", "w7"], "w7", "") == ["python", "-p", "1", "--wait", "120", "--name", "w7"]
+    assert command(second, "w0", files) == second
+    assert command(["python", "-p", "1", "--name", "w7"], "w7", {}) == ["python", "-p", "1", "--wait", "120", "--name", "w7"]

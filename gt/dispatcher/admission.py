@@ -89,6 +89,7 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
         "heap_bytes": 0,
         "doorbell": "",
         "unique_id": "",
+        "proof": "",
     }
     for key, value in info.items():
         if key not in defaults:

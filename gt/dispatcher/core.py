@@ -250,6 +250,7 @@ class Core:
 
     def _worker_joins(self, peer: Peer, hello: Hello) -> None:
         info = worker_info(hello.info)
+        self.terms.admit(info)
         name, lease = self.lending.join(peer, info)
         worker = lease.cluster.named(name) if lease is not None else None
         if lease is not None and worker is not None:

@@ -18,6 +18,7 @@ from gt.dispatcher.sessions import Session
 from gt.dispatcher.watch import Watch
 from gt.errors import ConfigError, GTError, Refused, SessionExpired
 from gt.wire.messages import Hello, Notice
+from gt.wire.proof import proves
 
 log = logging.getLogger("gt.dispatcher")
 
@@ -31,11 +32,20 @@ FREE, LENT, RENEWING, LOST = "free", "lent", "renewing", "lost"
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The operator's terms. workers: the most that a session may have of its own; seconds: its longest time; 0: no limit."""
+    """The operator's terms. workers: the most that a session may have of its own; seconds: its longest time; 0: no limit.
+
+    secret: what workers have to know beside the token; "" for nothing.
+    """
 
     exclusive: bool = False
     workers: int = 0
     seconds: float = 0.0
+    secret: str = ""
+
+    def admit(self, info: dict) -> None:
+        """Refused unless a worker proves to be the operator's."""
+        if self.secret and not proves(self.secret, info):
+            raise Refused("this server takes workers of its operator alone: start it with the server's --worker-token-file")
 
     def due(self, sessions: Mapping[bytes, Session], now: float) -> Iterator[tuple[bytes, GTError | Notice]]:
         """Sessions whose time is over, with the error that ends them, and those that are to be warned of it."""

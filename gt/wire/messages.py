@@ -32,7 +32,8 @@ class Hello(Message):
     role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool, "workers":
     int}; workers: how many it wants, of its own where the server is exclusive; 0: as many as there are.
     config (client): text of the YAML, "" for none; config_path only for messages. info (worker): {"name", "pid",
-    "host", "backend", "heap_fd", "heap_bytes", "doorbell", "unique_id"}; name "" asks for the next free one.
+    "host", "backend", "heap_fd", "heap_bytes", "doorbell", "unique_id", "proof"}; name "" asks for the next free one; proof: of
+    gt.wire.proof, "" where the server asks for none.
     """
 
     version: int

@@ -41,6 +41,7 @@ from gt.wire.messages import (
     Welcome,
     World,
 )
+from gt.wire.proof import proof
 from gt.worker.engine.base import open_engine
 from gt.worker.executor import Executor, Poisoned
 from gt.worker.plane.base import ALL, Doomed, Plane, open_plane
@@ -220,12 +221,14 @@ def run(
     wait: float | None = 10.0,
     joined: Callable[[str], None] | None = None,
     renew: Callable[[str], object] | None = None,
+    secret: str = "",
 ) -> str:
     """Be a worker until the server says Exit, SIGTERM comes or the link ends: why it ended, "" if it was asked to.
 
     device "" takes a GPU if the engine has one. wait: seconds to look for the server, None for ever. joined: told the name
     that the server gave. renew: starts the process afresh under that name, where a session that had it to itself has ended, or
-    left its device useless; without it the worker ends then. May be called in a forked child, from its main thread.
+    left its device useless; without it the worker ends then. secret: of the server's workers, "" where it asks for none. May be
+    called in a forked child, from its main thread.
     """
     logs.setup("worker", f"gt.worker {name}".strip())
     main = threading.current_thread() is threading.main_thread()
@@ -242,6 +245,8 @@ def run(
         # on_message comes from a thread that starts here: the link is in place before anything is answered.
         loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait)
         about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "backend": backend, **info}
+        if secret:
+            about["proof"] = proof(secret, about)
         loop.send(hello("worker", token, info=about))
         return loop.serve()
     except Terminated:
