@@ -259,6 +259,28 @@ def test_a_session_that_has_had_its_time_is_ended_in_the_middle_of_an_op(tmp_pat
         again.close()
 
 
+def test_a_worker_that_is_told_to_end_in_the_middle_of_an_op_does_not_start_afresh(pair):
+    """The signal has come, and its handler has not: the process that would come after it could not know."""
+    import torch
+
+    import gt
+
+    gt.connect(pair.address, token=SECRET, config="", workers=1)
+    (name,) = (row["name"] for row in gt.stats()["workers"])
+    x = torch.ones(2500, 2500).to("remote")
+    assert x.sum().item() == 2500**2
+    y = x @ x
+    gt.stats()  # it has been told
+    pair.workers[name].send_signal(signal.SIGTERM)
+    del x, y
+    gt.shutdown()
+    assert pair.workers[name].wait(20) in (0, 128 + signal.SIGTERM)
+    pair.start(name)
+    both = pair.session(2)
+    assert sorted(both.workers) == ["a", "b"]
+    both.close()
+
+
 def test_a_limit_without_exclusive_and_a_wrong_number_of_workers_are_one_sentence(capsys, tmp_path):
     import gt
 

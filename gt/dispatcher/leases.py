@@ -52,7 +52,7 @@ class Terms:
         for peer, session in list(sessions.items()) if self.seconds else ():
             left = session.began + self.seconds - now
             if left <= 0:
-                text = f"the session has had its {self.seconds:g} s (the server's --max-session-time), its workers are free now"
+                text = f"the session has had its {self.seconds:g} s (the server's --max-session-time) and is ended"
                 yield peer, SessionExpired(f"{text}: save what it computes in time, then connect again")
             elif left <= min(NOTICE, SHARE * self.seconds) and not session.warned:
                 session.warned = True
