@@ -363,6 +363,14 @@ def test_a_worker_without_a_name_takes_the_place_of_a_sessions_lost_one_first():
     assert shop.worker(b"x") == "w2" and shop.worker(b"y") == "w0" and shop.worker(b"z") == "w3"
 
 
+def test_workers_that_come_and_go_leave_nothing():
+    shop = Shop(1)
+    for number in range(50):
+        assert shop.worker(b"x%d" % number, f"name{number}")
+        shop.feed(PeerLost(b"x%d" % number, "killed"))
+    assert list(shop.core.lending.slots) == ["w0"]
+
+
 def test_a_name_in_use_is_refused_whoever_has_it():
     shop = Shop(2)
     shop.client(b"c", 1)

@@ -171,7 +171,7 @@ class Shared:
 
 @dataclass(slots=True)
 class Slot:
-    """One worker of an exclusive server, by name: the process that is it now, and the lease that it is of."""
+    """One worker of an exclusive server, by name: the process that is it now, and the lease that it is of. Lost: a lease's."""
 
     name: str
     peer: bytes = b""
@@ -208,7 +208,7 @@ class Exclusive:
         """A worker comes: as the one that starts afresh, in place of a lost one, or new. Its lease is that of the lost one."""
         slot = self.slots.get(info["name"]) if info["name"] else self._vacant()
         if slot is None:
-            name = info["name"] or next(n for i in itertools.count(len(self.slots)) if (n := f"w{i}") not in self.slots)
+            name = info["name"] or next(name for i in itertools.count() if (name := f"w{i}") not in self.slots)
             slot = self.slots[name] = Slot(name)
         elif slot.state in (FREE, LENT):
             raise taken(slot.name)
@@ -221,8 +221,14 @@ class Exclusive:
         return slot.name, slot.lease
 
     def _vacant(self) -> Slot | None:
-        lost = [slot for slot in self.slots.values() if slot.state == LOST]
-        return min(lost, key=lambda slot: slot.lease is None, default=None)
+        return next((slot for slot in self.slots.values() if slot.state == LOST), None)
+
+    def _drop(self, slot: Slot) -> None:
+        """Its process is gone: its place is kept for the session that has it, and for nobody else."""
+        self._part(slot)
+        slot.state = LOST
+        if slot.lease is None:
+            del self.slots[slot.name]
 
     def _part(self, slot: Slot) -> None:
         self.renewing.discard(slot.peer)
@@ -234,21 +240,20 @@ class Exclusive:
         slot = self._peers.get(peer)
         if slot is None:
             return
-        self._part(slot)
-        if slot.state != RENEWING:  # the end of one that does is what was asked of it
-            if slot.lease is None:
-                log.warning("worker %s, which was free, is lost: %s", slot.name, reason)
-            slot.state = LOST
+        if slot.state == RENEWING:  # its end is what was asked of it
+            self._part(slot)
+            return
+        if slot.lease is None:
+            log.warning("worker %s, which was free, is lost: %s", slot.name, reason)
+        self._drop(slot)
 
     def overdue(self, now: float) -> list[bytes]:
         hung = []
-        for slot in self.slots.values():
+        for slot in list(self.slots.values()):
             if slot.state == RENEWING and now - slot.since >= self.renewal:
                 log.warning("worker %s is lost: it was to start afresh, and has not within %g s", slot.name, self.renewal)
-                slot.state = LOST
-                if slot.peer:
-                    hung.append(slot.peer)
-                    self._part(slot)
+                hung += [slot.peer] if slot.peer else []
+                self._drop(slot)
         return hung
 
     # ---- clients
@@ -324,20 +329,21 @@ class Exclusive:
             return []
         self.leases.remove(lease)
         renewed = []
-        for slot in self.slots.values():
-            if slot.lease is lease:
-                slot.lease = None
-                if slot.state == LENT:
-                    slot.state, slot.since = RENEWING, now
-                    del self._of[slot.peer]
-                    renewed.append(slot.peer)
+        for slot in [slot for slot in self.slots.values() if slot.lease is lease]:
+            slot.lease = None
+            if slot.state == LOST:
+                self._drop(slot)
+                continue
+            slot.state, slot.since = RENEWING, now
+            del self._of[slot.peer]
+            renewed.append(slot.peer)
         self.renewing.update(renewed)
         return renewed
 
     def check(self) -> None:
         for name, slot in self.slots.items():
-            assert slot.name == name and (slot.lease is not None or slot.state != LENT)
-            assert slot.lease is None or (slot.lease in self.leases and slot.state in (LENT, LOST))
+            assert slot.name == name and (slot.lease is not None) == (slot.state in (LENT, LOST))
+            assert slot.lease is None or slot.lease in self.leases
             assert bool(slot.peer) == (slot.state in (FREE, LENT)) or slot.state == RENEWING
             assert not slot.peer or self._peers[slot.peer] is slot
             assert self._of.get(slot.peer) is slot.lease or slot.state == LOST
