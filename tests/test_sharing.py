@@ -35,6 +35,7 @@ from gt.wire.messages import (
 )
 from gt.wire.proof import proof
 from gt.worker.renewal import command
+from tests.hostile import Field, HonestWorker
 
 
 class Shop:
@@ -450,6 +451,62 @@ def test_any_order_of_events_keeps_workers_apart_and_serves_everybody(seed):
         shop.feed(PeerLost(peer, "killed", shop.now))
     shop.tick(1000)
     assert not shop.core.sessions and not shop.core.admission.waiting and not shop.core.lending.leases
+
+
+class HonestCore(Core):
+    """Its cluster is the honest session's."""
+
+    @property
+    def cluster(self):
+        return self.sessions[b"honest"].cluster
+
+
+class ExclusiveField(Field):
+    """An honest session with two workers of its own; everybody else has the lying workers and spare ones that do nothing."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.core = HonestCore(terms=Terms(exclusive=True))
+        self.values, self.spares = {}, 0
+        for n, peer in enumerate(self.workers):
+            self.workers[peer] = HonestWorker(self, peer)
+            self.join(peer, f"w{n}")
+        config = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
+        self.feed(Received(b"honest", hello("client", config=config, config_path="h.yaml", switches={"workers": 2})))
+        self.honest_number = self.core.sessions[b"honest"].number
+        for name in ("s0", "s1", "s2"):
+            self.join(b"spare" + name.encode(), name)
+
+    def join(self, peer: bytes, name: str) -> None:
+        self.feed(Received(peer, hello("worker", info={"name": name, "host": "h", "heap_bytes": 1 << 30}), (), self.now))
+
+    def carry_out(self, action) -> list:
+        if isinstance(action, Send) and isinstance(action.message, Renew):
+            assert action.peer not in self.workers, "the honest session has not ended"
+            self.liars.pop(action.peer, None)
+            if action.peer.startswith(b"spare"):
+                self.spares += 1
+                name, peer = action.peer[5:7].decode(), action.peer[:7] + b"-%d" % self.spares
+                again = hello("worker", info={"name": name, "host": "h", "heap_bytes": 1 << 30})
+                return [PeerLost(action.peer, "", self.now), Received(peer, again, (), self.now)]
+        return super().carry_out(action)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_thousands_of_lies_about_others_workers_harm_nobody(seed):
+    field = ExclusiveField(seed)
+    while field.cases < 3000:
+        field.hostile_step()
+        if field.cases % 20 == 0:
+            field.honest_step()
+    field.honest_step()
+    assert field.refused > 200 and field.slowest < 2 and field.spares > 50
+    assert field.internal < 20  # what nobody thought of is refused too, but is rare
+    for peer in list(field.liars):
+        field.feed(PeerLost(peer, "gone", field.now))
+    assert set(field.core.sessions) == {b"honest"} and not field.core.admission.waiting
+    for worker in field.workers.values():
+        assert all(worker.honest(tensor) for tensor in worker.tensors) and not worker.data
 
 
 # ---- a process that starts afresh
