@@ -50,27 +50,31 @@ def connect(
     name: bool = True,
     wait: float = 10.0,
     stall_timeout: float | None = None,
+    workers: int = 0,
 ) -> None:
     """Use the dispatcher at "host:port" from now on. config: path of the YAML, GT_CONFIG if None, "" for none.
 
     name=False leaves the string "remote" unregistered, so that local CUDA training works beside it; the device is then
     `gt.device`. wait: seconds to try for. stall_timeout: seconds in which no worker gets on until a wait ends in WorkerStuck,
-    GT_STALL_TIMEOUT if None, 0 for never.
+    GT_STALL_TIMEOUT if None, 0 for never. workers: how many the program wants, 0 for all that there are. An exclusive server
+    gives it so many of its own, which a config calls 0 to workers - 1; where too few are free it waits in a queue, as long as
+    it takes, and says at which place. Refused, ConfigError: there are not so many, or a session may not have them.
     """
     from gt.client.session import Session
 
-    switches = _switches(stall_timeout)
+    if type(workers) is not int or not 0 <= workers <= 1 << 16:
+        raise ValueError(f"workers={workers!r}, want how many the program is to have, or 0 for all")
+    switches = {**_switches(stall_timeout), "workers": workers}
     disconnect()
     if name:
         device_.register()
     if _Started.plan is not None:
-        _Started.plan(config, 0)
+        _Started.plan(config, workers)
         return
     path = env.get("GT_CONFIG") if config is None else config
     text = _read(path)
-    session = Session(
-        address, text, path, switches=switches, token=env.get("GT_TOKEN") if token is None else token, wait=wait
-    )
+    token = env.get("GT_TOKEN") if token is None else token
+    session = Session(address, text, path, switches=switches, token=token, wait=wait)
     runtime.connect(session, text, path)
 
 

@@ -29,6 +29,7 @@ from gt.wire.messages import (
     Piece,
     Query,
     Reject,
+    Renew,
     Report,
     Run,
     Switch,
@@ -160,6 +161,40 @@ def test_a_member_that_dies_before_they_meet_ends_a_worker(dispatcher, worker, m
     dispatcher.send(Abort(1, "it was killed"))
     dispatcher.thread.join(limit(10))
     assert worker == ["worker 1, whose memory it shares, is gone: it was killed"] and ends == [1]
+
+
+def test_a_worker_of_one_session_starts_afresh_at_once_when_that_has_ended(dispatcher):
+    """Under the name that it was given, and while it waits for what will never come; without a way to, it ends."""
+    for able in (True, False):
+        renewed, why = threading.Event(), []
+
+        def renew(name: str, renewed=renewed) -> None:
+            assert name == "w0"
+            renewed.set()
+
+        thread = threading.Thread(
+            target=lambda why=why, able=able, renew=renew: why.append(
+                loop.run("127.0.0.1", dispatcher.router.port, backend="numpy", renew=renew if able else None)
+            )
+        )
+        thread.start()
+        dispatcher.greet()
+        dispatcher.send(Run(0, 0, [UPLOAD], [17, 4, 1, 5]))
+        dispatcher.send(Renew("its session has ended"))
+        thread.join(10)
+        assert not thread.is_alive() and renewed.is_set() == able and why == ["its session has ended"]
+
+
+def test_a_worker_whose_device_cannot_be_used_any_more_starts_afresh_if_it_can(dispatcher, monkeypatch):
+    monkeypatch.setattr(TorchEngine, "poisoned", lambda self, error: True)
+    renewed: list[str] = []
+    port = dispatcher.router.port
+    thread = threading.Thread(target=lambda: loop.run("127.0.0.1", port, device="cpu", renew=renewed.append))
+    thread.start()
+    dispatcher.greet()
+    dispatcher.send(Run(0, 10, [ADD], [18, 0, 1, 1, 2]))
+    thread.join(10)
+    assert renewed == ["w0"] and "cannot be used any more" in dispatcher.next(Goodbye)[0].reason
 
 
 def test_several_queued_runs_are_done_with_one_message_or_few(dispatcher, worker):

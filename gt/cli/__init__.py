@@ -33,7 +33,7 @@ def server(args: list[str]) -> int:
 def worker(args: list[str]) -> int:
     from gt.worker.__main__ import leave, main
 
-    leave(main(args))
+    leave(main(args, own=True))
 
 
 def plan(args: list[str]) -> int:

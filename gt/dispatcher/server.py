@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gt import env
 from gt.dispatcher.events import (
@@ -33,6 +33,9 @@ from gt.wire.messages import Exit, Goodbye, Welcome
 from gt.wire.router import Arrived, Gone, Router
 from gt.wire.socket import resolve
 
+if TYPE_CHECKING:
+    from gt.dispatcher.leases import Terms
+
 log = logging.getLogger("gt.dispatcher")
 
 TICK = 0.25  # seconds
@@ -52,7 +55,7 @@ class Server:
         token: str = "",
         heartbeat: float = 10.0,
         core: CoreLike | None = None,
-        workers: int = 0,
+        terms: Terms | None = None,
     ) -> None:
         """workers: as many as there will ever be, 0 if more may come."""
         if not token and not _loopback(host):
@@ -60,7 +63,7 @@ class Server:
         if core is None:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
-            core = Core(token, heartbeat, bool(env.get("GT_INSTRUCTION_LOG")), liveness.process(), workers)
+            core = Core(token, heartbeat, bool(env.get("GT_INSTRUCTION_LOG")), liveness.process(), terms)
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
         self._router = Router(host, port, heartbeat)

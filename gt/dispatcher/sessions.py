@@ -74,6 +74,7 @@ class Session:
         self.programs = Programs(self)
         self.uploads = Uploads(self)
         self.batches = Batches(self)
+        self.began, self.warned = cluster.now, False  # warned: told that its time is nearly over
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.held: list[Held] = []
         self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which was sent takes, and for whom

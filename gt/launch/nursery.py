@@ -211,6 +211,7 @@ def main() -> int:
 def _dispatch(order: dict[str, Any], status: int) -> None:
     """The dispatcher: tells its port, then how many workers it has."""
     from gt import errors
+    from gt.dispatcher.leases import Terms
     from gt.dispatcher.server import Server
     from gt.wire.memory import collect_less, keep_freed
 
@@ -220,7 +221,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
 
     log.setup("dispatcher", "gt.server")
     try:
-        server = Server("127.0.0.1", 0, order["token"], order["heartbeat"], workers=order["workers"])
+        server = Server("127.0.0.1", 0, order["token"], order["heartbeat"], terms=Terms(most=order["workers"]))
     except errors.GTError as error:
         tell(failed=str(error))
         return

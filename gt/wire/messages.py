@@ -30,11 +30,11 @@ class Hello(Message):
     """Client or worker -> dispatcher, first. Answered by Welcome or Reject.
 
     role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool,
-    "cudnn_benchmark": bool, "cudnn_tf32": bool,
-    "stall_timeout": seconds in which no worker gets on until that is an error, 0 for none}.
+    "cudnn_benchmark": bool, "cudnn_tf32": bool, "stall_timeout": seconds in which no worker gets on until that is an error, 0
+    for none, "workers": how many it wants, of its own where the server is exclusive, 0 for as many as there are}.
     config (client): text of the YAML, "" for none; config_path only for messages. info (worker): {"name", "pid",
-    "host", "backend", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home"}; name "" asks for the next free one; home is
-    that of wire.liveness.
+    "host", "backend", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home", "proof"}; name "" asks for the next free one;
+    home is that of wire.liveness; proof: of gt.wire.proof, "" where the server asks for none.
     """
 
     version: int
@@ -243,9 +243,13 @@ class Report(Message):
 
 @dataclass(frozen=True, slots=True)
 class Notice(Message):
-    """Dispatcher -> client: what whoever wrote the program should know, and is no failure; that a worker is slow, say."""
+    """Dispatcher -> client: what whoever wrote the program should know, and is no failure; that a worker is slow, say.
+
+    place: in the queue for workers of its own, from 1, for a client that has no Welcome yet; 0: of no queue.
+    """
 
     text: str
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +335,16 @@ class Query(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Renew(Message):
+    """Dispatcher -> worker: the session that it was lent to has ended. It starts afresh, as a new process of the same name.
+
+    Nothing that it sends from here on is taken; the new process says Hello.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Exit(Message):
     """Dispatcher -> worker or client: the server is stopping."""
 
@@ -374,4 +388,5 @@ class Took(Message):
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, Host, Goodbye, Welcome, Reject, Ack, Need, Release, Value, Piece, Described,
     Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble, More, Took, Seal, Notice,
+    Renew,
 )  # fmt: skip

@@ -34,6 +34,7 @@ from gt.wire.messages import (
     Piece,
     Query,
     Reject,
+    Renew,
     Report,
     Run,
     Switch,
@@ -41,6 +42,7 @@ from gt.wire.messages import (
     Welcome,
     World,
 )
+from gt.wire.proof import proof
 from gt.worker.effort import Effort
 from gt.worker.engine.base import open_engine
 from gt.worker.executor import Executor, Poisoned
@@ -61,9 +63,16 @@ class Terminated(BaseException):
 class Loop:
     """What one worker does with its messages. `receive` and `lost` are called by the I/O thread."""
 
-    def __init__(self, engine: Any, plane: Plane, joined: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        plane: Plane,
+        joined: Callable[[str], None] | None = None,
+        renew: Callable[[str], object] | None = None,
+    ) -> None:
         self.name = ""
         self._joined = joined
+        self.renew = renew  # starts the process afresh, under its name; None where it cannot, or is about to end
         self.executor = Executor(engine, plane, self.send)
         self.link: Dealer | None = None
         self.done = self._running = -1  # the last Run carried out, and the one under way
@@ -109,7 +118,7 @@ class Loop:
                 log.debug("abort of worker %d: %s", index, reason)
                 self._plane.abort(index, reason)
                 if index in self._members:
-                    self.lost(f"worker {index}, whose memory it shares, is gone: {reason}")
+                    self._start_afresh(f"worker {index}, whose memory it shares, is gone: {reason}")
                 if index == ALL:
                     uploads.cancel(reason)
             case Welcome():
@@ -117,12 +126,24 @@ class Loop:
                 log.info("connected as %s", self.name)
                 if self._joined is not None:
                     self._joined(self.name)
+            case Renew(reason):
+                self._start_afresh(reason)
             case Exit(reason):
                 self._end(Exit(reason))
             case Reject(error):
                 self.lost(str(errors.from_wire(error)))
             case _:
                 log.warning("a worker has no use for %s", type(message).__name__)
+
+    def _start_afresh(self, reason: str) -> None:
+        """At once, whatever the executing thread is at: nobody waits for that any more."""
+        log.info("%s: this process starts afresh", reason)
+        try:
+            if self._exit is None and self.renew is not None:
+                self.renew(self.name)
+        except OSError as error:
+            reason = f"{reason}, and it cannot be started afresh: {error}"
+        self.lost(reason)
 
     def _own(self, world: World) -> int:
         return next((row[0] for row in world.workers if row[1] == self.name), -1)
@@ -205,11 +226,15 @@ def run(
     device: str = "",
     wait: float | None = 10.0,
     joined: Callable[[str], None] | None = None,
+    renew: Callable[[str], object] | None = None,
+    secret: str = "",
 ) -> str:
     """Be a worker until the server says Exit, SIGTERM comes or the link ends: why it ended, "" if it was asked to.
 
     device "" takes a GPU if the engine has one. wait: seconds to look for the server, None for ever. joined: told the name
-    that the server gave. May be called in a forked child, from its main thread.
+    that the server gave. renew: starts the process afresh under that name, where a session that had it to itself has ended, or
+    left its device useless; without it the worker ends then. secret: of the server's workers, "" where it asks for none. May be
+    called in a forked child, from its main thread.
     """
     logs.setup("worker", f"gt.worker {name}".strip())
     main = threading.current_thread() is threading.main_thread()
@@ -217,16 +242,18 @@ def run(
     if main:
         keep_freed()
     plane: Plane | None = None
-    loop, why = None, ""
+    loop, why, spoiled = None, "", False
     try:
         engine = open_engine(backend, device)
         plane = open_plane(env.get("GT_TRANSPORT"), engine)
         info = plane.open()
-        loop = Loop(engine, plane, joined)
+        loop = Loop(engine, plane, joined, renew)
         # on_message comes from a thread that starts here: the link is in place before anything is answered.
         loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait)
         about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
         about.update(backend=backend, **info)
+        if secret:
+            about["proof"] = proof(secret, about)
         loop.send(hello("worker", token, info=about))
         return loop.serve()
     except Terminated:
@@ -236,17 +263,22 @@ def run(
     except (errors.GTError, Doomed) as error:
         why = str(error)
     except Poisoned as error:
-        why = f"the device cannot be used any more: {error}"
+        why, spoiled = f"the device cannot be used any more: {error}", True
     finally:
         if main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _leave(loop, plane, why)
         if main:
             signal.signal(signal.SIGTERM, before)
+    if spoiled and loop is not None and renew is not None:
+        log.warning("%s; it starts afresh", why)
+        renew(loop.name)
     return why
 
 
 def _leave(loop: Loop | None, plane: Plane | None, why: str) -> None:
+    if loop is not None:
+        loop.renew = None  # who was told to end does not come back
     if loop is not None and loop.link is not None:
         loop.send(Goodbye(why))
         loop.link.close()
