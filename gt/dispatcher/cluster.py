@@ -35,13 +35,14 @@ class Worker:
     done: int = 0
     lives: int = 1
     switches: dict | None = None  # as its newest Switch said
+    session: int = -1  # the same
     weight: int = 0  # of `defines`
     told: list = field(default_factory=list)  # definitions that go with whatever is sent next
     cuts: list = field(default_factory=list)  # (defines, code) before these
 
     def revive(self, peer: bytes, info: dict) -> None:
         """A new process, which knows and holds nothing; numbers go on, and what its predecessor left undone is done."""
-        self.peer, self.info, self.lost, self.switches = peer, info, "", None
+        self.peer, self.info, self.lost, self.switches, self.session = peer, info, "", None, -1
         self.known, self.done = set(), self.runs
         self.told, self.defines, self.code, self.cuts, self.weight = [], [], [], [], 0
         self.lives += 1

@@ -64,6 +64,7 @@ class Session:
         self.number, self.peer, self.config, self.cluster = number, peer, config, cluster
         self.out = out
         self.switches: Callable[[Worker], dict] = lambda worker: {}
+        self.memory = 0  # bytes that it may hold on a worker, 0 for no limit of its own
         self.groups = Groups(config)
         self.table = Table()
         self.emitter = Emitter(cluster, number)
@@ -129,9 +130,9 @@ class Session:
             if worker.lost or worker.lives != life:
                 continue
             wanted = self.switches(worker)
-            if worker.switches != wanted:
-                worker.switches = wanted
-                self.out(worker.peer, Switch(wanted), ())
+            if worker.session != self.number or worker.switches != wanted:
+                worker.session, worker.switches = self.number, wanted
+                self.out(worker.peer, Switch(wanted, self.number, self.memory), ())
             worker.runs += 1
             self.out(worker.peer, Run(worker.runs, held.base, defines, code, held.timed), ())
         held.runs.clear()

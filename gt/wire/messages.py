@@ -290,13 +290,17 @@ class Data(Message):
 
 @dataclass(frozen=True, slots=True)
 class Switch(Message):
-    """Dispatcher -> worker: torch switches (as Hello.switches) of the session whose Runs follow.
+    """Dispatcher -> worker: the session whose Runs follow, and its torch switches (as Hello.switches).
 
-    They change numbers, so they are each session's own: sent before a session's Run wherever the Run before was of one with
-    others, and never to a worker that the session does not use. threads are the program's, shared out among its workers.
+    Sent before a session's Run wherever the Run before was another's, and never to a worker that the session does not use.
+    Switches change numbers, so they are each session's own; threads are the program's, shared out among its workers. A worker
+    that has served a second session clears memory before an op gets it. memory: bytes that the session may hold there, 0 for
+    no limit of its own.
     """
 
     switches: dict
+    session: int = 0
+    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ log = logging.getLogger("gt.worker")
 TOGETHER = 8  # Runs that one Done answers, at most
 LEAVING = 2.0  # seconds in which a process that shares memory with others ends, or is ended
 HOT = 0.02  # seconds after an instruction in which another is likely
+NOBODY = -1  # no session yet
 SMALL = 64 << 10  # bytes of an upload whose arrival nobody waits for
 
 
@@ -70,6 +71,7 @@ class Loop:
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None
         self._why = ""
+        self._session = NOBODY  # whose Runs come
         self._members: frozenset[int] = frozenset()  # whose memory it shares, or will once it gets to that World
 
     def send(self, message: Message, frames: tuple = ()) -> None:
@@ -152,7 +154,7 @@ class Loop:
                 log.info("exit: %s", self._exit.reason)
                 return self._why
             if isinstance(message, Switch):
-                self._engine.switch(message.switches)
+                self._switch(message)
                 continue
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
@@ -172,6 +174,13 @@ class Loop:
             self._untold += 1
             if self._untold >= TOGETHER:
                 self._tell_done()
+
+    def _switch(self, message: Switch) -> None:
+        """Another session's Runs follow."""
+        self._engine.switch(message.switches)
+        if self._session not in (NOBODY, message.session):
+            self._engine.clear()
+        self._session = message.session
 
     def _next(self) -> tuple[Message, int]:
         """What is to be done next; soon after something was, this thread looks for it itself."""

@@ -230,6 +230,9 @@ class Engine(Moves, Protocol):
     def switch(self, switches: dict[str, Any]) -> None:
         """Thread count, matmul precision, determinism: Hello.switches."""
 
+    def clear(self) -> None:
+        """From here on no memory reaches an op with what was in it before: another session may have left that."""
+
     def poisoned(self, error: BaseException) -> bool:
         """Whether no later op of this process can succeed."""
 

@@ -19,7 +19,7 @@ from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
 from gt.worker.engine.calls import Source
-from gt.worker.engine.torch import attention, norms, random
+from gt.worker.engine.torch import attention, memory, norms, random
 from gt.worker.engine.torch.calls import DTYPE, NAME, UNLESS, checked, conform
 from gt.worker.engine.torch.cuda import Cuda, Events
 from gt.worker.engine.torch.direct import direct
@@ -86,6 +86,7 @@ class TorchEngine:
             raise UnsupportedOp(f"torch {torch.__version__} has no {name}")
         op = getattr(op, "_op", op)
         op = ALIKE[base](op) if base in ALIKE else op
+        op = op if self.host and memory.switch() is not None else memory.cleared(base, op)
         return norms.host(name, op) if self.host else op
 
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:
@@ -111,7 +112,7 @@ class TorchEngine:
         return torch.empty(tuple(shape), dtype=DTYPE[dtype], device=self.device)
 
     def zeros(self, spec: Spec) -> torch.Tensor:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=DTYPE[spec.dtype], device=self.device).zero_()
+        return memory.laid_out(spec.shape, spec.stride, DTYPE[spec.dtype], self.device).zero_()
 
     def filled(self, like: torch.Tensor, op: str) -> torch.Tensor:
         value: Any = IDENTITY[op]
@@ -198,6 +199,10 @@ class TorchEngine:
 
     def divide(self, tensor: torch.Tensor, by: int) -> None:
         tensor.div_(by)
+
+    def clear(self) -> None:
+        if (switch := memory.switch()) is not None:
+            switch.value = True
 
     def poisoned(self, error: BaseException) -> bool:
         if self.host or isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):

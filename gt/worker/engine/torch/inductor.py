@@ -22,6 +22,7 @@ from gt.ir.ops import RANDOM
 from gt.ir.spec import Spec
 from gt.worker.engine.base import Compiled, Misfit, Recorder
 from gt.worker.engine.torch.calls import DTYPE, NAME, conform
+from gt.worker.engine.torch.memory import laid_out
 from gt.worker.segments import Form, Wired
 
 log = logging.getLogger("gt.worker")
@@ -383,8 +384,7 @@ def _metas(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
 
 def _copied(spec: Spec) -> Callable[[torch.Tensor], torch.Tensor]:
     def copy(result: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_strided(spec.shape, spec.stride, dtype=DTYPE[spec.dtype], device=result.device)
-        return made.copy_(result)
+        return laid_out(spec.shape, spec.stride, DTYPE[spec.dtype], result.device).copy_(result)
 
     return copy
 
