@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--host", default="127.0.0.1", help="address to listen on; off loopback a token is needed")
     made.add_argument("--token-file", type=Path, help="file with the token that clients and workers need; default: GT_TOKEN")
     made.add_argument("--heartbeat", type=float, default=10.0, help="seconds until a silent peer counts as lost")
+    made.add_argument("--memory-limit", default="", help="bytes that a session may hold on a worker, as 4GiB; default: any")
     return made
 
 
@@ -34,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     log.setup("dispatcher")
     try:
-        server = Server(args.host, args.port, env.token(args.token_file), args.heartbeat)
+        limit = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
+        server = Server(args.host, args.port, env.token(args.token_file), args.heartbeat, memory=limit)
     except GTError as error:
         sys.stderr.write(f"gt.server: {error}\n")
         return 2

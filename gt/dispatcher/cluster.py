@@ -5,6 +5,7 @@ Pure bookkeeping: definitions are numbered here, heap offsets handed out here, s
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from gt.errors import SystemFailure
@@ -122,6 +123,10 @@ class Cluster:
 
     def named(self, name: str) -> Worker | None:
         return next((w for w in self.workers if w.name == name), None)
+
+    def hosts(self) -> dict[str, int]:
+        """How many workers compute in a host's memory."""
+        return dict(Counter(w.info.get("host", "") for w in self.workers if not w.lost and w.info.get("device") == "cpu"))
 
     def number(self) -> int:
         self.next_define += 1

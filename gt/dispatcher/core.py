@@ -15,6 +15,7 @@ from gt.dispatcher.batches import MOST_WAITING
 from gt.dispatcher.cluster import Cluster, Worker
 from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, Peer, PeerLost, Received, Send, Tick
 from gt.dispatcher.failures import op_failed, worker_lost
+from gt.dispatcher.holders import holders
 from gt.dispatcher.intake import CREDIT
 from gt.dispatcher.requests import MOST
 from gt.dispatcher.scribe import Scribe
@@ -61,10 +62,12 @@ MOST_DEFERRED = CREDIT + MOST + 1
 
 
 class Core:
-    """`logging`: make Log actions, with the plan's lines, for somebody who reads them."""
+    """`logging`: make Log actions, with the plan's lines, for somebody who reads them. `memory`: bytes that a session may hold
+    on each worker, 0 for any number.
+    """
 
-    def __init__(self, token: str = "", heartbeat: float = 10.0, logging: bool = False) -> None:
-        self.token, self.heartbeat = token, heartbeat
+    def __init__(self, token: str = "", heartbeat: float = 10.0, logging: bool = False, memory: int = 0) -> None:
+        self.token, self.heartbeat, self.memory = token, heartbeat, memory
         self.logging = logging
         self.cluster = Cluster()
         self.sessions: dict[Peer, Session] = {}
@@ -247,7 +250,7 @@ class Core:
         rows = [w.row() for w in self.cluster.workers if not w.lost]
         name = self.cluster.workers[members[0]].info["unique_id"] if members else ""
         for peer in self.workers:
-            self.send(peer, World(self.cluster.generation, rows, list(members), name))
+            self.send(peer, World(self.cluster.generation, rows, list(members), name, self.cluster.hosts()))
 
     def _admit_clients(self) -> None:
         """Welcome every waiting client whose config's workers are all here."""
@@ -273,6 +276,7 @@ class Core:
             self._tell_world(members)
         session = Session(self._next_session, client.peer, config, self.cluster, self.send)
         session.switches = lambda worker: shared_out(switches, config, self.cluster, worker)
+        session.memory = self.memory
         self._next_session += 1
         self.sessions[client.peer] = session
         if self.logging:
@@ -416,7 +420,8 @@ class Core:
             if message.kind == "peer" and (loss := session.loss()) is not None:  # the loss itself has been told
                 self._guarded(session, "a failed op", session.taint, message.seq, loss)
                 return
-            error = op_failed(row, message.seq, message.kind, message.message, worker.name)
+            who = holders(session, worker, message.memory) if message.memory else ""
+            error = op_failed(row, message.seq, message.kind, message.message + who, worker.name)
             failed = row.at(message.seq)
             self._log("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
             self._guarded(session, "a failed op", session.trouble, message.seq, error)

@@ -39,13 +39,15 @@ class Server:
         token: str = "",
         heartbeat: float = 10.0,
         core: CoreLike | None = None,
+        memory: int = 0,
     ) -> None:
+        """memory: bytes that a session may hold on each worker, 0 for any number."""
         if not token and not _loopback(host):
             raise Refused(f"a server on {host} needs a token: set GT_TOKEN, or pass --token-file")
         if core is None:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
-            core = Core(token=token, heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")))
+            core = Core(token=token, heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")), memory=memory)
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
         self._router = Router(host, port, heartbeat)

@@ -31,7 +31,7 @@ class Hello(Message):
 
     role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool}.
     config (client): text of the YAML, "" for none; config_path only for messages. info (worker): {"name", "pid",
-    "host", "backend", "heap_fd", "heap_bytes", "doorbell", "unique_id"}; name "" asks for the next free one.
+    "host", "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id"}; name "" asks for the next free one.
     """
 
     version: int
@@ -257,12 +257,14 @@ class World(Message):
     """Dispatcher -> worker: all workers, [index, name, pid, host, heap_fd, heap_bytes, doorbell], whenever that changes.
 
     members: workers that share memory of their devices from here on, [] for none; unique_id: by which they meet.
+    hosts: how many workers that compute in its memory a host has.
     """
 
     generation: int
     workers: list
     members: list = field(default_factory=list)
     unique_id: str = ""
+    hosts: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,11 +352,16 @@ class Done(Message):
 
 @dataclass(frozen=True, slots=True)
 class Trouble(Message):
-    """Worker -> dispatcher: op `seq` failed; kind: "op" | "unsupported" | "peer". Its outputs are placeholders."""
+    """Worker -> dispatcher: op `seq` failed; kind: "op" | "unsupported" | "peer" | "memory". Its outputs are placeholders.
+
+    memory (of that kind, not each time): {"limit", "session_limit" (0 for none), "used", "session", "others", "top"}, in bytes:
+    what the process may have and has, tensors of the session and of others, and of the session's largest ones [id, bytes].
+    """
 
     seq: int
     kind: str
     message: str
+    memory: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gt import env
+from gt.errors import ConfigError
 from gt.worker.engine.base import ENGINES
 from gt.worker.loop import run
 
@@ -22,7 +23,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
     parser.add_argument("--device", default="", help="cpu or cuda:0; by default the GPU if there is one")
     parser.add_argument("--backend", choices=list(ENGINES), help="its engine; default: GT_BACKEND")
+    parser.add_argument("--memory-limit", default="", help="bytes it may take, as 4GiB; default: GT_MEMORY_LIMIT")
     args = parser.parse_args(argv)
+    try:
+        limit = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
+    except ConfigError as error:
+        sys.stderr.write(f"gt.worker: {error}\n")
+        return 2
     try:
         token = env.token(args.token_file)
     except OSError as error:
@@ -31,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.stderr.write(f"gt.worker: for the server at {args.host}:{args.port}, whenever it is there; Ctrl-C ends it\n")
     backend = args.backend or env.get("GT_BACKEND")
     try:
-        why = run(args.host, args.port, token, args.name, backend, args.device, wait=None, joined=_joined)
+        why = run(args.host, args.port, token, args.name, backend, args.device, wait=None, joined=_joined, memory=limit)
     except KeyboardInterrupt:
         why = "interrupted"
     if why:

@@ -42,6 +42,7 @@ from gt.wire.messages import (
 )
 from gt.worker.engine.base import open_engine
 from gt.worker.executor import Executor, Poisoned
+from gt.worker.limits import Budget
 from gt.worker.plane.base import ALL, Doomed, Plane, open_plane
 from gt.worker.timed import take
 
@@ -60,10 +61,13 @@ class Terminated(BaseException):
 class Loop:
     """What one worker does with its messages. `receive` and `lost` are called by the I/O thread."""
 
-    def __init__(self, engine: Any, plane: Plane, joined: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, engine: Any, plane: Plane, joined: Callable[[str], None] | None = None, budget: Budget | None = None
+    ) -> None:
         self.name = ""
         self._joined = joined
-        self.executor = Executor(engine, plane, self.send)
+        self.executor = Executor(engine, plane, self.send, budget)
+        self._host = bsd.gethostname()
         self.link: Dealer | None = None
         self.done = self._running = -1  # the last Run carried out, and the one under way
         self._untold = 0  # Runs carried out that no Done has told
@@ -158,6 +162,7 @@ class Loop:
                 continue
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
+                self.executor.budget.share(message.hosts.get(self._host, 1))
                 self._plane.world(message.workers)
                 own = self._own(message)
                 if own in message.members:
@@ -181,6 +186,7 @@ class Loop:
         if self._session not in (NOBODY, message.session):
             self._engine.clear()
         self._session = message.session
+        self.executor.budget.serve(message.session, message.memory)
 
     def _next(self) -> tuple[Message, int]:
         """What is to be done next; soon after something was, this thread looks for it itself."""
@@ -208,11 +214,13 @@ def run(
     device: str = "",
     wait: float | None = 10.0,
     joined: Callable[[str], None] | None = None,
+    memory: int = 0,
 ) -> str:
     """Be a worker until the server says Exit, SIGTERM comes or the link ends: why it ended, "" if it was asked to.
 
-    device "" takes a GPU if the engine has one. wait: seconds to look for the server, None for ever. joined: told the name
-    that the server gave. May be called in a forked child, from its main thread.
+    device "" takes a GPU if the engine has one. memory: bytes it may take, 0 for GT_MEMORY_LIMIT, else its share of the host's;
+    of a GPU bytes of the device, and no limit by itself. wait: seconds to look for the server, None for ever. joined: told
+    the name that the server gave. May be called in a forked child, from its main thread.
     """
     logs.setup("worker", f"gt.worker {name}".strip())
     main = threading.current_thread() is threading.main_thread()
@@ -220,16 +228,22 @@ def run(
     if main:
         keep_freed()
     plane: Plane | None = None
+    budget = Budget()
     loop, why = None, ""
     try:
+        limit = memory or env.size("GT_MEMORY_LIMIT", 0)
         engine = open_engine(backend, device)
         plane = open_plane(env.get("GT_TRANSPORT"), engine)
         info = plane.open()
-        loop = Loop(engine, plane, joined)
+        if main and engine.kind == "cpu":
+            budget.open(limit)
+        elif limit:
+            engine.bound(limit)
+        loop = Loop(engine, plane, joined, budget)
         # on_message comes from a thread that starts here: the link is in place before anything is answered.
         loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait)
-        about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "backend": backend, **info}
-        loop.send(hello("worker", token, info=about))
+        about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "backend": backend, "device": engine.kind}
+        loop.send(hello("worker", token, info={**about, **info}))
         return loop.serve()
     except Terminated:
         return ""
@@ -243,6 +257,7 @@ def run(
         if main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _leave(loop, plane, why)
+        budget.close()
         if main:
             signal.signal(signal.SIGTERM, before)
     return why

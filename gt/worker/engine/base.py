@@ -230,6 +230,9 @@ class Engine(Moves, Protocol):
     def switch(self, switches: dict[str, Any]) -> None:
         """Thread count, matmul precision, determinism: Hello.switches."""
 
+    def bound(self, nbytes: int) -> None:
+        """Its device's memory is full once it has taken so many bytes. ConfigError for more than there are."""
+
     def clear(self) -> None:
         """From here on no memory reaches an op with what was in it before: another session may have left that."""
 

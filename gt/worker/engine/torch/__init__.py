@@ -200,6 +200,14 @@ class TorchEngine:
     def divide(self, tensor: torch.Tensor, by: int) -> None:
         tensor.div_(by)
 
+    def bound(self, nbytes: int) -> None:
+        if self.host:  # gt.worker.limits bounds the process
+            return
+        there = torch.cuda.get_device_properties(self.device).total_memory
+        if nbytes > there:
+            raise ConfigError(f"the memory limit is {nbytes} bytes, {self.device} has {there}")
+        torch.cuda.set_per_process_memory_fraction(nbytes / there, self.device)
+
     def clear(self) -> None:
         if (switch := memory.switch()) is not None:
             switch.value = True

@@ -52,8 +52,9 @@ def _longer(op: Callable) -> Callable:
         before = tensor.untyped_storage().nbytes()
         out = op(tensor, *args, **kwargs)
         storage = out.untyped_storage()
-        if storage.nbytes() > before:
-            torch.empty(0, dtype=torch.uint8, device=out.device).set_(storage, before, (storage.nbytes() - before,), (1,)).zero_()
+        more = storage.nbytes() - before
+        if more > 0:
+            torch.empty(0, dtype=torch.uint8, device=out.device).set_(storage, before, (more,), (1,)).zero_()
         return out
 
     return call

@@ -1,0 +1,63 @@
+"""An op's failure as the dispatcher is told of it: its kind, its text, and of one for want of memory who has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from heapq import nlargest
+from typing import Any
+
+from gt.errors import UnsupportedOp
+from gt.ir.instr import BASE_BITS
+from gt.worker.limits import Budget
+from gt.worker.plane.base import PeerGone
+from gt.worker.store import Cancelled
+
+LONGEST = 4000  # characters of an error's text
+SELDOM = 50  # times as long as it takes passes until it is told again who has the memory
+NAMED = 256  # tensors that are named, those with most bytes
+# Texts of errors for want of memory, which are of no class of their own: torch's, C++'s, oneDNN's
+WANTS = ("can't allocate memory", "out of memory", "bad_alloc", "bad allocation", "could not create a memory")
+
+Storage = Callable[[Any], tuple[int, int]]  # of a tensor: address and bytes of its memory
+
+
+def kind(error: Exception) -> str:
+    """Trouble.kind."""
+    if isinstance(error, UnsupportedOp):
+        return "unsupported"
+    if isinstance(error, (PeerGone, Cancelled)):
+        return "peer"
+    return "memory" if isinstance(error, MemoryError) or any(part in str(error) for part in WANTS) else "op"
+
+
+def text(error: Exception) -> str:
+    """Trouble.message."""
+    said = str(error) or type(error).__name__
+    if isinstance(error, KeyError):
+        said = f"no tensor has the id {said}"
+    return said[:LONGEST]
+
+
+def held(tensors: Mapping[int, Any], session: int, storage: Storage) -> dict[int, tuple[int, int]]:
+    """Memory of a session's tensors by address: the id of one of them, and bytes."""
+    found: dict[int, tuple[int, int]] = {}
+    for i, tensor in list(tensors.items()):
+        if i >> BASE_BITS == session:
+            address, nbytes = storage(tensor)
+            found.setdefault(address, (i, nbytes))
+    return found
+
+
+def memory(tensors: Mapping[int, Any], budget: Budget, storage: Storage) -> dict[str, Any]:
+    """Trouble.memory."""
+    own = held(tensors, budget.session, storage)
+    everything = dict(map(storage, list(tensors.values())))
+    mine = sum(nbytes for _, nbytes in own.values())
+    return {
+        "limit": budget.limit,
+        "session_limit": budget.session_limit,
+        "used": budget.used(),
+        "session": mine,
+        "others": sum(everything.values()) - mine,
+        "top": [list(row) for row in nlargest(NAMED, own.values(), key=lambda row: row[1])],
+    }
