@@ -418,13 +418,14 @@ class Core:
                     return
                 continue
             if message.kind == "peer" and (loss := session.loss()) is not None:  # the loss itself has been told
-                self._guarded(session, "a failed op", session.taint, message.seq, loss)
+                self._guarded(session, "a failed op", session.taint, message.seq, loss, message.others)
                 return
             who = holders(session, worker, message.memory) if message.memory else ""
             error = op_failed(row, message.seq, message.kind, message.message + who, worker.name)
             failed = row.at(message.seq)
             self._log("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
-            self._guarded(session, "a failed op", session.trouble, message.seq, error)
+            full = message.kind == "memory"
+            self._guarded(session, "a failed op", session.trouble, message.seq, error, message.others, full)
             return
         if self._sparse.allows(self._now):
             log.warning("worker %s: op %d failed: %s", worker.name, message.seq, message.message)

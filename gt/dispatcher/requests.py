@@ -329,8 +329,9 @@ class Requests:
                 self._tell(request, key, -1)
 
     def _fail(self, number: int, cause: Cause) -> None:
-        if cause in self.s.unreported:
-            self.s.unreported.remove(cause)
+        told = [one for one in self.s.unreported if one is cause or (one.full and cause.full)]
+        for one in told:
+            self.s.unreported.remove(one)
         self.s.send(Failed(number, errors.to_wire(cause.error)))
 
     def give_up(self, request: Request, error: GTError) -> None:

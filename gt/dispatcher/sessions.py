@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -234,22 +234,24 @@ class Session:
                 if storage.failed is not None and storage.failed.lost < 0:
                     storage.failed = None
 
-    def trouble(self, seq: int, error: GTError) -> None:
+    def trouble(self, seq: int, error: GTError, others: Sequence[int] = (), full: bool = False) -> None:
         """A worker reported that op `seq` failed. One that was given a placeholder fails of that, which is no news."""
         older = self.journal.earlier(seq)
         # What it made is worthless either way. The cause is another object: what healed of the older one stays as it is.
-        cause = Cause(error, seq=seq) if older is None else Cause(older.error, older.lost, older.seq)
-        if self.taint(seq, cause) and older is None and len(self.unreported) < MOST_UNREPORTED:
+        cause = Cause(error, seq=seq, full=full) if older is None else Cause(older.error, older.lost, older.seq, older.full)
+        told = others or (full and any(one.full for one in self.unreported))  # others: of what was told before it
+        if self.taint(seq, cause, others) and older is None and not told and len(self.unreported) < MOST_UNREPORTED:
             self.unreported.append(cause)
 
-    def taint(self, seq: int, cause: Cause) -> bool:
-        """Op `seq` failed for this cause; False if another worker of the mesh has reported it."""
-        if seq in self._failed_ops:
+    def taint(self, seq: int, cause: Cause, others: Iterable[int] = ()) -> bool:
+        """Op `seq` and others failed for this cause; False if another worker of the mesh has reported it."""
+        new = {seq, *others} - self._failed_ops
+        if not new:
             return False
-        self._failed_ops.add(seq)
+        self._failed_ops |= new
         self.troubled = True
-        self.journal.taint(seq, cause)
-        return True
+        self.journal.taint(new, cause)
+        return seq in new
 
     def cause_of_loss(self, worker: Worker | None) -> Cause:
         assert worker is not None

@@ -356,12 +356,14 @@ class Trouble(Message):
 
     memory (of that kind, not each time): {"limit", "session_limit" (0 for none), "used", "session", "others", "top"}, in bytes:
     what the process may have and has, tensors of the session and of others, and of the session's largest ones [id, bytes].
+    others: more ops of the Run that failed; where many do, most are told of so.
     """
 
     seq: int
     kind: str
     message: str
     memory: dict = field(default_factory=dict)
+    others: Numbers = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
-from time import monotonic
 from typing import Any
 
 from gt.errors import ProtocolError
 from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
 from gt.ir.spec import Spec
-from gt.wire.messages import Trouble
 from gt.worker import exchange, local, troubles
 from gt.worker.beside import together
 from gt.worker.blanks import Blank, blanks
@@ -73,7 +71,7 @@ class Executor:
         self._compiling = self._strict = self._busy = False
         self._small: dict[int, int] = {}  # bytes that definitions make which are not compared with the room by themselves
         self._careful = False  # whether they are now
-        self._telling = 0.0  # when it may be told next who has the memory
+        self._troubles = troubles.Troubles(send, self.tensors, self.budget, engine.storage)
         self._stamps = Stamps()
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
         self._base = self._place = self._thread = self._peak = 0
@@ -193,6 +191,7 @@ class Executor:
                     self._fail(number, code, at, base, error)
                 at += size
                 done += 1
+        self._troubles.end()
         self.instructions += done
         self._busy = False
         if self._engine.progress is not None:
@@ -374,11 +373,7 @@ class Executor:
     def _trouble(self, seq: int, error: Exception, text: str) -> None:
         if self._strict:
             raise Unrecorded(text) from error
-        kind, memory, now = troubles.kind(error), {}, monotonic()
-        if kind == "memory" and now >= self._telling:
-            memory = troubles.memory(self.tensors, self.budget, self._engine.storage)
-            self._telling = now + troubles.SELDOM * (monotonic() - now)
-        self._send(Trouble(seq, kind, text, memory))
+        self._troubles.tell(seq, error, text)
         if self._engine.poisoned(error):
             raise Poisoned(text) from error
 

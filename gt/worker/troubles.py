@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from heapq import nlargest
+from time import monotonic
 from typing import Any
 
 from gt.errors import UnsupportedOp
 from gt.ir.instr import BASE_BITS
+from gt.wire.messages import Trouble
 from gt.worker.limits import Budget
 from gt.worker.plane.base import PeerGone
 from gt.worker.store import Cancelled
 
 LONGEST = 4000  # characters of an error's text
+FEW, MANY = 4, 64  # failures of a Run that are each told by themselves: for want of memory or of a tensor, and others
 SELDOM = 50  # times as long as it takes passes until it is told again who has the memory
 NAMED = 256  # tensors that are named, those with most bytes
 # Texts of errors for want of memory, which are of no class of their own: torch's, C++'s, oneDNN's
@@ -46,6 +50,36 @@ def held(tensors: Mapping[int, Any], session: int, storage: Storage) -> dict[int
             address, nbytes = storage(tensor)
             found.setdefault(address, (i, nbytes))
     return found
+
+
+class Troubles:
+    """Failures of a Run as they are told: the first by themselves, the rest of many at its end, together."""
+
+    def __init__(self, send: Callable[..., None], tensors: Mapping[int, Any], budget: Budget, storage: Storage) -> None:
+        self._send, self._tensors, self._budget, self._storage = send, tensors, budget, storage
+        self._counts: Counter[tuple[str, bool]] = Counter()  # by kind, and whether a tensor was missing
+        self._rest: defaultdict[str, list[int]] = defaultdict(list)  # seqs that are not told yet, by kind
+        self._next = 0.0  # when it may be told again who has the memory: that takes time
+
+    def tell(self, seq: int, error: Exception, said: str) -> None:
+        """Op `seq` failed."""
+        found, missing = kind(error), isinstance(error, KeyError)
+        self._counts[found, missing] += 1
+        if self._counts[found, missing] > (FEW if missing or found == "memory" else MANY):
+            self._rest[found].append(seq)
+            return
+        holders, now = {}, monotonic()
+        if found == "memory" and now >= self._next:
+            holders = memory(self._tensors, self._budget, self._storage)
+            self._next = now + SELDOM * (monotonic() - now)
+        self._send(Trouble(seq, found, said, holders))
+
+    def end(self) -> None:
+        """The Run is over."""
+        for found, seqs in self._rest.items():
+            self._send(Trouble(seqs[0], found, "it failed as others before it did", {}, seqs[1:]))
+        self._rest.clear()
+        self._counts.clear()
 
 
 def memory(tensors: Mapping[int, Any], budget: Budget, storage: Storage) -> dict[str, Any]:
