@@ -85,6 +85,7 @@ class Session:
         self.origin = self.origins[0]
         self.troubled = False  # some storage may be failed: ops take the careful path
         self.unreported: deque[Cause] = deque()
+        self.full_upto = 0  # ops before it that found no room are told of
         self.ops = self.uploaded = self.plan_hits = 0
         self.scribe: Scribe | None = None  # where an instruction log is kept
         self._layouts: dict[Layout, Layout] = {}
@@ -239,7 +240,7 @@ class Session:
         older = self.journal.earlier(seq)
         # What it made is worthless either way. The cause is another object: what healed of the older one stays as it is.
         cause = Cause(error, seq=seq, full=full) if older is None else Cause(older.error, older.lost, older.seq, older.full)
-        told = others or (full and any(one.full for one in self.unreported))  # others: of what was told before it
+        told = others or (full and (seq < self.full_upto or any(one.full for one in self.unreported)))  # others: as before it
         if self.taint(seq, cause, others) and older is None and not told and len(self.unreported) < MOST_UNREPORTED:
             self.unreported.append(cause)
 

@@ -35,6 +35,7 @@ from gt.worker.timed import Stamps, Timed
 log = logging.getLogger("gt.worker")
 
 Send = Callable[..., None]  # (message, frames=())
+ANSWERS = ("fetch", "describe")
 WAITING = ("compile", "load", "device")  # kinds by `where`: the thread may be waiting for the device
 
 
@@ -351,7 +352,7 @@ class Executor:
         seq = base + code[at + 1]
         log.debug("%s of op %d failed", name, seq, exc_info=error)
         text = troubles.text(error)
-        self._trouble(seq, error, text)
+        self._trouble(seq, error, text, name in ANSWERS)
         if isinstance(error, Unmet):
             raise Doomed(f"others wait on their GPUs for a {name} that failed: {text}") from error
         for blank in made:
@@ -370,10 +371,10 @@ class Executor:
             except Exception as why:
                 log.debug("no placeholder for tensor %d", tensor, exc_info=why)
 
-    def _trouble(self, seq: int, error: Exception, text: str) -> None:
+    def _trouble(self, seq: int, error: Exception, text: str, asked: bool = False) -> None:
         if self._strict:
             raise Unrecorded(text) from error
-        self._troubles.tell(seq, error, text)
+        self._troubles.tell(seq, error, text, asked)
         if self._engine.poisoned(error):
             raise Poisoned(text) from error
 

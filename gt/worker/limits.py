@@ -27,6 +27,7 @@ LEAST = 16 << 20  # bytes of a limit
 PLANNED = 16 << 10  # bytes of results from which an op is compared with the room by itself
 OPERANDS = 4  # numbers of an instruction, at least: so many smaller results a stream can have
 NOBODY = -1
+UNSET = -(1 << 62)
 AGAIN = 1.0  # seconds after which freed memory is given back once more
 
 
@@ -63,7 +64,7 @@ class Budget:
         self._left = 0  # bytes that may be made before it is looked again
         self._bound = self._left = 0
         self._base = NOBODY
-        self._slack = 0  # bytes that were freed and kept when RLIMIT_DATA was set
+        self._slack = UNSET  # bytes that were freed and kept when RLIMIT_DATA was set
         self._trimmed = 0.0
         self._statm = -1
 
@@ -94,13 +95,14 @@ class Budget:
             self.limit = self._bound if self._own else self._bound // max(workers, 1)
             if self._base < 0:  # with what its links take
                 self._base = self._data() - _freed()
-            self._slack = NOBODY  # it is fenced anew
+            self._slack = UNSET
             self._left = self._room()
 
     def serve(self, session: int, limit: int) -> None:
         """What follows is this session's, which may hold so many bytes here, 0 for any number."""
         before, self.session, self.session_limit = self.session_limit, session, limit
         if (limit or before) and self._bound:
+            self._slack = UNSET
             self._left = self._room()
 
     def used(self) -> int:

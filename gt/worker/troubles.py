@@ -61,13 +61,14 @@ class Troubles:
         self._rest: defaultdict[str, list[int]] = defaultdict(list)  # seqs that are not told yet, by kind
         self._next = 0.0  # when it may be told again who has the memory: that takes time
 
-    def tell(self, seq: int, error: Exception, said: str) -> None:
-        """Op `seq` failed."""
+    def tell(self, seq: int, error: Exception, said: str, asked: bool = False) -> None:
+        """Op `seq` failed. asked: somebody waits for what it answers."""
         found, missing = kind(error), isinstance(error, KeyError)
         self._counts[found, missing] += 1
-        if self._counts[found, missing] > (FEW if missing or found == "memory" else MANY):
+        if not asked and self._counts[found, missing] > (FEW if missing or found == "memory" else MANY):
             self._rest[found].append(seq)
             return
+        self._flush()  # what it may be a consequence of
         holders, now = {}, monotonic()
         if found == "memory" and now >= self._next:
             holders = memory(self._tensors, self._budget, self._storage)
@@ -76,10 +77,15 @@ class Troubles:
 
     def end(self) -> None:
         """The Run is over."""
+        self._flush()
+        if not self._counts["memory", False]:
+            self._next = 0.0
+        self._counts.clear()
+
+    def _flush(self) -> None:
         for found, seqs in self._rest.items():
             self._send(Trouble(seqs[0], found, "it failed as others before it did", {}, seqs[1:]))
         self._rest.clear()
-        self._counts.clear()
 
 
 def memory(tensors: Mapping[int, Any], budget: Budget, storage: Storage) -> dict[str, Any]:
