@@ -85,6 +85,7 @@ class Session:
         self.origin = self.origins[0]
         self.troubled = False  # some storage may be failed: ops take the careful path
         self.unreported: deque[Cause] = deque()
+        self._last_error: GTError | None = None  # of an op
         self.full_upto = 0  # ops before it that found no room are told of
         self.ops = self.uploaded = self.plan_hits = 0
         self.scribe: Scribe | None = None  # where an instruction log is kept
@@ -238,6 +239,9 @@ class Session:
     def trouble(self, seq: int, error: GTError, others: Sequence[int] = (), full: bool = False) -> None:
         """A worker reported that op `seq` failed. One that was given a placeholder fails of that, which is no news."""
         older = self.journal.earlier(seq)
+        error = (self._last_error or error) if others else error
+        if older is None:
+            self._last_error = error
         # What it made is worthless either way. The cause is another object: what healed of the older one stays as it is.
         cause = Cause(error, seq=seq, full=full) if older is None else Cause(older.error, older.lost, older.seq, older.full)
         told = others or (full and (seq < self.full_upto or any(one.full for one in self.unreported)))  # others: as before it

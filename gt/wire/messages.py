@@ -356,7 +356,7 @@ class Trouble(Message):
 
     memory (of that kind, not each time): {"limit", "session_limit" (0 for none), "used", "session", "others", "top"}, in bytes:
     what the process may have and has, tensors of the session and of others, and of the session's largest ones [id, bytes].
-    others: more ops of the Run that failed; where many do, most are told of so.
+    others: of many ops of the Run that failed as those before, all; the first is `seq`.
     """
 
     seq: int

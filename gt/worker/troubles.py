@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from heapq import nlargest
 from time import monotonic
@@ -58,7 +58,8 @@ class Troubles:
     def __init__(self, send: Callable[..., None], tensors: Mapping[int, Any], budget: Budget, storage: Storage) -> None:
         self._send, self._tensors, self._budget, self._storage = send, tensors, budget, storage
         self._counts: Counter[tuple[str, bool]] = Counter()  # by kind, and whether a tensor was missing
-        self._rest: defaultdict[str, list[int]] = defaultdict(list)  # seqs that are not told yet, by kind
+        self._rest: list[int] = []  # seqs that are not told yet
+        self._rest_kind = ""
         self._next = 0.0  # when it may be told again who has the memory: that takes time
 
     def tell(self, seq: int, error: Exception, said: str, asked: bool = False) -> None:
@@ -66,7 +67,8 @@ class Troubles:
         found, missing = kind(error), isinstance(error, KeyError)
         self._counts[found, missing] += 1
         if not asked and self._counts[found, missing] > (FEW if missing or found == "memory" else MANY):
-            self._rest[found].append(seq)
+            self._rest.append(seq)
+            self._rest_kind = "memory" if found == "memory" else self._rest_kind or found
             return
         self._flush()  # what it may be a consequence of
         holders, now = {}, monotonic()
@@ -83,9 +85,9 @@ class Troubles:
         self._counts.clear()
 
     def _flush(self) -> None:
-        for found, seqs in self._rest.items():
-            self._send(Trouble(seqs[0], found, "it failed as others before it did", {}, seqs[1:]))
-        self._rest.clear()
+        if self._rest:
+            self._send(Trouble(self._rest[0], self._rest_kind, "it failed as others before it did", {}, self._rest))
+        self._rest, self._rest_kind = [], ""
 
 
 def memory(tensors: Mapping[int, Any], budget: Budget, storage: Storage) -> dict[str, Any]:
