@@ -64,6 +64,7 @@ class Session:
         self.number, self.peer, self.config, self.cluster = number, peer, config, cluster
         self.out = out
         self.switches: Callable[[Worker], dict] = lambda worker: {}
+        self.ended = False
         self.memory = 0  # bytes that it may hold on a worker, 0 for no limit of its own
         self.groups = Groups(config)
         self.table = Table()
@@ -132,7 +133,7 @@ class Session:
             if worker.lost or worker.lives != life:
                 continue
             wanted = self.switches(worker)
-            if worker.session != self.number or worker.switches != wanted:
+            if not self.ended and (worker.session != self.number or worker.switches != wanted):
                 worker.session, worker.switches = self.number, wanted
                 self.out(worker.peer, Switch(wanted, self.number, self.memory), ())
             worker.runs += 1
@@ -333,7 +334,7 @@ class Session:
         self.programs.later.drop()
         self.programs.discard()
         self.discard()
-        self.switches = lambda worker: worker.switches  # type: ignore[assignment,return-value]  # freeing needs none
+        self.ended = True  # what follows frees, for which workers need no switches
         self.held.clear()
         self.inbox.clear()
         self.batches.coming.clear()
