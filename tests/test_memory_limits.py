@@ -97,9 +97,9 @@ def test_many_small_results_stop_at_the_limit(server, worker):
 
 
 def test_an_upload_that_finds_no_room_is_an_error_of_its_line(server, worker):
-    kept, data = mib(120), torch.zeros(60 * MIB // 4)  # of which a copy is made
+    kept, data = mib(120), torch.zeros(90 * MIB // 4)
     held = [kept[:1].clone()]
-    refused(lambda: (held[0] + data.to("remote")[:1]).sum().item(), "out of memory: it needs 60 MiB", "60 MiB")
+    refused(lambda: (held[0] + data.to("remote")[:1]).sum().item(), "out of memory: it needs 90 MiB")
     del kept
     goes_on(worker)  # an upload comes before what frees memory in the same batch
     assert data.to("remote").sum().item() == 0
@@ -118,9 +118,9 @@ def test_a_programs_replay_stops_at_the_limit_and_goes_on_when_there_is_room(ser
     x = mib(4)
     wanted = sum(x.shape[0] * (1 + n) for n in range(20))
     assert [step(x).item() for _ in range(3)] == [pytest.approx(wanted)] * 3
-    kept = mib(100)
+    kept = mib(120)
     assert kept[:1].sum().item() == 1
-    error = refused(lambda: step(x).item(), "it needs 4 MiB", "replay", "104 MiB in 2 of", "aten.add.Tensor in a program")
+    error = refused(lambda: step(x).item(), "it needs 4 MiB", "replay", "124 MiB in 2 of", "aten.add.Tensor in a program")
     assert "aten.add" in error.op
     del kept, error
     goes_on(worker)  # a replay comes before what the same batch frees
@@ -158,14 +158,10 @@ def test_what_another_session_holds_is_told_without_its_lines(server, worker):
 def test_what_torch_takes_within_an_op_is_bounded(server, worker):
     if server.backend != "torch":
         pytest.skip("the numpy engine takes little besides its results")
-    x = torch.ones(40, 512, 512, device="remote", dtype=torch.float64)  # 80 MiB, and what sorting it takes is as much again
-    assert x[0, 0, :2].sum().item() == 2
-
-    def sort(dim: int) -> float:
-        return torch.median(x, dim=dim)[0].sum().item() + torch.logsumexp(x.expand(4, *x.shape), 0).sum().item()
-
-    refused(lambda: sort(0), "memory")
-    del x, sort
+    held = [torch.ones(40, 512, 512, device="remote")]  # 40 MiB, and a result of as many
+    assert held[0][0, 0, :2].sum().item() == 2
+    refused(lambda: torch.logsumexp(held[0].expand(12, 40, 512, 512), 0)[0, 0, 0].item(), "memory", "logsumexp")
+    held.clear()
     goes_on(worker)
 
 
