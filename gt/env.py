@@ -25,6 +25,7 @@ VARIABLES = (
     Variable("GT_TRANSPORT", "", "data plane: nvshmem or nccl (GPUs), or shm (host memory); empty picks one"),
     Variable("GT_OPS", "", "path of a file of op schemas that `gt ops` wrote: ops that GT's table lacks"),
     Variable("GT_HEAP_SIZE", "", "symmetric memory of a worker, as 512MiB; default 256MiB on CPUs, 2GiB on GPUs"),
+    Variable("GT_MEMORY_LIMIT", "", "memory of a worker, as 4GiB; empty shares 90% of the host's among its CPU workers"),
     Variable("GT_INSTRUCTION_LOG", "", "path: the dispatcher writes one line an event"),
     Variable("GT_STALL_TIMEOUT", "300", "seconds in which no worker of a program gets on until that is WorkerStuck; 0: never"),
     Variable("GT_VERBOSE", "", "1: every process logs what it does"),
@@ -49,9 +50,9 @@ def flag(name: str) -> bool:
     return get(name) not in ("", "0", "false", "no")
 
 
-def size(name: str, default: int) -> int:
-    """A variable's bytes: a number, with KiB, MiB or GiB behind it."""
-    text = get(name)
+def size(name: str, default: int, text: str = "") -> int:
+    """A variable's bytes, or a text's: a number, with KiB, MiB or GiB behind it. ConfigError for what is no size."""
+    text = text or get(name)
     found = re.fullmatch(r"(\d+)\s*([KMG]i?B)?", text)
     if text and found is None:
         raise ConfigError(f"{name} is {text!r}, want a size as 512MiB or 2GiB")

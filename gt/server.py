@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-workers", type=limit(int), default=0, help="the most that a program may have, with exclusive")
     made.add_argument("--worker-token-file", type=Path, help="file with a secret that workers need beside the token")
     made.add_argument("--max-session-time", type=limit(float), default=0.0, help="seconds after which a session is ended")
+    made.add_argument("--memory-limit", default="", help="bytes that a session may hold on a worker, as 4GiB; default: any")
     return made
 
 
@@ -58,7 +59,8 @@ def terms(args: argparse.Namespace) -> Terms:
         raise Refused(f"--worker-token-file {file} is empty")
     if exclusive and not secret:
         sys.stderr.write("gt.server: who has the token can offer a worker, and see its work: --worker-token-file prevents it\n")
-    return Terms(exclusive, args.max_workers, args.max_session_time, secret)
+    memory = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
+    return Terms(exclusive, args.max_workers, args.max_session_time, secret, memory=memory)
 
 
 def main(argv: list[str] | None = None) -> int:

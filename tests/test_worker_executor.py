@@ -419,7 +419,7 @@ def test_who_fails_while_others_wait_on_their_devices_has_to_end() -> None:
     with pytest.raises(Doomed, match="others wait on their GPUs for a send that failed: OutOfMemoryError: CUDA out of memory"):
         bench.do("send", sending, 1, seq=4)
     (trouble,) = [message for message, _ in bench.sent]
-    assert isinstance(trouble, Trouble) and trouble.seq == 104 and trouble.kind == "op"
+    assert isinstance(trouble, Trouble) and trouble.seq == 104 and trouble.kind == "memory"
     plane.failure = PeerGone(1, "it was killed")  # then there is nobody who waits, and the dispatcher knows what to do
     bench.do("send", sending, 1)
     assert bench.sent[1][0].kind == "peer"

@@ -94,6 +94,7 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
         "pid": 0,
         "host": "",
         "backend": "",
+        "device": "",
         "heap_fd": -1,
         "heap_bytes": 0,
         "doorbell": "",

@@ -5,6 +5,7 @@ Pure bookkeeping: definitions are numbered here, heap offsets handed out here, s
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from gt.errors import SystemFailure
@@ -35,13 +36,14 @@ class Worker:
     done: int = 0
     lives: int = 1
     switches: dict | None = None  # as its newest Switch said
+    session: int = -1  # the same
     weight: int = 0  # of `defines`
     told: list = field(default_factory=list)  # definitions that go with whatever is sent next
     cuts: list = field(default_factory=list)  # (defines, code) before these
 
     def revive(self, peer: bytes, info: dict) -> None:
         """A new process, which knows and holds nothing; numbers go on, and what its predecessor left undone is done."""
-        self.peer, self.info, self.lost, self.switches = peer, info, "", None
+        self.peer, self.info, self.lost, self.switches, self.session = peer, info, "", None, -1
         self.known, self.done = set(), self.runs
         self.told, self.defines, self.code, self.cuts, self.weight = [], [], [], [], 0
         self.lives += 1
@@ -121,6 +123,10 @@ class Cluster:
 
     def named(self, name: str) -> Worker | None:
         return next((w for w in self.workers if w.name == name), None)
+
+    def hosts(self) -> dict[str, int]:
+        """How many workers compute in a host's memory."""
+        return dict(Counter(w.info.get("host", "") for w in self.workers if not w.lost and w.info.get("device") == "cpu"))
 
     def number(self) -> int:
         self.next_define += 1

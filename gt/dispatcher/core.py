@@ -15,6 +15,7 @@ from gt.dispatcher.batches import MOST_WAITING
 from gt.dispatcher.cluster import Cluster, Worker
 from gt.dispatcher.events import Action, Close, Event, Examined, Lines, Log, Malformed, Peer, PeerLost, Received, Send, Tick
 from gt.dispatcher.failures import op_failed, worker_lost
+from gt.dispatcher.holders import holders
 from gt.dispatcher.intake import CREDIT
 from gt.dispatcher.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
 from gt.dispatcher.requests import MOST
@@ -288,7 +289,7 @@ class Core:
         rows = [w.row() for w in workers(lease)]
         name = cluster.workers[members[0]].info["unique_id"] if members else ""
         for worker in workers(lease):
-            self.send(worker.peer, World(cluster.generation, rows, list(members), name))
+            self.send(worker.peer, World(cluster.generation, rows, list(members), name, cluster.hosts()))
 
     def _admit_clients(self) -> None:
         """Welcome every waiting client whose workers are all here, and its own if they have to be."""
@@ -311,7 +312,7 @@ class Core:
         cluster, switches = lease.cluster, {k: v for k, v in client.hello.switches.items() if k not in OWN}
         self.workers.update({worker.peer: worker for worker in workers(lease)})
         session = Session(self._next_session, client.peer, config, cluster, self.send)
-        session.stall_timeout = client.hello.switches.get("stall_timeout", STALL)
+        session.memory, session.stall_timeout = self.terms.memory, client.hello.switches.get("stall_timeout", STALL)
         session.switches = lambda worker: shared_out(switches, client.used, cluster, worker)
         self._next_session += 1
         self.sessions[client.peer] = lease.sessions[client.peer] = session
@@ -496,12 +497,14 @@ class Core:
                     return
                 continue
             if message.kind == "peer" and (loss := session.loss()) is not None:  # the loss itself has been told
-                self._guarded(session, "a failed op", session.taint, message.seq, loss)
+                self._guarded(session, "a failed op", session.taint, message.seq, loss, message.others)
                 return
-            error = op_failed(row, message.seq, message.kind, message.message, worker.name)
+            who = holders(session, worker, message.memory) if message.memory else ""
+            error = op_failed(row, message.seq, message.kind, message.message + who, worker.name)
             failed = row.at(message.seq)
             self._log("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
-            self._guarded(session, "a failed op", session.trouble, message.seq, error)
+            full = message.kind == "memory"
+            self._guarded(session, "a failed op", session.trouble, message.seq, error, message.others, full)
             return
         if self._sparse.allows(self._now):
             log.warning("worker %s: op %d failed: %s", worker.name, message.seq, message.message)

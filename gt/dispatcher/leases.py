@@ -36,7 +36,7 @@ class Terms:
     """The operator's terms. workers: the most that a session may have of its own; seconds: its longest time; 0: no limit.
 
     secret: what workers have to know beside the token; "" for nothing. most: workers that there will ever be, 0 if more may
-    come.
+    come. memory: bytes that a session may hold on each worker, 0 for any number.
     """
 
     exclusive: bool = False
@@ -44,6 +44,7 @@ class Terms:
     seconds: float = 0.0
     secret: str = ""
     most: int = 0
+    memory: int = 0
 
     def admit(self, info: dict) -> None:
         """Refused unless a worker proves to be the operator's."""

@@ -66,7 +66,7 @@ class Placer:
             if views:
                 self.s.table.view(tensor_id, out.spec, ins[0], None, (known, values, index)).storage.slots[tensor_id] = slot
             else:
-                self._assign(self.s.table.new(tensor_id, out.spec, None).storage, steps, {tensor_id: slot})
+                self._assign(self.s.table.new(tensor_id, out.spec, None, self.s.origin).storage, steps, {tensor_id: slot})
 
     def _assign(self, storage: Storage, steps: list[Step], slots: dict[int, int]) -> None:
         """Give a storage its (longer) recipe, counting who needs which host copy."""

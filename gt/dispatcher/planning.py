@@ -144,7 +144,7 @@ class Planner:
         table, news = self.s.table, iter(outs)
         for index, (out, layout) in enumerate(zip(known.template.outs, plan.outs, strict=True)):
             if out.kind == "new":
-                table.new(next(news), out.spec, layout)
+                table.new(next(news), out.spec, layout, self.s.origin)
             elif out.kind == "view":
                 table.view(next(news), out.spec, ins[out.of], layout, (known, values, index))
 

@@ -57,7 +57,6 @@ class Server:
         core: CoreLike | None = None,
         terms: Terms | None = None,
     ) -> None:
-        """workers: as many as there will ever be, 0 if more may come."""
         if not token and not _loopback(host):
             raise Refused(f"a server on {host} needs a token: set GT_TOKEN, or pass --token-file")
         if core is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -64,6 +64,8 @@ class Session:
         self.number, self.peer, self.config, self.cluster = number, peer, config, cluster
         self.out = out
         self.switches: Callable[[Worker], dict] = lambda worker: {}
+        self.ended = False
+        self.memory = 0  # bytes that it may hold on a worker, 0 for no limit of its own
         self.groups = Groups(config)
         self.table = Table()
         self.emitter = Emitter(cluster, number)
@@ -86,6 +88,8 @@ class Session:
         self.origin = self.origins[0]
         self.troubled = False  # some storage may be failed: ops take the careful path
         self.unreported: deque[Cause] = deque()
+        self._last_error: GTError | None = None  # of an op
+        self.full_upto = 0  # ops before it that found no room are told of
         self.ops = self.uploaded = self.plan_hits = 0
         self.scribe: Scribe | None = None  # where an instruction log is kept
         self._layouts: dict[Layout, Layout] = {}
@@ -131,9 +135,9 @@ class Session:
             if worker.lost or worker.lives != life:
                 continue
             wanted = self.switches(worker)
-            if worker.switches != wanted:
-                worker.switches = wanted
-                self.out(worker.peer, Switch(wanted), ())
+            if not self.ended and (worker.session != self.number or worker.switches != wanted):
+                worker.session, worker.switches = self.number, wanted
+                self.out(worker.peer, Switch(wanted, self.number, self.memory), ())
             worker.runs += 1
             self.out(worker.peer, Run(worker.runs, held.base, defines, code, held.timed), ())
         held.runs.clear()
@@ -235,22 +239,27 @@ class Session:
                 if storage.failed is not None and storage.failed.lost < 0:
                     storage.failed = None
 
-    def trouble(self, seq: int, error: GTError) -> None:
+    def trouble(self, seq: int, error: GTError, others: Sequence[int] = (), full: bool = False) -> None:
         """A worker reported that op `seq` failed. One that was given a placeholder fails of that, which is no news."""
         older = self.journal.earlier(seq)
+        error = (self._last_error or error) if others else error
+        if older is None:
+            self._last_error = error
         # What it made is worthless either way. The cause is another object: what healed of the older one stays as it is.
-        cause = Cause(error, seq=seq) if older is None else Cause(older.error, older.lost, older.seq)
-        if self.taint(seq, cause) and older is None and len(self.unreported) < MOST_UNREPORTED:
+        cause = Cause(error, seq=seq, full=full) if older is None else Cause(older.error, older.lost, older.seq, older.full)
+        told = others or (full and (seq < self.full_upto or any(one.full for one in self.unreported)))  # others: as before it
+        if self.taint(seq, cause, others) and older is None and not told and len(self.unreported) < MOST_UNREPORTED:
             self.unreported.append(cause)
 
-    def taint(self, seq: int, cause: Cause) -> bool:
-        """Op `seq` failed for this cause; False if another worker of the mesh has reported it."""
-        if seq in self._failed_ops:
+    def taint(self, seq: int, cause: Cause, others: Iterable[int] = ()) -> bool:
+        """Op `seq` and others failed for this cause; False if another worker of the mesh has reported it."""
+        new = {seq, *others} - self._failed_ops
+        if not new:
             return False
-        self._failed_ops.add(seq)
+        self._failed_ops |= new
         self.troubled = True
-        self.journal.taint(seq, cause)
-        return True
+        self.journal.taint(new, cause)
+        return seq in new
 
     def cause_of_loss(self, worker: Worker | None) -> Cause:
         assert worker is not None
@@ -327,7 +336,7 @@ class Session:
         self.programs.later.drop()
         self.programs.discard()
         self.discard()
-        self.switches = lambda worker: worker.switches  # type: ignore[assignment,return-value]  # freeing needs none
+        self.ended = True  # what follows frees, for which workers need no switches
         self.held.clear()
         self.inbox.clear()
         self.batches.coming.clear()

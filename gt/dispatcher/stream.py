@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 from gt.dispatcher.cluster import MOST, Cluster, Worker
 from gt.dispatcher.plan.redistribute import Order, Step
 from gt.dispatcher.scribe import Scribe
-from gt.ir.instr import END, FORGET, FREE, Define
+from gt.ir.instr import BASE_BITS, END, FORGET, FREE, Define
 from gt.ir.layout import Layout, Mesh
 from gt.ir.text import PlanLine
 
 TEMPORARY = 1 << 39  # ids of tensors that only the dispatcher names start here, below the session's base
-BASE_BITS = 40
 
 Bound = tuple[Worker, Define]
 

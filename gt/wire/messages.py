@@ -33,8 +33,8 @@ class Hello(Message):
     "cudnn_benchmark": bool, "cudnn_tf32": bool, "stall_timeout": seconds in which no worker gets on until that is an error, 0
     for none, "workers": how many it wants, of its own where the server is exclusive, 0 for as many as there are}.
     config (client): text of the YAML, "" for none; config_path only for messages. info (worker): {"name", "pid",
-    "host", "backend", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home", "proof"}; name "" asks for the next free one;
-    home is that of wire.liveness; proof: of gt.wire.proof, "" where the server asks for none.
+    "host", "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home", "proof"}; name "" asks for the next
+    free one; home is that of wire.liveness; proof: of gt.wire.proof, "" where the server asks for none.
     """
 
     version: int
@@ -268,12 +268,14 @@ class World(Message):
     """Dispatcher -> worker: all workers, [index, name, pid, host, heap_fd, heap_bytes, doorbell], whenever that changes.
 
     members: workers that share memory of their devices from here on, [] for none; unique_id: by which they meet.
+    hosts: how many workers that compute in its memory a host has.
     """
 
     generation: int
     workers: list
     members: list = field(default_factory=list)
     unique_id: str = ""
+    hosts: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,13 +303,17 @@ class Data(Message):
 
 @dataclass(frozen=True, slots=True)
 class Switch(Message):
-    """Dispatcher -> worker: torch switches (as Hello.switches) of the session whose Runs follow.
+    """Dispatcher -> worker: the session whose Runs follow, and its torch switches (as Hello.switches).
 
-    They change numbers, so they are each session's own: sent before a session's Run wherever the Run before was of one with
-    others, and never to a worker that the session does not use. threads are the program's, shared out among its workers.
+    Sent before a session's Run wherever the Run before was another's, and never to a worker that the session does not use.
+    Switches change numbers, so they are each session's own; threads are the program's, shared out among its workers. A worker
+    that has served a second session clears memory before an op gets it. memory: bytes that the session may hold there, 0 for
+    no limit of its own.
     """
 
     switches: dict
+    session: int = 0
+    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,11 +373,18 @@ class Done(Message):
 
 @dataclass(frozen=True, slots=True)
 class Trouble(Message):
-    """Worker -> dispatcher: op `seq` failed; kind: "op" | "unsupported" | "peer". Its outputs are placeholders."""
+    """Worker -> dispatcher: op `seq` failed; kind: "op" | "unsupported" | "peer" | "memory". Its outputs are placeholders.
+
+    memory (of that kind, not each time): {"limit", "session_limit" (0 for none), "used", "session", "others", "top"}, in bytes:
+    what the process may have and has, tensors of the session and of others, and of the session's largest ones [id, bytes].
+    others: of many ops of the Run that failed as those before, all; the first is `seq`.
+    """
 
     seq: int
     kind: str
     message: str
+    memory: dict = field(default_factory=dict)
+    others: Numbers = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

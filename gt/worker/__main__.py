@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gt import env
+from gt.errors import ConfigError
 from gt.worker.engine.base import ENGINES
 from gt.worker.loop import run
 from gt.worker.renewal import Renewal
@@ -26,7 +27,13 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     parser.add_argument("--device", default="", help="cpu or cuda:0; by default the GPU if there is one")
     parser.add_argument("--backend", choices=list(ENGINES), help="its engine; default: GT_BACKEND")
     parser.add_argument("--wait", type=float, help="seconds to look for the server; by default for ever")
+    parser.add_argument("--memory-limit", default="", help="bytes it may take, as 4GiB; default: GT_MEMORY_LIMIT")
     args = parser.parse_args(argv)
+    try:
+        limit = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
+    except ConfigError as error:
+        sys.stderr.write(f"gt.worker: {error}\n")
+        return 2
     try:
         token = env.token(args.token_file)
         secret = env.token(args.worker_token_file) if args.worker_token_file else ""
@@ -39,7 +46,8 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     renew = Renewal(files).start if own else None
     backend = args.backend or env.get("GT_BACKEND")
     try:
-        why = run(args.host, args.port, token, args.name, backend, args.device, args.wait, _joined, renew, secret)
+        rest = args.wait, _joined, renew, secret, limit
+        why = run(args.host, args.port, token, args.name, backend, args.device, *rest)
     except KeyboardInterrupt:
         why = "interrupted"
     if why:

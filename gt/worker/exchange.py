@@ -14,7 +14,7 @@ from typing import Any
 
 from gt.errors import SystemFailure
 from gt.ir.layout import Box, volume
-from gt.ir.spec import DTYPES
+from gt.ir.spec import DTYPES, contiguous
 from gt.worker.engine.base import Combine, Moves, Tensor
 from gt.worker.pieces import as_boxes, cut, extent, index, leading, local, shared
 from gt.worker.steps import Step, Worker
@@ -83,11 +83,13 @@ def all_gather(worker: Worker, payload: dict[str, Any]) -> Step:
     ranks = [as_boxes(rows) for rows in payload["boxes"]]
     own = local(ranks[team["rank"]])[0]
     direct = [len(boxes) == 1 and leading(boxes[0], shape) for boxes in ranks]
+    need, nbytes = worker.budget.need, contiguous(shape, dtype).nbytes
 
     def step(code: list, at: int) -> None:
         worker.collectives["all_gather"] += 1
         try:
             src = engine.view(engine.packed(planned(engine, held[code[at]], own, dtype)))
+            need(nbytes)
             dst = engine.staging(shape, dtype)
             pieces = [
                 dst[index(boxes[0])] if straight else engine.staging(local(boxes)[0], dtype)
@@ -114,11 +116,13 @@ def reduce_scatter(worker: Worker, payload: dict[str, Any]) -> Step:
     ranks = [as_boxes(rows) for rows in payload["boxes"]]
     own = local(ranks[team["rank"]])[0]
     combines = _combines(engine)
+    need, nbytes = worker.budget.need, contiguous(own, dtype).nbytes
 
     def step(code: list, at: int) -> None:
         worker.collectives["reduce_scatter"] += 1
         try:
             src = planned(engine, held[code[at]], shape, dtype)
+            need(nbytes)
             sections = [engine.view(_assembled(engine, src, boxes, dtype)) for boxes in ranks]
             out = engine.staging(own, dtype)
             view, combine = engine.view(out), combines(op, dtype)
@@ -140,12 +144,14 @@ def all_to_all(worker: Worker, payload: dict[str, Any]) -> Step:
     shape, own = local(want[rank])[0], local(have[rank])[0]
     outgoing = [[src for src, _ in shared(have[rank], boxes)] for boxes in want]
     incoming = [[dst for _, dst in shared(boxes, want[rank])] for boxes in have]
+    need, nbytes = worker.budget.need, contiguous(shape, dtype).nbytes
     longest = DTYPES[dtype][0] * max(sum(volume(src) for src, _ in shared(a, b)) for a in have for b in want)
 
     def step(code: list, at: int) -> None:
         worker.collectives["all_to_all"] += 1
         try:
             src = planned(engine, held[code[at]], own, dtype)
+            need(nbytes)
             dst = engine.staging(shape, dtype)
             sends = [engine.view(_packed(engine, src, boxes, dtype)) for boxes in outgoing]
             recvs = [_room(engine, dst, boxes, dtype) for boxes in incoming]
@@ -181,9 +187,11 @@ def send(worker: Worker, payload: dict[str, Any]) -> Step:
 def recv(worker: Worker, payload: dict[str, Any]) -> Step:
     held, receive = worker.tensors, _receiver(worker, payload)
     engine, _ = _between(worker, payload)
+    need, nbytes = worker.budget.need, contiguous(tuple(payload["shape"]), payload["dtype"]).nbytes
 
     def step(code: list, at: int) -> None:
         try:
+            need(nbytes)
             dst = engine.staging(payload["shape"], payload["dtype"])
         except Exception:
             _decline(worker, payload)
@@ -197,11 +205,13 @@ def recv(worker: Worker, payload: dict[str, Any]) -> Step:
 def merge(worker: Worker, payload: dict[str, Any]) -> Step:
     held, receive = worker.tensors, _receiver(worker, payload)
     engine, _ = _between(worker, payload)
+    need, nbytes = worker.budget.need, contiguous(tuple(payload["shape"]), payload["dtype"]).nbytes
     pairs = [as_boxes(pair) for pair in payload["local"]]
 
     def step(code: list, at: int) -> None:
         try:
             src = held[code[at]]
+            need(nbytes)
             dst = engine.staging(payload["shape"], payload["dtype"])
             for source, target in pairs:
                 engine.copy(dst[index(target)], cut(src, source))

@@ -114,7 +114,9 @@ def upload(worker: Worker, payload: dict[str, Any]) -> Step:
     spec = Spec(tuple(payload["shape"]), tuple(payload["stride"]), 0, payload["dtype"])
 
     def step(code: list, at: int) -> None:
-        held[code[at]] = engine.upload(uploads.take(code[at + 1], worker.epoch), spec)
+        data = uploads.take(code[at + 1], worker.epoch)
+        worker.budget.hold(len(data))
+        held[code[at]] = engine.upload(data, spec)
 
     return step
 

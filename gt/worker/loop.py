@@ -46,6 +46,7 @@ from gt.wire.proof import proof
 from gt.worker.effort import Effort
 from gt.worker.engine.base import open_engine
 from gt.worker.executor import Executor, Poisoned
+from gt.worker.limits import Budget
 from gt.worker.plane.base import ALL, Doomed, Plane, open_plane
 from gt.worker.timed import take
 
@@ -53,6 +54,7 @@ log = logging.getLogger("gt.worker")
 TOGETHER = 8  # Runs that one Done answers, at most
 LEAVING = 2.0  # seconds in which a process that shares memory with others ends, or is ended
 HOT = 0.02  # seconds after an instruction in which another is likely
+NOBODY = -1  # no session yet
 SMALL = 64 << 10  # bytes of an upload whose arrival nobody waits for
 
 
@@ -69,11 +71,13 @@ class Loop:
         plane: Plane,
         joined: Callable[[str], None] | None = None,
         renew: Callable[[str], object] | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.name = ""
         self._joined = joined
         self.renew = renew  # starts the process afresh, under its name; None where it cannot, or is about to end
-        self.executor = Executor(engine, plane, self.send)
+        self.executor = Executor(engine, plane, self.send, budget)
+        self._host = bsd.gethostname()
         self.link: Dealer | None = None
         self.done = self._running = -1  # the last Run carried out, and the one under way
         self._untold = 0  # Runs carried out that no Done has told
@@ -82,6 +86,7 @@ class Loop:
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None
         self._why = ""
+        self._session = NOBODY  # whose Runs come
         self._members: frozenset[int] = frozenset()  # whose memory it shares, or will once it gets to that World
 
     def send(self, message: Message, frames: tuple = ()) -> None:
@@ -179,10 +184,11 @@ class Loop:
                 log.info("exit: %s", self._exit.reason)
                 return self._why
             if isinstance(message, Switch):
-                self._engine.switch(message.switches)
+                self._switch(message)
                 continue
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
+                self.executor.budget.share(message.hosts.get(self._host, 1))
                 self._plane.world(message.workers)
                 own = self._own(message)
                 if own in message.members:
@@ -199,6 +205,14 @@ class Loop:
             self._untold += 1
             if self._untold >= TOGETHER:
                 self._tell_done()
+
+    def _switch(self, message: Switch) -> None:
+        """Another session's Runs follow."""
+        self._engine.switch(message.switches)
+        if self._session not in (NOBODY, message.session):
+            self._engine.clear()
+        self._session = message.session
+        self.executor.budget.serve(message.session, message.memory)
 
     def _next(self) -> tuple[Message, int]:
         """What is to be done next; soon after something was, this thread looks for it itself."""
@@ -228,13 +242,15 @@ def run(
     joined: Callable[[str], None] | None = None,
     renew: Callable[[str], object] | None = None,
     secret: str = "",
+    memory: int = 0,
 ) -> str:
     """Be a worker until the server says Exit, SIGTERM comes or the link ends: why it ended, "" if it was asked to.
 
     device "" takes a GPU if the engine has one. wait: seconds to look for the server, None for ever. joined: told the name
     that the server gave. renew: starts the process afresh under that name, where a session that had it to itself has ended, or
-    left its device useless; without it the worker ends then. secret: of the server's workers, "" where it asks for none. May be
-    called in a forked child, from its main thread.
+    left its device useless; without it the worker ends then. secret: of the server's workers, "" where it asks for none.
+    memory: bytes it may take, 0 for GT_MEMORY_LIMIT, else its share of the host's; of a GPU bytes of the device, and no limit
+    by itself. May be called in a forked child, from its main thread.
     """
     logs.setup("worker", f"gt.worker {name}".strip())
     main = threading.current_thread() is threading.main_thread()
@@ -242,16 +258,22 @@ def run(
     if main:
         keep_freed()
     plane: Plane | None = None
+    budget = Budget()
     loop, why, spoiled = None, "", False
     try:
+        limit = memory or env.size("GT_MEMORY_LIMIT", 0)
         engine = open_engine(backend, device)
         plane = open_plane(env.get("GT_TRANSPORT"), engine)
         info = plane.open()
-        loop = Loop(engine, plane, joined, renew)
+        if main and engine.kind == "cpu":
+            budget.open(limit)
+        elif limit:
+            engine.bound(limit)
+        loop = Loop(engine, plane, joined, renew, budget)
         # on_message comes from a thread that starts here: the link is in place before anything is answered.
         loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait)
         about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
-        about.update(backend=backend, **info)
+        about.update(backend=backend, device=engine.kind, **info)
         if secret:
             about["proof"] = proof(secret, about)
         loop.send(hello("worker", token, info=about))
@@ -268,6 +290,7 @@ def run(
         if main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _leave(loop, plane, why)
+        budget.close()
         if main:
             signal.signal(signal.SIGTERM, before)
     if spoiled and loop is not None and renew is not None:

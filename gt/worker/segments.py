@@ -105,9 +105,18 @@ def cutting(payload: dict[str, Any]) -> list[dict[str, Any]]:
 
 def lightens(wired: Wired) -> bool:
     """Whether much of what its ops make ends within it, compiled, most of which is never made; and not too much is left."""
-    sizes = [_nbytes(out[1]) if out[0] == "new" else 0 for payload in wired.payloads for out in _made(payload)]
-    left = sum(sizes[n - wired.form.inputs] for n in wired.form.outputs if n >= wired.form.inputs)
-    return len(wired.form.outputs) <= LEFT and LIGHTER * (sum(sizes) - left) > sum(sizes)
+    total = sum(_sizes(wired))
+    return len(wired.form.outputs) <= LEFT and LIGHTER * (total - left(wired)) > total
+
+
+def left(wired: Wired) -> int:
+    """Bytes that its ops make and that are there when it is over."""
+    sizes = _sizes(wired)
+    return sum(sizes[n - wired.form.inputs] for n in wired.form.outputs if n >= wired.form.inputs)
+
+
+def _sizes(wired: Wired) -> list[int]:
+    return [_nbytes(out[1]) if out[0] == "new" else 0 for payload in wired.payloads for out in _made(payload)]
 
 
 def _made(payload: dict[str, Any]) -> list:

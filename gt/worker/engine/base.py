@@ -236,6 +236,12 @@ class Engine(Moves, Protocol):
     def switch(self, switches: dict[str, Any]) -> None:
         """Thread count, matmul precision, determinism: Hello.switches."""
 
+    def bound(self, nbytes: int) -> None:
+        """Its device's memory is full once it has taken so many bytes. ConfigError for more than there are."""
+
+    def clear(self) -> None:
+        """From here on no memory reaches an op with what was in it before: another session may have left that."""
+
     def poisoned(self, error: BaseException) -> bool:
         """Whether no later op of this process can succeed."""
 

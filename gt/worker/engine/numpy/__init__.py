@@ -133,6 +133,12 @@ class NumpyEngine:
         if switches.get("threads"):
             blas.set_threads(int(switches["threads"]))
 
+    def bound(self, nbytes: int) -> None:
+        """It has no device with memory of its own: gt.worker.limits bounds the process."""
+
+    def clear(self) -> None:
+        """Nothing to do: its ops hand out zeros where torch's hand out memory as it is."""
+
     def poisoned(self, error: BaseException) -> bool:
         return False
 

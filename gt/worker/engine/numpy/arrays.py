@@ -75,7 +75,7 @@ def strided(storage: Array, shape: Sequence[int], stride: Sequence[int], start: 
 def laid_out(spec: Spec, zero: bool = False) -> Array:
     """New memory with the spec's shape and strides, and any dtype."""
     span = 1 + sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
-    memory = (np.zeros if zero else np.empty)(span, storable(spec.dtype))
+    memory = (np.zeros if zero or span != spec.numel else np.empty)(span, storable(spec.dtype))  # gaps are never written
     return strided(memory, spec.shape, spec.stride, 0)
 
 

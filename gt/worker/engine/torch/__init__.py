@@ -20,7 +20,7 @@ from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
 from gt.worker.engine.calls import Source, fitting
-from gt.worker.engine.torch import attention, norms, random
+from gt.worker.engine.torch import attention, memory, norms, random
 from gt.worker.engine.torch.bounds import BOUNDS, bounded
 from gt.worker.engine.torch.calls import CONSTANTS, DTYPE, NAME, UNLESS, checked, conform, outs_given, shown, steady
 from gt.worker.engine.torch.cuda import Cuda, Events
@@ -101,6 +101,7 @@ class TorchEngine:
         op: Callable = OVERLOADS[name]._op
         base = name.split(".")[1]
         op = ALIKE[base](op) if base in ALIKE else op
+        op = op if self.host and memory.switch() is not None else memory.cleared(base, op)
         if self.host:
             op = bounded(op, schema) if base in BOUNDS else norms.host(name, op)
         return steady(op, schema) if outs_given(schema) else op
@@ -128,7 +129,7 @@ class TorchEngine:
         return torch.empty(tuple(shape), dtype=DTYPE[dtype], device=self.device)
 
     def zeros(self, spec: Spec) -> torch.Tensor:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=DTYPE[spec.dtype], device=self.device).zero_()
+        return memory.laid_out(spec.shape, spec.stride, DTYPE[spec.dtype], self.device).zero_()
 
     def filled(self, like: torch.Tensor, op: str) -> torch.Tensor:
         value: Any = IDENTITY[op]
@@ -218,6 +219,18 @@ class TorchEngine:
 
     def divide(self, tensor: torch.Tensor, by: int) -> None:
         tensor.div_(by)
+
+    def bound(self, nbytes: int) -> None:
+        if self.host:  # gt.worker.limits bounds the process
+            return
+        there = torch.cuda.get_device_properties(self.device).total_memory
+        if nbytes > there:
+            raise ConfigError(f"the memory limit is {nbytes} bytes, {self.device} has {there}")
+        torch.cuda.set_per_process_memory_fraction(nbytes / there, self.device)
+
+    def clear(self) -> None:
+        if (switch := memory.switch()) is not None:
+            switch.value = True
 
     def poisoned(self, error: BaseException) -> bool:
         if self.host or isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):

@@ -9,6 +9,7 @@ import torch
 
 from gt.ir.schema import Schema
 from gt.ir.spec import DTYPES, Spec
+from gt.worker.engine.torch.memory import laid_out
 
 DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 # kind of a constant -> torch's objects by name
@@ -34,7 +35,7 @@ def conform(out: torch.Tensor, spec: Spec) -> torch.Tensor:
         return out
     if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True)):
         return out  # no memory of its own to lay out
-    return torch.empty_strided(spec.shape, spec.stride, dtype=out.dtype, device=out.device).copy_(out)
+    return laid_out(spec.shape, spec.stride, out.dtype, out.device).copy_(out)
 
 
 def checked(scope: dict[str, Any], stride: str, spec: Spec) -> Callable[[torch.Tensor], torch.Tensor]:

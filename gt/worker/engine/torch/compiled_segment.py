@@ -11,6 +11,7 @@ import torch
 from gt.ir.spec import Spec
 from gt.worker.engine.base import Misfit
 from gt.worker.engine.torch.calls import DTYPE, NAME, conform
+from gt.worker.engine.torch.memory import laid_out
 
 SNAPSHOT = 64 << 20  # bytes on the device that may be copied there while code is tried
 
@@ -161,8 +162,7 @@ def _metas(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
 
 def _copied(spec: Spec) -> Callable[[torch.Tensor], torch.Tensor]:
     def copy(result: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_strided(spec.shape, spec.stride, dtype=DTYPE[spec.dtype], device=result.device)
-        return made.copy_(result)
+        return laid_out(spec.shape, spec.stride, DTYPE[spec.dtype], result.device).copy_(result)
 
     return copy
 
