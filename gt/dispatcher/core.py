@@ -105,9 +105,7 @@ class Core:
             assert len(session.inbox) <= MOST_DEFERRED and (session.stalled or not session.inbox)
             assert len(session.batches.coming) <= MOST_WAITING
             assert bool(session.held) == session.stalled and session.uploads.awaited <= len(session.uploads.open)
-        for worker in self.cluster.workers:
-            assert not worker.code and not worker.cuts and not worker.defines, f"half a batch is left for {worker.name}"
-            assert worker.done <= worker.runs
+        self.cluster.check()
         assert all(self.workers[w.peer] is w for w in self.cluster.workers if not w.lost)
 
     # ---- in and out
@@ -398,7 +396,7 @@ class Core:
         if not worker.done <= message.seq <= worker.runs:
             raise ProtocolError(f"Done.seq is {message.seq}, of {worker.runs} Runs {worker.done} were done")
         tell(self.sessions.values(), message.times)
-        worker.done = message.seq
+        self.cluster.finished(worker, message.seq)
         self._log("WORKER_RECV", worker.name, f"Done {message.seq}")
         for session in list(self.sessions.values()):
             if worker.index in session.emitter.used:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -27,6 +28,7 @@ from gt.dispatcher.plan.known import Known
 from gt.dispatcher.planning import Planner
 from gt.dispatcher.programs import Programs
 from gt.dispatcher.requests import Requests
+from gt.dispatcher.run_queue import Unit
 from gt.dispatcher.scribe import Scribe
 from gt.dispatcher.stream import Emitter
 from gt.dispatcher.tensors import Storage, Table, Tensor
@@ -51,6 +53,9 @@ class Held:
     rows: list[tuple[Worker, int, list, list]]
     runs: dict[int, int]
     timed: bool
+    seconds: dict[int, float]  # that it takes on each worker, by estimate
+    uploads: list[tuple[int, list[Worker]]] = field(default_factory=list)  # that it takes, and of whom
+    also: list[dict[int, int]] = field(default_factory=list)  # other `runs`, of what was made one with it
 
 
 class Session:
@@ -76,7 +81,8 @@ class Session:
         self.batches = Batches(self)
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.held: list[Held] = []
-        self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which was sent takes, and for whom
+        self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which is written takes yet, and for whom
+        cluster.queue.enter(number)
         self.next_batch = 0
         self.told_stuck = False  # that a worker is, since batches were last acknowledged
         self.templates: dict[int, Known] = {}
@@ -115,16 +121,27 @@ class Session:
 
     def taken(self, base: int) -> Held:
         """What is written for workers, no longer theirs."""
+        seconds = {w.index: w.seconds for w in self.cluster.workers if w.seconds}
         rows = [(w, w.lives, *part) for w in self.cluster.workers for part in w.take()]
+        self.emitter.seconds = 0.0
         self.emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
         self.emitter.base = self.cluster.seq
-        return Held(base, rows, {index: UNSENT for index in self.emitter.used}, self.programs.tape is not None)
+        runs = {index: UNSENT for index in self.emitter.used}
+        uploads, self._unsent = self._unsent, []
+        return Held(base, rows, runs, self.programs.tape is not None, seconds, uploads)
 
     def dispatch(self, held: Held) -> None:
-        """To every worker in one go, so that all of them see what sessions exchange in the same order; or later."""
+        """Send it when it is this session's turn, and not before a recording that it belongs to is over."""
         if self.programs.later.takes(held):
             return
-        self._unsent.clear()
+        costs = {worker.index: held.seconds.get(worker.index, 0.0) for worker, *_ in held.rows}
+        unit = Unit(self.number, costs, partial(self.transmit, held), held.uploads)
+        if self.cluster.queue.offer(unit):
+            unit.send()
+
+    def transmit(self, held: Held) -> None:
+        """To every worker in one go, so that all of them see what sessions exchange in the same order."""
+        sent: dict[int, int] = {}
         for worker, life, defines, code in held.rows:
             if worker.lost or worker.lives != life:
                 continue
@@ -134,9 +151,14 @@ class Session:
                 self.out(worker.peer, Switch(wanted), ())
             worker.runs += 1
             self.out(worker.peer, Run(worker.runs, held.base, defines, code, held.timed), ())
-        held.runs.clear()
+            sent[worker.index] = worker.runs
+        for index, run in sent.items():
+            self.cluster.queue.sent(self.number, index, run, held.seconds.get(index, 0.0))
         workers = self.cluster.workers
-        held.runs.update({index: workers[index].runs for index in self.emitter.used if not workers[index].lost})
+        reach = {index: workers[index].runs for index in self.emitter.used if not workers[index].lost}
+        for runs in (held.runs, *held.also):
+            runs.clear()
+            runs.update(reach)
 
     @property
     def stalled(self) -> bool:
@@ -265,6 +287,8 @@ class Session:
 
     def lose(self, worker: Worker) -> None:
         """A worker is gone: what it held is failed for good, and so is what waits for it."""
+        self.cluster.queue.lose(worker.index)
+        self.cluster.send_all()
         self.uploads.lose(worker.index)
         if worker.index not in self.emitter.used:
             self.release()
@@ -286,6 +310,7 @@ class Session:
 
     def regain(self, worker: Worker) -> None:
         """A new process has a lost worker's place; what the old one held stays lost."""
+        self.cluster.send_all()
         self._losses.pop(worker.index, None)
         self.emitter.used.discard(worker.index)
 
@@ -322,7 +347,7 @@ class Session:
 
     def close(self) -> None:
         """The client is gone: nothing of it stays on any worker."""
-        self.programs.later.drop()
+        held = [*self.programs.later.drop(), *self.held, *self.cluster.queue.leave(self.number)]
         self.programs.discard()
         self.discard()
         self.switches = lambda worker: worker.switches  # type: ignore[assignment,return-value]  # freeing needs none
@@ -330,7 +355,8 @@ class Session:
         self.inbox.clear()
         self.batches.coming.clear()
         self.requests.close()
-        orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in self._unsent}}
+        left = [self._unsent, *(one.uploads for one in held)]
+        orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for rows in left for key, workers in rows}}
         for key, indices in orphans.items():
             for index in indices:
                 self.out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
@@ -338,3 +364,4 @@ class Session:
         self.table.rows.clear()
         self.emitter.end()
         self.flush(self.cluster.seq)
+        self.cluster.take_turns()
