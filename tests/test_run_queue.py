@@ -37,6 +37,9 @@ class Players:
         number, self.units[owner] = self.units[owner], self.units[owner] + 1
         seconds = {int(name[1:]): cost for name, cost in costs.items()}
 
+        for worker in seconds:
+            self.queue.use(owner, worker)
+
         def send() -> None:
             for worker, cost in seconds.items():
                 self.sent[worker] += 1

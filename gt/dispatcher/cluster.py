@@ -130,7 +130,8 @@ class Cluster:
         """A worker has carried out its Runs up to this one: what waited for that is sent."""
         worker.done = run
         self.queue.done(worker.index, run)
-        self.take_turns()
+        if self.queue.waiting:
+            self.take_turns()
 
     def take_turns(self) -> None:
         for unit in self.queue.due():

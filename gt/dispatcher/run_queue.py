@@ -37,24 +37,52 @@ class Flight:
 
 
 class RunQueue:
-    """`offer` what is written; send what `due` yields, and tell of each by `sent`; `done` when a worker says so."""
+    """`use` a worker; `offer` what is written; send what `due` yields and tell of each by `sent`; `done` when a worker says so.
+
+    Short work of a session that is `free`, having its workers to itself, may go without.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[int, deque[Unit]] = {}  # by session, in the order of their turns
-        self._flights: dict[int, dict[int, Flight]] = {}  # by worker, then by session that has used it
+        self._flights: dict[int, dict[int, Flight]] = {}  # by worker, then by session that uses it
+        self._beside: set[int] = set()  # sessions that have a worker in common with another
+        self._long: dict[int, int] = {}  # by session: units under way that take long, counted on each worker
+        self.waiting = 0  # units in all lines
 
     def enter(self, owner: int) -> None:
         self._lines[owner] = deque()
+
+    def use(self, owner: int, worker: int) -> None:
+        """A session sends something to this worker, for the first time perhaps."""
+        if owner in self._lines:
+            flights = self._flights.setdefault(worker, {})
+            flights.setdefault(owner, Flight())
+            if len(flights) > 1:
+                self._beside.update(flights)
 
     def leave(self, owner: int) -> list[Unit]:
         """The session is over: what it had waiting, which is not to be sent."""
         for flights in self._flights.values():
             flights.pop(owner, None)
-        return list(self._lines.pop(owner, ()))
+        left = list(self._lines.pop(owner, ()))
+        self.waiting -= len(left)
+        self._long.pop(owner, None)
+        self._beside = {one for flights in self._flights.values() if len(flights) > 1 for one in flights}
+        return left
+
+    def lose(self, worker: int) -> None:
+        """A worker is gone, and with it what it had under way."""
+        for owner, flight in self._flights.get(worker, {}).items():
+            self._count(owner, -sum(seconds > 0 for _, seconds in flight.units))
+            flight.units.clear()
+            flight.seconds = 0.0
 
     def shared(self, owner: int) -> bool:
         """Whether another session uses a worker of this one's."""
-        return any(owner in flights and len(flights) > 1 for flights in self._flights.values())
+        return owner in self._beside
+
+    def free(self, owner: int) -> bool:
+        return owner not in self._beside and not self._long.get(owner) and not self._lines.get(owner)
 
     def offer(self, unit: Unit) -> bool:
         """Whether the unit may be sent at once; else it waits for its turn. One of a session that is over may."""
@@ -62,44 +90,50 @@ class RunQueue:
         if line is None or (not line and self._fits(unit)):
             return True
         line.append(unit)
+        self.waiting += 1
         return False
 
     def sent(self, owner: int, worker: int, run: int, seconds: float) -> None:
-        if owner not in self._lines:
-            return
-        flight = self._flights.setdefault(worker, {}).setdefault(owner, Flight())
-        flight.units.append((run, seconds))
-        flight.seconds += seconds
+        """A unit went to a worker that the session uses."""
+        if owner in self._lines:
+            flight = self._flights[worker][owner]
+            flight.units.append((run, seconds))
+            flight.seconds += seconds
+            self._count(owner, seconds > 0)
 
     def done(self, worker: int, run: int) -> None:
         """A worker has carried out its Runs up to this one."""
-        for flight in self._flights.get(worker, {}).values():
+        for owner, flight in self._flights.get(worker, {}).items():
             units = flight.units
             while units and units[0][0] <= run:
-                flight.seconds -= units.popleft()[1]
+                seconds = units.popleft()[1]
+                flight.seconds -= seconds
+                self._count(owner, -(seconds > 0))
             if not units:
                 flight.seconds = 0.0
 
-    def lose(self, worker: int) -> None:
-        """A worker is gone, and with it what it had under way."""
-        self._flights.pop(worker, None)
+    def _count(self, owner: int, long: int) -> None:
+        if long:
+            self._long[owner] = self._long.get(owner, 0) + long
 
     def due(self) -> Iterator[Unit]:
         """Units whose turn it is, one of each session after the other. `sent` must be told before the next is asked for."""
-        served = True
+        served = self.waiting > 0
         while served:
             served = False
             for owner, line in list(self._lines.items()):
                 if line and self._fits(line[0]):
                     self._lines[owner] = self._lines.pop(owner)  # behind the others
+                    self.waiting -= 1
                     served = True
                     yield line.popleft()
 
     def all(self) -> Iterator[Unit]:
         """Every unit, whoever's turn it is: workers are to meet what was planned until now before what comes next."""
-        while any(self._lines.values()):
+        while self.waiting:
             for line in self._lines.values():
                 if line:
+                    self.waiting -= 1
                     yield line.popleft()
 
     def _fits(self, unit: Unit) -> bool:
@@ -108,13 +142,16 @@ class RunQueue:
             flight = flights.get(unit.owner)
             if flight is None or len(flight.units) < LEAST:
                 continue
-            others = len(flights) > 1
-            if flight.seconds + seconds > AHEAD or (others and len(flight.units) >= MOST):
+            if flight.seconds + seconds > AHEAD or (len(flights) > 1 and len(flight.units) >= MOST):
                 return False
         return True
 
     def check(self) -> None:
         """Nothing waits whose turn it is: nobody would send it."""
         assert not any(line and self._fits(line[0]) for line in self._lines.values())
+        assert self.waiting == sum(map(len, self._lines.values()))
         for flights in self._flights.values():
             assert set(flights) <= set(self._lines), "a session that is over has work under way"
+        for owner in self._lines:
+            under_way = [unit for flights in self._flights.values() for unit in flights.get(owner, Flight()).units]
+            assert self._long.get(owner, 0) == sum(seconds > 0 for _, seconds in under_way)

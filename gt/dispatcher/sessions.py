@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -42,6 +42,7 @@ from gt.wire.messages import CHUNK, Ack, Data, Message, Release, Run, Switch
 log = logging.getLogger("gt.dispatcher")
 
 MOST_UNREPORTED = 64  # failures that nobody has been told of
+NONE: dict[int, float] = {}
 UNSENT = 1 << 62  # number of a Run that is held back, until it has one
 
 
@@ -54,8 +55,8 @@ class Held:
     runs: dict[int, int]
     timed: bool
     seconds: dict[int, float]  # that it takes on each worker, by estimate
-    uploads: list[tuple[int, list[Worker]]] = field(default_factory=list)  # that it takes, and of whom
-    also: list[dict[int, int]] = field(default_factory=list)  # other `runs`, of what was made one with it
+    uploads: Sequence[tuple[int, list[Worker]]] = ()  # that it takes, and of whom
+    also: Sequence[dict[int, int]] = ()  # other `runs`, of what was made one with it
 
 
 class Session:
@@ -83,6 +84,7 @@ class Session:
         self.held: list[Held] = []
         self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which is written takes yet, and for whom
         cluster.queue.enter(number)
+        self.uses: set[int] = set()  # workers that it has sent something
         self.next_batch = 0
         self.told_stuck = False  # that a worker is, since batches were last acknowledged
         self.templates: dict[int, Known] = {}
@@ -121,18 +123,23 @@ class Session:
 
     def taken(self, base: int) -> Held:
         """What is written for workers, no longer theirs."""
-        seconds = {w.index: w.seconds for w in self.cluster.workers if w.seconds}
+        seconds = {w.index: w.seconds for w in self.cluster.workers if w.seconds} if self.emitter.seconds else NONE
         rows = [(w, w.lives, *part) for w in self.cluster.workers for part in w.take()]
         self.emitter.seconds = 0.0
         self.emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
         self.emitter.base = self.cluster.seq
         runs = {index: UNSENT for index in self.emitter.used}
-        uploads, self._unsent = self._unsent, []
-        return Held(base, rows, runs, self.programs.tape is not None, seconds, uploads)
+        held = Held(base, rows, runs, self.programs.tape is not None, seconds)
+        if self._unsent:
+            held.uploads, self._unsent = self._unsent, []
+        return held
 
     def dispatch(self, held: Held) -> None:
         """Send it when it is this session's turn, and not before a recording that it belongs to is over."""
         if self.programs.later.takes(held):
+            return
+        if not held.seconds and self.cluster.queue.free(self.number):
+            self.transmit(held)
             return
         costs = {worker.index: held.seconds.get(worker.index, 0.0) for worker, *_ in held.rows}
         unit = Unit(self.number, costs, partial(self.transmit, held), held.uploads)
@@ -142,6 +149,8 @@ class Session:
     def transmit(self, held: Held) -> None:
         """To every worker in one go, so that all of them see what sessions exchange in the same order."""
         sent: dict[int, int] = {}
+        queue = self.cluster.queue
+        counted = bool(held.seconds) or not queue.free(self.number)
         for worker, life, defines, code in held.rows:
             if worker.lost or worker.lives != life:
                 continue
@@ -149,11 +158,15 @@ class Session:
             if worker.switches != wanted:
                 worker.switches = wanted
                 self.out(worker.peer, Switch(wanted), ())
+            if worker.index not in self.uses:
+                self.uses.add(worker.index)
+                queue.use(self.number, worker.index)
             worker.runs += 1
             self.out(worker.peer, Run(worker.runs, held.base, defines, code, held.timed), ())
-            sent[worker.index] = worker.runs
+            if counted:
+                sent[worker.index] = worker.runs
         for index, run in sent.items():
-            self.cluster.queue.sent(self.number, index, run, held.seconds.get(index, 0.0))
+            queue.sent(self.number, index, run, held.seconds.get(index, 0.0))
         workers = self.cluster.workers
         reach = {index: workers[index].runs for index in self.emitter.used if not workers[index].lost}
         for runs in (held.runs, *held.also):
@@ -347,7 +360,8 @@ class Session:
 
     def close(self) -> None:
         """The client is gone: nothing of it stays on any worker."""
-        held = [*self.programs.later.drop(), *self.held, *self.cluster.queue.leave(self.number)]
+        takes = [one.uploads for one in (*self.programs.later.drop(), *self.held)]
+        takes += [unit.uploads for unit in self.cluster.queue.leave(self.number)]
         self.programs.discard()
         self.discard()
         self.switches = lambda worker: worker.switches  # type: ignore[assignment,return-value]  # freeing needs none
@@ -355,8 +369,8 @@ class Session:
         self.inbox.clear()
         self.batches.coming.clear()
         self.requests.close()
-        left = [self._unsent, *(one.uploads for one in held)]
-        orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for rows in left for key, workers in rows}}
+        unsent = [row for rows in (self._unsent, *takes) for row in rows]
+        orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in unsent}}
         for key, indices in orphans.items():
             for index in indices:
                 self.out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
