@@ -314,7 +314,10 @@ def _seconds(known: Known, ins: Sequence[Layout], rank: int, gpu: bool) -> float
         return 0.0
     made = [out.spec.shape for out in known.template.outs if out.spec is not None]
     nbytes = sum(prod(shape) * spec.itemsize for shape, spec in zip(shapes, specs, strict=True))
-    return cost.at_least(cost.flops(known.template.op, shapes, made), nbytes, gpu)
+    try:
+        return cost.at_least(cost.flops(known.template.op, shapes, made), nbytes, gpu)
+    except (IndexError, OverflowError):  # no such op: it fails where it is carried out
+        return 0.0
 
 
 def _of_its_base(known: Known) -> bool:
