@@ -208,7 +208,7 @@ def test_several_queued_runs_are_done_with_one_message_or_few(dispatcher, worker
     seqs = [dispatcher.next(Done)[0].seq]
     while seqs[-1] < 19:
         seqs.append(dispatcher.next(Done)[0].seq)
-    assert seqs == [7, 15, 19]
+    assert seqs[-1] == 19 and len(seqs) <= 4  # the first may be told by itself: it took long
 
 
 def test_exit_ends_a_worker_that_waits(dispatcher, worker):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from gt.dispatcher import intake
 from gt.dispatcher.fused import Unseen
 from gt.dispatcher.plan.known import Known
+from gt.dispatcher.run_queue import GRAIN, UNIT
 from gt.dispatcher.stream import TEMPORARY
 from gt.dispatcher.tensors import Tensor
 from gt.errors import ProtocolError
@@ -85,7 +86,7 @@ class Batches:
         s, self._final = self.s, final
         while self.coming:
             batch = self.coming[0]
-            s.emitter.base = s.cluster.seq
+            s.emitter.base, s.emitter.seconds = s.cluster.seq, 0.0
             self.frames = batch.frames
             try:
                 ended = self._stream(batch)
@@ -105,6 +106,7 @@ class Batches:
         templates, origins, rows = s.templates, s.origins, s.table.rows
         emitter, cluster, op = s.emitter, s.cluster, s.planner.op
         at, end = batch.at, len(code)
+        grain = left = GRAIN if s.cluster.queue.shared(s.number) else end
         while at < end:
             start = at
             number = code[at]
@@ -136,6 +138,10 @@ class Batches:
                 return False
             cluster.seq += 1
             s.ops += 1
+            left -= 1
+            if emitter.seconds > UNIT or not left:  # a session's turn is not to take long
+                left = grain
+                s.cut()
         return True
 
     def _special(self, number: int, code: list, at: int) -> int:

@@ -138,9 +138,7 @@ class Core:
             assert len(session.batches.coming) <= MOST_WAITING
             assert bool(session.held) == session.stalled and session.uploads.awaited <= len(session.uploads.open)
         for lease in self.lending.leases:
-            for worker in lease.cluster.workers:
-                assert not worker.code and not worker.cuts and not worker.defines, f"half a batch is left for {worker.name}"
-                assert worker.done <= worker.runs
+            lease.cluster.check()
             assert all(self.workers[w.peer] is w and self.lending.of(w.peer) is lease for w in workers(lease))
             assert all(self.sessions[peer] is s and self.lending.of(peer) is lease for peer, s in lease.sessions.items())
         assert len(self.workers) == sum(len(workers(lease)) for lease in self.lending.leases)
@@ -479,9 +477,10 @@ class Core:
         worker = self._worker(peer)
         if not worker.done <= message.seq <= worker.runs:
             raise ProtocolError(f"Done.seq is {message.seq}, of {worker.runs} Runs {worker.done} were done")
-        sessions = self._lease(peer).sessions.values()
+        lease = self._lease(peer)
+        sessions = lease.sessions.values()
         tell(sessions, message.times)
-        worker.done = message.seq
+        lease.cluster.finished(worker, message.seq)
         self._log("WORKER_RECV", worker.name, f"Done {message.seq}")
         for session in list(sessions):
             if worker.index in session.emitter.used:

@@ -97,9 +97,10 @@ class Later:
         for one in held:
             self.s.dispatch(one)
 
-    def drop(self) -> None:
-        """The session is over."""
-        self._held = None
+    def drop(self) -> list[Held]:
+        """The session is over; what was held back."""
+        held, self._held = self._held or [], None
+        return held
 
     def end(self, tape: Tape) -> None:
         """The recording is over, and all that was written is on its tape."""
@@ -113,10 +114,8 @@ class Later:
             rows = [(w, life, defines, found[w.index].pass_on(code, tape.defines)) for w, life, defines, code in one.rows]
             s.dispatch(replace(one, rows=[row for row in rows if row[2] or row[3]], runs={}))
         last = self._program(tape, held[0].base, found)
+        last.also = [one.runs for one in held]
         s.dispatch(last)
-        for one in held:
-            one.runs.clear()
-            one.runs.update(last.runs)
 
     def _program(self, tape: Tape, base: int, found: dict[int, Ends]) -> Held:
         """What is left, as programs that are carried out once: what is placed by it, and then the call as any other."""

@@ -117,6 +117,9 @@ class Planner:
                 self.s.mover.settle(t.storage)  # before any is brought: another operand may view the same terms
         brought = [self.s.mover.bring(t, want) for t, want in zip(ins, plan.wants, strict=True)]
         self.emit(known, plan, ins, brought, values, outs)
+        for index in known.template.writes:
+            if brought[index] != ins[index].id:  # the second of two targets, which is at home on another mesh
+                self.s.mover.write_back(brought[index], ins[index], plan.wants[index])
 
     def anew(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Plan and emit one of the ops that another is carried out as."""
@@ -242,11 +245,13 @@ class Planner:
         if views and wants[0] != ins[0].layout.placements:  # type: ignore[union-attr]
             self._move_base(known, ins[0], mesh)
             wants, makes = self._decide(known, ins, [list(ins[0].layout.placements)], mesh)  # type: ignore[union-attr]
-        for index in known.template.writes:
-            target = ins[index]
-            if target.layout is not None and wants[index] != target.layout.placements:
-                self.s.mover.relayout(target.storage, replicated(mesh))
-                return self._plan(known, origin, ins, outs, mesh)
+        targets = [ins[i] for i in known.template.writes]
+        here = [t.layout is not None and t.layout.mesh == mesh for t in targets]
+        if any(h and wants[i] != t.layout.placements for h, i, t in zip(here, known.template.writes, targets)):  # type: ignore
+            for there, target in zip(here, targets, strict=True):  # all of them: by one alone the rule might not change
+                if there:
+                    self.s.mover.relayout(target.storage, replicated(mesh))
+            return self._plan(known, origin, ins, outs, mesh)
         want_layouts = tuple(self.s.intern(Layout(mesh, w)) for w in wants)
         out_layouts = tuple(self.s.intern(Layout(mesh, m)) for m in makes)
         return Plan(want_layouts, out_layouts, self.s.mover.bind_op(known, want_layouts, out_layouts), False)

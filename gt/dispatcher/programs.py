@@ -256,6 +256,7 @@ class Programs:
             held = {i for row in rows for i in row.ids()[1]}
             writer.alias(alias, [(made, read) for read, made in carried if made in held])
             code[worker] = [s.emitter.define("program", part) for part in writer.parts]
+            s.emitter.estimate(code[worker][0], sum(s.emitter.costs.get(row.define.number, 0.0) for row in rows))
         for read, made in pairs:
             self._alias(made, read)
         self._drop_copies()  # a replay makes them, and ends them

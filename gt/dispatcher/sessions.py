@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -27,6 +28,7 @@ from gt.dispatcher.plan.known import Known
 from gt.dispatcher.planning import Planner
 from gt.dispatcher.programs import Programs
 from gt.dispatcher.requests import Requests
+from gt.dispatcher.run_queue import Unit
 from gt.dispatcher.scribe import Scribe
 from gt.dispatcher.stream import Emitter
 from gt.dispatcher.tensors import Storage, Table, Tensor
@@ -40,6 +42,7 @@ from gt.wire.messages import CHUNK, Ack, Data, Message, Release, Run, Switch
 log = logging.getLogger("gt.dispatcher")
 
 MOST_UNREPORTED = 64  # failures that nobody has been told of
+NONE: dict[int, float] = {}
 UNSENT = 1 << 62  # number of a Run that is held back, until it has one
 
 
@@ -51,6 +54,9 @@ class Held:
     rows: list[tuple[Worker, int, list, list]]
     runs: dict[int, int]
     timed: bool
+    seconds: dict[int, float]  # that it takes on each worker, by estimate
+    uploads: Sequence[tuple[int, list[Worker]]] = ()  # that it takes, and of whom
+    also: Sequence[dict[int, int]] = ()  # other `runs`, of what was made one with it
 
 
 class Session:
@@ -79,7 +85,9 @@ class Session:
         self.began, self.warned = cluster.now, False  # warned: told that its time is nearly over
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.held: list[Held] = []
-        self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which was sent takes, and for whom
+        self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which is written takes yet, and for whom
+        cluster.queue.enter(number)
+        self.uses: set[int] = set()  # workers that it has sent something
         self.next_batch = 0
         self.told_stuck = False  # that workers are, since batches were last acknowledged
         self.stall_timeout = 0.0  # seconds in which no worker gets on until that is an error, 0 for none
@@ -121,16 +129,34 @@ class Session:
 
     def taken(self, base: int) -> Held:
         """What is written for workers, no longer theirs."""
+        seconds = {w.index: w.seconds for w in self.cluster.workers if w.seconds} if self.emitter.seconds else NONE
         rows = [(w, w.lives, *part) for w in self.cluster.workers for part in w.take()]
+        self.emitter.seconds = 0.0
         self.emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
         self.emitter.base = self.cluster.seq
-        return Held(base, rows, {index: UNSENT for index in self.emitter.used}, self.programs.tape is not None)
+        runs = {index: UNSENT for index in self.emitter.used}
+        held = Held(base, rows, runs, self.programs.tape is not None, seconds)
+        if self._unsent:
+            held.uploads, self._unsent = self._unsent, []
+        return held
 
     def dispatch(self, held: Held) -> None:
-        """To every worker in one go, so that all of them see what sessions exchange in the same order; or later."""
+        """Send it when it is this session's turn, and not before a recording that it belongs to is over."""
         if self.programs.later.takes(held):
             return
-        self._unsent.clear()
+        if not held.seconds and self.cluster.queue.free(self.number):
+            self.transmit(held)
+            return
+        costs = {worker.index: held.seconds.get(worker.index, 0.0) for worker, *_ in held.rows}
+        unit = Unit(self.number, costs, partial(self.transmit, held), held.uploads)
+        if self.cluster.queue.offer(unit):
+            unit.send()
+
+    def transmit(self, held: Held) -> None:
+        """To every worker in one go, so that all of them see what sessions exchange in the same order."""
+        sent: dict[int, int] = {}
+        queue = self.cluster.queue
+        counted = bool(held.seconds) or not queue.free(self.number)
         for worker, life, defines, code in held.rows:
             if worker.lost or worker.lives != life:
                 continue
@@ -138,11 +164,20 @@ class Session:
             if not self.ended and (worker.session != self.number or worker.switches != wanted):
                 worker.session, worker.switches = self.number, wanted
                 self.out(worker.peer, Switch(wanted, self.number, self.memory), ())
+            if worker.index not in self.uses:
+                self.uses.add(worker.index)
+                queue.use(self.number, worker.index)
             worker.runs += 1
             self.out(worker.peer, Run(worker.runs, held.base, defines, code, held.timed), ())
-        held.runs.clear()
+            if counted:
+                sent[worker.index] = worker.runs
+        for index, run in sent.items():
+            queue.sent(self.number, index, run, held.seconds.get(index, 0.0))
         workers = self.cluster.workers
-        held.runs.update({index: workers[index].runs for index in self.emitter.used if not workers[index].lost})
+        reach = {index: workers[index].runs for index in self.emitter.used if not workers[index].lost}
+        for runs in (held.runs, *held.also):
+            runs.clear()
+            runs.update(reach)
 
     @property
     def stalled(self) -> bool:
@@ -276,6 +311,8 @@ class Session:
 
     def lose(self, worker: Worker) -> None:
         """A worker is gone: what it held is failed for good, and so is what waits for it."""
+        self.cluster.queue.lose(worker.index)
+        self.cluster.send_all()
         self.uploads.lose(worker.index)
         if worker.index not in self.emitter.used:
             self.release()
@@ -297,6 +334,7 @@ class Session:
 
     def regain(self, worker: Worker) -> None:
         """A new process has a lost worker's place; what the old one held stays lost."""
+        self.cluster.send_all()
         self._losses.pop(worker.index, None)
         self.emitter.used.discard(worker.index)
 
@@ -333,7 +371,8 @@ class Session:
 
     def close(self) -> None:
         """The client is gone: nothing of it stays on any worker."""
-        self.programs.later.drop()
+        takes = [one.uploads for one in (*self.programs.later.drop(), *self.held)]
+        takes += [unit.uploads for unit in self.cluster.queue.leave(self.number)]
         self.programs.discard()
         self.discard()
         self.ended = True  # what follows frees, for which workers need no switches
@@ -341,7 +380,8 @@ class Session:
         self.inbox.clear()
         self.batches.coming.clear()
         self.requests.close()
-        orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in self._unsent}}
+        unsent = [row for rows in (self._unsent, *takes) for row in rows]
+        orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in unsent}}
         for key, indices in orphans.items():
             for index in indices:
                 self.out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
@@ -349,3 +389,4 @@ class Session:
         self.table.rows.clear()
         self.emitter.end()
         self.flush(self.cluster.seq)
+        self.cluster.take_turns()

@@ -13,6 +13,7 @@ import queue
 import signal
 import socket as bsd
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,7 @@ from gt.worker.timed import take
 
 log = logging.getLogger("gt.worker")
 TOGETHER = 8  # Runs that one Done answers, at most
+SHORT, LONG = 400, 5e-4  # numbers of a Run that is answered by itself if it took more seconds
 LEAVING = 2.0  # seconds in which a process that shares memory with others ends, or is ended
 HOT = 0.02  # seconds after an instruction in which another is likely
 NOBODY = -1  # no session yet
@@ -196,14 +198,15 @@ class Loop:
                     self.executor.formed()
                 continue
             assert isinstance(message, Run)
-            self._running = message.seq
+            self._running, began = message.seq, time.monotonic()
             self.executor.outgoing.settle()
             if message.defines:
                 self.executor.define(message.defines)
             self.executor.run(message.code, message.base, epoch, message.timed)
             self.done = message.seq
             self._untold += 1
-            if self._untold >= TOGETHER:
+            long = len(message.code) < SHORT and time.monotonic() - began > LONG  # the dispatcher may have kept others back
+            if self._untold >= TOGETHER or long:
                 self._tell_done()
 
     def _switch(self, message: Switch) -> None:
