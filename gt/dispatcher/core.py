@@ -22,7 +22,7 @@ from gt.dispatcher.sessions import Session
 from gt.dispatcher.times import tell
 from gt.dispatcher.watch import Survey, Watch, answer
 from gt.errors import GTError, ProtocolError, Refused, SystemFailure
-from gt.log import Sparse
+from gt.log import Sparse, plain
 from gt.wire.link import examine
 from gt.wire.messages import (
     THROUGH,
@@ -282,7 +282,7 @@ class Core:
         self.send(client.peer, Welcome(session.number, self._name(client.peer), names, list(config.groups), CREDIT))
 
     def _goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
-        self._lost(peer, message.reason[:SAID] or GOODBYE)
+        self._lost(peer, plain(message.reason, SAID) or GOODBYE)
         self._actions.append(Close(peer))
 
     def _lost(self, peer: Peer, reason: str) -> None:
