@@ -10,7 +10,7 @@ from pathlib import Path
 from gt import env, log
 from gt.dispatcher.server import Server
 from gt.errors import GTError
-from gt.wire.memory import collect_less, keep_freed
+from gt.wire.memory import collect_less, keep_freed, more_descriptors
 
 
 def port(text: str) -> int:
@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 once told to stop, 2 if it cannot start."""
     args = parser().parse_args(argv)
     log.setup("dispatcher")
+    more_descriptors()
     try:
         server = Server(args.host, args.port, env.token(args.token_file), args.heartbeat)
     except GTError as error:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from gt import env
+from gt.dispatcher.descriptors import Reserve
 from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, PeerLost, Received, Send, Tick
 from gt.dispatcher.journal import Journal
-from gt.errors import ProtocolError, Refused
+from gt.errors import ProtocolError, Refused, to_wire
 from gt.wire import codec
 from gt.wire.link import Gate
-from gt.wire.messages import Exit, Goodbye, Welcome
+from gt.wire.messages import Exit, Goodbye, Hello, Reject, Welcome
 from gt.wire.router import Arrived, Gone, Router
 from gt.wire.socket import resolve
 
@@ -59,6 +60,8 @@ class Server:
         self._ringing = threading.RLock()  # a signal may come while the bell is closed
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._router.watch(self._bell)
+        descriptors = self._router.descriptors
+        self._reserve = Reserve(self.port, lambda: descriptors(self._gates), lambda: descriptors(self._parted))
 
     @property
     def address(self) -> str:
@@ -80,6 +83,7 @@ class Server:
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
                     self._handle(Tick(self._now()))
+                    self._reserve.look(self._now())
                     if self._journal is not None:
                         self._journal.flush()
         finally:
@@ -90,6 +94,7 @@ class Server:
             if gate.role:
                 self._router.send(peer, Exit(self._reason or "it failed"))
         self._router.close()
+        self._reserve.close()
         with self._ringing:
             bell, self._bell = self._bell, -1
             os.close(bell)
@@ -131,6 +136,10 @@ class Server:
             gate.admit(message, len(item.frames), max(map(len, item.frames), default=0))
         except ProtocolError as error:
             self._handle(Malformed(item.peer, str(error), self._now()))
+            return
+        if isinstance(message, Hello) and not self._reserve.admits():
+            self._router.send(item.peer, Reject(to_wire(Refused(self._reserve.reason()))))
+            self._part(item.peer)
             return
         if isinstance(message, Goodbye):
             self._part(item.peer)

@@ -196,13 +196,14 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     """The dispatcher: tells its port, then how many workers it has."""
     from gt import errors
     from gt.dispatcher.server import Server
-    from gt.wire.memory import collect_less, keep_freed
+    from gt.wire.memory import collect_less, keep_freed, more_descriptors
 
     def tell(**what: Any) -> None:
         with contextlib.suppress(OSError):
             os.write(status, json.dumps(what).encode() + b"\n")
 
     log.setup("dispatcher", "gt.server")
+    more_descriptors()
     try:
         server = Server("127.0.0.1", 0, order["token"], order["heartbeat"])
     except errors.GTError as error:

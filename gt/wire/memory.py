@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import resource
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 KEPT = 64 << 20  # bytes at the end of a heap
@@ -24,3 +25,10 @@ def keep_freed() -> None:
 def collect_less() -> None:
     """Look for cycles less often: for a process that makes many small objects, and holds nothing large in them."""
     gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
+
+
+def more_descriptors() -> None:
+    """Each peer takes one: so many as the system's operator allows, not the few that a shell starts with."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

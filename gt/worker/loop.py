@@ -20,7 +20,7 @@ from gt import env, errors
 from gt import log as logs
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
-from gt.wire.memory import keep_freed
+from gt.wire.memory import keep_freed, more_descriptors
 from gt.wire.messages import (
     CHUNK,
     Abort,
@@ -210,6 +210,7 @@ def run(
     before = signal.signal(signal.SIGTERM, _terminated) if main else None
     if main:
         keep_freed()
+        more_descriptors()
     plane: Plane | None = None
     loop, why = None, ""
     try:
