@@ -132,6 +132,7 @@ class Server:
             return
         gate = self._gates.setdefault(item.peer, Gate())
         try:
+            codec.weigh(item.body)
             message = codec.unpack(item.body)
             gate.admit(message, len(item.frames), max(map(len, item.frames), default=0))
         except ProtocolError as error:
