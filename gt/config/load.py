@@ -33,7 +33,7 @@ MOST_VALUES = 8192  # keys and values of a config, each alias counted as what it
 MOST_NESTED = 16  # signs of nesting in one line
 LONGEST_WORD, MOST_WORDS = 64, 64  # characters and number of names among which a near one is looked for
 SHOWN, SHORT = 20, 80  # names that an error lists, and characters of each value
-_NESTED = re.compile(r"(?:[-?:][ \t]+){%d}" % MOST_NESTED)  # libyaml reads each by a call within a call
+_NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MOST_NESTED}}}")  # libyaml reads each by a call within a call
 _COMPOSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 BROKEN = "check the indentation (spaces, no tabs) and the brackets there and in the lines above"
 
@@ -103,13 +103,13 @@ class _Reader:
     def compose(self, text: str) -> yaml.Node | None:
         if deep := _NESTED.search(text):
             line = text.count("\n", 0, deep.start()) + 1
-            self.fail("", line, f"not YAML: {MOST_NESTED} signs of nesting in one line; {BROKEN}")
+            self.fail("", line, f"nested too deep: {MOST_NESTED} dashes within one another in one line")
         try:
             return yaml.compose(text, Loader=_COMPOSER)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = mark.line + 1 if mark else 1
-            self.fail("", line, f"not YAML: {str(error.problem or error.context):.200}; {BROKEN}")
+            self.fail("", line, f"not YAML: {error.problem or error.context!s:.200}; {BROKEN}")
         except yaml.YAMLError as error:
             raise ConfigError(f"{self.file}: not YAML: {error!s:.200}; {BROKEN}") from error
 

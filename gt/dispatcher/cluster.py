@@ -5,8 +5,10 @@ Pure bookkeeping: definitions are numbered here, heap offsets handed out here, s
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
+from gt.dispatcher.pace import Pace
 from gt.errors import SystemFailure
 from gt.ir.heap import MEETING_BYTES, Sizes, channel_bytes, channel_class, enough, sizes, team_bytes
 from gt.ir.instr import FIRST, Define
@@ -95,9 +97,10 @@ class HeapFull(SystemFailure):
 class Cluster:
     """Workers by index, with heap regions for pairs and teams."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace | None = None) -> None:
+        self.pace = pace or Pace()  # of the turn in which an event is dealt with
         self.workers: list[Worker] = []
-        self.next_define = FIRST
+        self._numbers = itertools.count(FIRST)  # several threads take from it
         self.heap_used = MEETING_BYTES
         self.generation = 0
         self.seq = 0  # of the next op, over all sessions
@@ -123,8 +126,8 @@ class Cluster:
         return next((w for w in self.workers if w.name == name), None)
 
     def number(self) -> int:
-        self.next_define += 1
-        return self.next_define - 1
+        """A new name for one definition."""
+        return next(self._numbers)
 
     def key(self) -> int:
         """A new name for one upload or answer."""

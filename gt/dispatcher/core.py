@@ -13,13 +13,15 @@ from gt import errors
 from gt.dispatcher.admission import Admission, Waiting, shared_out, worker_info
 from gt.dispatcher.batches import MOST_WAITING
 from gt.dispatcher.cluster import Cluster, Worker
-from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, Peer, PeerLost, Received, Send, Tick
+from gt.dispatcher.events import Action, Again, Close, Event, Lines, Log, Malformed, Peer, PeerLost, Received, Send, Tick, Turn
 from gt.dispatcher.failures import op_failed, worker_lost
 from gt.dispatcher.intake import CREDIT
+from gt.dispatcher.pace import Pace
 from gt.dispatcher.requests import MOST
 from gt.dispatcher.scribe import Scribe
 from gt.dispatcher.sessions import Session
 from gt.dispatcher.times import tell
+from gt.dispatcher.turns import Turns
 from gt.dispatcher.watch import Survey, Watch, answer
 from gt.errors import GTError, ProtocolError, Refused, SystemFailure
 from gt.log import Sparse, plain
@@ -55,23 +57,23 @@ from gt.wire.messages import (
 log = logging.getLogger("gt.dispatcher")
 GOODBYE = "it said goodbye"
 SAID = 4000  # characters of another reason
-DEFERRED = (Ops, Fetch, Describe, Inspect, Seal, Stats)  # what a stalled session keeps for later, in order
 SPOKEN = 20  # refusals logged in a second
-MOST_DEFERRED = CREDIT + MOST + 1
 
 
 class Core:
     """`logging`: make Log actions, with the plan's lines, for somebody who reads them."""
 
-    def __init__(self, token: str = "", heartbeat: float = 10.0, logging: bool = False) -> None:
+    def __init__(self, token: str = "", heartbeat: float = 10.0, logging: bool = False, pace: Pace | None = None) -> None:
         self.token, self.heartbeat = token, heartbeat
         self.logging = logging
-        self.cluster = Cluster()
+        self.pace = pace or Pace()
+        self.cluster = Cluster(self.pace)
         self.sessions: dict[Peer, Session] = {}
         self.workers: dict[Peer, Worker] = {}
         self.received = self.sent = self.relayed = 0
         self.admission = Admission(self.cluster)
         self.watch = Watch(self.cluster, heartbeat)
+        self.turns = Turns(self, self.pace)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
         self._page: list[str] = []  # of the instruction log
@@ -87,6 +89,7 @@ class Core:
         """What follows from one event, in the order in which it has to be done."""
         self._actions = []
         self._now = self.cluster.now = event.at
+        self.pace.begin()
         if isinstance(event, Received):
             self._receive(event)
         elif isinstance(event, PeerLost):
@@ -95,16 +98,21 @@ class Core:
             self._refuse(event.peer, ProtocolError(event.reason))
         elif isinstance(event, Tick):
             self._tick()
+        elif isinstance(event, Turn):
+            self.turns.go_on()
+        self.turns.leavings.clear()
         self._turn_page()
+        if self.turns.pending:
+            self._actions.append(Again())
         return self._actions
 
     def check(self) -> None:
         """What must always be true between events; tests call it after every one."""
         for session in self.sessions.values():
             session.table.check()
-            assert len(session.inbox) <= MOST_DEFERRED and (session.stalled or not session.inbox)
             assert len(session.batches.coming) <= MOST_WAITING
-            assert bool(session.held) == session.stalled and session.uploads.awaited <= len(session.uploads.open)
+            assert session.uploads.awaited <= len(session.uploads.open)
+        self.turns.check()
         for worker in self.cluster.workers:
             assert not worker.code and not worker.cuts and not worker.defines, f"half a batch is left for {worker.name}"
             assert worker.done <= worker.runs
@@ -136,20 +144,9 @@ class Core:
 
     def _receive(self, event: Received) -> None:
         self.received += 1
-        session = self.sessions.get(event.peer)
-        if session is not None and isinstance(event.message, DEFERRED):
-            if self._stalled(event.peer, session, event.message):
-                if len(session.inbox) >= MOST_DEFERRED:
-                    self._refuse(
-                        event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already")
-                    )
-                else:
-                    session.inbox.append((event.message, event.frames))
-                return
-            if event.peer not in self.sessions:
-                return  # what it sent before was refused
-        self._take(event.peer, event.message, event.frames)
-        self._resume(event.peer)
+        if not self.turns.waits(event):
+            self._take(event.peer, event.message, event.frames)
+            self.turns.resume(event.peer)
 
     def _take(self, peer: Peer, message: Message, frames: tuple) -> None:
         """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
@@ -167,22 +164,6 @@ class Core:
             self._refuse(peer, error)
         except Exception as error:
             self._fault(peer, what, error)
-
-    def _resume(self, peer: Peer) -> None:
-        """What came while a session was stalled."""
-        while (session := self.sessions.get(peer)) is not None and session.inbox:
-            if self._stalled(peer, session, session.inbox[0][0]):
-                return
-            if session.inbox:  # or the session has just ended
-                self._take(peer, *session.inbox.popleft())
-
-    def _stalled(self, peer: Peer, session: Session, message: Message) -> bool:
-        """Whether a message has to wait; a question ends the waiting of what was sent before it."""
-        if not session.stalled and not isinstance(message, Ops):
-            self._attempt(peer, "Ops", session.batches.finish)
-            if not isinstance(message, Seal):
-                session.programs.later.let_go()
-        return session.stalled
 
     def _fault(self, peer: Peer, what: str, error: Exception) -> None:
         """A fault of ours, or of a message in a way that nobody thought of: it ends the one peer that it came with."""
@@ -291,7 +272,7 @@ class Core:
         if session is not None:
             self._log("DISCONNECT", f"client{session.number}", reason)
             self.watch.forget(session)
-            self._guarded(session, "its end", session.close)
+            self._guarded(session, "its end", session.close, self.turns.leavings)
         worker = self.workers.pop(peer, None)
         if worker is not None:
             self._lose_worker(worker, reason)
@@ -306,7 +287,7 @@ class Core:
             self.send(peer, Abort(worker.index, worker.lost))
         for session in list(self.sessions.values()):
             self._guarded(session, "the loss of a worker", session.lose, worker)
-            self._resume(session.peer)
+            self.turns.resume(session.peer)
         for survey in self.watch.without(worker.index):
             self._surveyed(survey)
 

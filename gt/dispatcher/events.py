@@ -44,7 +44,15 @@ class Tick:
     at: float
 
 
-Event = Received | PeerLost | Malformed | Tick
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Nothing else comes: time for what takes more than one turn. Sent after the events that are there, as long as Again is
+    answered."""
+
+    at: float
+
+
+Event = Received | PeerLost | Malformed | Tick | Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,11 @@ class Log:
     fields: dict = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Something is left to do: a Turn is wanted."""
+
+
 MARK = "\0"  # where a line of Lines begins: it takes the time's place
 
 
@@ -81,4 +94,4 @@ class Lines:
     text: str
 
 
-Action = Send | Close | Log | Lines
+Action = Send | Close | Log | Lines | Again

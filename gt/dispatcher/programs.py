@@ -15,6 +15,7 @@ from gt.dispatcher.arrange import arrange
 from gt.dispatcher.early import early
 from gt.dispatcher.failures import Cause, Launched, Planned
 from gt.dispatcher.later import Later
+from gt.dispatcher.pace import Leavings
 from gt.dispatcher.recompute import BOUNDS, recompute
 from gt.dispatcher.tape import Row, Tape
 from gt.dispatcher.turning import make_way
@@ -347,6 +348,13 @@ class Programs:
         for program in self.all.values():
             if worker in program.code:
                 program.failed = program.failed or cause
+
+    def leave(self, leavings: Leavings) -> None:
+        """The session is over."""
+        for program in self.all.values():
+            for part in (program.journal, program.layouts, program.made, program.reads, program.writes, program.makes):
+                leavings.add(part)
+        self.all.clear()
 
     def drop(self, number: Any) -> None:
         program = self.all.pop(number, None) if type(number) is int else None

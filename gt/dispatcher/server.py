@@ -12,8 +12,9 @@ from typing import Protocol
 
 from gt import env
 from gt.dispatcher.descriptors import Reserve
-from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, PeerLost, Received, Send, Tick
+from gt.dispatcher.events import Action, Again, Close, Event, Lines, Log, Malformed, PeerLost, Received, Send, Tick, Turn
 from gt.dispatcher.journal import Journal
+from gt.dispatcher.pace import Pace
 from gt.errors import ProtocolError, Refused, to_wire
 from gt.wire import codec
 from gt.wire.link import Gate
@@ -46,7 +47,9 @@ class Server:
         if core is None:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
-            core = Core(token=token, heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")))
+            core = Core(
+                token=token, heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")), pace=Pace(time.monotonic)
+            )
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
         self._router = Router(host, port, heartbeat)
@@ -57,6 +60,7 @@ class Server:
         self.on_workers: Callable[[int], None] | None = None  # told how many workers there are, when that changes
         self._start = time.monotonic()
         self._reason = ""
+        self._again = False  # the core wants a turn
         self._ringing = threading.RLock()  # a signal may come while the bell is closed
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._router.watch(self._bell)
@@ -78,8 +82,12 @@ class Server:
         next_tick = time.monotonic()
         try:
             while not self._reason:
-                for item in self._router.poll(max(0.0, min(TICK, next_tick - time.monotonic()))):
+                wait = 0.0 if self._again else max(0.0, min(TICK, next_tick - time.monotonic()))
+                for item in self._router.poll(wait):
                     self._take(item)
+                if self._again:
+                    self._again = False
+                    self._handle(Turn(self._now()))
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
                     self._handle(Tick(self._now()))
@@ -179,6 +187,8 @@ class Server:
                 log.debug("%s %s %s", action.kind, action.peer, action.text)
             elif type(action) is Lines and self._journal is not None:
                 self._journal.write_lines(action, at)
+            elif type(action) is Again:
+                self._again = True
         for peer, reason in unfit:
             log.warning("%s is given up: %s", peer.hex(), reason)
             self._drop(peer, reason)

@@ -21,6 +21,7 @@ from gt.dispatcher.failures import Cause, Journal, Launched, Planned, worker_los
 from gt.dispatcher.intake import Origin
 from gt.dispatcher.lists import Lists
 from gt.dispatcher.moving import Mover
+from gt.dispatcher.pace import Leavings
 from gt.dispatcher.placing import Placer
 from gt.dispatcher.plan.groups import Groups
 from gt.dispatcher.plan.known import Known
@@ -140,7 +141,7 @@ class Session:
 
     @property
     def stalled(self) -> bool:
-        return bool(self.held)
+        return bool(self.held) or self.batches.busy
 
     def release(self) -> None:
         """Send what was held back, if all it waits for has come."""
@@ -320,21 +321,21 @@ class Session:
             raise ProtocolError(f"tensor %{tensor!r:.40} is not of this session")
         return row
 
-    def close(self) -> None:
-        """The client is gone: nothing of it stays on any worker."""
+    def close(self, leavings: Leavings) -> None:
+        """The client is gone: nothing of it stays on any worker. What is large is left to be freed in slices."""
         self.programs.later.drop()
         self.programs.discard()
         self.discard()
         self.switches = lambda worker: worker.switches  # type: ignore[assignment,return-value]  # freeing needs none
-        self.held.clear()
-        self.inbox.clear()
-        self.batches.coming.clear()
         self.requests.close()
         orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in self._unsent}}
         for key, indices in orphans.items():
             for index in indices:
                 self.out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
-        self.programs.all.clear()
-        self.table.rows.clear()
         self.emitter.end()
         self.flush(self.cluster.seq)
+        leavings.add(self.table.rows, Tensor.leave)
+        self.table.rows = {}
+        for container in (self.held, self.inbox, self.batches.coming, self.journal.rows, self.templates, self.origins):
+            leavings.add(container)
+        self.programs.leave(leavings)
