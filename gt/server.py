@@ -10,7 +10,7 @@ from pathlib import Path
 from gt import env, log
 from gt.dispatcher.server import Server
 from gt.errors import GTError
-from gt.wire.memory import collect_less, keep_freed, more_descriptors
+from gt.wire.memory import collect_less, keep_freed, more_descriptors, take_turns
 
 
 def port(text: str) -> int:
@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout.flush()
     keep_freed()
     collect_less()
+    take_turns()
     server.run()
     return 0
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
+import time
 
 import pytest
+from toy_core import ToyCore
 
+import gt
 from gt.client import runtime
+from gt.client.session import Session
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import Again, PeerLost, Received, Send, Turn
 from gt.dispatcher.pace import Leavings, Pace
+from gt.dispatcher.server import Server
 from gt.ir.instr import FREE
 from gt.wire.link import hello
 from gt.wire.messages import Fetch, Inspect, Ops, Report, Run
@@ -155,3 +161,35 @@ def test_plans_in_slices_are_the_plans(monkeypatch, seed):
             rows = [re.sub(r"%\d+", lambda i, names=names: f"%{names.setdefault(i[0], len(names))}", row) for row in plan.rows]
             texts.append([row for row in rows if "WORKER_SEND" in row])
     assert texts[0] == texts[1] and len(texts[0]) > 100
+
+
+def test_a_long_turn_is_measured_and_told_with_its_message_and_session(caplog):
+    core = ToyCore()
+    answers = core.answers
+
+    def slow(*args):
+        if isinstance(args[1], Fetch):
+            end = time.monotonic() + 1.1
+            while time.monotonic() < end:
+                pass
+        return answers(*args)
+
+    core.answers = slow
+    server = Server(core=core)
+    thread = threading.Thread(target=server.run, name="gt-test-server")
+    thread.start()
+    try:
+        client = Session(server.address)
+        client.fetch(1)
+        client.close()
+    finally:
+        server.stop()
+        thread.join()
+    (said,) = [record.getMessage() for record in caplog.records if "nobody was heard" in record.getMessage()]
+    assert re.search(r"busy for 1\.\d s, .* with Fetch of \w+", said)
+    assert server._pace.lag.counters()["loop_lag_max"] > 1
+
+
+def test_the_lag_is_in_the_statistics(one):
+    counters = gt.stats()["dispatcher"]
+    assert 0 < counters["loop_lag_recent"] <= counters["loop_lag_max"]

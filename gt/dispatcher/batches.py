@@ -60,6 +60,13 @@ class Batches:
         self.due = 0  # where in the stream the clock is looked at next; 0: after this op, which takes long
 
     @property
+    def long(self) -> bool:
+        """Whether what comes next ends a recording that was held back, which takes long."""
+        batch = self.coming[0] if self.coming else None
+        ends = batch is not None and batch.at < len(batch.code) and batch.code[batch.at] in (RECORD, DISCARD)
+        return ends and self.s.programs.later.holds
+
+    @property
     def busy(self) -> bool:
         """Whether the turn was over before what came was planned: `go_on` goes on."""
         return self._work is not None
@@ -83,7 +90,7 @@ class Batches:
             self._work = work
 
     def _taken(self, message: Ops, frames: tuple) -> Iterator[None]:
-        s, pace = self.s, self.s.cluster.pace
+        s, pace = self.s, self.s.pace
         if self.coming and any(type(row) is list and row and row[0] in s.templates for row in message.templates):
             yield from self._advance(True)  # the client's table has started again: what waits is by the old one
         for define, rows in ((intake.define, message.templates), (intake.origin, message.origins)):
@@ -103,7 +110,7 @@ class Batches:
 
     def _advance(self, final: bool) -> Iterator[None]:
         """Plan batches in order; between two slices what is written is sent."""
-        s, pace = self.s, self.s.cluster.pace
+        s, pace = self.s, self.s.pace
         while self.coming:
             batch, self._final = self.coming[0], final
             s.emitter.base = s.cluster.seq
@@ -134,12 +141,15 @@ class Batches:
         while at < end:
             start = at
             if at >= self.due:
-                if cluster.pace.spent:
+                if s.pace.spent:
                     batch.at, batch.spent = at, True
                     return False
                 self.due = at + LOOK
             number = code[at]
             if number < FIRST:
+                if number in (RECORD, DISCARD) and s.programs.later.holds and s.pace.relay.beside and not s.aside:
+                    batch.at, batch.spent = at, True  # begins a slice, which is done aside
+                    return False
                 at = self._special(number, code, at)
                 self.due = 0
                 continue

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from gt.dispatcher.pace import Pace
 from gt.errors import SystemFailure
 from gt.ir.heap import MEETING_BYTES, Sizes, channel_bytes, channel_class, enough, sizes, team_bytes
 from gt.ir.instr import FIRST, Define
@@ -97,8 +96,7 @@ class HeapFull(SystemFailure):
 class Cluster:
     """Workers by index, with heap regions for pairs and teams."""
 
-    def __init__(self, pace: Pace | None = None) -> None:
-        self.pace = pace or Pace()  # of the turn in which an event is dealt with
+    def __init__(self) -> None:
         self.workers: list[Worker] = []
         self._numbers = itertools.count(FIRST)  # several threads take from it
         self.heap_used = MEETING_BYTES

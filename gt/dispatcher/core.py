@@ -67,7 +67,7 @@ class Core:
         self.token, self.heartbeat = token, heartbeat
         self.logging = logging
         self.pace = pace or Pace()
-        self.cluster = Cluster(self.pace)
+        self.cluster = Cluster()
         self.sessions: dict[Peer, Session] = {}
         self.workers: dict[Peer, Worker] = {}
         self.received = self.sent = self.relayed = 0
@@ -254,6 +254,7 @@ class Core:
             self._tell_world(members)
         session = Session(self._next_session, client.peer, config, self.cluster, self.send)
         session.switches = lambda worker: shared_out(switches, config, self.cluster, worker)
+        session.pace = self.pace
         self._next_session += 1
         self.sessions[client.peer] = session
         if self.logging:
@@ -324,8 +325,7 @@ class Core:
 
     def _seal(self, peer: Peer, message: Seal, frames: tuple) -> None:
         session = self._session(peer)
-        body = session.programs.seal(message)
-        session.send(Report(message.request, body))
+        self.turns.aside(session, "Seal", lambda: session.send(Report(message.request, session.programs.seal(message))))
 
     def _stats(self, peer: Peer, message: Stats, frames: tuple) -> None:
         session = self._session(peer)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 MOST = 64  # programs of one session
 MOST_ROWS = 1 << 22  # instructions that are kept for a session, in programs and while one is recorded
 MOST_SLOTS = 4096
+TROUBLED = "an op failed, or a worker is lost"
 
 
 @dataclass(slots=True)
@@ -156,25 +157,47 @@ class Programs:
             raise ProtocolError(f"Seal.recompute is {message.recompute!r:.40}, want 0, 1 or 2")
         pairs = _pairs(message.carried, s.table.rows)
         self.later.end(tape)
-        why = self._prevents(tape, pairs)
-        order: dict = {}
-        again: dict[str, list[int]] = {}
+        added: dict[str, Define] = {}
+        with s.apart():
+            why = self._prevents(tape, pairs)
+            order, again, parts = ({}, {}, {}) if why else self._passes(tape, message, added)
+        s.renumber()
+        why = why or (TROUBLED if s.troubled else "")  # it may be since
         if why:
             self._free(tape.constants)
         else:
-            compiled = message.backend != "eager"
-            order = arrange(tape, message.schedule, self.times, self._lies, compiled) if message.schedule else {}
-            if not order or order["why"]:
-                early(tape, partial(self._define, tape, {}))
-            lasting = {s.emitter.offset + i for i in s.table.rows}
-            again = self.again(tape, lasting, compiled, message.recompute) if message.recompute else {}
-            if message.backend == "cudagraphs" and tape.names:  # elsewhere a transfer is waited for
-                make_way(tape)
-            self._make(tape, pairs, message)
+            for define in added.values():
+                for worker in tape.code:
+                    s.emitter.tell(s.cluster.workers[worker], define)
+            self._make(tape, pairs, message, parts)
             self.all[message.program].order = order
         s.cut()
         counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order, "recomputed": again}
+
+    def _passes(self, tape: Tape, message: Seal, added: dict[str, Define]) -> tuple[dict, dict, dict[int, list[dict]]]:
+        """Order a tape, and write it: what arranging it said, what is made again, and the parts of each worker's program.
+
+        added: takes the definitions that arranging adds.
+        """
+        s, compiled = self.s, message.backend != "eager"
+        order = arrange(tape, message.schedule, self.times, self._lies, compiled) if message.schedule else {}
+        if not order or order["why"]:
+            early(tape, partial(self._define, added))
+        lasting = {s.emitter.offset + i for i in s.table.rows}
+        again = self.again(tape, lasting, compiled, message.recompute) if message.recompute else {}
+        if message.backend == "cudagraphs" and tape.names:  # elsewhere a transfer is waited for
+            make_way(tape)
+        index = {row.seq: n for n, row in enumerate(tape.journal)}
+        carried = [(s.emitter.offset + read, s.emitter.offset + made) for read, made in _pairs(message.carried, s.table.rows)]
+        parts: dict[int, list[dict]] = {}
+        for worker, rows in tape.code.items():
+            writer = Writer(index, lasting, message, tape.names)
+            writer.write([row for row in rows if row.define.kind != "upload"])
+            held = {i for row in rows for i in row.ids()[1]}
+            writer.alias(s.emitter.common("alias"), [(made, read) for read, made in carried if made in held])
+            parts[worker] = writer.parts
+        return order, again, parts
 
     def again(self, tape: Tape, lasting: set[int], compiled: bool, much: int) -> dict[str, list[int]]:
         """Have what is cheap made again where that lowers the peak of memory; what came of it, by worker."""
@@ -189,13 +212,11 @@ class Programs:
         writer.write(rows)
         return [{**part, "once": True} for part in writer.parts]
 
-    def _define(self, tape: Tape, known: dict[str, Define], kind: str, payload: dict) -> Define:
-        """What arranging a tape adds, known to all of its workers. known: what it added so far."""
+    def _define(self, known: dict[str, Define], kind: str, payload: dict) -> Define:
+        """What arranging a tape adds, which all of its workers are to know. known: what it added so far."""
         key = f"{kind} {payload}"
         if key not in known:
             known[key] = self.s.emitter.define(kind, payload)
-            for worker in tape.code:
-                self.s.emitter.tell(self.s.cluster.workers[worker], known[key])
         return known[key]
 
     def _place_all(self, carried: set[int]) -> None:
@@ -226,7 +247,7 @@ class Programs:
         if not tape.journal:
             return "no op was recorded"
         if self.s.troubled:
-            return "an op failed, or a worker is lost"
+            return TROUBLED
         for tensor_id, layout in tape.before.items():
             tensor = self.s.table.rows.get(tensor_id)
             if tensor is not None and tensor.layout != layout:
@@ -241,19 +262,9 @@ class Programs:
                 return "a value is read within it"
         return ""
 
-    def _make(self, tape: Tape, pairs: list[tuple[int, int]], message: Seal) -> None:
+    def _make(self, tape: Tape, pairs: list[tuple[int, int]], message: Seal, parts: dict[int, list[dict]]) -> None:
         s = self.s
-        index = {row.seq: n for n, row in enumerate(tape.journal)}
-        offset, alias = s.emitter.offset, s.emitter.common("alias")
-        lasting = {offset + i for i in s.table.rows}
-        carried = [(offset + read, offset + made) for read, made in pairs]
-        code: dict[int, list[Define]] = {}
-        for worker, rows in tape.code.items():
-            writer = Writer(index, lasting, message, tape.names)
-            writer.write([row for row in rows if row.define.kind != "upload"])
-            held = {i for row in rows for i in row.ids()[1]}
-            writer.alias(alias, [(made, read) for read, made in carried if made in held])
-            code[worker] = [s.emitter.define("program", part) for part in writer.parts]
+        code = {worker: [s.emitter.define("program", part) for part in rows] for worker, rows in parts.items()}
         for read, made in pairs:
             self._alias(made, read)
         self._drop_copies()  # a replay makes them, and ends them

@@ -7,7 +7,9 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from gt import env
@@ -15,6 +17,7 @@ from gt.dispatcher.descriptors import Reserve
 from gt.dispatcher.events import Action, Again, Close, Event, Lines, Log, Malformed, PeerLost, Received, Send, Tick, Turn
 from gt.dispatcher.journal import Journal
 from gt.dispatcher.pace import Pace
+from gt.dispatcher.relay import Relay
 from gt.errors import ProtocolError, Refused, to_wire
 from gt.wire import codec
 from gt.wire.link import Gate
@@ -25,6 +28,7 @@ from gt.wire.socket import resolve
 log = logging.getLogger("gt.dispatcher")
 
 TICK = 0.25  # seconds
+BUSY = 0.02  # seconds after which messages wait for the next turn
 
 
 class CoreLike(Protocol):
@@ -44,26 +48,34 @@ class Server:
     ) -> None:
         if not token and not _loopback(host):
             raise Refused(f"a server on {host} needs a token: set GT_TOKEN, or pass --token-file")
+        self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # a thread wants the baton
+        self._called = False
+        self._relay = Relay(self._wake)
+        self._pace = Pace(time.monotonic, relay=self._relay)
         if core is None:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
-            core = Core(
-                token=token, heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")), pace=Pace(time.monotonic)
-            )
+            logged = bool(env.get("GT_INSTRUCTION_LOG"))
+            core = Core(token, heartbeat, logging=logged, pace=self._pace)
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
         self._router = Router(host, port, heartbeat)
         self.host, self.port = host, self._router.port
         self._gates: dict[bytes, Gate] = {}
         self._workers: set[bytes] = set()
+        self._names: dict[bytes, str] = {}  # of peers that were welcomed
         self._parted: set[bytes] = set()  # peers that are done with, until their connection ends
         self.on_workers: Callable[[int], None] | None = None  # told how many workers there are, when that changes
         self._start = time.monotonic()
         self._reason = ""
+        self._items: deque[Arrived | Gone] = deque()  # what came and has not been looked at
         self._again = False  # the core wants a turn
+        self._event: Event | None = None  # the last that was handled
+        self._busiest: Event | None = None  # of the last turn
         self._ringing = threading.RLock()  # a signal may come while the bell is closed
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._router.watch(self._bell)
+        self._router.watch(self._call)
         descriptors = self._router.descriptors
         self._reserve = Reserve(self.port, lambda: descriptors(self._gates), lambda: descriptors(self._parted))
 
@@ -82,30 +94,63 @@ class Server:
         next_tick = time.monotonic()
         try:
             while not self._reason:
-                wait = 0.0 if self._again else max(0.0, min(TICK, next_tick - time.monotonic()))
-                for item in self._router.poll(wait):
-                    self._take(item)
-                if self._again:
-                    self._again = False
-                    self._handle(Turn(self._now()))
+                if not self._items:
+                    wait = 0.0 if self._again else max(0.0, min(TICK, next_tick - time.monotonic()))
+                    self._items.extend(self._router.poll(wait))
+                if self._called:
+                    self._called = False
+                    os.eventfd_read(self._call)
+                begin = time.monotonic()
+                self._serve(begin + BUSY)
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
-                    self._handle(Tick(self._now()))
-                    self._reserve.look(self._now())
-                    if self._journal is not None:
-                        self._journal.flush()
+                    self._tick()
+                self._pace.lag.turn(time.monotonic() - begin, partial(self._says, self._busiest), self._now())
         finally:
             self._close()
+
+    def _serve(self, end: float) -> None:
+        """What came, until `end`, then a slice of what takes longer; notes what took longest."""
+        longest, last = 0.0, time.monotonic()
+        while self._items and last < end:
+            self._take(self._items.popleft())
+            now = time.monotonic()
+            if now - last > longest:
+                longest, self._busiest = now - last, self._event
+            last = now
+        if self._again or self._relay.pending:
+            self._again = False
+            self._handle(Turn(self._now()))
+            if time.monotonic() - last > longest:
+                self._busiest = self._event
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._call, 1)
+        self._called = True
+
+    def _tick(self) -> None:
+        self._handle(Tick(self._now()))
+        self._reserve.look(self._now())
+        if self._journal is not None:
+            self._journal.flush()
+
+    def _says(self, event: Event | None) -> str:
+        """An event, and whom it came from."""
+        peer = getattr(event, "peer", b"")
+        what = type(event.message if isinstance(event, Received) else event).__name__
+        return f"{what} of {self._names.get(peer) or peer.hex()}" if peer else what
 
     def _close(self) -> None:
         for peer, gate in self._gates.items():
             if gate.role:
                 self._router.send(peer, Exit(self._reason or "it failed"))
+        self._relay.close()
         self._router.close()
         self._reserve.close()
         with self._ringing:
             bell, self._bell = self._bell, -1
             os.close(bell)
+            os.close(self._call)
         if self._journal is not None:
             self._journal.close()
 
@@ -133,6 +178,7 @@ class Server:
         """One thing from the wire becomes one event."""
         if isinstance(item, Gone):
             self._parted.discard(item.peer)
+            self._names.pop(item.peer, None)
             if self._leave(item.peer):
                 self._handle(PeerLost(item.peer, item.reason, self._now()))
             return
@@ -157,6 +203,7 @@ class Server:
         self._handle(Received(item.peer, message, item.frames, self._now()))
 
     def _handle(self, event: Event) -> None:
+        self._event = event
         try:
             self._perform(self._core.handle(event), event.at)
         except Exception as error:  # a fault of ours ends the one session or worker it came with, not the server
@@ -177,6 +224,8 @@ class Server:
                     self._router.send(action.peer, action.message, action.frames)
                 except ProtocolError as error:  # larger than a body may be: the peer misses something, so it has to go
                     unfit.append((action.peer, str(error)))
+                if type(action.message) is Welcome:
+                    self._names[action.peer] = action.message.name
                 if type(action.message) is Welcome and (gate := self._gates.get(action.peer)) and gate.role == "worker":
                     self._count(self._workers | {action.peer})
             elif type(action) is Close:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,7 +22,7 @@ from gt.dispatcher.failures import Cause, Journal, Launched, Planned, worker_los
 from gt.dispatcher.intake import Origin
 from gt.dispatcher.lists import Lists
 from gt.dispatcher.moving import Mover
-from gt.dispatcher.pace import Leavings
+from gt.dispatcher.pace import Leavings, Pace
 from gt.dispatcher.placing import Placer
 from gt.dispatcher.plan.groups import Groups
 from gt.dispatcher.plan.known import Known
@@ -75,6 +76,9 @@ class Session:
         self.programs = Programs(self)
         self.uploads = Uploads(self)
         self.batches = Batches(self)
+        self.pace = Pace()
+        self.aside = False  # something of it goes on in a thread
+        self.over = False
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.held: list[Held] = []
         self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which was sent takes, and for whom
@@ -141,7 +145,7 @@ class Session:
 
     @property
     def stalled(self) -> bool:
-        return bool(self.held) or self.batches.busy
+        return bool(self.held) or self.batches.busy or self.aside
 
     def release(self) -> None:
         """Send what was held back, if all it waits for has come."""
@@ -297,6 +301,16 @@ class Session:
 
     # ---- small things
 
+    def apart(self) -> AbstractContextManager[None]:
+        """What is done within takes long, and touches nothing but what is this session's: others go on. Nothing may be written
+        for workers and not be sent; numbers of ops are others' afterwards, so that `renumber` comes first.
+        """
+        return self.pace.relay.apart(lambda: self.over)
+
+    def renumber(self) -> None:
+        """Write from here on what comes after all that others have sent meanwhile."""
+        self.emitter.seq = self.emitter.base = self.cluster.seq
+
     def intern(self, layout: Layout) -> Layout:
         """The one object for equal layouts, so that plans can be keyed by identity."""
         return self._layouts.setdefault(layout, layout)
@@ -323,6 +337,7 @@ class Session:
 
     def close(self, leavings: Leavings) -> None:
         """The client is gone: nothing of it stays on any worker. What is large is left to be freed in slices."""
+        self.over = True
         self.programs.later.drop()
         self.programs.discard()
         self.discard()

@@ -6,6 +6,7 @@ them every other peer is heard.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gt.dispatcher.events import Peer, Received
@@ -33,7 +34,20 @@ class Turns:
 
     @property
     def pending(self) -> bool:
-        return bool(self._waiting or self.leavings)
+        return bool(self._waiting or self.leavings or self._pace.relay.pending)
+
+    def aside(self, session: Session, what: str, call: Callable[[], None]) -> None:
+        """Do what may take long for a session, which is stalled meanwhile."""
+
+        def done() -> None:
+            try:
+                self._core._attempt(session.peer, what, call)
+            finally:
+                session.aside = False
+                self._note(session.peer)
+
+        session.aside = True
+        self._pace.relay.begin(done)
 
     def waits(self, event: Received) -> bool:
         """Whether a message is kept for later, or means nothing any more as what came before it was refused."""
@@ -63,12 +77,17 @@ class Turns:
 
     def go_on(self) -> None:
         """One slice for the session whose turn it is."""
+        self._pace.relay.go_on()
         if not self._waiting:
             return
         peer = next(iter(self._waiting))
         del self._waiting[peer]
         session = self._core.sessions.get(peer)
-        if session is not None and session.batches.busy:
+        if session is not None and session.aside:
+            return  # it comes again when that is done
+        if session is not None and session.batches.busy and session.batches.long:
+            self.aside(session, "Ops", session.batches.go_on)
+        elif session is not None and session.batches.busy:
             self._core._attempt(peer, "Ops", session.batches.go_on)
             self._note(peer)
         else:
@@ -77,7 +96,7 @@ class Turns:
     def _note(self, peer: Peer) -> None:
         """Put a session that has more to do at the end of the row."""
         session = self._core.sessions.get(peer)
-        if session is not None and (session.batches.busy or (session.inbox and not session.stalled)):
+        if session is not None and not session.aside and (session.batches.busy or (session.inbox and not session.stalled)):
             self._waiting.setdefault(peer)
 
     def _stalled(self, peer: Peer, session: Session, message: Message) -> bool:
@@ -93,4 +112,4 @@ class Turns:
         for session in self._core.sessions.values():
             assert len(session.inbox) <= MOST_DEFERRED
             assert session.stalled or not session.inbox or session.peer in self._waiting
-            assert not session.batches.busy or session.peer in self._waiting
+            assert not session.batches.busy or session.aside or session.peer in self._waiting

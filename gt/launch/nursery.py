@@ -196,7 +196,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     """The dispatcher: tells its port, then how many workers it has."""
     from gt import errors
     from gt.dispatcher.server import Server
-    from gt.wire.memory import collect_less, keep_freed, more_descriptors
+    from gt.wire.memory import collect_less, keep_freed, more_descriptors, take_turns
 
     def tell(**what: Any) -> None:
         with contextlib.suppress(OSError):
@@ -215,6 +215,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     tell(port=server.port)
     keep_freed()
     collect_less()
+    take_turns()
     server.run()
 
 

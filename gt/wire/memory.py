@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import gc
 import resource
+import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 KEPT = 64 << 20  # bytes at the end of a heap
+TURN = 0.001  # seconds
 LARGE = 8 << 20  # bytes from which an allocation is the system's
 YOUNG = 50_000  # objects; of so many made in a row most are gone again, and the collector passes over the rest less often
 
@@ -32,3 +34,9 @@ def more_descriptors() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def take_turns() -> None:
+    """A thread that is busy leaves the interpreter to another that wakes up within a millisecond: the loop has others beside it
+    that carry out long passes."""
+    sys.setswitchinterval(TURN)
