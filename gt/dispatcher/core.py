@@ -397,7 +397,7 @@ class Core:
             if message.kind == "peer" and (loss := session.loss()) is not None:  # the loss itself has been told
                 self._guarded(session, "a failed op", session.taint, message.seq, loss)
                 return
-            error = op_failed(row, message.seq, message.kind, message.message, worker.name)
+            error = op_failed(row, message.seq, message.kind, message.message[:SAID], worker.name)
             failed = row.at(message.seq)
             self._log("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
             self._guarded(session, "a failed op", session.trouble, message.seq, error)
