@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
 
 CREDIT = 64  # batches a client may have under way
-LONGEST = 1 << 17  # numbers of one batch
+LONGEST = 1 << 18  # numbers of one batch
 MOST_OPS = 1 << 18  # ops under way before another batch
 MOST_TEMPLATES, MOST_ORIGINS = 1 << 16, 1 << 20
 LONGEST_NAME = 4096  # characters of a file's name, and of a group's: contexts within one another
