@@ -12,7 +12,7 @@ from gt import env, log
 from gt.dispatcher.leases import Terms
 from gt.dispatcher.server import Server
 from gt.errors import GTError, Refused
-from gt.wire.memory import collect_less, keep_freed
+from gt.wire.memory import collect_less, keep_freed, more_descriptors, take_turns
 
 
 def port(text: str) -> int:
@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 once told to stop, 2 if it cannot start."""
     args = parser().parse_args(argv)
     log.setup("dispatcher")
+    more_descriptors()
     try:
         server = Server(args.host, args.port, env.token(args.token_file), args.heartbeat, terms=terms(args))
     except GTError as error:
@@ -81,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout.flush()
     keep_freed()
     collect_less()
+    take_turns()
     server.run()
     return 0
 

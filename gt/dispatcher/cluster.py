@@ -5,6 +5,7 @@ Pure bookkeeping: definitions are numbered here, heap offsets handed out here, s
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -102,7 +103,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
-        self.next_define = FIRST
+        self._numbers = itertools.count(FIRST)  # several threads take from it
         self.heap_used = MEETING_BYTES
         self.generation = 0
         self.seq = 0  # of the next op, over all sessions
@@ -155,8 +156,8 @@ class Cluster:
         self.queue.check()
 
     def number(self) -> int:
-        self.next_define += 1
-        return self.next_define - 1
+        """A new name for one definition."""
+        return next(self._numbers)
 
     def key(self) -> int:
         """A new name for one upload or answer."""

@@ -13,18 +13,35 @@ from gt import errors
 from gt.dispatcher.admission import Admission, shared_out, worker_info
 from gt.dispatcher.batches import MOST_WAITING
 from gt.dispatcher.cluster import Cluster, Worker
-from gt.dispatcher.events import Action, Close, Event, Examined, Lines, Log, Malformed, Peer, PeerLost, Received, Send, Tick
+from gt.dispatcher.events import (
+    Action,
+    Again,
+    Close,
+    Event,
+    Examined,
+    Lines,
+    Log,
+    Malformed,
+    Peer,
+    PeerLost,
+    Received,
+    Send,
+    Tick,
+    Turn,
+)
 from gt.dispatcher.failures import op_failed, worker_lost
 from gt.dispatcher.holders import holders
 from gt.dispatcher.intake import CREDIT
 from gt.dispatcher.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
+from gt.dispatcher.pace import Pace
 from gt.dispatcher.requests import MOST
 from gt.dispatcher.scribe import Scribe
 from gt.dispatcher.sessions import Session
 from gt.dispatcher.times import tell
+from gt.dispatcher.turns import Turns
 from gt.dispatcher.watch import Survey, Watch, answer
 from gt.errors import GTError, ProtocolError, SystemFailure
-from gt.log import Sparse
+from gt.log import Sparse, plain
 from gt.wire.link import examine
 from gt.wire.messages import (
     THROUGH,
@@ -58,11 +75,9 @@ from gt.wire.messages import (
 log = logging.getLogger("gt.dispatcher")
 GOODBYE = "it said goodbye"
 SAID = 4000  # characters of another reason
-DEFERRED = (Ops, Fetch, Describe, Inspect, Seal, Stats)  # what a stalled session keeps for later, in order
 STALL = 300.0  # seconds, where a program says nothing of its stall_timeout
 OWN = frozenset({"workers", "stall_timeout"})  # of a client's switches those that no worker is told
 SPOKEN = 20  # refusals logged in a second
-MOST_DEFERRED = CREDIT + MOST + 1
 
 
 class Core:
@@ -77,10 +92,12 @@ class Core:
         logging: bool = False,
         process: Sequence = (),
         terms: Terms | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.token, self.heartbeat, self.process = token, heartbeat, list(process)
         self.terms = terms or Terms()
         self.logging = logging
+        self.pace = pace or Pace()
         self.sessions: dict[Peer, Session] = {}
         home = self.process[1] if self.process else ""
         lend = self.terms.exclusive
@@ -88,6 +105,7 @@ class Core:
         self.workers: dict[Peer, Worker] = {}
         self.received = self.sent = self.relayed = 0
         self.admission = Admission(self.lending, most=self.terms.most)
+        self.turns = Turns(self, self.pace)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
         self._page: list[str] = []  # of the instruction log
@@ -117,6 +135,7 @@ class Core:
         self._now = event.at
         for lease in self.lending.leases:
             lease.cluster.now = event.at
+        self.pace.begin()
         if isinstance(event, Received):
             self._receive(event)
         elif isinstance(event, PeerLost):
@@ -127,16 +146,21 @@ class Core:
             self._tick()
         elif isinstance(event, Examined):
             self._examined(event)
+        elif isinstance(event, Turn):
+            self.turns.go_on()
+        self.turns.leavings.clear()
         self._turn_page()
+        if self.turns.pending:
+            self._actions.append(Again())
         return self._actions
 
     def check(self) -> None:
         """What must always be true between events; tests call it after every one."""
         for session in self.sessions.values():
             session.table.check()
-            assert len(session.inbox) <= MOST_DEFERRED and (session.stalled or not session.inbox)
             assert len(session.batches.coming) <= MOST_WAITING
-            assert bool(session.held) == session.stalled and session.uploads.awaited <= len(session.uploads.open)
+            assert session.uploads.awaited <= len(session.uploads.open)
+        self.turns.check()
         for lease in self.lending.leases:
             lease.cluster.check()
             assert all(self.workers[w.peer] is w and self.lending.of(w.peer) is lease for w in workers(lease))
@@ -172,20 +196,9 @@ class Core:
         self.received += 1
         if event.peer in self.lending.renewing:
             return
-        session = self.sessions.get(event.peer)
-        if session is not None and isinstance(event.message, DEFERRED):
-            if self._stalled(event.peer, session, event.message):
-                if len(session.inbox) >= MOST_DEFERRED:
-                    self._refuse(
-                        event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already")
-                    )
-                else:
-                    session.inbox.append((event.message, event.frames))
-                return
-            if event.peer not in self.sessions:
-                return  # what it sent before was refused
-        self._take(event.peer, event.message, event.frames)
-        self._resume(event.peer)
+        if not self.turns.waits(event):
+            self._take(event.peer, event.message, event.frames)
+            self.turns.resume(event.peer)
 
     def _take(self, peer: Peer, message: Message, frames: tuple) -> None:
         """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
@@ -203,22 +216,6 @@ class Core:
             self._refuse(peer, error)
         except Exception as error:
             self._fault(peer, what, error)
-
-    def _resume(self, peer: Peer) -> None:
-        """What came while a session was stalled."""
-        while (session := self.sessions.get(peer)) is not None and session.inbox:
-            if self._stalled(peer, session, session.inbox[0][0]):
-                return
-            if session.inbox:  # or the session has just ended
-                self._take(peer, *session.inbox.popleft())
-
-    def _stalled(self, peer: Peer, session: Session, message: Message) -> bool:
-        """Whether a message has to wait; a question ends the waiting of what was sent before it."""
-        if not session.stalled and not isinstance(message, Ops):
-            self._attempt(peer, "Ops", session.batches.finish)
-            if not isinstance(message, Seal):
-                session.programs.later.let_go()
-        return session.stalled
 
     def _fault(self, peer: Peer, what: str, error: Exception) -> None:
         """A fault of ours, or of a message in a way that nobody thought of: it ends the one peer that it came with."""
@@ -312,6 +309,7 @@ class Core:
         session = Session(self._next_session, client.peer, config, cluster, self.send)
         session.memory, session.stall_timeout = self.terms.memory, client.hello.switches.get("stall_timeout", STALL)
         session.switches = lambda worker: shared_out(switches, client.used, cluster, worker)
+        session.pace = self.pace
         self._next_session += 1
         self.sessions[client.peer] = lease.sessions[client.peer] = session
         members = cluster.form()
@@ -324,7 +322,7 @@ class Core:
         self.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self.process))
 
     def _goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
-        self._lost(peer, message.reason[:SAID] or GOODBYE)
+        self._lost(peer, plain(message.reason, SAID) or GOODBYE)
         self._actions.append(Close(peer))
 
     def _lost(self, peer: Peer, reason: str) -> None:
@@ -335,7 +333,7 @@ class Core:
             lease.sessions.pop(peer, None)
             lease.watch.forget(session)
             lease.patience.forget(session)
-            self._guarded(session, "its end", session.close)
+            self._guarded(session, "its end", session.close, self.turns.leavings)
         if worker is None:
             for own in self.lending.release(peer, self._now):
                 self.send(own, Renew("the session that it was lent to has ended"))
@@ -354,7 +352,7 @@ class Core:
             self.send(other.peer, Abort(worker.index, worker.lost))
         for session in list(lease.sessions.values()):
             self._guarded(session, "the loss of a worker", session.lose, worker)
-            self._resume(session.peer)
+            self.turns.resume(session.peer)
         for survey in lease.watch.without(worker.index):
             self._surveyed(survey)
 
@@ -417,8 +415,7 @@ class Core:
 
     def _seal(self, peer: Peer, message: Seal, frames: tuple) -> None:
         session = self._session(peer)
-        body = session.programs.seal(message)
-        session.send(Report(message.request, body))
+        self.turns.aside(session, "Seal", lambda: session.send(Report(message.request, session.programs.seal(message))))
 
     def _stats(self, peer: Peer, message: Stats, frames: tuple) -> None:
         session, watch = self._session(peer), self._lease(peer).watch
@@ -499,7 +496,7 @@ class Core:
                 self._guarded(session, "a failed op", session.taint, message.seq, loss, message.others)
                 return
             who = holders(session, worker, message.memory) if message.memory else ""
-            error = op_failed(row, message.seq, message.kind, message.message + who, worker.name)
+            error = op_failed(row, message.seq, message.kind, message.message[:SAID] + who, worker.name)
             failed = row.at(message.seq)
             self._log("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
             full = message.kind == "memory"

@@ -54,7 +54,15 @@ class Examined:
     at: float = 0.0
 
 
-Event = Received | PeerLost | Malformed | Tick | Examined
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Nothing else comes: time for what takes more than one turn. Sent after the events that are there, as long as Again is
+    answered."""
+
+    at: float
+
+
+Event = Received | PeerLost | Malformed | Tick | Examined | Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,11 @@ class Log:
     fields: dict = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Something is left to do: a Turn is wanted."""
+
+
 MARK = "\0"  # where a line of Lines begins: it takes the time's place
 
 
@@ -100,4 +113,4 @@ class Examine:
     home: str
 
 
-Action = Send | Close | Log | Lines | Examine
+Action = Send | Close | Log | Lines | Again | Examine

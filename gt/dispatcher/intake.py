@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
 
 CREDIT = 64  # batches a client may have under way
-LONGEST = 1 << 20  # numbers of one batch
+LONGEST = 1 << 18  # numbers of one batch
 MOST_OPS = 1 << 18  # ops under way before another batch
 MOST_TEMPLATES, MOST_ORIGINS = 1 << 16, 1 << 20
-LONGEST_NAME = 4096  # characters of a file's or group's name
+LONGEST_NAME = 4096  # characters of a file's name, and of a group's: contexts within one another
 MOST_WARNINGS = 100  # of groups that the config lacks
-MOST_NAMED = 20  # groups that such a warning names
+SHORT = 80  # characters of a name in such a warning
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +81,7 @@ def origin(session: Session, row: Any) -> None:
     for name in missing:
         if name not in session.known_names and session.groups and len(session.known_names) < MOST_WARNINGS:
             session.known_names.add(name)
-            text = f"the config has no group {name!r}: ops run as outside it{hint(name, [*session.config.groups][:MOST_NAMED])}"
+            text = f"the config has no group {name[:SHORT]!r}: ops run as outside it{hint(name, session.config.groups)}"
             session.send(Notice(f"{file}:{line}: {text}"))
     leads = (session.groups.destination(name, backward) for name in reversed(group.split("/")))
     target = next((found for found in leads if found is not None), None)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ELEMENTWISE = ("clone", "_to_copy", "zeros_like", "empty_like")  # and whatever torch tags as pointwise
 LONGEST = 64  # steps of a recipe; a longer one is placed
+MOST_VIEWS = 256  # steps up to which a view is one more: each of them is written anew
 
 
 class Placer:
@@ -41,7 +42,7 @@ class Placer:
         if template.dynamic or known.columns or any(t.placed for t in ins):
             return False
         if known.name in VIEWS and ins:
-            return True
+            return len(ins[0].storage.recipe or ()) < MOST_VIEWS
         if not self.s.groups or sum(len(t.storage.recipe or ()) for t in ins) >= LONGEST:
             return False
         if not ins:

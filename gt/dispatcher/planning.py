@@ -63,6 +63,7 @@ class Planner:
             self._write(known, plan, ins, ids, values, outs)
             self._after(known, origin, ins, outs)
             return
+        self.s.batches.due = 0  # what is planned anew takes long
         if undecided(self.s, known, origin, ins, outs):
             raise Unseen
         if self.s.scribe is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -22,6 +23,7 @@ from gt.dispatcher.failures import Cause, Journal, Launched, Planned, worker_los
 from gt.dispatcher.intake import Origin
 from gt.dispatcher.lists import Lists
 from gt.dispatcher.moving import Mover
+from gt.dispatcher.pace import Leavings, Pace
 from gt.dispatcher.placing import Placer
 from gt.dispatcher.plan.groups import Groups
 from gt.dispatcher.plan.known import Known
@@ -83,6 +85,8 @@ class Session:
         self.uploads = Uploads(self)
         self.batches = Batches(self)
         self.began, self.warned = cluster.now, False  # warned: told that its time is nearly over
+        self.pace = Pace()
+        self.aside = False  # something of it goes on in a thread
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.held: list[Held] = []
         self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which is written takes yet, and for whom
@@ -181,7 +185,7 @@ class Session:
 
     @property
     def stalled(self) -> bool:
-        return bool(self.held)
+        return bool(self.held) or self.batches.busy or self.aside
 
     def release(self) -> None:
         """Send what was held back, if all it waits for has come."""
@@ -345,6 +349,16 @@ class Session:
 
     # ---- small things
 
+    def apart(self) -> AbstractContextManager[None]:
+        """What is done within takes long, and touches nothing but what is this session's: others go on. Nothing may be written
+        for workers and not be sent; numbers of ops are others' afterwards, so that `renumber` comes first.
+        """
+        return self.pace.relay.apart(lambda: self.ended)
+
+    def renumber(self) -> None:
+        """Write from here on what comes after all that others have sent meanwhile."""
+        self.emitter.seq = self.emitter.base = self.cluster.seq
+
     def intern(self, layout: Layout) -> Layout:
         """The one object for equal layouts, so that plans can be keyed by identity."""
         return self._layouts.setdefault(layout, layout)
@@ -369,24 +383,24 @@ class Session:
             raise ProtocolError(f"tensor %{tensor!r:.40} is not of this session")
         return row
 
-    def close(self) -> None:
-        """The client is gone: nothing of it stays on any worker."""
+    def close(self, leavings: Leavings) -> None:
+        """The client is gone: nothing of it stays on any worker. What is large is left to be freed in slices."""
         takes = [one.uploads for one in (*self.programs.later.drop(), *self.held)]
         takes += [unit.uploads for unit in self.cluster.queue.leave(self.number)]
         self.programs.discard()
         self.discard()
         self.ended = True  # what follows frees, for which workers need no switches
-        self.held.clear()
-        self.inbox.clear()
-        self.batches.coming.clear()
         self.requests.close()
         unsent = [row for rows in (self._unsent, *takes) for row in rows]
         orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in unsent}}
         for key, indices in orphans.items():
             for index in indices:
                 self.out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
-        self.programs.all.clear()
-        self.table.rows.clear()
         self.emitter.end()
         self.flush(self.cluster.seq)
         self.cluster.take_turns()
+        leavings.add(self.table.rows, Tensor.leave)
+        self.table.rows = {}
+        for container in (self.held, self.inbox, self.batches.coming, self.journal.rows, self.templates, self.origins):
+            leavings.add(container)
+        self.programs.leave(leavings)

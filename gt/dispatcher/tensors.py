@@ -65,6 +65,11 @@ class Tensor:
         self.released = False  # freed by the client, kept for its live views
         storage.tensors[tensor_id] = self
 
+    def leave(self) -> None:
+        """Its session is over: what it names goes without the help of the collector of cycles."""
+        self.storage.tensors.clear()
+        self.base = self.via = self.copies = self.sums = None
+
     @property
     def placed(self) -> bool:
         return self.layout is not None

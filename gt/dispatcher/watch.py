@@ -225,4 +225,5 @@ def counters(session: Session, sent: int, received: int, relayed: int) -> dict[s
         "tensor_bytes_uploaded": session.uploaded,
         "tensor_bytes_fetched": session.requests.fetched,
         "tensor_bytes_relayed": relayed,
+        **session.pace.lag.counters(),
     }

@@ -213,13 +213,14 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     from gt import errors
     from gt.dispatcher.leases import Terms
     from gt.dispatcher.server import Server
-    from gt.wire.memory import collect_less, keep_freed
+    from gt.wire.memory import collect_less, keep_freed, more_descriptors, take_turns
 
     def tell(**what: Any) -> None:
         with contextlib.suppress(OSError):
             os.write(status, json.dumps(what).encode() + b"\n")
 
     log.setup("dispatcher", "gt.server")
+    more_descriptors()
     try:
         server = Server("127.0.0.1", 0, order["token"], order["heartbeat"], terms=Terms(most=order["workers"]))
     except errors.GTError as error:
@@ -231,6 +232,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     tell(port=server.port)
     keep_freed()
     collect_less()
+    take_turns()
     server.run()
 
 

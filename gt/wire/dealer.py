@@ -354,7 +354,10 @@ class Dealer:
 
     def _unreachable(self) -> str:
         if self._stranger:
-            return f"what listens at {self.address} is not a gt server: check the port"
+            return (
+                f"what listens at {self.address} is not a gt server, or has no file descriptors left: check the port, and what "
+                "the server has logged"
+            )
         port = self.address.rpartition(":")[2]
         return f"no server at {self.address} (tried for {self._wait:g} s): start one with `python -m gt.server -p {port}`"
 

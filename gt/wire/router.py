@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import zmq
@@ -100,6 +101,10 @@ class Router:
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
+
+    def descriptors(self, peers: Iterable[bytes]) -> set[int]:
+        """Those of these peers' connections."""
+        return {self._fd[peer] for peer in peers if peer in self._fd}
 
     def forget(self, peer: bytes) -> None:
         """Drop what this peer sends from now on; its end is reported all the same."""

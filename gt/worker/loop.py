@@ -22,7 +22,7 @@ from gt import log as logs
 from gt.wire import liveness
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
-from gt.wire.memory import keep_freed
+from gt.wire.memory import keep_freed, more_descriptors
 from gt.wire.messages import (
     CHUNK,
     Abort,
@@ -260,6 +260,7 @@ def run(
     before = signal.signal(signal.SIGTERM, _terminated) if main else None
     if main:
         keep_freed()
+        more_descriptors()
     plane: Plane | None = None
     budget = Budget()
     loop, why, spoiled = None, "", False
