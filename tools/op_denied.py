@@ -119,11 +119,21 @@ DENIED: dict[str, tuple[str, str]] = {
     "_transform_bias_rescale_qkv": (_SAVED, "_transform_bias_rescale_qkv(qkv[1], bias, 8)"),
 }
 
+# Ops of TorchScript's interpreter, which the dispatcher does not have: found as attributes of torch.ops.aten all the same
+SCRIPT: dict[str, tuple[str, str]] = {
+    "save": ("it writes a file of the worker's machine", 'save(x, "/home/user/.profile")'),
+    "manual_seed": ("it seeds the generator that all sessions share", "manual_seed(0)"),
+    "set_grad_enabled": ("it switches autograd for the thread that carries all sessions' ops out", "set_grad_enabled(True)"),
+    "warn": ("it writes to the worker's standard error", 'warn("forged line", 2)'),
+    "wait": ("it waits for a future of the process, for ever if there is none", "wait(future)"),
+    "get_gradients": ("it reads gradients of a distributed autograd context by its number", "get_gradients(1)"),
+}
+
 
 def denied(op: str) -> str:
     """Why an op (`aten.set_.source_Tensor`) is left out by name, with the call; "" if it is not."""
     base, _, overload = op.removeprefix("aten.").rpartition(".")
-    for pattern, (reason, call) in DENIED.items():
+    for pattern, (reason, call) in (*DENIED.items(), *SCRIPT.items()):
         if fnmatchcase(base, pattern) or fnmatchcase(f"{base}.{overload}", pattern):
             return f"{reason}: {call}"
     return ""

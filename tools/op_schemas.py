@@ -26,7 +26,7 @@ from gt.ir.ops import RANDOM
 from gt.ir.schema import FILE, Schema
 from gt.worker.engine.torch.bounds import BOUNDS
 from gt.worker.engine.torch.overloads import row
-from tools.op_denied import denied
+from tools.op_denied import SCRIPT, denied
 
 DENSE = frozenset({"CPU", "CUDA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"})
 # Kernels that use values of an index tensor as they are: on CPUs workers look at them first, on GPUs nobody does
@@ -142,6 +142,7 @@ def merged(sources: dict[str, Lines], old: str) -> str:
             form, _, rest = line.partition("  # ")
             rows[op, form].add(version)
             flags[op] = set(rest.split()[1:])
+    left |= {op: denied(op) for op in map(op_name, SCRIPT)}
     found = []
     named = {op for (op, _), seen in rows.items() if seen}
     for (op, form), seen in sorted(rows.items()):

@@ -84,7 +84,7 @@ def _fits(schema: Schema, want: Value, arg: Arg) -> bool:
 def _item(schema: Schema, want: Value) -> Callable[[Arg], bool]:
     is_one = _IS[want.base]
     if want.base == "Tensor" and not want.alias and not want.list and "takes_numbers" in schema.flags:
-        return lambda arg: is_one(arg) or _IS["float"](arg) or type(arg) is bool
+        return lambda arg: is_one(arg) or _IS["Scalar"](arg)
     return is_one
 
 

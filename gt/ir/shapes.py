@@ -167,6 +167,18 @@ def _factored(call: Call) -> bool:
     return len(lu) >= 2 and call["LU_pivots"] == (*lu[:-2], min(lu[-2:]))
 
 
+def _segmented(call: Call) -> bool:
+    """Lengths, or offsets, are of each row before the axis; what was reduced has a segment's value for each."""
+    data, axis = call["data"], call["axis"] or 0
+    lengths, offsets = call["lengths"], call["offsets"]
+    for shape, more in ((lengths, 0), (offsets, 1)):
+        if shape is not None:
+            reduced = (*data[:axis], shape[-1] - more, *data[axis + 1 :])
+            if not 0 <= axis < len(data) or shape[:-1] != data[:axis] or not call.each(reduced, "grad", "output"):
+                return False
+    return lengths is not None or offsets is not None
+
+
 def _alike(call: Call) -> bool:
     """Lists of an optimizer have a tensor of each parameter's shape, or are empty; steps have one element."""
     parameters = call["self"]
@@ -208,15 +220,14 @@ RULES: dict[str, Rule] = {
         ("grid_sampler_2d_backward", "grid_sampler_3d_backward"), ("want the input's batch and the grid's sizes", _sampled)
     ),
     "_ctc_loss_backward": ("want what the loss kept of the same batch", _aligned),
+    **dict.fromkeys(
+        ("segment_reduce", "_segment_reduce_backward"), ("want lengths or offsets of the rows before the axis", _segmented)
+    ),
     "lu_unpack": ("pivots want the batch and the shorter side of the matrices", _factored),
     "nll_loss2d_backward": (
         "the gradient wants the target's shape, or none where it is reduced",
-        lambda call: (call["reduction"] in (1, 2)
-        and call["grad_output"] == ())
-        or (call["reduction"] == 0
-        and call["grad_output"] == call["target"]),
+        lambda call: call["grad_output"] == {0: call["target"], 1: (), 2: ()}.get(call["reduction"]),
     ),
-    "segment_reduce": ("its lengths are checked, unsafe=True would skip that", lambda call: not call["unsafe"]),
     **dict.fromkeys(
         ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_fused_adam", "_fused_adamw", "_fused_sgd",
          "_fused_adagrad"),
