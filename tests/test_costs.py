@@ -1,4 +1,4 @@
-"""No message keeps the dispatcher's loop busy: the costliest of each kind that tests.costs knows, those that are quickly made."""
+"""No message keeps the dispatcher's loop busy: the costliest ones that tests.costs knows and that are quickly made."""
 
 from __future__ import annotations
 
