@@ -192,13 +192,6 @@ def test_a_batch_of_long_ops_goes_out_as_they_are_done():
     assert runs == 40 and [m.seq for m in bench.to(b"c", Ack)] == [0]
 
 
-def test_an_op_without_its_operands_is_for_workers_to_refuse():
-    bench = Bench("")
-    lacking = Template("aten.mm.default", (T(0),), (), (LARGE,), 0, (Out("new", LARGE),))
-    bench.give(b"c", Ops(0, [[16, ONES.wire()], [17, lacking.wire()]], [], [16, 0, 1, 17, 0, 1, 2]))
-    assert bench.to(b"w0", Run)
-
-
 def test_anothers_value_is_answered_before_a_long_queue_is_done():
     bench = Bench("")
     queued(bench, 200)
