@@ -10,6 +10,7 @@ from pathlib import Path
 from gt import env, log
 from gt.dispatcher.server import Server
 from gt.errors import GTError
+from gt.wire.auth import Access
 from gt.wire.memory import collect_less, keep_freed
 
 
@@ -25,6 +26,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("-p", "--port", type=port, default=12345, help="port to listen on; 0 picks a free one")
     made.add_argument("--host", default="127.0.0.1", help="address to listen on; off loopback a token is needed")
     made.add_argument("--token-file", type=Path, help="file with the token that clients and workers need; default: GT_TOKEN")
+    made.add_argument("--encrypt", action="store_true", help="encrypt on loopback too, which lets in all who have the token")
+    made.add_argument("--insecure", action="store_true", help="without a token, let anybody in off loopback, unencrypted")
     made.add_argument("--heartbeat", type=float, default=10.0, help="seconds until a silent peer counts as lost")
     return made
 
@@ -34,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     log.setup("dispatcher")
     try:
-        server = Server(args.host, args.port, env.token(args.token_file), args.heartbeat)
+        access = Access(env.token(args.token_file), args.encrypt, args.insecure)
+        server = Server(args.host, args.port, access, args.heartbeat)
     except GTError as error:
         sys.stderr.write(f"gt.server: {error}\n")
         return 2

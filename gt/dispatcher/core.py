@@ -63,8 +63,8 @@ MOST_DEFERRED = CREDIT + MOST + 1
 class Core:
     """`logging`: make Log actions, with the plan's lines, for somebody who reads them."""
 
-    def __init__(self, token: str = "", heartbeat: float = 10.0, logging: bool = False) -> None:
-        self.token, self.heartbeat = token, heartbeat
+    def __init__(self, heartbeat: float = 10.0, logging: bool = False) -> None:
+        self.heartbeat = heartbeat
         self.logging = logging
         self.cluster = Cluster()
         self.sessions: dict[Peer, Session] = {}
@@ -218,7 +218,7 @@ class Core:
     def _hello(self, peer: Peer, hello: Hello, frames: tuple) -> None:
         if peer in self.sessions or peer in self.workers or self.admission.knows(peer):
             raise ProtocolError("Hello came twice on one connection")
-        examine(hello, self.token)
+        examine(hello)
         if hello.role == "worker":
             self._worker_joins(peer, hello)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import threading
@@ -15,10 +14,10 @@ from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, Pe
 from gt.dispatcher.journal import Journal
 from gt.errors import ProtocolError, Refused
 from gt.wire import codec
+from gt.wire.auth import Access, weakness
 from gt.wire.link import Gate
 from gt.wire.messages import Exit, Goodbye, Welcome
 from gt.wire.router import Arrived, Gone, Router
-from gt.wire.socket import resolve
 
 log = logging.getLogger("gt.dispatcher")
 
@@ -36,19 +35,19 @@ class Server:
         self,
         host: str = "127.0.0.1",
         port: int = 0,
-        token: str = "",
+        access: Access | None = None,
         heartbeat: float = 10.0,
         core: CoreLike | None = None,
     ) -> None:
-        if not token and not _loopback(host):
-            raise Refused(f"a server on {host} needs a token: set GT_TOKEN, or pass --token-file")
         if core is None:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
-            core = Core(token=token, heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")))
+            core = Core(heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")))
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
-        self._router = Router(host, port, heartbeat)
+        self._router = Router(host, port, heartbeat, access)
+        if access is not None and (weak := weakness(access.token)):
+            log.warning("%s", weak)
         self.host, self.port = host, self._router.port
         self._gates: dict[bytes, Gate] = {}
         self._workers: set[bytes] = set()
@@ -127,6 +126,8 @@ class Server:
             return
         gate = self._gates.setdefault(item.peer, Gate())
         try:
+            if item.fault:
+                raise ProtocolError(item.fault)
             message = codec.unpack(item.body)
             gate.admit(message, len(item.frames), max(map(len, item.frames), default=0))
         except ProtocolError as error:
@@ -172,10 +173,6 @@ class Server:
         for peer, reason in unfit:
             log.warning("%s is given up: %s", peer.hex(), reason)
             self._drop(peer, reason)
-
-
-def _loopback(host: str) -> bool:
-    return host != "*" and ipaddress.ip_address(resolve(host)).is_loopback
 
 
 def _journal(path: str) -> Journal | None:

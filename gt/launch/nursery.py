@@ -31,7 +31,7 @@ WORDS = 12  # lines of stderr kept from each worker, for when it dies at start
 
 
 class Nursery:
-    """order: {"token", "workers", "gpu", "backend", "heartbeat"}, see launch.local."""
+    """order: {"token", "workers", "gpu", "backend", "heartbeat"}, see launch.local; the token is the server's secret."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._order = order
@@ -196,6 +196,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     """The dispatcher: tells its port, then how many workers it has."""
     from gt import errors
     from gt.dispatcher.server import Server
+    from gt.wire.auth import Access
     from gt.wire.memory import collect_less, keep_freed
 
     def tell(**what: Any) -> None:
@@ -204,7 +205,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
 
     log.setup("dispatcher", "gt.server")
     try:
-        server = Server("127.0.0.1", 0, order["token"], order["heartbeat"])
+        server = Server("127.0.0.1", 0, Access(secret=order["token"]), order["heartbeat"])
     except errors.GTError as error:
         tell(failed=str(error))
         return

@@ -218,9 +218,9 @@ def run(
         info = plane.open()
         loop = Loop(engine, plane, joined)
         # on_message comes from a thread that starts here: the link is in place before anything is answered.
-        loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait)
+        loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait, token=token)
         about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "backend": backend, **info}
-        loop.send(hello("worker", token, info=about))
+        loop.send(hello("worker", info=about))
         return loop.serve()
     except Terminated:
         return ""
