@@ -10,7 +10,7 @@ import struct
 import termios
 
 _RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, which Linux has had since 4.1
-_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)  # ZMTP 3.0, as a client
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"  # of ZMTP 3, up to where a peer has to say what it speaks itself
 
 
 def received(fd: int) -> tuple[int, int]:
