@@ -6,6 +6,8 @@ import contextlib
 import socket
 import struct
 
+from gt.wire import auth, runtime
+
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 
 
@@ -22,6 +24,13 @@ def frame(body: bytes, more: bool = False, command: bool = False, claim: int | N
 
 def plain_hello(password: bytes, user: bytes = b"gt") -> bytes:
     return frame(b"\x05HELLO" + bytes([len(user)]) + user + bytes([len(password)]) + password, command=True)
+
+
+def password(port: int, token: str = "") -> bytes:
+    """What this user's processes show to their server on loopback."""
+    key = auth.key(auth.read(runtime.find("127.0.0.1", port) or ""), token, "127.0.0.1", port)
+    assert key is not None
+    return key.password
 
 
 def connect(port: int) -> socket.socket:

@@ -17,6 +17,7 @@ from gt.ir.template import Template
 from gt.wire.signals import uninterrupted
 
 FEW, BATCH = 80, 1400  # numbers in the buffer, about 15 and 256 ops
+FULL = 16 << 20  # bytes of uploads in a batch, after which it is handed over
 HELD = 8  # batches in one of a call that is held back until it is over: nobody waits for the first, and credit lasts longer
 TEMPLATES = 16384  # beyond so many, the table starts again
 
@@ -37,6 +38,7 @@ class Recorder:
         self._templates: list[list] = []
         self._origins: list[list] = []
         self._frames: list[bytes] = []
+        self._inline = 0  # their bytes
         self._next_template, self._next_origin = FIRST, 1
         self.templates: dict[int, Template] = {}  # those of the table
         self.tape: Any = None  # takes what is handed over, while a call is recorded
@@ -70,7 +72,10 @@ class Recorder:
         with self._lock:
             row[at] = len(self._frames)
             self._frames.append(data)
+            self._inline += len(data)
             self.code.extend(row)
+        if self._inline > FULL:
+            self.flush()
 
     def flush(self) -> None:
         """Hand everything recorded so far to the session; raises if its link is dead."""
@@ -132,4 +137,5 @@ class Recorder:
         if not code:
             return
         del self._templates[: len(templates)], self._origins[: len(origins)], self._frames[: len(frames)]
+        self._inline = 0
         self.session.submit(templates, origins, code, frames)

@@ -73,6 +73,7 @@ class Connections:
         self._tickets: dict[str, tuple[int, float]] = {}  # ticket -> place at which it was given, when
         self._peers: dict[bytes, Connection] = {}
         self._place = self._given = 0
+        self.growing = False  # whether at the last look a message was long that has no end yet
 
     # ---- what happens
 
@@ -175,8 +176,10 @@ class Connections:
     def unfinished(self, now: float, read: dict[Connection, int]) -> dict[Connection, str]:
         """Connections whose message has no end. read: bytes that were read from each before its messages were all received."""
         out = {}
+        self.growing = False
         for connection, nbytes in read.items():
             held = nbytes - connection.taken - self._beats * (now - connection.since)
+            self.growing |= held > CHUNK
             if connection.peer and held > UNFINISHED:
                 out[connection] = f"it sent {held:.0f} bytes of a message that has no end"
         return out

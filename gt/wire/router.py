@@ -35,7 +35,7 @@ from gt.wire.socket import (
 log = logging.getLogger("gt.wire")
 
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
-WARY, CALM = 0.01, 0.05  # seconds between looks at what came on connections: while some have said nothing yet, and else
+WARY, CALM = 0.01, 0.05  # seconds between looks at what came on connections: while one had better be watched, and else
 SPOKEN = 5  # ends and refusals logged in a second
 DEAD = 1000  # peers that are gone and remembered
 ENDED = "its connection ended: the process exited, was killed, or stopped answering"
@@ -273,7 +273,7 @@ class Router:
         for connection, reason in late.items():
             self._end(connection, reason)
         took = time.monotonic() - now
-        self._next_look = now + max(WARY if connections.silent else CALM, 20 * took)
+        self._next_look = now + max(WARY if connections.silent or connections.growing else CALM, 20 * took)
 
     def _end(self, connection: Connection, reason: str) -> None:
         """End a connection, unless it has just ended and its descriptor may be another's."""
