@@ -245,7 +245,7 @@ def test_a_refused_worker_is_told_once_and_for_all(folder):
     over = threading.Event()
     with Running(Access("right")) as running:
         link = Dealer(
-            running.address, lambda message, _: told.append(message), lambda reason: over.set(), wait=None, token="wrong"
+            running.address, lambda message, _: (told.append(message), over.set()), told.append, wait=None, token="wrong"
         )
         assert over.wait(10)
         link.close()

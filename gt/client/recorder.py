@@ -69,13 +69,13 @@ class Recorder:
 
     def emit_with_frame(self, row: list, data: bytes, at: int) -> None:
         """Append a row whose `at`-th number is the index of a frame of the same batch."""
+        if self._inline + len(data) > FULL:
+            self.flush()
         with self._lock:
             row[at] = len(self._frames)
             self._frames.append(data)
             self._inline += len(data)
             self.code.extend(row)
-        if self._inline > FULL:
-            self.flush()
 
     def flush(self) -> None:
         """Hand everything recorded so far to the session; raises if its link is dead."""

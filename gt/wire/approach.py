@@ -72,7 +72,8 @@ class Approach:
             return ""
         self._broken = 0
         spoken = tcp.mechanism(self._ip, self._port)
-        if spoken not in (PLAIN, CURVE, NULL):
+        mine = self._key.mechanism if self._key is not None else NULL
+        if spoken not in (PLAIN, CURVE, NULL) or spoken == mine != CURVE:  # only CURVE does not say that a key is wrong
             return ""
         text = self._misfit(spoken)
         if patient and text != self._warned:
@@ -93,6 +94,8 @@ class Approach:
             return f"what listens at {self.address} is not a gt server: check the port"
         if self._key is None:
             return f"what listens at {self.address} is no server of this user: set GT_TOKEN to its token, or {start} elsewhere"
+        if spoken == self._key.mechanism:
+            return f"the server at {self.address} ends each connection {tried}: it has too many, or its `ulimit -n` is too low"
         return f"the server at {self.address} did not let this process in {tried}: {self._misfit(spoken)}"
 
     def close(self, linger: int) -> None:

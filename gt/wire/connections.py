@@ -13,7 +13,7 @@ from gt.wire.messages import CHUNK, MAX_BODY
 
 SPEAK = 15.0  # seconds in which a connection has to say something that counts
 LEAVE = 5.0  # seconds that a refused peer has to read why
-SILENT = 256  # connections that have said nothing yet, at most
+SILENT = 256  # connections that have said nothing yet, at most: fewer where descriptors are few
 EARLY = 256 << 10  # bytes that one of them may send, and
 ALL_EARLY = 16 << 20  # all of them together
 UNFINISHED = 3 * CHUNK  # bytes of a message on the wire whose end has not come: the longest that a Dealer sends has two
@@ -64,10 +64,11 @@ class Connection:
 
 
 class Connections:
-    """heartbeat: seconds that a peer may be silent for."""
+    """heartbeat: seconds that a peer may be silent for; silent: connections that may have said nothing yet."""
 
-    def __init__(self, heartbeat: float = 10.0) -> None:
+    def __init__(self, heartbeat: float = 10.0, silent: int = SILENT) -> None:
         self._beats = BEATS / heartbeat  # bytes a second
+        self._most_silent = silent
         self._open: dict[int, Connection] = {}
         self._ended: dict[int, list[Connection]] = {}  # since the last `settle`
         self._tickets: dict[str, tuple[int, float]] = {}  # ticket -> place at which it was given, when
@@ -161,8 +162,8 @@ class Connections:
                 out[connection] = f"it sent more than {EARLY} bytes before it was let in"
             else:
                 early.append(connection)
-        for connection in early[: max(0, len(early) - SILENT)]:
-            out[connection] = f"more than {SILENT} connections have said nothing"
+        for connection in early[: max(0, len(early) - self._most_silent)]:
+            out[connection] = f"more than {self._most_silent} connections have said nothing"
         total = sum(sent.get(connection, 0) for connection in early)
         for connection in sorted(early, key=lambda connection: -sent.get(connection, 0)):
             if total <= ALL_EARLY:

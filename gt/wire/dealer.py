@@ -48,7 +48,7 @@ class Dealer:
     """A link to the dispatcher. Callbacks must not wait for anything it brings.
 
     on_message(message, frames); on_lost(reason) once, when the dispatcher dies, stops answering for `heartbeat` seconds
-    or cannot be reached for `wait` seconds (None: tries for ever), and not after close(); on_turn() in each turn, every
+    or cannot be reached for `wait` seconds (None: tries for ever), and not after close() or a Reject; on_turn() in each turn, every
     10 ms at the latest: it may call send.
 
     A turn is what has to be done at the socket: take in what came, call back, send. The link has a thread that takes turns;
@@ -275,7 +275,7 @@ class Dealer:
     def _arrive(self, context: zmq.Context) -> str:
         """Until there is a connection, or close(); why there will be none, "" otherwise. Nothing is sent before.
 
-        A refusal is told as the server's Reject, which it does not send to those who have no key."""
+        A refusal is told as the server's Reject, which it does not send to those who have no key; then the link is over."""
         deadline = math.inf if self._wait is None else time.monotonic() + self._wait
         approach = self._approach
         bell = select.poll()
@@ -288,7 +288,7 @@ class Dealer:
                 break
             if refusal := approach.refusal(patient=self._wait is None):
                 self._on_message(Reject(errors.to_wire(Refused(refusal))), ())
-                return refusal
+                break
             if time.monotonic() > deadline:
                 assert self._wait is not None
                 return approach.why(self._wait)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import time
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from gt.errors import Refused
 from gt.log import Sparse
 from gt.wire import auth, codec, runtime, tcp
 from gt.wire.auth import Access
-from gt.wire.connections import Connection, Connections, on_wire
+from gt.wire.connections import SILENT, Connection, Connections, on_wire
 from gt.wire.messages import CHUNK, Exit, Message
 from gt.wire.socket import (
     BURST,
@@ -68,7 +69,8 @@ class Router:
 
     def __init__(self, host: str, port: int, heartbeat: float = 10.0, access: Access | None = None) -> None:
         access = access or Access()
-        self._connections = Connections(heartbeat)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._connections = Connections(heartbeat, SILENT if descriptors < 0 else min(SILENT, descriptors // 4))
         self._dead: dict[bytes, bool] = {}  # the last peers that went: whether they know
         self._packed: tuple[Message | None, bytes] = (None, b"")
         self._sparse = Sparse(log, SPOKEN)
