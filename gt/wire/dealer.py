@@ -48,8 +48,8 @@ class Dealer:
     """A link to the dispatcher. Callbacks must not wait for anything it brings.
 
     on_message(message, frames); on_lost(reason) once, when the dispatcher dies, stops answering for `heartbeat` seconds
-    or cannot be reached for `wait` seconds (None: tries for ever), and not after close() or a Reject; on_turn() in each turn, every
-    10 ms at the latest: it may call send.
+    or cannot be reached for `wait` seconds (None: tries for ever), and not after close() or a Reject; on_turn() in each
+    turn, every 10 ms at the latest: it may call send.
 
     A turn is what has to be done at the socket: take in what came, call back, send. The link has a thread that takes turns;
     a thread that sends (`push`) or waits (`lead`) takes them itself, which saves waking one thread to wake another. Then the
