@@ -20,7 +20,7 @@ class Variable:
 VARIABLES = (
     Variable("GT_CONFIG", "", "path of the signal-group YAML"),
     Variable("GT_SERVER", "", "host:port of a running dispatcher; empty starts one for this program"),
-    Variable("GT_TOKEN", "", "secret that server, workers and clients share; needed off loopback"),
+    Variable("GT_TOKEN", "", "secret that server, workers and clients share; needed off loopback (`gt key FILE` makes one)"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (CPU, no torch in their processes)"),
     Variable("GT_TRANSPORT", "", "data plane: nvshmem or nccl (GPUs), or shm (host memory); empty picks one"),
     Variable("GT_OPS", "", "path of a file of op schemas that `gt ops` wrote: ops that GT's table lacks"),
@@ -44,6 +44,11 @@ def get(name: str) -> str:
 def token(file: Path | None) -> str:
     """The shared secret: a file's text, or GT_TOKEN. OSError where the file cannot be read."""
     return file.read_text().strip() if file else get("GT_TOKEN")
+
+
+def runtime_folder() -> str:
+    """The user's directory for what lives as long as its processes, "" if the system has not named one."""
+    return os.environ.get("XDG_RUNTIME_DIR", "")
 
 
 def flag(name: str) -> bool:

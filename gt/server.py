@@ -12,6 +12,7 @@ from gt import env, log
 from gt.dispatcher.leases import Terms
 from gt.dispatcher.server import Server
 from gt.errors import GTError, Refused
+from gt.wire.auth import Access
 from gt.wire.memory import collect_less, keep_freed, more_descriptors, take_turns
 
 
@@ -27,6 +28,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("-p", "--port", type=port, default=12345, help="port to listen on; 0 picks a free one")
     made.add_argument("--host", default="127.0.0.1", help="address to listen on; off loopback a token is needed")
     made.add_argument("--token-file", type=Path, help="file with the token that clients and workers need; default: GT_TOKEN")
+    made.add_argument("--encrypt", action="store_true", help="encrypt on loopback too, which lets in all who have the token")
+    made.add_argument("--insecure", action="store_true", help="without a token, let anybody in off loopback, unencrypted")
     made.add_argument("--heartbeat", type=float, default=10.0, help="seconds until a stopped worker counts as lost")
     sharing = "shared: every program has all workers; exclusive: each has workers of its own, in processes started afresh"
     made.add_argument("--sharing", choices=("shared", "exclusive"), default="shared", help=sharing)
@@ -69,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     log.setup("dispatcher")
     more_descriptors()
     try:
-        server = Server(args.host, args.port, env.token(args.token_file), args.heartbeat, terms=terms(args))
+        access = Access(env.token(args.token_file), args.encrypt, args.insecure)
+        server = Server(args.host, args.port, access, args.heartbeat, terms=terms(args))
     except GTError as error:
         sys.stderr.write(f"gt.server: {error}\n")
         return 2

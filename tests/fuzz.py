@@ -25,12 +25,11 @@ from gt.wire import codec
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
 from gt.worker.loop import run as work
+from tests import zmtp
 from tests.hostile import WILD, Field, Liar, mutated, rounds
 from tests.streams import Stream
 
 GROUPS = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
-GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes([3, 0]) + b"NULL" + bytes(16) + b"\0" + bytes(31)  # ZMTP 3.0, as a client
-READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 
 
 def memory() -> int:
@@ -126,14 +125,13 @@ class Socket:
         self.raw.settimeout(5)
 
     def handshake(self) -> None:
-        self.raw.sendall(GREETING)
-        self.frame(READY, 4)
-        seen = b""
-        while b"READY" not in seen:
-            more = self.raw.recv(4096)
-            if not more:
-                return
-            seen += more
+        """With the key that this user's processes have."""
+        self.raw.sendall(zmtp.greeting())
+        zmtp.read(self.raw, 64)
+        self.raw.sendall(zmtp.plain_hello(zmtp.password(self.raw.getpeername()[1])))
+        zmtp.command(self.raw)
+        self.frame(b"\x08INITIATE" + zmtp.READY[6:], 4)
+        zmtp.command(self.raw)
 
     def frame(self, body: bytes, flags: int = 0, claim: int | None = None) -> None:
         """One frame; flags: 1 more follow, 4 a command. claim: the length it says it has."""
@@ -146,7 +144,8 @@ class Socket:
         how = rng.randrange(6)
         with contextlib.suppress(OSError), self.raw:
             if how == 0:  # not ZeroMQ at all
-                self.raw.sendall(rng.choice([b"GET / HTTP/1.1\r\n\r\n", rng.randbytes(200), GREETING[: rng.randrange(64)]]))
+                strange = (b"GET / HTTP/1.1\r\n\r\n", rng.randbytes(200), zmtp.greeting()[: rng.randrange(64)])
+                self.raw.sendall(rng.choice(strange))
                 return
             self.handshake()
             if how == 1:  # a length that no memory has, and little of it

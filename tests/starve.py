@@ -31,9 +31,9 @@ TEMPLATES = [
 ]  # a use that takes no time of its own
 
 
-def upload(address: str, token: str, parts: int) -> None:
+def upload(address: str, parts: int) -> None:
     """Upload so many host copies and use each; prints when it begins and how long it took."""
-    session = Session(address, token=token)
+    session = Session(address)  # its secret is in this user's folder
     arrays = [np.full(PART // 4, n + 1, np.float32) for n in range(parts)]
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -53,7 +53,7 @@ def upload(address: str, token: str, parts: int) -> None:
 def measure(address: str, token: str, parts: int) -> dict[str, Any]:
     """Round trips of a client that does ten ops and waits for a value, before and during the uploads of another."""
     eager = Stream(address, token=token)
-    command = [sys.executable, "-m", "tests.starve", "--upload", address, "--token", token, "--parts", str(parts)]
+    command = [sys.executable, "-m", "tests.starve", "--upload", address, "--parts", str(parts)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdin is not None
     try:
@@ -97,12 +97,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.starve", description=__doc__)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--upload", default="")
-    parser.add_argument("--token", default="")
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--backend", default="torch")
     args = parser.parse_args()
     if args.upload:
-        upload(args.upload, args.token, args.parts)
+        upload(args.upload, args.parts)
         return 0
     started = local.start(1, backend=args.backend)
     try:

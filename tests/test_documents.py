@@ -128,12 +128,13 @@ ELSEWHERE = {  # shell lines of the documents that do what another test does
     r"python benchmarks/bench_dispatch.py": "a benchmark",
     r"gt (plan|trace) .*": "test_plan.py and test_trace.py",
 }
-BY_HAND = r"python -m gt.(server|worker)\b.*|GT_SERVER=localhost:\d+ python \w+.py|ps aux \| grep gt.worker"
+BY_HAND = r"python -m gt.(server|worker)\b[^~]*|GT_SERVER=localhost:\d+ python \w+.py|ps aux \| grep gt.worker"
+WITH_TOKEN = r".*~/\.gt-token.*"
 LOGGED = r"GT_\w+=\S+ python program.py|grep .* /tmp/trace.log"
 
 
 def test_every_shell_line_of_the_documents_is_run_by_a_test() -> None:
-    known = [re.compile(pattern) for pattern in (*ELSEWHERE, BY_HAND, LOGGED)]
+    known = [re.compile(pattern) for pattern in (*ELSEWHERE, BY_HAND, WITH_TOKEN, LOGGED)]
     for document in WITH_SHELL:
         for command in commands(document):
             assert any(pattern.fullmatch(command) for pattern in known), f"{document}: nothing runs {command!r}"
@@ -163,6 +164,34 @@ def test_server_workers_and_program_by_hand(tmp_path: Path) -> None:
     for worker in workers:
         said = worker.communicate(timeout=limit(20))[1].splitlines()
         assert worker.returncode == 0 and len(said) == 2 and said[1].startswith("gt.worker: connected as w")
+
+
+def test_server_worker_and_program_with_a_token(tmp_path: Path) -> None:
+    """The quickstart's lines for other addresses, on a free port of this machine; `gt` is the module of that name."""
+    program("docs/quickstart.md", tmp_path)
+    key, server, worker, client = (c for c in commands("docs/quickstart.md") if re.fullmatch(WITH_TOKEN, c))
+    port = "0"
+
+    def shell(line: str, **pipes: Any) -> subprocess.Popen:
+        for name, value in (("~/.gt-token", "key"), ("server.example", "localhost"), ("12345", port)):
+            line = line.replace(name, value)
+        return subprocess.Popen(["bash", "-c", f"exec env {line}"], cwd=tmp_path, env=environment(), text=True, **pipes)
+
+    made = shell(key.replace("gt key", "python -c 'import sys; from gt.cli import main; sys.exit(main())' key"), stdout=-3)
+    assert made.wait(60) == 0 and (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    serving = shell(server, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        port = serving.stdout.readline().strip().rpartition(":")[2]
+        working = shell(worker, stderr=subprocess.PIPE)
+        done = shell(client, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate(timeout=60)
+        assert done == ("4.0\n", "")
+        without = shell(client.replace("GT_TOKEN=", "GT_UNSET="), stdout=-3, stderr=subprocess.PIPE).communicate(timeout=60)[1]
+        assert "wants a token: set GT_TOKEN" in without
+    finally:
+        serving.terminate()
+        assert serving.communicate(timeout=20) == ("", "")
+    assert working.wait(20) == 0
+    working.stderr.close()
 
 
 def test_the_log_and_its_greps(tmp_path: Path) -> None:

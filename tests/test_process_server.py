@@ -54,8 +54,8 @@ def idle_worker(address: str, token: str) -> Dealer:
         if isinstance(message, Query):
             worker.send(Report(message.request, {"done": 0, "stats": {"name": "idle"}}))
 
-    worker = Dealer(address, answer, lambda reason: None)
-    worker.send(hello("worker", token, info={"name": "", "pid": os.getpid(), "host": "here", "heap_bytes": 1 << 20}))
+    worker = Dealer(address, answer, lambda reason: None, token=token)
+    worker.send(hello("worker", info={"name": "", "pid": os.getpid(), "host": "here", "heap_bytes": 1 << 20}))
     return worker
 
 

@@ -25,26 +25,30 @@ def test_a_context_that_does_not_end_is_left(monkeypatch):
 
 
 def test_a_matching_hello_passes():
-    link.examine(link.hello("client", token="s"), "s")
-    link.examine(link.hello("worker", info={"pid": 1}), "")
+    link.examine(link.hello("client"))
+    link.examine(link.hello("worker", info={"pid": 1}))
 
 
 def test_another_version_names_both():
     old = dataclasses.replace(link.hello("client"), version=VERSION + 1, gt="9.9.9")
     both = rf"protocol {VERSION + 1} \(gt 9.9.9\).*protocol {VERSION} \(gt {link.RELEASE}\)"
     with pytest.raises(Refused, match=both):
-        link.examine(old, "")
-
-
-@pytest.mark.parametrize(("token", "says"), [("", "no token"), ("other", "another token"), ("é\ud800", "another token")])
-def test_a_wrong_token_is_refused(token, says):
-    with pytest.raises(Refused, match=says):
-        link.examine(link.hello("client", token=token), "secret")
+        link.examine(old)
 
 
 def test_an_unknown_role_is_refused():
     with pytest.raises(Refused, match="unknown role 'spy'"):
-        link.examine(link.hello("spy"), "")
+        link.examine(link.hello("spy"))
+
+
+def test_a_peers_words_are_cut_before_they_are_told():
+    for bad in (link.hello("r" * (1 << 20)), dataclasses.replace(link.hello("client"), version=99, gt="g" * (1 << 20))):
+        with pytest.raises(Refused) as refused:
+            link.examine(bad)
+        assert len(str(refused.value)) < 300
+    gate = link.Gate()
+    gate.admit(link.hello("r" * (1 << 20)))
+    assert gate.role == "unknown"
 
 
 def test_answer_is_the_welcome_or_the_servers_error():

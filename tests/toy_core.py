@@ -34,8 +34,7 @@ from gt.wire.messages import (
 
 
 class ToyCore:
-    def __init__(self, token: str = "", heartbeat: float = 10.0) -> None:
-        self.token = token
+    def __init__(self) -> None:
         self.events: list = []
         self.peers: set[bytes] = set()
         self.codes: list = []
@@ -56,7 +55,7 @@ class ToyCore:
         match message:
             case Hello():
                 try:
-                    link.examine(message, self.token)
+                    link.examine(message)
                 except GTError as error:
                     return [(Reject(to_wire(error)),)]
                 self.peers.add(peer)

@@ -1,4 +1,4 @@
-"""`gt server|worker|plan|trace|doctor|ops|env`: the commands. Each imports what it needs when it is run."""
+"""`gt server|worker|key|plan|trace|doctor|ops|env`: the commands. Each imports what it needs when it is run."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def worker(args: list[str]) -> int:
     from gt.worker.__main__ import leave, main
 
     leave(main(args, own=True))
+
+
+def key(args: list[str]) -> int:
+    from gt.cli.key import main
+
+    return main(args, COMMANDS["key"][1])
 
 
 def plan(args: list[str]) -> int:
@@ -80,6 +86,7 @@ def no_options(name: str, args: list[str]) -> None:
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "server": (server, "a dispatcher in the foreground (as python -m gt.server)"),
     "worker": (worker, "one worker in the foreground (as python -m gt.worker)"),
+    "key": (key, "make a strong token in a file, for a server off loopback"),
     "plan": (plan, "what a program would do on workers, with none: layouts, traffic, memory, schedule"),
     "trace": (trace, "run a program, and write its last replay as a Chrome trace, measured beside predicted"),
     "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),

@@ -17,6 +17,7 @@ from gt.ir.template import Template
 from gt.wire.signals import uninterrupted
 
 FEW, BATCH = 80, 1400  # numbers in the buffer, about 15 and 256 ops
+FULL = 16 << 20  # bytes of uploads in a batch, after which it is handed over
 HELD = 8  # batches in one of a call that is held back until it is over: nobody waits for the first, and credit lasts longer
 FREED = 1 << 15  # tensors that one batch frees
 TEMPLATES = 16384  # beyond so many, the table starts again
@@ -38,6 +39,7 @@ class Recorder:
         self._templates: list[list] = []
         self._origins: list[list] = []
         self._frames: list[bytes] = []
+        self._inline = 0  # their bytes
         self._next_template, self._next_origin = FIRST, 1
         self.templates: dict[int, Template] = {}  # those of the table
         self.tape: Any = None  # takes what is handed over, while a call is recorded
@@ -68,9 +70,12 @@ class Recorder:
 
     def emit_with_frame(self, row: list, data: bytes, at: int) -> None:
         """Append a row whose `at`-th number is the index of a frame of the same batch."""
+        if self._inline + len(data) > FULL:
+            self.flush()
         with self._lock:
             row[at] = len(self._frames)
             self._frames.append(data)
+            self._inline += len(data)
             self.code.extend(row)
 
     def flush(self) -> None:
@@ -136,6 +141,7 @@ class Recorder:
         if not code:
             return
         del self._templates[: len(templates)], self._origins[: len(origins)], self._frames[: len(frames)]
+        self._inline = 0
         self.session.submit(templates, origins, code, frames)
         for first in range(FREED, len(freed), FREED):  # more than fit a batch
             some = freed[first : first + FREED]

@@ -99,9 +99,11 @@ class Session:
             messages.Exit: lambda m, _: self._end(self._parted(m.reason)),
         }
         self._greeting = _Pending()
-        self._link = Dealer(address, self._on_message, self._on_lost, on_turn=self._turn, wait=wait, heartbeat=heartbeat)
+        self._link = Dealer(
+            address, self._on_message, self._on_lost, on_turn=self._turn, wait=wait, heartbeat=heartbeat, token=token
+        )
         try:
-            self._link.send(link.hello("client", token, config_text, config_path, switches=switches or {}))
+            self._link.send(link.hello("client", config_text, config_path, switches=switches or {}))
             welcome = self._welcomed(address, wait)
         except BaseException:
             self._link.close()

@@ -87,14 +87,13 @@ class Core:
 
     def __init__(
         self,
-        token: str = "",
         heartbeat: float = 10.0,
         logging: bool = False,
         process: Sequence = (),
         terms: Terms | None = None,
         pace: Pace | None = None,
     ) -> None:
-        self.token, self.heartbeat, self.process = token, heartbeat, list(process)
+        self.heartbeat, self.process = heartbeat, list(process)
         self.terms = terms or Terms()
         self.logging = logging
         self.pace = pace or Pace()
@@ -253,7 +252,7 @@ class Core:
     def _hello(self, peer: Peer, hello: Hello, frames: tuple) -> None:
         if peer in self.sessions or peer in self.workers or self.lending.name(peer) or self.admission.knows(peer):
             raise ProtocolError("Hello came twice on one connection")
-        examine(hello, self.token)
+        examine(hello)
         if hello.role == "worker":
             self._worker_joins(peer, hello)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import threading
@@ -35,10 +34,10 @@ from gt.dispatcher.pace import Pace
 from gt.dispatcher.relay import Relay
 from gt.errors import ProtocolError, Refused, to_wire
 from gt.wire import codec, liveness
+from gt.wire.auth import Access, weakness
 from gt.wire.link import Gate
 from gt.wire.messages import Exit, Goodbye, Hello, Reject, Welcome
 from gt.wire.router import Arrived, Gone, Router
-from gt.wire.socket import resolve
 
 if TYPE_CHECKING:
     from gt.dispatcher.leases import Terms
@@ -60,13 +59,11 @@ class Server:
         self,
         host: str = "127.0.0.1",
         port: int = 0,
-        token: str = "",
+        access: Access | None = None,
         heartbeat: float = 10.0,
         core: CoreLike | None = None,
         terms: Terms | None = None,
     ) -> None:
-        if not token and not _loopback(host):
-            raise Refused(f"a server on {host} needs a token: set GT_TOKEN, or pass --token-file")
         self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # a thread wants the baton
         self._called = False
         self._relay = Relay(self._wake)
@@ -75,10 +72,12 @@ class Server:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
             logged = bool(env.get("GT_INSTRUCTION_LOG"))
-            core = Core(token, heartbeat, logged, liveness.process(), terms, self._pace)
+            core = Core(heartbeat, logged, liveness.process(), terms, self._pace)
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
-        self._router = Router(host, port, heartbeat)
+        self._router = Router(host, port, heartbeat, access)
+        if access is not None and (weak := weakness(access.token)):
+            log.warning("%s", weak)
         self.host, self.port = host, self._router.port
         self._gates: dict[bytes, Gate] = {}
         self._workers: set[bytes] = set()
@@ -208,6 +207,8 @@ class Server:
             return
         gate = self._gates.setdefault(item.peer, Gate())
         try:
+            if item.fault:
+                raise ProtocolError(item.fault)
             codec.weigh(item.body)
             message = codec.unpack(item.body)
             gate.admit(message, len(item.frames), max(map(len, item.frames), default=0))
@@ -268,10 +269,6 @@ class Server:
             self._drop(peer, reason)
         for one in examine:
             self._handle(Examined(one.peer, *liveness.sight(one.pid, one.home), self._now()))
-
-
-def _loopback(host: str) -> bool:
-    return host != "*" and ipaddress.ip_address(resolve(host)).is_loopback
 
 
 def _journal(path: str) -> Journal | None:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import select
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from gt import env
 from gt.errors import SystemFailure
+from gt.wire import auth
 
 log = logging.getLogger("gt.launch")
 
@@ -55,7 +55,7 @@ def start(
 
     meanwhile: what this process has to do in any case, done while they start.
     """
-    token = secrets.token_hex(16)
+    token = auth.made()
     order = {"token": token, "workers": workers, "gpu": gpu, "backend": backend, "heartbeat": heartbeat}
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(

@@ -33,7 +33,7 @@ WORDS = 12  # lines of stderr kept from each worker, for when it dies at start
 
 
 class Nursery:
-    """order: {"token", "workers", "gpu", "backend", "heartbeat"}, see launch.local."""
+    """order: {"token", "workers", "gpu", "backend", "heartbeat"}, see launch.local; the token is the server's secret."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._order = order
@@ -213,6 +213,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     from gt import errors
     from gt.dispatcher.leases import Terms
     from gt.dispatcher.server import Server
+    from gt.wire.auth import Access
     from gt.wire.memory import collect_less, keep_freed, more_descriptors, take_turns
 
     def tell(**what: Any) -> None:
@@ -222,7 +223,8 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     log.setup("dispatcher", "gt.server")
     more_descriptors()
     try:
-        server = Server("127.0.0.1", 0, order["token"], order["heartbeat"], terms=Terms(most=order["workers"]))
+        access, terms = Access(secret=order["token"]), Terms(most=order["workers"])
+        server = Server("127.0.0.1", 0, access, order["heartbeat"], terms=terms)
     except errors.GTError as error:
         tell(failed=str(error))
         return

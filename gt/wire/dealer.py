@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import threading
@@ -13,24 +14,25 @@ from typing import Any
 
 import zmq
 from zmq.utils import garbage
-from zmq.utils.monitor import recv_monitor_message
 
+from gt import errors
+from gt.errors import Refused
 from gt.wire import codec
+from gt.wire.approach import Approach
+from gt.wire.connections import cut
 from gt.wire.liveness import LOOKS, Cable, Vigil
-from gt.wire.messages import Exit, Message, Welcome
+from gt.wire.messages import CHUNK, Exit, Message, Reject, Welcome
 from gt.wire.signals import uninterrupted
 from gt.wire.socket import (
     BURST,
-    FAILED,
     GONE,
     LINGER,
-    QUEUE,
     Frames,
     descriptor_of,
-    endpoint,
     events_of,
     frames_of,
-    options,
+    monitored,
+    place,
     terminate,
 )
 
@@ -48,7 +50,7 @@ class Dealer:
 
     on_message(message, frames); on_lost(reason) once, when the dispatcher dies, is stopped for `heartbeat` seconds (or silent
     for several times that, where its process cannot be seen) or cannot be reached for `wait` seconds (None: tries for ever),
-    and not after close(); on_turn() in each turn, every 10 ms at the latest: it may call send.
+    and not after close() or a Reject; on_turn() in each turn, every 10 ms at the latest: it may call send.
 
     A turn is what has to be done at the socket: take in what came, call back, send. The link has a thread that takes turns;
     a thread that sends (`push`) or waits (`lead`) takes them itself, which saves waking one thread to wake another. Then the
@@ -65,16 +67,17 @@ class Dealer:
         on_turn: Callable[[], None] | None = None,
         wait: float | None = 10.0,
         heartbeat: float = 10.0,
+        token: str = "",
     ) -> None:
         self.address = address
         self.messages_sent = self.bytes_sent = 0
         self._on_message, self._on_lost, self._on_turn = on_message, on_lost, on_turn
         self._wait, self._heartbeat = wait, heartbeat
-        self._endpoint = endpoint(address)
+        self._approach = Approach(address, *place(address), token, heartbeat)
         self._queue: deque[list[Any]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the thread that leads
-        self._closing = self._over = self._deaf = self._stranger = False
+        self._closing = self._over = self._deaf = False
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held to ring a bell and to close it
         self._using = threading.Lock()  # held to touch the socket
@@ -85,7 +88,6 @@ class Dealer:
         self._aside = 0.0  # until when the link's thread leaves what comes to others
         self._fault: Exception | None = None  # of a turn in another thread
         self._sock: zmq.Socket | None = None  # once connected, until closed
-        self._cable: Cable | None = None  # once connected
         self._vigil: Vigil | None = None  # once the dispatcher has said which process it is
         self._look = 0.0  # when it is looked at next
         self._thread = threading.Thread(target=self._main, name="gt-link", daemon=True)
@@ -100,9 +102,13 @@ class Dealer:
         body = codec.pack(message)
         if self._over:
             return
+        nbytes = len(body) + sum(memoryview(frame).nbytes for frame in frames)
         self.messages_sent += 1
-        self.bytes_sent += len(body) + sum(memoryview(frame).nbytes for frame in frames)
-        self._queue.append([body, *frames])
+        self.bytes_sent += nbytes
+        if nbytes <= 2 * CHUNK:
+            self._queue.append([body, *frames])
+        else:
+            self._queue.extend(cut(body, tuple(frames), CHUNK))
         if wake:
             self.wake()
 
@@ -240,21 +246,15 @@ class Dealer:
 
     def _main(self) -> None:
         context = zmq.Context(io_threads=1)
-        sock = context.socket(zmq.DEALER)
-        monitor = None
         try:
-            monitor = self._connect(sock)
-            reason = self._serve(sock, monitor)
+            reason = self._arrive(context) or self._serve()
         except Exception as error:  # whatever a callback raised ends the link, and is said
             log.exception("the link to %s failed", self.address)
             reason = f"the link to {self.address} failed: {type(error).__name__}: {error}"
         finally:
             self._close_bells()
             self._queue.clear()
-            if monitor is not None:
-                sock.disable_monitor()
-                monitor.close(0)
-            sock.close(int(LINGER * 1000) if self._closing and not self._deaf else 0)
+            self._approach.close(int(LINGER * 1000) if self._closing and not self._deaf else 0)
             terminate(context)
             self._forget()
         if reason and not self._closing:
@@ -279,28 +279,44 @@ class Dealer:
         if not _open_dealers and garbage.gc.thread is not None and not garbage.gc.refs:
             garbage.gc.stop()
 
-    def _connect(self, sock: zmq.Socket) -> zmq.Socket:
-        options(sock, self._heartbeat)
-        sock.setsockopt(zmq.SNDHWM, QUEUE)
-        # Credit bounds what comes. A limit here would leave heartbeats unread too, while nobody has time to take messages in.
-        sock.setsockopt(zmq.RCVHWM, 0)
-        sock.setsockopt(zmq.RECONNECT_IVL, 30)  # while the server is not up yet; a link once made is not made again
-        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
-        sock.setsockopt(zmq.HANDSHAKE_IVL, 3000)
-        monitor = sock.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | GONE | FAILED)
-        self._descriptor = descriptor_of(sock)
-        sock.connect(self._endpoint)
-        return monitor
+    def _arrive(self, context: zmq.Context) -> str:
+        """Until there is a connection, or close(); why there will be none, "" otherwise. Nothing is sent before.
 
-    def _serve(self, sock: zmq.Socket, monitor: zmq.Socket) -> str:
+        A refusal is told as the server's Reject, which it does not send to those who have no key; then the link is over."""
+        deadline = math.inf if self._wait is None else time.monotonic() + self._wait
+        approach = self._approach
+        bell = select.poll()
+        bell.register(self._bell, select.POLLIN)
+        while not self._closing:
+            if approach.attempt(context, self._bell, deadline, lambda: self._closing):
+                assert approach.sock is not None
+                self._descriptor = descriptor_of(approach.sock)
+                self._sock = approach.sock
+                break
+            if refusal := approach.refusal(patient=self._wait is None):
+                self._on_message(Reject(errors.to_wire(Refused(refusal))), ())
+                break
+            if time.monotonic() > deadline:
+                assert self._wait is not None
+                return approach.why(self._wait)
+            end = time.monotonic() + approach.pause
+            while not self._closing and (left := end - time.monotonic()) > 0:
+                if bell.poll(left * 1000):
+                    os.eventfd_read(self._bell)
+        return ""
+
+    def _serve(self) -> str:
         """Until the link ends; why it ended, "" after close()."""
+        sock, monitor = self._sock, self._approach.monitor
+        if sock is None or monitor is None:
+            return ""
         events = descriptor_of(monitor)
         full, few = select.poll(), select.poll()
         for what in (events, self._bell):
             full.register(what, select.POLLIN)
             few.register(what, select.POLLIN)
         full.register(self._descriptor, select.POLLIN)
-        deadline = None if self._wait is None else time.monotonic() + self._wait
+        cable = Cable(self._approach.descriptor, self._heartbeat)
         more = True
         while True:
             aside = not more and time.monotonic() < self._aside
@@ -314,52 +330,30 @@ class Dealer:
                     raise self._fault
                 if self._watch(sock, monitor):
                     return f"the connection to the server at {self.address} was lost"
-                if ended := self._ended():
+                if ended := self._ended(cable):
                     return f"the connection to the server at {self.address} was lost: {ended}"
                 more = self._turn(sock)
                 if self._closing:
-                    return self._flush(sock) if self._sock is not None else ""
-            if self._sock is None and deadline is not None and time.monotonic() > deadline:
-                return self._unreachable()
+                    return self._flush(sock)
 
     def _watch(self, sock: zmq.Socket, monitor: zmq.Socket) -> bool:
-        """Whether the connection, once made, has ended; what it said last has then been taken in."""
-        while events_of(monitor) & _IN:
-            found = recv_monitor_message(monitor, zmq.NOBLOCK)
-            event = found["event"]
-            if event == zmq.EVENT_CONNECTED:
-                self._cable = Cable(found["value"], self._heartbeat)
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._sock = sock
-            self._stranger |= bool(event & FAILED)
-            if event == GONE and self._sock is not None:
-                self._user = threading.get_ident()
-                self._receive(sock, burst=1 << 20)
-                return True
-        return False
+        """Whether the connection has ended; what it said last has then been taken in."""
+        if not any(event == GONE for event, _ in monitored(monitor)):
+            return False
+        self._user = threading.get_ident()
+        self._receive(sock, burst=1 << 20)
+        return True
 
-    def _ended(self) -> str:
+    def _ended(self, cable: Cable) -> str:
         """How the dispatcher's process is stopped, or its host gone, once that is certain, or ""."""
-        if self._sock is None or self._cable is None or (now := time.monotonic()) < self._look:
+        if (now := time.monotonic()) < self._look:
             return ""
         self._look = now + self._heartbeat / LOOKS
-        return self._cable.look() or ("" if self._vigil is None else self._vigil.look())
+        return cable.look() or ("" if self._vigil is None else self._vigil.look())
 
     def _pause(self) -> int:
         """Milliseconds to sleep in poll."""
-        if self._on_turn is not None:
-            return int(TURN * 1000)
-        quiet = min(1.0, self._heartbeat / LOOKS)
-        return int(quiet * 1000) if self._sock is not None or self._wait is None else 50
-
-    def _unreachable(self) -> str:
-        if self._stranger:
-            return (
-                f"what listens at {self.address} is not a gt server, or has no file descriptors left: check the port, and what "
-                "the server has logged"
-            )
-        port = self.address.rpartition(":")[2]
-        return f"no server at {self.address} (tried for {self._wait:g} s): start one with `python -m gt.server -p {port}`"
+        return int(1000 * (TURN if self._on_turn is not None else min(1.0, self._heartbeat / LOOKS)))
 
     def _flush(self, sock: zmq.Socket) -> str:
         deadline = time.monotonic() + LINGER

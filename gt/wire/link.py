@@ -6,7 +6,6 @@ credit.
 
 from __future__ import annotations
 
-import hmac
 from typing import Any
 
 from gt import errors
@@ -49,6 +48,7 @@ from gt.wire.messages import (
     World,
 )
 
+SHOWN = 40  # characters of a peer's words in an error
 RELEASE = "0.1.0"  # for people to read; VERSION is what must agree
 
 # role -> (what it may send after Hello, what the dispatcher may send it)
@@ -65,23 +65,21 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
 CARRIES = {Ops: 4096, Host: 1, Piece: 1, Data: 1}  # the messages that have frames, and how many at most
 
 
-def hello(role: str, token: str = "", config: str = "", config_path: str = "", **rest: dict[str, Any]) -> Hello:
+def hello(role: str, config: str = "", config_path: str = "", **rest: dict[str, Any]) -> Hello:
     """The first message; rest: switches (client), info (worker)."""
-    return Hello(VERSION, RELEASE, role, token, config, config_path, rest.get("switches", {}), rest.get("info", {}))
+    return Hello(VERSION, RELEASE, role, config, config_path, rest.get("switches", {}), rest.get("info", {}))
 
 
-def examine(hello: Hello, token: str) -> None:
-    """Raise Refused unless the peer speaks our version, has a known role and knows the token."""
+def examine(hello: Hello) -> None:
+    """Raise Refused unless the peer speaks our version and has a known role."""
+    role = hello.role[:SHOWN]
     if hello.version != VERSION:
         raise Refused(
-            f"the {hello.role or 'peer'} speaks protocol {hello.version} (gt {hello.gt}), the server protocol "
+            f"the {role or 'peer'} speaks protocol {hello.version} (gt {hello.gt[:SHOWN]}), the server protocol "
             f"{VERSION} (gt {RELEASE}): install the same gt on both sides"
         )
     if hello.role not in MAY_SEND:
-        raise Refused(f"unknown role {hello.role!r}, want one of {sorted(MAY_SEND)}")
-    if token and not hmac.compare_digest(hello.token.encode("utf-8", "replace"), token.encode("utf-8", "replace")):
-        missing = "has no token" if not hello.token else "has another token than the server"
-        raise Refused(f"the {hello.role} {missing}: set GT_TOKEN to the server's on both sides")
+        raise Refused(f"unknown role {role!r}, want one of {sorted(MAY_SEND)}")
 
 
 def answer(reply: Message) -> Welcome:
@@ -110,7 +108,7 @@ class Gate:
         if isinstance(message, Hello):
             if self.role:
                 raise ProtocolError("Hello came twice on one connection")
-            self.role = message.role or "unknown"
+            self.role = message.role if message.role in MAY_SEND else "unknown"
             return
         if not self.role:
             raise ProtocolError(f"{name} came before Hello")

@@ -40,7 +40,6 @@ class Hello(Message):
     version: int
     gt: str
     role: str
-    token: str
     config: str
     config_path: str
     switches: dict

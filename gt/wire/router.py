@@ -1,43 +1,58 @@
-"""The dispatcher's end of all links: bound to a port, polled by its loop."""
+"""The dispatcher's end of all links: bound to a port, polled by its loop. Nobody gets a message through without a key."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
+import resource
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import zmq
 
 from gt.errors import Refused
-from gt.wire import codec
+from gt.log import Sparse
+from gt.wire import auth, codec, runtime, tcp
+from gt.wire.auth import Access
+from gt.wire.connections import SILENT, Connection, Connections, on_wire
 from gt.wire.liveness import Cable
-from gt.wire.messages import Message
+from gt.wire.messages import CHUNK, Exit, Message
 from gt.wire.socket import (
     BURST,
     GONE,
     LINGER,
     QUEUE,
     Frames,
+    ask,
     frames_of,
     monitored,
     options,
+    public,
     resolve,
     terminate,
 )
 
 log = logging.getLogger("gt.wire")
 
+ACCEPTED = int(zmq.EVENT_ACCEPTED)
+WARY, CALM = 0.01, 0.05  # seconds between looks at what came on connections: while one had better be watched, and else
+SPOKEN = 5  # ends and refusals logged in a second
+DEAD = 1000  # peers that are gone and remembered
 ENDED = "its connection ended: the process exited, was killed, or stopped answering"
+OUT = "the server took this connection for ended: connect again"
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A message from a peer, not yet unpacked."""
+    """A message from a peer, not yet unpacked. fault: what is wrong with it, "" if nothing is as yet."""
 
     peer: bytes
     body: bytes
     frames: tuple
+    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +64,34 @@ class Gone:
 
 
 class Router:
-    """The dispatcher's end: bound to a port, polled by one thread, which is also the one that sends."""
+    """The dispatcher's end: bound to a port, polled by one thread, which is also the one that sends.
 
-    def __init__(self, host: str, port: int, heartbeat: float = 10.0) -> None:
-        self._context = zmq.Context(io_threads=1)
-        self._sock = self._context.socket(zmq.ROUTER)
-        options(self._sock, heartbeat)
-        # What is under way is bounded by credit, and a full queue would make ROUTER drop messages in silence.
-        self._sock.setsockopt(zmq.SNDHWM, 0)
-        self._sock.setsockopt(zmq.RCVHWM, QUEUE)
-        self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._monitor = self._sock.get_monitor_socket(GONE)
-        self.port = self._bind(host, port)
-        self._poller = zmq.Poller()
-        self._poller.register(self._sock, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+    Refused if it cannot be bound, or the rules of access do not let a server be there.
+    """
+
+    def __init__(self, host: str, port: int, heartbeat: float = 10.0, access: Access | None = None) -> None:
+        access = access or Access()
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._connections = Connections(heartbeat, SILENT if descriptors < 0 else min(SILENT, descriptors // 4))
         self._heartbeat = heartbeat
         self._cables: dict[bytes, Cable] = {}
-        self._owner: dict[int, bytes] = {}  # file descriptor of a connection -> its peer
-        self._fd: dict[bytes, int] = {}
-        self._stale: dict[int, int] = {}  # ends still to be reported of connections whose descriptor is in use again
-        self._dead: dict[bytes, None] = {}  # the last peers that went: what they left behind in queues is dropped
+        self._dead: dict[bytes, bool] = {}  # the last peers that went: whether they know
         self._packed: tuple[Message | None, bytes] = (None, b"")
+        self._sparse = Sparse(log, SPOKEN)
+        self._next_look = 0.0
+        self._context = zmq.Context(io_threads=1)
+        self._sock = self._context.socket(zmq.ROUTER)
+        self._porter = self._context.socket(zmq.ROUTER)  # asked by libzmq who may come in: ZAP
+        self._monitor = self._sock.get_monitor_socket(ACCEPTED | GONE)
+        self._published: runtime.Published | None = None
+        try:
+            self.port = self._open(host, port, heartbeat, access)
+        except BaseException:
+            self._shut(0)
+            raise
+        self._poller = zmq.Poller()
+        for sock in (self._sock, self._porter, self._monitor):
+            self._poller.register(sock, zmq.POLLIN)
 
     def watch(self, fd: int) -> None:
         """Let poll return when this descriptor can be read; whoever registered it reads it."""
@@ -78,19 +99,40 @@ class Router:
 
     def poll(self, timeout: float) -> list[Arrived | Gone]:
         """What came within `timeout` seconds; a peer's messages always come before its end."""
-        ready = dict(self._poller.poll(int(timeout * 1000)))
+        if self._connections:
+            timeout = min(timeout, max(0.0, self._next_look - time.monotonic()))
+        if self._connections.unsettled:
+            timeout = 0.0
+        ready = dict(self._poller.poll(int(timeout * 1000 + 0.999)))
         found: list[Arrived | Gone] = []
-        # Monitor first: a connection's end is reported after all it brought is in our queue.
-        ended = [event["value"] for event in monitored(self._monitor)] if self._monitor in ready else []
-        self._receive(found, 1 << 16 if ended else BURST)
-        for fd in ended:
-            self._end(fd, found)
+        # In this order: a connection's beginning is known before it is let in, its end after all it brought is in our queue,
+        # and what was read of a message before messages are received is received with them, or has no end.
+        requests = self._requests() if self._porter in ready else []
+        if requests or self._monitor in ready:
+            self._follow()
+        for request in requests:
+            self._let_in(request)
+        now = time.monotonic()
+        look = self._connections and now >= self._next_look
+        sent = {connection: tcp.received(connection.fd) for connection in self._connections} if look else {}
+        drained = self._receive(found, 1 << 16 if self._connections.unsettled else BURST)
+        if self._connections.unsettled:
+            for peer in self._connections.settle():
+                self._lose(peer, found)
+        if look:
+            self._look(now, sent, drained)
         return found
 
     def cut_off(self) -> list[Gone]:
         """Peers whose host is gone: it has acknowledged nothing for a heartbeat."""
-        found = [(peer, cable.look()) for peer, cable in self._cables.items()]
-        return [self._lose(peer, f"its connection ended: {how}") for peer, how in found if how]
+        found = [(peer, how) for peer, cable in self._cables.items() if (how := cable.look())]
+        for peer, _ in found:
+            self.forget(peer)
+        return [Gone(peer, f"its connection ended: {how}") for peer, how in found]
+
+    def descriptors(self, peers: Iterable[bytes]) -> set[int]:
+        """Those of these peers' connections."""
+        return {connection.fd for peer in peers if (connection := self._connections.of(peer)) is not None}
 
     def send(self, peer: bytes, message: Message, frames: Frames = ()) -> None:
         """Queue a message; one to a peer that is gone is dropped."""
@@ -102,80 +144,168 @@ class Router:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
 
-    def descriptors(self, peers: Iterable[bytes]) -> set[int]:
-        """Those of these peers' connections."""
-        return {self._fd[peer] for peer in peers if peer in self._fd}
-
     def forget(self, peer: bytes) -> None:
-        """Drop what this peer sends from now on; its end is reported all the same."""
-        self._dead[peer] = None
-        if len(self._dead) > 1000:
-            del self._dead[next(iter(self._dead))]
+        """Drop what this peer sends from now on, and end its connection soon; its end is reported all the same."""
+        self._bury(peer, True)
+        self._cables.pop(peer, None)
+        self._connections.leave(peer, time.monotonic())
 
     def close(self) -> None:
         """Send what is queued, for at most LINGER seconds, and free the port."""
-        self._sock.disable_monitor()
-        self._monitor.close(0)
-        self._sock.close(int(LINGER * 1000))
-        terminate(self._context)
+        self._shut(int(LINGER * 1000))
 
-    def _bind(self, host: str, port: int) -> int:
-        ip = host if host == "*" else resolve(host)
+    # ---- opening and closing
+
+    def _open(self, host: str, port: int, heartbeat: float, access: Access) -> int:
+        """The port that it is bound to."""
+        ip = "0.0.0.0" if host == "*" else resolve(host)  # once: the rules are those of the address that is bound
+        entry = auth.entry(access, ip, host)
+        options(self._sock, heartbeat, CHUNK)
+        # What is under way is bounded by credit, and a full queue would make ROUTER drop messages in silence.
+        self._sock.setsockopt(zmq.SNDHWM, 0)
+        self._sock.setsockopt(zmq.RCVHWM, QUEUE)
+        self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        ask(self._sock, auth.lock(entry, access.token, ip, port))
+        self._porter.bind("inproc://zeromq.zap.01")
+        bound = self._bind(host, ip, port)
+        self._lock = auth.lock(entry, access.token, ip, bound)
+        self._sealed = entry.mechanism == auth.CURVE
+        self._client = public(self._lock.client) if self._lock.client else b""
+        try:
+            self._published = runtime.publish(ip, bound, entry.text())
+        except Refused as refusal:
+            if not access.secret and not (entry.given and entry.mechanism == auth.CURVE):
+                raise
+            log.info("%s", refusal)  # those who are to connect know what it takes
+        return bound
+
+    def _bind(self, host: str, ip: str, port: int) -> int:
         try:
             self._sock.bind(f"tcp://{ip}:{port or '*'}")
         except zmq.ZMQError as error:
-            self._sock.disable_monitor()
-            self._monitor.close(0)
-            self._sock.close(0)
-            terminate(self._context)
             if error.errno == errno.EADDRINUSE:
                 hint = "is in use: stop what listens there, or choose another with -p (0 picks a free one)"
                 raise Refused(f"port {port} on {host} {hint}") from None
             raise Refused(f"cannot listen on {host}:{port}: {error}") from None
         return int(self._sock.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
 
-    def _receive(self, found: list[Arrived | Gone], burst: int) -> None:
+    def _shut(self, linger: int) -> None:
+        if self._published is not None:
+            self._published.remove()  # first: while the file is locked, the port is ours
+        self._sock.disable_monitor()
+        self._monitor.close(0)
+        self._porter.close(0)
+        self._sock.close(linger)
+        terminate(self._context)
+
+    # ---- who comes in
+
+    def _requests(self) -> list[list[bytes]]:
+        """Questions of libzmq, one for each connection that has shown a key."""
+        found: list[list[bytes]] = []
+        with contextlib.suppress(zmq.Again):
+            while len(found) < BURST:
+                found.append(self._porter.recv_multipart(zmq.NOBLOCK))
+        return found
+
+    def _follow(self) -> None:
+        now = time.monotonic()
+        for event, fd in monitored(self._monitor):
+            if event == ACCEPTED:
+                self._connections.accepted(fd, now)
+            else:
+                self._connections.ended(fd)
+
+    def _let_in(self, request: list[bytes]) -> None:
+        """Answer [asker, "", version, id, domain, address, routing id, mechanism, credentials...] of ZAP 1.0."""
+        asker, empty, version, number, _, address, _, mechanism, *credentials = request
+        good = auth.opens(self._lock, mechanism.decode("ascii", "replace"), credentials, self._client)
+        code, name = (b"200", self._connections.ticket(time.monotonic()).encode()) if good else (b"400", b"")
+        if not good and self._sparse.allows(time.monotonic()):
+            log.warning("a connection from %s was refused: it has another token", address.decode("ascii", "replace"))
+        with contextlib.suppress(zmq.ZMQError):  # it may be gone by now
+            self._porter.send_multipart([asker, empty, version, number, code, b"", name, b""], zmq.NOBLOCK)
+
+    def _receive(self, found: list[Arrived | Gone], burst: int) -> bool:
+        """Whether all that was there has been received."""
         sock = self._sock
         for _ in range(burst):
             try:
                 peer = sock.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return True
             if not sock.getsockopt(zmq.RCVMORE):
                 continue
-            if peer in self._fd:
+            connection = self._connections.of(peer)
+            if connection is not None:
                 body = sock.recv()
             else:
                 frame = sock.recv(copy=False)
                 body = frame.bytes
                 if peer not in self._dead:
-                    self._meet(peer, frame, found)
+                    connection = self._meet(peer, frame)
             frames = frames_of(sock)
-            if peer not in self._dead:
-                found.append(Arrived(peer, body, frames))
+            if connection is None or peer in self._dead:
+                self._turn_away(peer)
+                continue
+            connection.taken += sum([on_wire(len(part), self._sealed) for part in (body, *frames)])
+            whole = connection.join(body, frames)
+            if isinstance(whole, str):
+                found.append(Arrived(peer, b"", (), whole))
+            elif whole is not None:
+                found.append(Arrived(peer, *whole))
+        return False
 
-    def _meet(self, peer: bytes, frame: zmq.Frame, found: list[Arrived | Gone]) -> None:
-        """A new peer. If its descriptor has an owner, that one's end is still on its way to us."""
+    def _meet(self, peer: bytes, frame: zmq.Frame) -> Connection | None:
+        """The connection of a new peer; None for one that has ended, or that chose its own name, which none of ours does."""
+        if len(peer) != 5 or peer[0]:
+            return None
         try:
-            fd = frame.get(zmq.SRCFD)
-        except zmq.ZMQError:  # it speaks ZMTP 1 or 2, which has no such thing, and which none of ours speaks
-            self.forget(peer)
+            fd, ticket = int(frame.get(zmq.SRCFD)), str(frame.get("User-Id"))  # type: ignore[call-overload]
+        except zmq.ZMQError:  # it speaks ZMTP 1 or 2, which has no such things, and which none of ours speaks
+            return None
+        connection = self._connections.meet(peer, fd, ticket)
+        if connection is not None:
+            self._cables[peer] = Cable(connection.fd, self._heartbeat)
+        return connection
+
+    def _turn_away(self, peer: bytes) -> None:
+        """A peer is taken for gone and is there: it is told, once, or it would wait for ever."""
+        if not self._dead.get(peer):
+            self.send(peer, Exit(OUT))
+            self._bury(peer, True)
+
+    # ---- who goes
+
+    def _lose(self, peer: bytes, found: list[Arrived | Gone]) -> None:
+        self._bury(peer, self._dead.get(peer, False))
+        self._cables.pop(peer, None)
+        found.append(Gone(peer, ENDED))
+
+    def _bury(self, peer: bytes, told: bool) -> None:
+        self._dead[peer] = told
+        if len(self._dead) > DEAD:
+            del self._dead[next(iter(self._dead))]
+
+    def _look(self, now: float, sent: dict[Connection, tuple[int, int]], drained: bool) -> None:
+        """End the connections of those who send what can be no message, or nothing."""
+        connections = self._connections
+        late = connections.overdue(now, {connection: row[0] for connection, row in sent.items()})
+        if drained:
+            late.update(connections.unfinished(now, {connection: row[0] - row[1] for connection, row in sent.items()}))
+        for connection, reason in late.items():
+            self._end(connection, reason)
+        took = time.monotonic() - now
+        self._next_look = now + max(WARY if connections.silent or connections.growing else CALM, 20 * took)
+
+    def _end(self, connection: Connection, reason: str) -> None:
+        """End a connection, unless it has just ended and its descriptor may be another's."""
+        fd = tcp.duplicate(connection.fd)
+        if fd < 0:
             return
-        if fd in self._owner:
-            self._stale[fd] = self._stale.get(fd, 0) + 1
-            found.append(self._lose(self._owner[fd]))
-        self._owner[fd], self._fd[peer], self._cables[peer] = peer, fd, Cable(fd, self._heartbeat)
-
-    def _end(self, fd: int, found: list[Arrived | Gone]) -> None:
-        if self._stale.get(fd):
-            self._stale[fd] -= 1
-        elif fd in self._owner:
-            found.append(self._lose(self._owner[fd]))
-
-    def _lose(self, peer: bytes, how: str = ENDED) -> Gone:
-        fd = self._fd.pop(peer)
-        del self._cables[peer]
-        if self._owner.get(fd) == peer:
-            del self._owner[fd]
-        self.forget(peer)
-        return Gone(peer, how)
+        self._follow()  # no end so far: the duplicate is of this connection
+        if self._connections.holds(connection):
+            if self._sparse.allows(time.monotonic()):
+                log.warning("a connection is ended: %s", reason)
+            tcp.end(fd)
+        os.close(fd)

@@ -10,33 +10,33 @@ from __future__ import annotations
 
 import contextlib
 import socket as bsd
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils import z85
 
-from gt.errors import DispatcherLost
-from gt.wire.messages import MAX_BODY
+from gt.errors import DispatcherLost, SystemFailure
+from gt.wire.auth import CURVE, PLAIN, USER, Key
 
 Frames = Sequence[Any]  # bytes-like, each of at most messages.CHUNK bytes
 QUEUE = 64  # messages that libzmq itself holds for a Dealer; more wait in our deque, where they cost a reference
 BURST = 256  # messages taken in before anything else gets its turn
 PATIENCE = 6  # heartbeats without a sign of life after which a peer that nobody can look at counts as lost
 LINGER = 1.0  # seconds that closing waits for what is still to be sent
-GONE = zmq.EVENT_DISCONNECTED
-FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+HANDSHAKE = 10.0  # seconds that a handshake may take
+SEALED = 64  # bytes that encryption adds to a frame, and more
+GONE = int(zmq.EVENT_DISCONNECTED)
 
 
-def endpoint(address: str) -> str:
-    """`tcp://ip:port` of "host:port"; `ipc://...` stays. DispatcherLost for what cannot be an address."""
-    if address.startswith("ipc://"):
-        return address
+def place(address: str) -> tuple[str, int]:
+    """IPv4 address and port of "host:port". DispatcherLost for what cannot be an address."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise DispatcherLost(f"{address!r} is not an address: want host:port, such as localhost:12345")
-    return f"tcp://{resolve(host)}:{port}"
+    return resolve(host), int(port)
 
 
 def resolve(host: str) -> str:
@@ -47,12 +47,42 @@ def resolve(host: str) -> str:
         raise DispatcherLost(f"no host is called {host!r} ({error}): check the address") from None
 
 
-def options(sock: zmq.Socket, heartbeat: float) -> None:
-    """What both ends set: a silent peer is dropped after PATIENCE heartbeats (seconds), and no frame is larger than a body."""
-    sock.setsockopt(zmq.MAXMSGSIZE, MAX_BODY)
+def options(sock: zmq.Socket, heartbeat: float, longest: int) -> None:
+    """What both ends set: a silent peer is dropped after PATIENCE heartbeats (seconds); a frame has `longest` bytes at most."""
+    sock.setsockopt(zmq.MAXMSGSIZE, longest + SEALED)
     sock.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(heartbeat * 200)))
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(heartbeat * PATIENCE * 1000)))
+    sock.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+
+
+def show(sock: zmq.Socket, key: Key) -> None:
+    """Make a socket that connects show a key, and for CURVE insist on the server's."""
+    if key.mechanism == PLAIN:
+        sock.setsockopt(zmq.PLAIN_USERNAME, USER)
+        sock.setsockopt(zmq.PLAIN_PASSWORD, key.password)
+    elif key.mechanism == CURVE:
+        sock.setsockopt(zmq.CURVE_SERVERKEY, public(key.server))
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, public(key.client))
+        sock.setsockopt(zmq.CURVE_SECRETKEY, key.client)
+
+
+def ask(sock: zmq.Socket, key: Key) -> None:
+    """Make a socket that listens ask for a key, whose holders ZAP lets in."""
+    sock.setsockopt(zmq.ZAP_DOMAIN, b"gt")
+    if key.mechanism == PLAIN:
+        sock.setsockopt(zmq.PLAIN_SERVER, 1)
+    elif key.mechanism == CURVE:
+        public(key.server)
+        sock.setsockopt(zmq.CURVE_SERVER, 1)
+        sock.setsockopt(zmq.CURVE_SECRETKEY, key.server)
+
+
+def public(secret: bytes) -> bytes:
+    """The public key of a secret key, both of 32 bytes."""
+    if not zmq.has("curve"):
+        raise SystemFailure("this libzmq was built without CURVE, which a link off loopback needs: pip install pyzmq has it")
+    return z85.decode(zmq.curve_public(z85.encode(secret)))
 
 
 def terminate(context: zmq.Context) -> None:
@@ -86,10 +116,12 @@ def descriptor_of(sock: zmq.Socket) -> int:
     return sock.getsockopt(zmq.FD)  # type: ignore[return-value]
 
 
-def monitored(monitor: zmq.Socket) -> list[Any]:
-    """What a socket's monitor has seen since."""
+def monitored(monitor: zmq.Socket) -> list[tuple[int, int]]:
+    """(event, value) of all that a socket's monitor has seen since."""
     found = []
     with contextlib.suppress(zmq.Again):
         while True:
-            found.append(recv_monitor_message(monitor, zmq.NOBLOCK))
+            data = monitor.recv(zmq.NOBLOCK)
+            monitor.recv()  # the address, which is the listener's
+            found.append(struct.unpack("=Hi", data))
     return found

@@ -275,12 +275,12 @@ def run(
             engine.bound(limit)
         loop = Loop(engine, plane, joined, renew, budget)
         # on_message comes from a thread that starts here: the link is in place before anything is answered.
-        loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait)
+        loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait, token=token)
         about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
         about.update(backend=backend, device=engine.kind, **info)
         if secret:
             about["proof"] = proof(secret, about)
-        loop.send(hello("worker", token, info=about))
+        loop.send(hello("worker", info=about))
         return loop.serve()
     except Terminated:
         return ""

@@ -1,0 +1,167 @@
+"""Access to a server: which mechanism a port speaks, and what a peer shows to be let in. Knows no socket and no file.
+
+On loopback a server speaks PLAIN. Its secret is made anew at each start and lies in a file of its user (`runtime`); the wire
+carries only a keyed hash of it. Elsewhere a server speaks CURVE, with keys that both sides derive from their token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import secrets
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+from gt.errors import Refused
+
+PLAIN, CURVE, NULL = "PLAIN", "CURVE", "NULL"
+MADE = "start-"  # how secrets begin that a server makes for one start
+SHORTEST = 20  # characters of a token that nobody guesses
+USER = b"gt"
+_SALT, _COST, _BLOCK = b"gt wire keys, version 1", 1 << 15, 8  # of scrypt: 32 MiB and about 0.1 s a guess
+
+
+@dataclass(frozen=True)
+class Access:
+    """The rules of one server: token "" is none given; encrypt: CURVE on loopback too; insecure: off loopback without a token.
+
+    secret: of this start; "" makes one.
+    """
+
+    token: str = ""
+    encrypt: bool = False
+    insecure: bool = False
+    secret: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A port's mechanism, and what it takes to be let in: the text of a runtime file.
+
+    given: whether people gave the server a token, which clients then need besides. secret: "" where the token is all.
+    """
+
+    mechanism: str
+    secret: str = ""
+    given: bool = False
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Key:
+    """What one side shows: for PLAIN the password; for CURVE the secret keys that server and clients have, of 32 bytes each."""
+
+    mechanism: str
+    password: bytes = b""
+    server: bytes = b""
+    client: bytes = b""
+
+
+def made() -> str:
+    """A secret for one start of a server: 256 random bits."""
+    return MADE + secrets.token_hex(32)
+
+
+def strong() -> str:
+    """A token for people to keep: 256 random bits."""
+    return secrets.token_urlsafe(32)
+
+
+def weakness(token: str) -> str:
+    """Why a token could be guessed, "" if it could not."""
+    if token and (len(token) < SHORTEST or len(set(token)) < SHORTEST // 2):
+        number = f"{len(token)} characters, {len(set(token))} different"
+        return f"the token has {number}: it can be guessed; `gt key FILE` makes a strong one"
+    return ""
+
+
+def loopback(ip: str) -> bool:
+    return ipaddress.ip_address(ip).is_loopback
+
+
+def entry(access: Access, ip: str, host: str = "") -> Entry:
+    """What a server bound to this address asks for. Refused if that would be nothing where it is not meant to be."""
+    if access.token.startswith(MADE):
+        raise Refused(f"a token that begins with {MADE} is another server's own: make one with `gt key FILE`")
+    given = bool(access.token)
+    if not loopback(ip):
+        if given:
+            return Entry(CURVE, given=True)
+        if access.insecure:
+            return Entry(NULL)
+        raise Refused(
+            f"a server on {host or ip} needs a token: set GT_TOKEN or pass --token-file (`gt key FILE` makes one), "
+            "or let anybody in with --insecure"
+        )
+    if access.encrypt:
+        return Entry(CURVE, "" if given else access.secret or made(), given)
+    return Entry(PLAIN, access.secret or made(), given)
+
+
+def read(text: str) -> Entry | None:
+    """The entry of a runtime file; None for a text that is none."""
+    try:
+        row = json.loads(text)
+        found = Entry(row["mechanism"], row["secret"], row["given"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    known = found.mechanism in (PLAIN, CURVE, NULL) and type(found.secret) is str and type(found.given) is bool
+    return found if known else None
+
+
+def lock(found: Entry, token: str, ip: str, port: int) -> Key:
+    """What the server compares with what clients show. token: the one it was given."""
+    return _cut(found, token, ip, port)
+
+
+def key(found: Entry | None, token: str, ip: str, port: int) -> Key | None:
+    """What a client or worker shows at this address; None while there is nothing that it could show safely.
+
+    found: of the server's runtime file, if this user has one. Without it, a server's own secret opens that server on loopback,
+    any other token is for CURVE, and no token is for a server that lets anybody in, which on loopback has a file.
+    """
+    if found is not None:
+        return _cut(found, token, ip, port)
+    if loopback(ip) and token.startswith(MADE):
+        return _cut(Entry(PLAIN, token), "", ip, port)
+    if token:
+        return _cut(Entry(CURVE, given=True), token, ip, port)
+    return None if loopback(ip) else Key(NULL)
+
+
+def opens(shown: Key, mechanism: str, credentials: list[bytes], client: bytes = b"") -> bool:
+    """Whether ZAP's credentials are those of a key. client: the public key that belongs to its `client`."""
+    if mechanism != shown.mechanism:
+        return False
+    if mechanism == PLAIN:
+        return len(credentials) == 2 and hmac.compare_digest(credentials[1], shown.password)
+    if mechanism == CURVE:
+        return len(credentials) == 1 and hmac.compare_digest(credentials[0], client)
+    return True
+
+
+def _cut(found: Entry, token: str, ip: str, port: int) -> Key:
+    """A password holds for one address only: a listener at another learns nothing from it."""
+    own = token if found.given else ""
+    if found.mechanism == PLAIN:
+        text = f"gt {ip}:{port}\0{own}".encode("utf-8", "replace")
+        return Key(PLAIN, hmac.new(found.secret.encode(), text, hashlib.sha256).hexdigest().encode())
+    if found.mechanism == CURVE:
+        server, client = _derived(own or found.secret)
+        return Key(CURVE, server=server, client=client)
+    return Key(NULL)
+
+
+@lru_cache(maxsize=8)
+def _derived(token: str) -> tuple[bytes, bytes]:
+    """The secret keys of server and clients: 64 bytes of scrypt(token), salt and costs as above, p = 1."""
+    both = hashlib.scrypt(
+        token.encode("utf-8", "replace"), salt=_SALT, n=_COST, r=_BLOCK, p=1, dklen=64, maxmem=2 * 128 * _COST * _BLOCK
+    )
+    return both[:32], both[32:]
+
+

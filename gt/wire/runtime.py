@@ -1,0 +1,172 @@
+"""The files of a user's running servers: one an address, of mode 0600, with what its clients and workers need to be let in.
+
+A server holds a lock on its file for as long as it has the port, so a file that is not locked is a dead server's: nobody reads
+its secret, and the next server removes it. Knows nothing of what the files say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from gt import env
+from gt.errors import Refused
+
+_NAMES = "server-*"
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class Published:
+    """A server's file, until `remove`."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self._descriptor = path, descriptor
+
+    def remove(self) -> None:
+        """Take it away, unless another server's file lies there by now. Safe to call twice."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        with contextlib.suppress(OSError), _alone(self.path.parent):
+            if os.path.samestat(os.fstat(descriptor), os.lstat(self.path)):
+                os.unlink(self.path)
+        os.close(descriptor)
+
+
+def publish(ip: str, port: int, text: str) -> Published:
+    """Write the file of a server that has this port. Refused if there is no folder that is this user's alone."""
+    folder = _own_folder()
+    path = folder / _name(ip, port)
+    try:
+        with _alone(folder):
+            _sweep(folder)
+            new = folder / f".{path.name}.{os.getpid()}"
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(new)
+            descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.write(descriptor, f"{_namespace()}\n{text}".encode())
+                os.rename(new, path)
+            except BaseException:
+                os.close(descriptor)
+                raise
+    except OSError as error:
+        raise Refused(f"the server's secret cannot be kept in {path}: {error.strerror}; set XDG_RUNTIME_DIR") from None
+    return Published(path, descriptor)
+
+
+def find(ip: str, port: int) -> str | None:
+    """The text of this user's running server at an address, None if there is none."""
+    names = [_name(ip, port)] + ([_name("0.0.0.0", port)] if ip.startswith("127.") else [])
+    for folder in _folders():
+        if _fault(folder):
+            continue
+        for name in names:
+            with contextlib.suppress(OSError, UnicodeError):
+                descriptor = os.open(folder / name, os.O_RDONLY | _FLAGS)
+                try:
+                    text = _text(descriptor)
+                finally:
+                    os.close(descriptor)
+                if text is not None:
+                    return text
+    return None
+
+
+def _text(descriptor: int) -> str | None:
+    """What a file says, if it is ours and its server has the port, of this network."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077 or not _held(descriptor):
+        return None
+    namespace, _, text = os.read(descriptor, 1 << 16).decode().partition("\n")
+    return text if namespace == _namespace() else None
+
+
+def _held(descriptor: int) -> bool:
+    """Whether a server has the lock. A shared one is asked for, so that those who look do not take one another for a server."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the files of servers that were killed."""
+    for path in folder.glob(_NAMES):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+            try:
+                if not _held(descriptor):
+                    os.unlink(path)
+            finally:
+                os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Nobody else writes or removes files in the folder meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _name(ip: str, port: int) -> str:
+    return f"server-{ip}-{port}"
+
+
+def _folders() -> list[Path]:
+    """Where servers of this user keep their files, wherever they were started from."""
+    user = os.geteuid()
+    given = env.runtime_folder()
+    homes = [Path(given) / "gt"] if given else []
+    return list(dict.fromkeys([*homes, Path(f"/run/user/{user}/gt"), Path(f"/tmp/gt-{user}")]))
+
+
+def _own_folder() -> Path:
+    """The first that can be used. The user's runtime directory may be another's (after `su`): then it is passed over."""
+    given = env.runtime_folder()
+    homes = [Path(given)] if given else []
+    for home in homes:
+        folder = home / "gt"
+        if not _fault(home):
+            with contextlib.suppress(OSError):
+                os.mkdir(folder, 0o700)
+            if not _fault(folder):
+                return folder
+    last = _folders()[-1]
+    with contextlib.suppress(OSError):
+        os.mkdir(last, 0o700)
+    if fault := _fault(last):
+        raise Refused(f"the server's secret cannot be kept in {last}: {fault}; remove it, or set XDG_RUNTIME_DIR")
+    return last
+
+
+def _fault(folder: Path) -> str:
+    """Why others could read or change what lies in a folder, "" if they could not."""
+    try:
+        status = os.lstat(folder)
+    except OSError as error:
+        return error.strerror or "it cannot be looked at"
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is no directory"
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}, not to {os.geteuid()}"
+    return f"its mode is {stat.S_IMODE(status.st_mode):o}, want 700" if status.st_mode & 0o077 else ""
+
+
+def _namespace() -> str:
+    """The network that an address is of: containers may share a folder and not their ports."""
+    try:
+        return str(os.stat("/proc/self/ns/net").st_ino)
+    except OSError:
+        return ""
