@@ -336,7 +336,7 @@ def test_a_host_that_acknowledges_nothing_for_a_heartbeat_is_gone_and_told_so_sh
     assert [cable.look() for _ in range(5)] == [""] * 4 + ["its host has acknowledged nothing for 12 s"]
     lost, over = [], threading.Event()
     with serving(1) as server:
-        monkeypatch.setattr(Dealer, "_ended", lambda link: "")  # it takes the other for alive
+        monkeypatch.setattr(Dealer, "_ended", lambda link, cable: "")  # it takes the other for alive
         heeds = lambda message, _: isinstance(message, Exit) and (lost.append(message), over.set())  # noqa: E731
         link = Dealer(server.address, heeds, print)
         link.send(hello("worker", info={"name": "cut", "heap_bytes": 1 << 20}))
