@@ -1,0 +1,60 @@
+"""A finding played again on fresh processes, with fewer and fewer steps."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from tests.attacks.beside import Holder
+from tests.attacks.case import Case, replay
+from tests.attacks.ground import Ground, Sign
+from tests.attacks.peer import Leaks
+
+TRIES = 6  # replays that make a case shorter
+KEPT = ("connect", "hello", "puppet")  # steps that others need
+
+
+def signs_of(case: Case, folder: Path) -> list[Sign]:
+    """What a replay shows, on a server and workers of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    ground = Ground(folder, case.backend)
+    ground.start()
+    holder = Holder()
+    leaks = Leaks(holder.secret[:16], holder.secret.hex().encode())
+    try:
+        signs = holder.turn(ground) + holder.turn(ground)
+        before = ground.cpu()
+        replay(case, ground.address, ground.token, leaks)
+        cost = ground.cpu() - before
+        time_of_death = time.monotonic() + 0.5
+        while time.monotonic() < time_of_death and not signs:
+            signs += ground.look()
+        signs += holder.turn(ground)
+        if leaks.seen:
+            signs.append(Sign("secret read", case.part, "bytes of another session"))
+        if leaks.texts:
+            signs.append(Sign("internal error", "", leaks.texts[0]))
+        if cost > 0.05 * (len(case.steps) + 1):
+            signs.append(Sign("dispatcher busy", "", f"{cost:.2f} s"))
+        return signs
+    finally:
+        holder.stop()
+        ground.stop()
+
+
+def confirm(path: Path, folder: Path) -> tuple[str, int]:
+    """(whether a replay shows something, steps left); the file is the shortest case that did."""
+    case = Case.load(path)
+    if not signs_of(case, folder):
+        return "no", len(case.steps)
+    if case.part == "ops":
+        for tries, left in enumerate((6, 20, 60, 200)):
+            if tries >= TRIES or left >= len(case.steps):
+                break
+            head = [step for step in case.steps[:4]]
+            shorter = Case(case.part, case.seed, case.text, case.backend, [*head, *case.steps[-left:]])
+            if signs_of(shorter, folder):
+                shorter.save(path)
+                return "yes", len(shorter.steps)
+    return "yes", len(case.steps)
