@@ -151,9 +151,9 @@ class Holder:
         thread.start()
         return thread
 
-    def turn(self, ground: Ground, deaths: bool = False, limit: float = STALL) -> list[Sign]:
-        """Upload, fetch and free; the last time's secrets are compared. At every eighth turn as a newcomer."""
-        self._orders.put((ground.address, ground.token))
+    def turn(self, ground: Ground, deaths: bool = False, newcomer: bool = False, limit: float = STALL) -> list[Sign]:
+        """Upload, fetch and free; the last time's secrets are compared. At every eighth turn, or when asked, as a newcomer."""
+        self._orders.put((ground.address, ground.token, newcomer))
         try:
             answer = self._answers.get(timeout=limit)
         except queue.Empty:
@@ -183,8 +183,8 @@ class Holder:
         if session is not None:
             session.close()
 
-    def _once(self, address: str, token: str) -> Sign | None:
-        if self._session is not None and (len(self.trips) % 8 == 0 or self._session.address != address):
+    def _once(self, address: str, token: str, newcomer: bool) -> Sign | None:
+        if self._session is not None and (newcomer or len(self.trips) % 8 == 0 or self._session.address != address):
             self._leave()
         templates, origins = [], []
         start = time.monotonic()

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from gt.ir.spec import Spec
 from gt.wire import codec
 from gt.wire.messages import Describe, Described, Failed, Fetch, Message, Ops, Value
 from tests.attacks import mutate, operators, stranger
-from tests.attacks.beside import PLACES, START, Holder, Trainers
+from tests.attacks.beside import PLACES, STALL, START, Holder, Trainers
 from tests.attacks.case import Case, Player, replay
 from tests.attacks.ground import Ground, Sign
 from tests.attacks.honest import CONFIGS
@@ -31,6 +32,7 @@ from tests.attacks.report import CRASH, Counts, Findings, at
 EACH = {"strangers": 3, "messages": 20, "puppets": 4, "costs": 3, "ops": 60}  # cases of one part in a turn of the engine
 BESIDE = 10  # cases between two looks at the honest
 LONG = 10.0  # seconds that one op may take before its worker is taken for stuck
+NEWCOMERS = 3  # honest clients that come during one stranger's attack
 BUSY = 0.05  # seconds of the dispatcher's CPU that one message may cost
 SESSION = 40  # ops that one attacker's session tries
 LARGEST = 4 << 20  # bytes of a value that is fetched
@@ -166,10 +168,12 @@ class Engine:
         how = rng.choice(stranger.HOWS)
         self._case.text = f"a stranger: {how}"
         player = self._new_player()
-        player.play({"do": "tcp", "seed": name, "how": how})
-        self._died = 0.0
-        for sign in self.holder.turn(self.ground):
-            self.add(sign)
+        attack = threading.Thread(target=player.play, args=({"do": "tcp", "seed": name, "how": how},), daemon=True)
+        attack.start()
+        for _ in range(NEWCOMERS):  # who comes while strangers come and go
+            for sign in self.holder.turn(self.ground, newcomer=True):
+                self.add(sign)
+        attack.join(STALL)
 
     def _messages(self, rng: random.Random, name: str) -> None:
         mode = rng.choice(self.modes)

@@ -139,20 +139,24 @@ class Call:
         self.aliased: list[int] = []
         self.wild = rng.choice((0.02, 0.1, 0.3))
         self.base = rng.choice([n for n, form in enumerate(operands) if form[3] == "float32"])
-        self.args = [self.of(kind) for _, kind in op.positional]
-        self.kwargs = {name: self.of(kind) for name, kind in op.named if not kind.optional or rng.random() < 0.5}
+        self.last: list[int] = []  # sizes, so that strides can be as many
+        self.args = [self.of(kind, name) for name, kind in op.positional]
+        self.kwargs = {name: self.of(kind, name) for name, kind in op.named if not kind.optional or rng.random() < 0.5}
         if op.name in RANDOM:
             self.values += [7, rng.randrange(100)]
         self.outs = self._outs(op)
 
-    def of(self, kind: Kind) -> Any:
+    def of(self, kind: Kind, name: str) -> Any:
         rng = self.rng
         if kind.optional and rng.random() < 0.4:
             return None
         if not kind.list:
             return self.one(kind)
         if kind.base == "int":
-            return self.sizes()
+            if "stride" in name and rng.random() < 0.7:
+                return [rng.choice((1, 1, 1, 0, 4, 100)) for _ in self.last]
+            self.last = self.sizes()
+            return self.last
         count = rng.choice((0, 1, 2, 2, 3, 4))
         return [None if kind.gaps and rng.random() < 0.3 else self.one(kind) for _ in range(count)]
 

@@ -11,9 +11,9 @@ from gt.wire import codec
 from gt.wire.link import hello
 from tests.fuzz import GREETING, Socket
 
-HOWS = ("scan", "misbehave", "misbehave", "endless", "command", "hello", "idle")
+HOWS = ("scan", "scan", "misbehave", "misbehave", "endless", "command", "hello", "idle")
 MOST = 320 << 20  # bytes of a message without an end: more than the server may grow by
-SCAN = 40  # connections of one scan
+SCAN = 400  # connections of one scan
 
 
 def misbehave(port: int, rng: random.Random, how: str) -> None:
@@ -24,7 +24,7 @@ def misbehave(port: int, rng: random.Random, how: str) -> None:
         elif how == "misbehave":
             Socket(port, rng).misbehave(_bodies(rng))
         elif how == "idle":
-            for connection in [socket.create_connection(("127.0.0.1", port), 5) for _ in range(SCAN)]:
+            for connection in [socket.create_connection(("127.0.0.1", port), 5) for _ in range(SCAN // 8)]:
                 connection.close()
         else:
             one = Socket(port, rng)
