@@ -218,5 +218,3 @@ class Holder:
 
 def _upload(size: int) -> list:
     return Template("gt.upload.default", (), (), (), 1, (Out("new", contiguous((size,), "uint8")),)).wire()
-
-

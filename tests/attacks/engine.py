@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from gt.ir.instr import FREE
-from gt.ir.template import Out, T, Template
 from gt.ir.spec import Spec
+from gt.ir.template import Out, T, Template
 from gt.wire import codec
 from gt.wire.messages import Describe, Described, Failed, Fetch, Message, Ops, Value
 from tests.attacks import mutate, operators, stranger
 from tests.attacks.beside import PLACES, STALL, START, Holder, Trainers
-from tests.attacks.case import Case, Player, replay
+from tests.attacks.case import Case, Player
 from tests.attacks.ground import Ground, Sign
 from tests.attacks.honest import CONFIGS
 from tests.attacks.peer import Leaks
@@ -70,13 +70,14 @@ class Engine:
 
     # ---- the whole
 
-    def run(self, cases: int = 1 << 62, until: float = float("inf")) -> None:
-        """So many cases, or until then; whatever is found is in `findings`."""
+    def run(self, cases: int = 1 << 62, seconds: float = float("inf")) -> None:
+        """So many cases, or for so long once all are up; whatever is found is in `findings`."""
         self.ground.start()
         self.trainers.start()
         try:
             self._alone()
-            done = 0
+            self.begin, done = time.monotonic(), 0
+            until = self.begin + seconds
             for part in itertools.cycle(self.parts):
                 for _ in range(EACH[part]):
                     if done >= cases or time.monotonic() > until:

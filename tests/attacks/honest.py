@@ -154,7 +154,7 @@ def _ask_everything() -> None:
     kept = torch.ones(64, 64).to("remote")
     gt.inspect(kept)
     gt.stats()
-    kept.nonzero().shape  # noqa: B018
+    kept.nonzero().shape
     (large + 1).cpu()
     del large, kept
     torch.ones(3, device="remote").sum().item()

@@ -49,7 +49,8 @@ class Cell:
 
     def row(self) -> list[str]:
         cells = [self.signal, self.target, self.moment, _seconds(self.seconds), self.error or "none", self.cause]
-        return [*cells, _seconds(self.on), _seconds(self.again), ", ".join(self.left) or "nothing"]
+        left = self.text[:60] if self.hang and self.text else "hangs" if self.hang else ", ".join(self.left) or "nothing"
+        return [*cells, _seconds(self.on), _seconds(self.again), left]
 
     @property
     def good(self) -> bool:
@@ -60,16 +61,10 @@ def _seconds(value: float) -> str:
     return "-" if value < 0 else f"{value:.2f}"
 
 
-def footprint() -> set[str]:
-    """Files of ours in shared memory and in the user's runtime directories."""
-    places = [Path("/dev/shm"), Path(f"/tmp/gt-{os.getuid()}")]
-    runtime = env.child().get("XDG_RUNTIME_DIR")
-    places += [Path(runtime)] if runtime else []
-    found = set()
-    for place in places:
-        with contextlib.suppress(OSError):
-            found |= {str(path) for path in place.rglob("*") if not path.is_dir()}
-    return found
+def footprint(runtime: Path) -> set[str]:
+    """Files of ours in shared memory and in the user's runtime directory."""
+    found = {str(path) for path in Path("/dev/shm").iterdir() if "gt" in path.name}
+    return found | {str(path) for path in runtime.rglob("*") if not path.is_dir()}
 
 
 class Victims:
@@ -160,13 +155,17 @@ class Matrix:
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder, self.size = folder, size
+        self.runtime = folder / "run"  # of these servers alone
+        self.runtime.mkdir(mode=0o700, exist_ok=True)
+        self.usual = os.environ.get("XDG_RUNTIME_DIR", "")
+        os.environ["XDG_RUNTIME_DIR"] = str(self.runtime)
         self.ground = Ground(folder, log=False)
         self.victims = Victims(folder)
         self.pause = threading.Event()
         self.harmed = 0
 
     def run(self, cell: Cell) -> Cell:
-        before = footprint()
+        before = footprint(self.runtime)
         if cell.moment == "starting":
             self._starting(cell)
         else:
@@ -193,7 +192,7 @@ class Matrix:
         pids = self._targets(cell.target, victim.pid)
         self.pause.wait({"upload": 0.05, "fetch": 0.02}.get(cell.moment, 0.0))
         self._harm(cell, victim, pids)
-        if cell.target == "dispatcher" or not ground.whole and cell.signal != "STOP" and cell.target == "all workers":
+        if cell.target == "dispatcher" or (not ground.whole and cell.signal != "STOP" and cell.target == "all workers"):
             self._resume(pids)
         cell.again = self._newcomer(cell)
         self._resume(pids)
@@ -325,11 +324,15 @@ class Matrix:
             cell.left.append(f"{sign.kind}: {sign.text[:80]}")
         if cell.target == "dispatcher" and self.ground.local:
             self.ground.stop()  # so that what is left afterwards is of the one that was harmed
-        cell.left += sorted(footprint() - before) if not self.ground.local else []
+        cell.left += sorted(footprint(self.runtime) - before) if not self.ground.local else []
 
     def stop(self) -> None:
         self.victims.stop()
         self.ground.stop()
+        os.environ.pop("XDG_RUNTIME_DIR")
+        if self.usual:
+            self.usual = os.environ.get("XDG_RUNTIME_DIR", "")
+        os.environ["XDG_RUNTIME_DIR"] = self.usual
 
 
 def cells(only: list[str]) -> list[Cell]:

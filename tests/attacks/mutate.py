@@ -24,9 +24,15 @@ SENT: dict[str, tuple[type[Message], ...]] = {  # by role, whatever the protocol
     role: tuple(sorted(may[0] | {Hello}, key=lambda cls: cls.__name__)) for role, may in MAY_SEND.items()
 }
 DEFAULTS = {"int": int, "str": str, "bool": bool, "list": list, "Numbers": list, "dict": dict}
-NUMBERS = [-1, 0, 1, 2, 3, 7, 15, 16, 17, 63, 255, 4096, 1 << 20, 1 << 31, 1 << 40, 1 << 53, (1 << 63) - 1, -(1 << 63), 0.5, True]
+NUMBERS = [
+    -1, 0, 1, 2, 3, 7, 15, 16, 17, 63, 255, 4096, 1 << 20, 1 << 31, 1 << 40, 1 << 53, (1 << 63) - 1, -(1 << 63), 0.5,
+    True,
+]  # fmt: skip
 NUMBERS += [float("inf"), float("nan"), 1 + (1 << BASE_BITS), 1 + (2 << BASE_BITS), 1 + (3 << BASE_BITS)]  # of other sessions
-NAMES = [*dir(object), *dir(dict), "__builtins__", "__globals__", "__code__", "system", "os", "ops", "_C", "library", "load", "save"]
+NAMES = [
+    *dir(object), *dir(dict), "__builtins__", "__globals__", "__code__", "system", "os", "ops", "_C", "library",
+    "load", "save",
+]  # fmt: skip
 HEADS = (0xC1, 0xDF, 0xDD, 0xC6, 0xDB, 0xC9, 0x9F, 0xC7, 0xD9)
 RAW = [
     b"", b"\x90", b"\xc0", b"\x91\x01", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\x81\x01\x02", b"\x91" * 5000,
@@ -107,7 +113,11 @@ def field_changed(rng: random.Random, message: Message) -> tuple[Message, str]:
         if type(new) is not type(value) and rng.random() < 0.9:
             new = copy.deepcopy(value) * 2 if isinstance(value, list) else {**value, rng.choice(NAMES): rng.choice(WILD)}
     elif type(value) is int:
-        new = rng.choice([w for w in NUMBERS if type(w) is int] + [value - 1, value + 1]) if rng.random() < 0.9 else rng.choice(WILD)
+        new = (
+            rng.choice([w for w in NUMBERS if type(w) is int] + [value - 1, value + 1])
+            if rng.random() < 0.9
+            else rng.choice(WILD)
+        )
     elif isinstance(value, str) and rng.random() < 0.9:
         new = rng.choice([*NAMES, "x" * 100_000, "\x1b[2J\n  1.000000 0 ERROR forged", "é" * 300, "\x00", value + ".__class__"])
     else:

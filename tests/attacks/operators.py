@@ -16,7 +16,10 @@ from gt.ir.spec import DTYPES, contiguous
 
 _TYPE = re.compile(r"(?:Optional\[)?(List\[)?(Optional\[)?(\w+)\]*")
 JIT = {"number": "Scalar", "SymInt": "int"}
-KNOWN = ("Tensor", "Scalar", "int", "float", "bool", "str", "ScalarType", "Layout", "MemoryFormat", "Device", "Generator", "complex")
+KNOWN = (
+    "Tensor", "Scalar", "int", "float", "bool", "str", "ScalarType", "Layout", "MemoryFormat", "Device", "Generator",
+    "complex",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,14 @@ def pool(rng: random.Random) -> list[tuple[list, bytes]]:
 
 INTS = [-1, 0, 1, 2, 3, 4, 7, 16, 100, 1 << 16, 1 << 24, (1 << 31) - 1, 1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63), -2]
 FLOATS = [0.0, 1.0, 0.5, -1.0, 2.0, 1e-30, 1e38, 1e308, float("inf"), float("nan")]
-TEXTS = ["", "none", "mean", "sum", "linear", "reduced", "ij", "gelu", "tanh", "constant", "reflect", "floor", "a,b->ab", "x" * 9999]
-SIZES = [[], [0], [1], [2], [4], [16], [4, 4], [2, 2], [1, 1], [0, 1], [-1], [65536], [1 << 20], [1 << 40], [1 << 62, 4], [2, 3, 8, 8]]
+TEXTS = [
+    "", "none", "mean", "sum", "linear", "reduced", "ij", "gelu", "tanh", "constant", "reflect", "floor", "a,b->ab",
+    "x" * 9999,
+]  # fmt: skip
+SIZES = [
+    [], [0], [1], [2], [4], [16], [4, 4], [2, 2], [1, 1], [0, 1], [-1], [65536], [1 << 20], [1 << 40], [1 << 62, 4],
+    [2, 3, 8, 8],
+]  # fmt: skip
 SIZES += [[1] * 30, [2] * 70, [1, 1, 1], [3, 3], [1 << 31], [-(1 << 63)], [4, -4], [1 << 16, 1 << 16]]
 
 
@@ -136,7 +145,6 @@ class Call:
         self.ins: list[int] = []  # places in the pool
         self.values: list[Any] = []
         self.writes: list[int] = []
-        self.aliased: list[int] = []
         self.wild = rng.choice((0.02, 0.1, 0.3))
         self.base = rng.choice([n for n, form in enumerate(operands) if form[3] == "float32"])
         self.last: list[int] = []  # sizes, so that strides can be as many
@@ -214,14 +222,12 @@ class Call:
             index = self.ins.index(place)
         if kind.written:
             self.writes.append(index)
-        elif kind.alias:
-            self.aliased.append(index)
         return {"t": index}
 
     def _outs(self, op: Op) -> list[list]:
         """Results: what the schema says, now and then another kind."""
         outs = []
-        written, aliased = list(dict.fromkeys(self.writes)), list(self.aliased)
+        written = list(dict.fromkeys(self.writes))
         for kind in op.returns:
             honest = self.rng.random() < 0.8
             if kind.base != "Tensor":

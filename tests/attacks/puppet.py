@@ -27,7 +27,15 @@ class Puppet:
         self.changed: list[str] = []
         self._defines: dict[int, Define] = {}
         self.peer = Peer(address, leaks, self.react)
-        info = {"name": "", "pid": 1, "host": "puppet", "backend": "numpy", "heap_fd": -1, "heap_bytes": 1 << 20, "doorbell": ""}
+        info = {
+            "name": "",
+            "pid": 1,
+            "host": "puppet",
+            "backend": "numpy",
+            "heap_fd": -1,
+            "heap_bytes": 1 << 20,
+            "doorbell": "",
+        }
         message: Message = hello("worker", token, info=info)
         if rng.random() < 0.2:
             info[rng.choice(sorted(info))] = rng.choice(WILD)

@@ -42,6 +42,4 @@ class Recorder:
 def load(path: Path) -> list[tuple[Message, tuple[bytes, ...]]]:
     """The messages of a recording, with their frames."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        (codec.unpack(base64.b64decode(row["body"])), tuple(base64.b64decode(f) for f in row["frames"])) for row in rows
-    ]
+    return [(codec.unpack(base64.b64decode(row["body"])), tuple(base64.b64decode(f) for f in row["frames"])) for row in rows]

@@ -71,7 +71,7 @@ def moments(moment: str, size: int) -> Iterator[Callable[[], Any]]:
             yield reduced
     layers = torch.nn.Linear(16, 32).to("remote"), torch.nn.Linear(32, 4).to("remote")
     groups = ("pp_stage0", "pp_stage1") if moment == "schedule" else ("none", "none")
-    compiled = gt.compile(tower(*layers, groups), schedule="1f1b" if moment == "schedule" else "")
+    compiled = gt.compile(tower(*layers, groups), schedule="1f1b" if moment == "schedule" else None)
     data = torch.ones(8, 16)
     for _ in range(4):
         compiled(data.to("remote")).item()  # replayed from here on
