@@ -3,6 +3,7 @@
 A step is a dict: {"do": "connect", "as"}, {"do": "send", "as", "body", "frames"} (bytes as they are), {"do": "host", "as",
 "body", "frames", "need"} (the key of what was asked for), {"do": "wait", "as", "request"}, {"do": "leave", "as"},
 {"do": "puppet", "as", "seed"} (a worker that lies), {"do": "tcp", "seed", "how"} (a stranger).
+"group": steps that are left out together.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from gt.wire import codec
 from gt.wire.link import hello
-from gt.wire.messages import Exit, Fetch, Hello, Message, Welcome
+from gt.wire.messages import Exit, Fetch, Hello, Message, Ops, Welcome
 from tests.attacks.peer import Leaks, Peer
 from tests.attacks.puppet import Puppet
 from tests.attacks.stranger import misbehave
@@ -59,10 +60,14 @@ class Player:
     def __init__(self, address: str, token: str, leaks: Leaks, case: Case) -> None:
         self.address, self.token, self.leaks, self.case = address, token, leaks, case
         self.peers: dict[str, Peer] = {}
+        self.group = 0  # steps of one group need one another, and nothing of other groups but 0
         self._closing: list[Any] = []
+        self._batches = 0
 
     def play(self, step: dict[str, Any]) -> Any:
         """Carry a step out; the answer that a wait was for."""
+        if self.group:
+            step["group"] = self.group
         self.case.steps.append(step)
         return getattr(self, f"_{step['do']}")(**{k: v for k, v in step.items() if k != "do"})
 
@@ -85,10 +90,13 @@ class Player:
             peer.say(message)
         return peer.welcome(PATIENCE * 5 if changed is None else PATIENCE / 4)
 
-    def send(self, body: bytes | Message, frames: Sequence[bytes] = (), name: str = "client") -> None:
+    def send(self, body: bytes | Message, frames: Sequence[bytes] = (), name: str = "client", numbered: bool = False) -> None:
+        """numbered: an Ops whose number is its place, whatever is left out before it."""
         if isinstance(body, Message):
             body = codec.pack(body)
-        step = {"do": "send", "as": name, "body": text_of(body), "frames": [text_of(f) for f in frames]}
+        step: dict[str, Any] = {"do": "send", "as": name, "body": text_of(body), "frames": [text_of(f) for f in frames]}
+        if numbered:
+            step["numbered"] = True
         self.play(step)
 
     def wait(self, request: int, name: str = "client", seconds: float = PATIENCE) -> Message | None:
@@ -119,6 +127,9 @@ class Player:
             message = codec.unpack(body)
             if isinstance(message, Hello) and len(message.token) >= 32:
                 body = codec.pack(dataclasses.replace(message, token=self.token))
+            if isinstance(message, Ops) and step.get("numbered"):
+                body = codec.pack(dataclasses.replace(message, seq=self._batches))
+                self._batches += 1
         self.peers[step["as"]].send(body, [bytes_of(f) for f in step["frames"]])
 
     def _host(self, **step: Any) -> None:

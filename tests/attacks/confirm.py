@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from tests.attacks.beside import Holder
@@ -11,8 +12,7 @@ from tests.attacks.case import Case, replay
 from tests.attacks.ground import Ground, Sign
 from tests.attacks.peer import Leaks
 
-TRIES = 6  # replays that make a case shorter
-KEPT = ("connect", "hello", "puppet")  # steps that others need
+TRIES = 16  # replays that make a case shorter
 
 
 def signs_of(case: Case, folder: Path) -> list[Sign]:
@@ -48,13 +48,17 @@ def confirm(path: Path, folder: Path) -> tuple[str, int]:
     case = Case.load(path)
     if not signs_of(case, folder):
         return "no", len(case.steps)
-    if case.part == "ops":
-        for tries, left in enumerate((6, 20, 60, 200)):
-            if tries >= TRIES or left >= len(case.steps):
-                break
-            head = [step for step in case.steps[:4]]
-            shorter = Case(case.part, case.seed, case.text, case.backend, [*head, *case.steps[-left:]])
-            if signs_of(shorter, folder):
+    groups = sorted({step["group"] for step in case.steps if "group" in step})
+    tries, size = 0, max(len(groups) - 1, 1)
+    while len(groups) > 1 and tries < TRIES and size >= 1:
+        for start in range(0, len(groups), size):
+            left = groups[:start] + groups[start + size :]
+            tries += 1
+            shorter = replace(case, steps=[step for step in case.steps if step.get("group", 0) in (0, *left)])
+            if left and signs_of(shorter, folder):
                 shorter.save(path)
-                return "yes", len(shorter.steps)
+                case, groups = shorter, left
+                break
+        else:
+            size //= 2
     return "yes", len(case.steps)

@@ -188,13 +188,13 @@ class Engine:
         if rng.random() < 0.08:
             changed = self._wrong_hello(rng, config)
         player.connect(config=config, workers=2, changed=changed)
-        needs = 0
+        keys: dict[int, int] = {}  # of the recording -> how many were asked for before it
         for body, frames, what in steps:
             self.counts.mutations[what] += bool(what)
             if not what and body[1:2] == HOST:
-                step = {"do": "host", "as": "client", "body": _text(body), "frames": [_text(f) for f in frames], "need": needs}
-                player.play(step)
-                needs += 1
+                need = keys.setdefault(codec.unpack(body).key, len(keys))
+                parts = [_text(f) for f in frames]
+                player.play({"do": "host", "as": "client", "body": _text(body), "frames": parts, "need": need})
             else:
                 player.send(body, frames)
             if player.peers["client"].lost:
@@ -370,7 +370,7 @@ class OpSession:
         self.over = player.settle(seconds=20.0) is None
 
     def batch(self, templates: list, code: list, frames: list = [], origins: list = []) -> None:  # noqa: B006
-        self.player.send(Ops(self.seq, templates, origins, code), frames)
+        self.player.send(Ops(self.seq, templates, origins, code), frames, numbered=True)
         self.seq += 1
 
     def ask(self, message: Callable[[int], Message], seconds: float = LONG) -> Message | None:
@@ -383,6 +383,7 @@ class OpSession:
     def attempt(self, rng: random.Random, op: operators.Op, canary: str, case: Case) -> str:
         """refused, failed, carried out, value, not zero, or silent if no answer came."""
         self.tried += 1
+        self.player.group = self.tried
         call = operators.Call(rng, op, [form for form, _ in self.operands], canary)
         case.text = f"{op.name}({json.dumps([call.args, call.kwargs], default=str)[:300]})"
         number = next(self.numbers)
@@ -434,6 +435,7 @@ class OpSession:
     def foreign(self, rng: random.Random) -> tuple[str, bool]:
         """A name that is no op, called: its text, and whether that was carried out."""
         self.tried += 1
+        self.player.group = self.tried
         name = f"aten.{rng.choice(mutate.NAMES)}.{rng.choice(('__call__', '__call__', *mutate.NAMES))}"
         args = [rng.choice(["pwn", "add", {"layout": rng.choice(mutate.NAMES)}, 0]) for _ in range(rng.randrange(3))]
         number = next(self.numbers)

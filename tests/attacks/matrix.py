@@ -72,15 +72,17 @@ class Victims:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        errors = (folder / "victims.stderr").open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.attacks.victim"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=(folder / "victims.stderr").open("w"),
+            stderr=errors,
             cwd=ROOT,
             text=True,
             env=env.child(PYTHONPATH=env.python_path(str(ROOT))),
         )
+        errors.close()
 
     def begin(self, **order: Any) -> Victim:
         paths = [self.folder / "orders", self.folder / "answers"]

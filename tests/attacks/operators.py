@@ -229,7 +229,7 @@ class Call:
         outs = []
         written = list(dict.fromkeys(self.writes))
         for kind in op.returns:
-            honest = self.rng.random() < 0.8
+            honest = self.rng.random() < 0.97
             if kind.base != "Tensor":
                 outs.append(["none", None, -1])
             elif kind.written and honest and written:
@@ -238,7 +238,7 @@ class Call:
                 outs += [["view", None, 0]] * (self.rng.choice((1, 2, 3)) if kind.list else 1)
             else:
                 outs += [["new", None, -1]] * (self.rng.choice((1, 2, 3, 4)) if kind.list else 1)
-        return outs or [["none", None, -1]]
+        return outs
 
     def template(self, name: str, said: list | None = None) -> list:
         """said: the spec that the client says its results have; None: it will ask."""
