@@ -25,7 +25,7 @@ from tests.attacks.beside import PLACES, STALL, START, Holder, Trainers
 from tests.attacks.case import Case, Player
 from tests.attacks.ground import Ground, Sign
 from tests.attacks.honest import CONFIGS
-from tests.attacks.peer import Leaks
+from tests.attacks.peer import INTERNAL, Leaks
 from tests.attacks.record import load
 from tests.attacks.report import CRASH, Counts, Findings, at
 
@@ -123,8 +123,9 @@ class Engine:
         if self.leaks.seen > self._leaked:
             self._leaked = self.leaks.seen
             signs.append(Sign("secret read", self._case.part, "an attacker was sent bytes of another session"))
-        for text in self.leaks.texts[self._told :]:
-            signs.append(Sign("internal error", text.partition("internal error")[2][:90], text))
+        if len(self.leaks.texts) > self._told and not any(sign.kind == "internal error" for sign in signs):
+            text = self.leaks.texts[self._told]
+            signs.append(Sign("internal error", text.partition(INTERNAL)[2].strip(": ").split("'")[0][:90], text))
         self._told = len(self.leaks.texts)
         if self.canary.exists():
             self.canary.unlink()

@@ -218,7 +218,7 @@ class Ground:
         signs = []
         for found in re.finditer(rb"Traceback[^\0]{0,4000}?\n(\w[^\n]{0,300})", text):
             last = found[1].decode(errors="replace")
-            signs.append(Sign("internal error", last.partition(":")[0] + _place(found[0]), last))
+            signs.append(Sign("internal error", _place(found[0]) or last[:60], last))
         if self._read.get(f"stderr.{self.starts}", 0) > STDERR_GROWTH and not self._read.get(f"said.{self.starts}"):
             self._read[f"said.{self.starts}"] = 1
             signs.append(Sign("log grows", "stderr", f"{self._read[f'stderr.{self.starts}']} bytes of errors"))
@@ -237,7 +237,7 @@ class Ground:
 def _place(text: bytes) -> str:
     """The last file and line of a traceback."""
     lines = re.findall(rb'File "[^"\n]*/(\w+\.py)", line (\d+)', text)
-    return f" at {lines[-1][0].decode()}:{lines[-1][1].decode()}" if lines else ""
+    return f"at {lines[-1][0].decode()}:{lines[-1][1].decode()}" if lines else ""
 
 
 def children(pid: int) -> list[int]:

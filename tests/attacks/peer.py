@@ -11,6 +11,7 @@ from gt.errors import GTError
 from gt.wire.dealer import Dealer
 from gt.wire.messages import Exit, Failed, Message, Need, Reject, Welcome
 
+INTERNAL = "internal error of the server"
 KEPT = 512  # messages of one link that are remembered
 
 
@@ -29,7 +30,7 @@ class Leaks:
         if isinstance(message, (Failed, Reject, Exit)) or not frames:
             text = repr(message)
             self.seen += any(secret.decode("latin-1") in text for secret in self.secrets)
-            if "internal error" in text and len(self.texts) < 1000:
+            if INTERNAL in text and len(self.texts) < 1000:
                 self.texts.append(text[:600])
 
 
