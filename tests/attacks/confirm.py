@@ -11,7 +11,19 @@ from tests.attacks.beside import Holder
 from tests.attacks.case import Case, replay
 from tests.attacks.ground import Ground, Sign
 from tests.attacks.peer import Leaks
+from tests.attacks.report import CRASH
 
+SAME = {CRASH: "process died"}
+JUDGED = {
+    "process died",
+    "memory",
+    "secret read",
+    "internal error",
+    "dispatcher busy",
+    "log grows",
+    "log forged",
+    "honest stall",
+}
 TRIES = 16  # replays that make a case shorter
 
 
@@ -43,10 +55,17 @@ def signs_of(case: Case, folder: Path) -> list[Sign]:
         ground.stop()
 
 
-def confirm(path: Path, folder: Path) -> tuple[str, int]:
-    """(whether a replay shows something, steps left); the file is the shortest case that did."""
+def shows(case: Case, kind: str, folder: Path) -> bool:
+    return any(sign.kind == kind for sign in signs_of(case, folder))
+
+
+def confirm(path: Path, kind: str, folder: Path) -> tuple[str, int]:
+    """(whether a replay shows a sign of this kind, steps left); the file is the shortest case that did."""
     case = Case.load(path)
-    if not signs_of(case, folder):
+    kind = SAME.get(kind, kind)
+    if kind not in JUDGED:
+        return "not judged", len(case.steps)
+    if not shows(case, kind, folder):
         return "no", len(case.steps)
     groups = sorted({step["group"] for step in case.steps if "group" in step})
     tries, size = 0, max(len(groups) - 1, 1)
@@ -55,7 +74,7 @@ def confirm(path: Path, folder: Path) -> tuple[str, int]:
             left = groups[:start] + groups[start + size :]
             tries += 1
             shorter = replace(case, steps=[step for step in case.steps if step.get("group", 0) in (0, *left)])
-            if left and signs_of(shorter, folder):
+            if left and shows(shorter, kind, folder):
                 shorter.save(path)
                 case, groups = shorter, left
                 break

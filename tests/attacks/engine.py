@@ -288,13 +288,13 @@ class Engine:
 
     # ---- the end
 
-    def confirm(self, most: int = 12) -> None:
+    def confirm(self, most: int = 20) -> None:
         """Play the first case of each finding again on fresh processes, and leave out steps that it does not need."""
         from tests.attacks.confirm import confirm
 
         for finding in list(self.findings)[:most]:
             if finding.kind != "process left":
-                finding.again, finding.steps = confirm(Path(finding.file), self.folder / "again")
+                finding.again, finding.steps = confirm(Path(finding.file), finding.kind, self.folder / "again")
 
     def result(self) -> dict[str, Any]:
         """The figures, in the order of the document's table."""
