@@ -1,0 +1,172 @@
+"""The program of a cell of the matrix: at work of one kind until something ends it, then on with what is left.
+
+`python -m tests.attacks.victim` imports torch once and forks a child for each order, a JSON line {"moment", "address", "token",
+"folder", "size", "orders", "answers"}; the last two are named pipes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gt.launch.process import fork
+from tests.attacks.honest import CONFIGS
+
+ON = 20.0  # seconds in which new work has to succeed
+CONFIG = {"all-reduce": "eager", "schedule": "pipelined"}
+
+
+def moments(moment: str, size: int) -> Iterator[Callable[[], Any]]:
+    """Pieces of work; during each of them the signal may come."""
+    import torch
+
+    import gt
+
+    def small() -> float:
+        return (torch.ones(8, 8, device="remote") * 2 + 1).sum().item()
+
+    def tower(first: torch.nn.Linear, second: torch.nn.Linear, groups: tuple[str, str]) -> Callable:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            total = torch.zeros((), device="remote")
+            for (part,) in gt.microbatches((x,), 4):
+                with gt.signal.context(groups[0]):
+                    hidden = torch.relu(first(part))
+                with gt.signal.context(groups[1]):
+                    loss = second(hidden).square().mean()
+                loss.backward()
+                total = total + loss.detach()
+            return total
+
+        return step
+
+    if moment in ("starting", "idle", "eager"):
+        while True:
+            yield small
+    if moment == "fetch":
+        large = torch.ones(size // 16, device="remote")
+        while True:
+            yield lambda: (large + 1).cpu()
+    if moment == "upload":
+        host = torch.ones(size // 4)
+        while True:
+            yield lambda: host.to("remote").sum().item()
+    if moment == "capture":
+        while True:
+            yield lambda: gt.compile(lambda x: (x * 2 + 1).relu().sum())(torch.ones(8, 8, device="remote")).item()
+    if moment == "all-reduce":
+        up, down = torch.ones(64, 64).to("remote"), torch.ones(64, 64).to("remote")
+
+        def reduced() -> float:
+            with gt.signal.context("tp_colpar"):
+                hidden = torch.relu(torch.ones(64, 64, device="remote") @ up)
+            with gt.signal.context("tp_rowpar"):
+                return (hidden @ down).sum().item()
+
+        while True:
+            yield reduced
+    layers = torch.nn.Linear(16, 32).to("remote"), torch.nn.Linear(32, 4).to("remote")
+    groups = ("pp_stage0", "pp_stage1") if moment == "schedule" else ("none", "none")
+    compiled = gt.compile(tower(*layers, groups), schedule="1f1b" if moment == "schedule" else None)
+    data = torch.ones(8, 16)
+    for _ in range(4):
+        compiled(data.to("remote")).item()  # replayed from here on
+    while True:
+        yield lambda: compiled(data.to("remote")).item()
+
+
+def serve(order: dict[str, Any]) -> None:
+    """One cell: {"mark"} before each piece of work; {"error", "text"}, {"on"} and {"again"} afterwards."""
+    import torch
+
+    import gt
+
+    torch.set_num_threads(1)
+    orders, answers = open(order["orders"]), os.open(order["answers"], os.O_WRONLY)  # noqa: SIM115
+
+    def say(**what: Any) -> None:
+        os.write(answers, json.dumps(what).encode() + b"\n")
+
+    moment = order["moment"]
+    try:
+        say(mark=0)
+        _connect(order["address"], order["token"], moment, Path(order["folder"]))
+        for number, work in enumerate(moments(moment, order["size"]), 1):
+            say(mark=number)
+            if moment in ("idle", "starting") and number == 2:
+                orders.readline()  # idle until told
+            work()
+    except gt.GTError as error:
+        say(error=type(error).__name__, text=str(error)[:400])
+    except Exception as error:
+        say(error=f"not an error of GT: {type(error).__name__}", text=str(error)[:400])
+    say(on=_works(lambda: None), **_why)
+    for line in orders:
+        address, token = json.loads(line)
+        gt.shutdown()
+        say(again=_works(lambda a=address, t=token: _connect(a, t, moment, Path(order["folder"]))), **_why)
+        break
+    gt.shutdown()
+
+
+_why: dict[str, str] = {}
+
+
+def _connect(address: str, token: str, moment: str, folder: Path) -> None:
+    import gt
+
+    if not address:
+        gt.cpu_workers(2, config="")
+        return
+    config = folder / f"{moment}.yaml"
+    config.write_text(CONFIGS[CONFIG.get(moment, "captured")])
+    gt.connect(address, config=str(config), token=token)
+
+
+def _works(before: Callable[[], None]) -> float:
+    """Seconds until new work succeeds, -1 if it does not."""
+    import torch
+
+    import gt
+
+    begin = time.monotonic()
+    before_done = False
+    while time.monotonic() - begin < ON:
+        try:
+            if not before_done:
+                before()
+                before_done = True
+            if torch.ones(3, device="remote").sum().item() == 3:
+                _why.clear()
+                return round(time.monotonic() - begin, 2)
+        except gt.DispatcherLost as error:
+            _why["why"] = str(error)[:200]
+            return -1
+        except gt.GTError as error:
+            _why["why"] = str(error)[:200]
+    return -1
+
+
+def main() -> int:
+    import torch  # noqa: F401
+
+    import gt  # noqa: F401
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = fork("gt victim", lambda order=order: serve(order))
+        sys.stdout.write(f"{pid}\n")
+        sys.stdout.flush()
+        sys.stdin.readline()  # over
+        for number in (18, 9):  # SIGCONT, SIGKILL
+            os.kill(pid, number)
+        os.waitpid(pid, 0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
