@@ -29,8 +29,8 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "optim": ("torch.optim", None),
     "signal": ("gt.client.signal", None),
     **{name: ("gt.errors", name) for name in (
-        "CaptureError", "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused", "UnsupportedOp", "WorkerLost",
-        "WorkerStuck",
+        "CaptureError", "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused", "SessionExpired", "UnsupportedOp",
+        "WorkerLost", "WorkerStuck",
     )},
 }  # fmt: skip
 __all__ = [*_PUBLIC, "__version__"]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gt.observe.plan import Plan
 
 log = logging.getLogger("gt")
+LONGEST_STALL = 1e9  # seconds
 cat, stack = torch.cat, torch.stack
 
 
@@ -42,26 +43,38 @@ def __getattr__(name: str) -> Any:
 
 
 def connect(
-    address: str, config: str | None = None, *, token: str | None = None, name: bool = True, wait: float = 10.0
+    address: str,
+    config: str | None = None,
+    *,
+    token: str | None = None,
+    name: bool = True,
+    wait: float = 10.0,
+    stall_timeout: float | None = None,
+    workers: int = 0,
 ) -> None:
     """Use the dispatcher at "host:port" from now on. config: path of the YAML, GT_CONFIG if None, "" for none.
 
     name=False leaves the string "remote" unregistered, so that local CUDA training works beside it; the device is then
-    `gt.device`. wait: seconds to try for.
+    `gt.device`. wait: seconds to try for. stall_timeout: seconds in which no worker gets on until a wait ends in WorkerStuck,
+    GT_STALL_TIMEOUT if None, 0 for never. workers: how many the program wants, 0 for all that there are. An exclusive server
+    gives it so many of its own, which a config calls 0 to workers - 1; where too few are free it waits in a queue, as long as
+    it takes, and says at which place. Refused, ConfigError: there are not so many, or a session may not have them.
     """
     from gt.client.session import Session
 
+    if type(workers) is not int or not 0 <= workers <= 1 << 16:
+        raise ValueError(f"workers={workers!r}, want how many the program is to have, or 0 for all")
+    switches = {**_switches(stall_timeout), "workers": workers}
     disconnect()
     if name:
         device_.register()
     if _Started.plan is not None:
-        _Started.plan(config, 0)
+        _Started.plan(config, workers)
         return
     path = env.get("GT_CONFIG") if config is None else config
     text = _read(path)
-    session = Session(
-        address, text, path, switches=_switches(), token=env.get("GT_TOKEN") if token is None else token, wait=wait
-    )
+    token = env.get("GT_TOKEN") if token is None else token
+    session = Session(address, text, path, switches=switches, token=token, wait=wait)
     runtime.connect(session, text, path)
 
 
@@ -74,40 +87,55 @@ def _read(path: str) -> str:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); GT_CONFIG or config= names the YAML") from None
 
 
-def _switches() -> dict[str, Any]:
-    """What of torch's settings here changes the numbers there."""
+def _switches(stall_timeout: float | None) -> dict[str, Any]:
+    """What of torch's settings here changes the numbers there, and how long this program waits."""
+    limit = env.seconds("GT_STALL_TIMEOUT") if stall_timeout is None else float(stall_timeout)
+    if not 0 <= limit <= LONGEST_STALL:
+        raise ValueError(f"stall_timeout is {stall_timeout!r}, want seconds, 0 for no limit, or None for GT_STALL_TIMEOUT")
     return {
+        "stall_timeout": limit,
         "threads": torch.get_num_threads(),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
     }
 
 
-def gpu_workers(n: int, config: str | None = None, *, name: bool = True) -> None:
-    """Start a dispatcher and n workers, one GPU each; CPU workers, said once, where this machine has fewer GPUs."""
+def gpu_workers(n: int, config: str | None = None, *, name: bool = True, stall_timeout: float | None = None) -> None:
+    """Start a dispatcher and n workers, one GPU each; CPU workers, said once, where this machine has fewer GPUs.
+
+    stall_timeout: see connect. ConfigError for a config that names more workers than n.
+    """
     have = torch.cuda.device_count()
     if have < n:
         log.warning("%d workers asked for and %s here: using CPU workers", n, f"{have} GPUs" if have else "no GPU")
-    _start_local(n, have >= n, config, name)
+    _start_local(n, have >= n, config, name, stall_timeout)
 
 
-def cpu_workers(n: int, config: str | None = None, *, name: bool = True) -> None:
-    """Start a dispatcher and n workers on this machine's CPUs; they end with this program."""
-    _start_local(n, False, config, name)
+def cpu_workers(n: int, config: str | None = None, *, name: bool = True, stall_timeout: float | None = None) -> None:
+    """Start a dispatcher and n workers on this machine's CPUs; they end with this program.
+
+    stall_timeout: see connect. ConfigError for a config that names more workers than n.
+    """
+    _start_local(n, False, config, name, stall_timeout)
 
 
-def _start_local(n: int, gpu: bool, config: str | None, name: bool) -> None:
+def _start_local(n: int, gpu: bool, config: str | None, name: bool, stall_timeout: float | None = None) -> None:
     from gt.launch import local
 
     if n < 1:
         raise ValueError(f"want at least one worker, got {n}")
+    _switches(stall_timeout)
+    if _Started.plan is None:
+        _fits(env.get("GT_CONFIG") if config is None else config, n)
     shutdown()
     if _Started.plan is not None:
         _Started.plan(config, n)
         return
     started = local.start(n, gpu=gpu, backend=env.get("GT_BACKEND"), meanwhile=infer.warm)
     try:
-        connect(started.address, config, token=started.token, name=name)
+        connect(started.address, config, token=started.token, name=name, stall_timeout=stall_timeout)
     except BaseException:
         started.stop()
         raise
@@ -125,6 +153,13 @@ def start() -> None:
     gpus = torch.cuda.device_count()
     wanted = max(_named(env.get("GT_CONFIG")), gpus, 1)
     _start_local(wanted, 0 < wanted <= gpus, None, True)
+
+
+def _fits(path: str, n: int) -> None:
+    """ConfigError unless a config does with n workers."""
+    from gt.config.load import check_workers, load
+
+    check_workers(load(_read(path), path), [f"w{i}" for i in range(n)])
 
 
 def _named(path: str) -> int:

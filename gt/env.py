@@ -23,8 +23,11 @@ VARIABLES = (
     Variable("GT_TOKEN", "", "secret that server, workers and clients share; needed off loopback (`gt key FILE` makes one)"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (CPU, no torch in their processes)"),
     Variable("GT_TRANSPORT", "", "data plane: nvshmem or nccl (GPUs), or shm (host memory); empty picks one"),
+    Variable("GT_OPS", "", "path of a file of op schemas that `gt ops` wrote: ops that GT's table lacks"),
     Variable("GT_HEAP_SIZE", "", "symmetric memory of a worker, as 512MiB; default 256MiB on CPUs, 2GiB on GPUs"),
+    Variable("GT_MEMORY_LIMIT", "", "memory of a worker, as 4GiB; empty shares 90% of the host's among its CPU workers"),
     Variable("GT_INSTRUCTION_LOG", "", "path: the dispatcher writes one line an event"),
+    Variable("GT_STALL_TIMEOUT", "300", "seconds in which no worker of a program gets on until that is WorkerStuck; 0: never"),
     Variable("GT_VERBOSE", "", "1: every process logs what it does"),
     Variable("GT_DEBUG_CLIENT", "", "1: debug output of the client"),
     Variable("GT_DEBUG_DISPATCHER", "", "1: debug output of the dispatcher"),
@@ -52,13 +55,25 @@ def flag(name: str) -> bool:
     return get(name) not in ("", "0", "false", "no")
 
 
-def size(name: str, default: int) -> int:
-    """A variable's bytes: a number, with KiB, MiB or GiB behind it."""
-    text = get(name)
+def size(name: str, default: int, text: str = "") -> int:
+    """A variable's bytes, or a text's: a number, with KiB, MiB or GiB behind it. ConfigError for what is no size."""
+    text = text or get(name)
     found = re.fullmatch(r"(\d+)\s*([KMG]i?B)?", text)
     if text and found is None:
         raise ConfigError(f"{name} is {text!r}, want a size as 512MiB or 2GiB")
     return int(found[1]) << (10 * " KMG".index((found[2] or " ")[0])) if found else default
+
+
+def seconds(name: str) -> float:
+    """A variable's seconds, 0 or more."""
+    text = get(name)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1e9:
+        raise ConfigError(f"{name} is {text!r}, want seconds as 300, or 0 for no limit")
+    return value
 
 
 def foreign(name: str, value: str, always: bool = False) -> None:

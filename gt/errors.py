@@ -43,7 +43,11 @@ class WorkerLost(SystemFailure, ConnectionError):
 
 
 class WorkerStuck(SystemFailure, TimeoutError):
-    """A worker is alive and has been at one op for longer than the heartbeat. It goes on: waiting again may do."""
+    """A worker's process is stopped, or no worker of a program has got on for its stall_timeout: waiting again may do."""
+
+
+class SessionExpired(SystemFailure, TimeoutError):
+    """The session has had the time that the server's operator gives one."""
 
 
 class DispatcherLost(SystemFailure, ConnectionError):
@@ -61,7 +65,8 @@ class ProtocolError(SystemFailure):
 KINDS: dict[str, type[GTError]] = {
     cls.__name__: cls
     for cls in (
-        OpFailed, ConfigError, UnsupportedOp, CaptureError, WorkerLost, WorkerStuck, DispatcherLost, Refused, ProtocolError,
+        OpFailed, ConfigError, UnsupportedOp, CaptureError, WorkerLost, WorkerStuck, SessionExpired, DispatcherLost, Refused,
+        ProtocolError,
     )
 }  # fmt: skip
 

@@ -1,12 +1,31 @@
-"""Logging set-up: silent by default; GT_VERBOSE and GT_DEBUG_* make a process say on stderr what it does."""
+"""Logging set-up: silent by default; GT_VERBOSE and GT_DEBUG_* make a process say on stderr what it does.
+
+Much of what is logged was chosen by somebody else: `plain` makes it text of one line that no terminal obeys.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import re
+import select
+import stat
+import sys
 
 from gt import env
 
 PARTS = {"client": "GT_DEBUG_CLIENT", "dispatcher": "GT_DEBUG_DISPATCHER", "worker": "GT_DEBUG_WORKER"}
+
+MOST = 2000  # characters of one logged text
+# Control characters, the line ends of Unicode, and what turns the direction of writing around
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\ufeff]")
+
+
+def plain(text: str, most: int = MOST) -> str:
+    """The text on one line, of at most `most` characters: line ends and other control characters are shown as escapes."""
+    cut = f"{text[:most]}... ({len(text)} characters)" if len(text) > most else text
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), cut)
 
 
 class Sparse:
@@ -31,14 +50,42 @@ def asked(part: str) -> bool:
     return env.flag("GT_VERBOSE") or env.flag(PARTS[part])
 
 
+class Plain(logging.Formatter):
+    """One event, one line that begins with the time; the lines of a traceback are set in."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = plain(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: object) -> str:
+        return "\n".join(f"  {plain(line)}" for line in super().formatException(ei).split("\n"))  # type: ignore[arg-type]
+
+
+class Unblocked(logging.StreamHandler):
+    """Writes to stderr; drops a line rather than wait for whoever reads a pipe and has stopped reading."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._has_room():
+            super().emit(record)
+
+    def _has_room(self) -> bool:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            descriptor = self.stream.fileno()
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                poll = select.poll()
+                poll.register(descriptor, select.POLLOUT)
+                return bool(poll.poll(0))
+        return True
+
+
 def setup(part: str, name: str = "") -> None:
     """Set up the logger "gt" of this process: part is client, dispatcher or worker; name is shown before each line."""
     logger = logging.getLogger("gt")
     level = logging.DEBUG if env.flag(PARTS[part]) else logging.INFO if env.flag("GT_VERBOSE") else logging.WARNING
     logger.setLevel(level)
     if not logger.handlers:
-        handler = logging.StreamHandler()
+        handler = Unblocked(sys.stderr)
         logger.addHandler(handler)
         logger.propagate = False
     shown = name or f"gt.{part}"
-    logger.handlers[0].setFormatter(logging.Formatter(f"%(asctime)s {shown} %(levelname)s %(message)s"))
+    logger.handlers[0].setFormatter(Plain(f"%(asctime)s {shown} %(levelname)s %(message)s"))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from gt import env, log
+from gt.dispatcher.leases import Terms
 from gt.dispatcher.server import Server
-from gt.errors import GTError
+from gt.errors import GTError, Refused
 from gt.wire.auth import Access
-from gt.wire.memory import collect_less, keep_freed
+from gt.wire.memory import collect_less, keep_freed, more_descriptors, take_turns
 
 
 def port(text: str) -> int:
@@ -28,22 +30,55 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--token-file", type=Path, help="file with the token that clients and workers need; default: GT_TOKEN")
     made.add_argument("--encrypt", action="store_true", help="encrypt on loopback too, which lets in all who have the token")
     made.add_argument("--insecure", action="store_true", help="without a token, let anybody in off loopback, unencrypted")
-    made.add_argument("--heartbeat", type=float, default=10.0, help="seconds until a silent peer counts as lost")
+    made.add_argument("--heartbeat", type=float, default=10.0, help="seconds until a stopped worker counts as lost")
+    sharing = "shared: every program has all workers; exclusive: each has workers of its own, in processes started afresh"
+    made.add_argument("--sharing", choices=("shared", "exclusive"), default="shared", help=sharing)
+    made.add_argument("--max-workers", type=limit(int), default=0, help="the most that a program may have, with exclusive")
+    made.add_argument("--worker-token-file", type=Path, help="file with a secret that workers need beside the token")
+    made.add_argument("--max-session-time", type=limit(float), default=0.0, help="seconds after which a session is ended")
+    made.add_argument("--memory-limit", default="", help="bytes that a session may hold on a worker, as 4GiB; default: any")
     return made
+
+
+def limit(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Reads a number that is larger than 0."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not 0 < number < 1 << 31:
+            raise argparse.ArgumentTypeError(f"{text} is no limit: want more than 0")
+        return number
+
+    return read
+
+
+def terms(args: argparse.Namespace) -> Terms:
+    """On which workers are lent. Refused for options that do not go together, OSError for a file that cannot be read."""
+    exclusive, file = args.sharing == "exclusive", args.worker_token_file
+    if args.max_workers and not exclusive:
+        raise Refused("--max-workers is for --sharing exclusive: of a shared server everybody has all workers")
+    secret = env.token(file) if file else ""
+    if file and not secret:
+        raise Refused(f"--worker-token-file {file} is empty")
+    if exclusive and not secret:
+        sys.stderr.write("gt.server: who has the token can offer a worker, and see its work: --worker-token-file prevents it\n")
+    memory = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
+    return Terms(exclusive, args.max_workers, args.max_session_time, secret, memory=memory)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 once told to stop, 2 if it cannot start."""
     args = parser().parse_args(argv)
     log.setup("dispatcher")
+    more_descriptors()
     try:
         access = Access(env.token(args.token_file), args.encrypt, args.insecure)
-        server = Server(args.host, args.port, access, args.heartbeat)
+        server = Server(args.host, args.port, access, args.heartbeat, terms=terms(args))
     except GTError as error:
         sys.stderr.write(f"gt.server: {error}\n")
         return 2
     except OSError as error:
-        sys.stderr.write(f"gt.server: --token-file {args.token_file} cannot be read: {error.strerror}\n")
+        sys.stderr.write(f"gt.server: --token-file {error.filename} cannot be read: {error.strerror}\n")
         return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, _: server.stop(f"it got {signal.Signals(got).name}"))
@@ -51,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout.flush()
     keep_freed()
     collect_less()
+    take_turns()
     server.run()
     return 0
 

@@ -26,10 +26,11 @@ from gt.dispatcher.server import Server
 from gt.errors import GTError, WorkerStuck
 from gt.launch.process import fork
 from gt.worker.loop import run as work
+from tests.limits import limit
 from tests.streams import CONFIGS, Stream
 
 HEARTBEAT = 1.0  # seconds
-LIMIT = 4 * HEARTBEAT + 2  # seconds within which every call has to end: a loaded machine takes its time
+LIMIT = limit(4 * HEARTBEAT + 2)  # seconds within which every call has to end: a loaded machine takes its time
 WORKERS = 3
 CAUSES = ("worker w", "server at", "is alive and has been at")
 

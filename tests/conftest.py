@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import limit
+
 WORKERS = 8
 MARK = f"GT_TEST_RUN={uuid.uuid4().hex}"  # inherited by every process that this run starts
 os.environ.update([MARK.split("=")])
@@ -45,7 +47,7 @@ def started() -> dict[int, str]:
 
 def wait_until(done: Callable[[], Any], seconds: float = 5.0) -> bool:
     """Poll a condition that no message announces; the test that needs this says why."""
-    pause, end = threading.Event(), time.monotonic() + seconds
+    pause, end = threading.Event(), time.monotonic() + limit(seconds)
     while not done():
         if time.monotonic() > end:
             return False

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 from gt.client import runtime
 from gt.dispatcher.core import Core
-from gt.dispatcher.events import MARK, Lines, Received, Send
+from gt.dispatcher.events import MARK, Again, Lines, Received, Send, Turn
+from gt.dispatcher.pace import Pace
 from gt.ir.text import PlanLine, parse
 from gt.wire.link import hello
 from gt.wire.messages import Done, Failed, Need, Ops, Query, Report, Run, Stats
@@ -23,7 +24,7 @@ class PlanSession:
     failure = None
 
     def __init__(self, config: str, workers: int) -> None:
-        self.core = Core(logging=True)
+        self.core = Core(logging=True, pace=Pace())
         self.lines: list[PlanLine] = []
         self.rows: list[str] = []  # of the instruction log
         self.errors: list[dict] = []
@@ -42,7 +43,9 @@ class PlanSession:
         pending = [event]
         while pending:
             for action in self.core.handle(pending.pop(0)):
-                if isinstance(action, Lines):
+                if isinstance(action, Again) and not pending:
+                    pending.append(Turn(0.0))
+                elif isinstance(action, Lines):
                     rows = action.text.split(MARK)[1:]
                     self.rows += rows
                     self.lines += [parse(plan_of(row)) for row in rows if row.split()[1] == "WORKER_SEND"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from gt.client.recorder import Recorder
+from tests.limits import limit
 
 
 class Session:
@@ -18,7 +19,7 @@ class Session:
 
     def submit(self, templates: list, origins: list, code: list, frames: list) -> None:
         self.entered.set()
-        assert self.let.wait(20)
+        assert self.let.wait(limit(20))
         self.taken.append("batch")
 
 
@@ -34,7 +35,7 @@ def test_a_question_follows_what_another_thread_is_handing_over() -> None:
 
     handing = threading.Thread(target=recorder.idle)
     handing.start()
-    assert session.entered.wait(20) and not recorder.code
+    assert session.entered.wait(limit(20)) and not recorder.code
     asking = threading.Thread(target=ask)
     asking.start()
     asking.join(0.2)  # it would be through by now, were it not to wait

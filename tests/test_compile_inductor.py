@@ -196,6 +196,56 @@ def test_a_result_of_compiled_code_that_shares_memory_is_copied(monkeypatch: pyt
     assert report(got)["compiled"] == 1
 
 
+def test_a_result_without_its_dims_of_size_one_gets_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor drops them where it sums in its wrapper. Nothing fails for it, and the graph stays compiled."""
+    import torch._inductor.compile_fx as module
+
+    def compile_fx(graph: Any, fakes: list) -> Callable:
+        return lambda *args: [r.reshape([n for n in r.shape if n != 1]) for r in graph(*args)]
+
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    held = {1: torch.arange(24.0).view(2, 3, 4), 2: torch.ones(1, 1, 4)}
+    script = Script(held)
+    (total,) = script.op("aten.sum.dim_IntList", [T(0), [0, 1], True], [1])
+    script.op("aten.add_.Tensor", [T(0), T(1)], [2, total])
+    script.op("aten.mul.Tensor", [T(0), V(0)], [total], [2.0])
+    script.stop()
+    got, want = (script.bench(backend, {i: t.clone() for i, t in held.items()}) for backend in ("inductor", "eager"))
+    for _ in range(3):
+        replay(got)
+        replay(want)
+        same(got, want)
+    assert not got.sent and report(got)["compiled"] == 1
+
+
+@pytest.mark.parametrize("fault", ["raises", "another dtype", "another size"])
+def test_code_that_does_not_work_at_first_changes_nothing_and_the_step_goes_on(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Also where it had written to what it was given: instructions do the step, and the reason is told."""
+    import torch._inductor.compile_fx as module
+
+    def compile_fx(graph: Any, fakes: list) -> Callable:
+        def run(*args: torch.Tensor) -> list[torch.Tensor]:
+            results = graph(*args)
+            if fault == "raises":
+                raise RuntimeError("a kernel does not load")
+            return [r.double() if fault == "another dtype" else r.reshape(-1)[:1] for r in results]
+
+        return run
+
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    held = {1: torch.arange(8.0).view(4, 2), 2: torch.tensor([1, 2]), 3: torch.zeros(2, 2)}
+    script = lookup(writes=True)
+    got, want = (script.bench(backend, {i: t.clone() for i, t in held.items()}) for backend in ("inductor", "eager"))
+    for _ in range(4):
+        replay(got)
+        replay(want)
+        same(got, want)
+    assert not got.sent and not report(got)["compiled"]
+    assert "compiled code failed" in str(report(got)["reasons"])
+
+
 def lookup(writes: bool) -> Script:
     """A table's rows by number, added to something."""
     held = {1: torch.arange(8.0).view(4, 2), 2: torch.tensor([1, 2]), 3: torch.zeros(2, 2)}
@@ -431,3 +481,78 @@ def test_graphs_that_need_a_gpu_are_not_used_without_one_and_that_is_said() -> N
 def test_a_backend_that_is_none_is_an_error_at_once() -> None:
     with pytest.raises(ValueError, match=r"'tvm' is not known: want one of eager, inductor, cudagraphs"):
         gt.compile(lambda: None, backend="tvm")
+
+
+# ---- convolutions
+
+
+class Residual(nn.Module):
+    """Blocks as ResNets have them, with what changes the layout: a view before the head, and a norm over groups."""
+
+    def __init__(self, wide: int = 72) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, wide, 3, 2, 1, bias=False)
+        self.norm = nn.BatchNorm2d(wide)
+        self.depthwise = nn.Conv2d(wide, wide, 3, 1, 1, groups=wide)
+        self.grouped = nn.GroupNorm(8, wide)
+        self.point = nn.Conv2d(wide, wide, 1)
+        self.head = nn.Linear(wide * 16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        x = x + self.point(torch.relu(self.grouped(self.depthwise(x))))
+        x = nn.functional.max_pool2d(x, 2)
+        tokens = x.flatten(2).transpose(1, 2)  # views, as attention over positions makes them
+        tokens.mul_(0.5)
+        return self.head(x.flatten(1)) + tokens.mean()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_convolutions_are_given_channels_last_and_the_numbers_stay(graphs: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All operands of convolutions are so in the traced graph; losses, weights and strides of results are torch's."""
+    from gt.worker.engine.torch.inductor import Inductor
+
+    made = Inductor.__init__
+
+    def init(self: Inductor, engine: Any) -> None:
+        made(self, engine)
+        self.channels_last = True
+
+    monkeypatch.setattr(Inductor, "__init__", init)
+    data = torch.randn(6, 4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+    def train(device: str, compile: Callable) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Residual().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            out = model(x)
+            loss = out.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = compile(step)
+        losses = [run(x.to(device)) for x in data]
+        grads = [p.grad for p in model.parameters()]
+        assert [g.stride() for g in grads] == [p.stride() for p in model.parameters()]
+        return [t.detach().cpu() for t in (*losses, *model.parameters(), *model.buffers(), *grads)]
+
+    want = train("cpu", lambda step: step)
+    with serving(1, backend="torch") as server:
+        gt.connect(server.address)
+        try:
+            got = train("remote", partial(gt.compile, backend="inductor"))
+        finally:
+            gt.shutdown()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    nodes = [node for graph in graphs for node in graph.graph.nodes]
+    calls = [(node, 2 if node.target is torch.ops.aten.convolution.default else 3) for node in nodes if "conv" in node.name]
+    assert len(calls) >= 6
+    for node, count in calls:
+        for operand in node.args[:count]:
+            if isinstance(operand, torch.fx.Node):
+                assert operand.meta["val"].is_contiguous(memory_format=torch.channels_last), (node, operand)

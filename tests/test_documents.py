@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import limit
+
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "tuning_demo"
 SHOWN = ("quickstart", "signal_groups", "debugging", "programs", "schedules", "plan", "models")
@@ -37,7 +39,7 @@ def run(*command: str, timeout: float = 100, **env: str) -> str:
         env=environment(**env),
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=limit(timeout),
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
@@ -151,15 +153,16 @@ def test_server_workers_and_program_by_hand(tmp_path: Path) -> None:
     try:
         port = server.stdout.readline().strip().rpartition(":")[2]
         workers = [shell(lines[1].replace("12345", port), stderr=subprocess.PIPE) for _ in range(2)]
-        done = shell(lines[2].replace("12345", port), stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate(timeout=60)
+        asking = shell(lines[2].replace("12345", port), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        done = asking.communicate(timeout=limit(60))
         assert done == ("4.0\n", ""), [w.poll() for w in workers]
-        shown = shell("bash -c 'ps aux | grep gt.worker'", stdout=subprocess.PIPE).communicate(timeout=20)[0]
+        shown = shell("bash -c 'ps aux | grep gt.worker'", stdout=subprocess.PIPE).communicate(timeout=limit(20))[0]
         assert len([line for line in shown.splitlines() if f"-p {port}" in line]) >= 2, shown
     finally:
         server.terminate()
-        assert server.communicate(timeout=20)[0] == ""
+        assert server.communicate(timeout=limit(20))[0] == ""
     for worker in workers:
-        said = worker.communicate(timeout=20)[1].splitlines()
+        said = worker.communicate(timeout=limit(20))[1].splitlines()
         assert worker.returncode == 0 and len(said) == 2 and said[1].startswith("gt.worker: connected as w")
 
 
@@ -199,7 +202,7 @@ def test_the_log_and_its_greps(tmp_path: Path) -> None:
     env = environment(GT_VERBOSE="1")
     for line in lines[:1] + [line for line in lines if line.startswith("grep")]:
         command = line.replace("/tmp/trace.log", str(trace))
-        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=limit(60))
         assert done.returncode == 0 and done.stdout, f"{command}\n{done.stderr}"
         if not line.startswith("grep"):
             assert "gt.worker" in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import gt
+from tests.limits import limit
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "gpt2"
 MODULES = ("model", "checkpoint", "train", "prepare_data")  # the tuning demo has some of these names too
@@ -637,7 +638,7 @@ def test_the_readmes_first_lines_run(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(EXAMPLE.parent.parent)}
     for line in commands()[1:3]:
         done = subprocess.run(
-            [sys.executable, *line[1:]], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90, check=False
+            [sys.executable, *line[1:]], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=limit(90), check=False
         )
         assert done.returncode == 0 and not done.stderr, f"{done.stdout}\n{done.stderr}"
     assert re.search(r"^step   40/40: train loss \d", done.stdout, re.M) and done.stdout.count("generating:") == 2

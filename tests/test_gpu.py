@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.limits import limit
+
 ROOT = Path(__file__).resolve().parent.parent
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
@@ -44,7 +46,12 @@ def close(a, b):
 def run(program: str, **variables: str) -> str:
     code = PRELUDE.format(root=str(ROOT), tests=str(ROOT / "tests")) + program
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, **variables}, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=limit(300),
+        env={**os.environ, **variables},
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -97,7 +104,7 @@ with gt.signal.context("pp_stage1"):
     torch.remote.synchronize()
     start = time.monotonic()
     y[0, 0].item()
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < limit(0.5)
 """,
         GT_CONFIG=str(ROOT / "configs" / "pp2.yaml"),
     )

@@ -8,8 +8,10 @@ import gc
 import pytest
 import torch
 from compiled_parts import inputs, program, replay, report, same
+from conftest import started, wait_until
 from models import GPT
 from test_compile_graphs import REFUSED, Plainly
+from torch import nn
 
 import gt
 from gt.worker.engine.torch import TorchEngine
@@ -155,6 +157,30 @@ def test_training_steps(fused):
     assert found["eager"] == found[None] or not fused  # else it counts steps on the device: another order of rounding
     for backend in ("eager", "inductor", "cudagraphs"):
         torch.testing.assert_close(torch.tensor(found[backend]), torch.tensor(found[None]), rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_draws_anew_in_each_replay():
+    """The numbers of eager calls, from the same seed, in one graph."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.3), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 8), nn.Dropout(0.5))
+    data = torch.randn(10, 32, 64)
+    found = {}
+    gt.gpu_workers(1)
+    try:
+        for backend in (None, "cudagraphs"):
+            torch.manual_seed(1)
+            model = copy.deepcopy(base).to("remote")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step = step_of(lambda x, y, model=model: model(x).square().mean() + y, optimizer, backend)
+            found[backend] = [step(x.to("remote"), torch.zeros((), device="remote")).item() for x in data]
+            said = "" if backend is None else step.explain()
+    finally:
+        gt.shutdown()
+    assert "1 CUDA graph" in said, said
+    # Processes of Inductor that are still starting see the end of the worker only then.
+    assert wait_until(lambda: not any("compile_worker" in line for line in started().values()), 60)
+    torch.testing.assert_close(torch.tensor(found["cudagraphs"]), torch.tensor(found[None]), rtol=1e-4, atol=1e-6)
+    assert len(set(found[None])) == len(data)
 
 
 def train(model, data, fused, backend):

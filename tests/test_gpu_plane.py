@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.limits import limit
+
 ROOT = Path(__file__).resolve().parent.parent
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
@@ -53,7 +55,12 @@ def close(a, b, most=1e-3):
 def run(program: str, **variables: str) -> str:
     code = PRELUDE.format(root=str(ROOT), tests=str(ROOT / "tests")) + program
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env={**os.environ, **variables}, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=limit(200),
+        env={**os.environ, **variables},
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -176,7 +183,7 @@ while True:
             break
     except gt.WorkerLost:
         pass
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < limit(10)
 print("lost after", took, "again after", time.monotonic() - start)
 del model, optimizer, loss, x, y
 again, _ = train(fresh(), "remote", "cudagraphs", "1f1b")

@@ -20,7 +20,7 @@ from gt.dispatcher.intake import CREDIT
 from gt.dispatcher.requests import MOST
 from gt.dispatcher.server import Server
 from gt.dispatcher.uploads import WINDOW
-from gt.errors import DispatcherLost
+from gt.errors import DispatcherLost, UnsupportedOp
 from gt.ir import check
 from gt.ir.instr import FREE
 from gt.ir.spec import Spec
@@ -51,6 +51,7 @@ from gt.wire.messages import (
 from gt.worker.store import Uploads
 from tests import fuzz
 from tests.hostile import TEMPLATES, mutated, rounds, row, spec
+from tests.limits import limit
 
 UPLOAD, NEG = TEMPLATES[0], TEMPLATES[3]
 TWO = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
@@ -105,7 +106,7 @@ def bench() -> Bench:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_thousands_of_lies_harm_nobody(seed):
     field = rounds(seed, 4000)
-    assert field.refused > 500 and field.slowest < 2
+    assert field.refused > 500 and field.slowest < limit(2)
     assert field.internal < 20  # what nobody thought of is refused too, but is rare
 
 
@@ -116,13 +117,13 @@ def test_lies_from_any_seed_harm_nobody(seed):
 
 
 def test_bytes_of_any_kind_are_a_message_or_refused():
-    found = fuzz.fuzz_codec(1, 30_000, time.monotonic() + 20)
+    found = fuzz.fuzz_codec(1, 30_000, time.monotonic() + limit(20))
     assert found["refused"] > 10_000
 
 
 def test_a_program_runs_on_beside_raw_bytes_and_broken_links(caplog):
     caplog.set_level(logging.CRITICAL, "gt")
-    found = fuzz.fuzz_sockets(1, 1500, time.monotonic() + 15)
+    found = fuzz.fuzz_sockets(1, 1500, time.monotonic() + limit(15))
     assert found["values_compared"] >= 50
 
 
@@ -133,7 +134,7 @@ def test_a_mutated_template_is_one_or_a_value_error(seed):
     form = mutated(rng, rng.choice(TEMPLATES))
     try:
         made = check.template(form)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, UnsupportedOp):
         return
     assert check.template(made.wire()).wire() == made.wire()
 
@@ -146,7 +147,7 @@ def test_a_mutated_template_is_one_or_a_value_error(seed):
     [
         (Ops(5, [], [], []), "Ops.seq is 5, want 0"),
         (Ops(0, [[3, NEG]], [], []), "numbers from 16"),
-        (Ops(0, [[16, row("os.system.default", [], [], [])]], [], []), "'os.system.default' is not an op"),
+        (Ops(0, [[16, row("os.system.default", [], [], [])]], [], []), "os.system.default is not an op of the table"),
         (Ops(0, [[16, [*NEG[:3], [[[1 << 62, 4], [4, 1], 0, "float32"]], *NEG[4:]]]], [], []), "more than there can be"),
         (Ops(0, [[16, row("aten.neg.default", [{"t": 4}], [spec(2)], [spec(2)])]], [], []), "is beyond 1 tensors"),
         (Ops(0, [[16, row("aten.neg.default", [], [], [("view", spec(2), 9)])]], [], []), "view of operand 9 of 0"),
@@ -376,7 +377,7 @@ def test_a_worker_says_who_it_is(bench, info, says):
 def test_a_client_says_what_it_wants(bench, switches, config, says):
     start = time.monotonic()
     assert says in bench.refusal(b"x", hello("client", config=config, switches=switches))
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < limit(1)
 
 
 def test_hello_comes_once(bench):
@@ -396,8 +397,8 @@ def test_refusals_are_logged_so_many_a_second(bench, caplog):
 
 
 def test_what_a_batch_makes_is_cut_to_fit_bodies(bench):
-    """A hundred thousand small tensors freed at once, each id nine bytes on the wire to a worker."""
-    count = 200_000
+    """Many small tensors, each id nine bytes on the wire to a worker."""
+    count = 60_000
     session = bench.core.sessions[b"c"]
     code = itertools.chain.from_iterable((17, 0, 1, n) for n in range(2, count))
     bench.give(b"c", Ops(0, [[16, UPLOAD], [17, NEG]], [], [16, 0, 0, 1, *code]), (bytes(64),))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
+
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted((ROOT / "gt").rglob("*.py"))
 BANNED_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
@@ -52,6 +54,48 @@ def test_every_module_says_what_it_is() -> None:
 def test_nothing_is_pickled() -> None:
     found = [(name(p), m) for p in MODULES for m in imported(p) if m.split(".")[0] in BANNED_IMPORTS]
     assert found == []
+
+
+# Where a name that is no literal is looked up or code is made, and why it is none that was sent
+LOOK_UPS = {
+    ("gt/dispatcher/schedule/costs.py", "getattr"): "names of a dataclass's own fields",
+    ("gt/worker/engine/calls.py", "exec"): "names made there, and argument names of the op's schema",
+    ("gt/worker/straight.py", "exec"): "names made there, and numbers formatted as such",
+    ("gt/worker/straight.py", "compile"): "the same source",
+    ("gt/worker/executor.py", "getattr"): "names of instruction kinds, gt.ir.instr.KINDS",
+    ("gt/worker/executor.py", "hasattr"): "the same names",
+    ("gt/worker/engine/numpy/blas.py", "getattr"): "names of functions written there",
+    ("gt/worker/engine/torch/calls.py", "getattr"): "names of dtypes, gt.ir.spec.DTYPES",
+    ("gt/worker/engine/torch/overloads.py", "getattr"): "names of the table's ops, or of the process's owner",
+    ("gt/wire/codec.py", "attrgetter"): "names of a message's own fields",
+}
+CALLS = ("getattr", "setattr", "delattr", "hasattr", "eval", "exec", "compile", "import_module", "__import__", "attrgetter",
+         "methodcaller")  # fmt: skip
+PEERS_TEXT = ("gt/wire/", "gt/ir/", "gt/dispatcher/", "gt/worker/", "gt/config/")  # packages that read what was sent
+
+
+def looked_up(path: Path) -> Iterator[tuple[str, int]]:
+    """Calls that take a name or code which is no literal, with their lines; subscripts of namespaces too."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call):
+            called = str(getattr(node.func, "id", getattr(node.func, "attr", "")))
+            own = isinstance(node.func, ast.Attribute) and called in ("compile", "exec")  # a method of ours, or of re
+            named = node.args[1:2] if called.endswith("attr") else node.args
+            if called in CALLS and not own and not all(isinstance(arg, ast.Constant) for arg in named):
+                yield called, node.lineno
+            if called in ("globals", "vars", "locals"):
+                yield called, node.lineno
+        elif isinstance(node, ast.Attribute) and node.attr in ("__dict__", "__globals__", "__builtins__"):
+            yield node.attr, node.lineno
+
+
+def test_no_text_that_was_sent_is_looked_up_or_run() -> None:
+    found = {}
+    for path in MODULES:
+        if name(path).startswith(PEERS_TEXT):
+            found.update({(name(path), called): line for called, line in looked_up(path)})
+    assert set(found) == set(LOOK_UPS), {key: found.get(key) for key in set(found) ^ set(LOOK_UPS)}
+    assert all(len(reason) > 10 for reason in LOOK_UPS.values())
 
 
 def test_one_module_reads_the_environment() -> None:
@@ -144,7 +188,7 @@ def test_messages_are_coded_once() -> None:
 def fresh(code: str) -> str:
     """Standard output of a fresh interpreter that runs `code` at the repository root."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit(60))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

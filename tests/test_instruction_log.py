@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
+import socket
+import sys
+import threading
 from typing import ClassVar
 
+import pytest
 import torch
+from toy_core import ToyCore
 
 import gt
 from gt.client import runtime
+from gt.client.session import Session
 from gt.dispatcher import scribe
 from gt.dispatcher.events import MARK, Lines, Log, Received
 from gt.dispatcher.journal import Journal, line
+from gt.dispatcher.server import Server
+from gt.errors import Refused
 from gt.ir.text import PlanLine
+from gt.log import Plain, Unblocked
 from gt.wire.messages import Ops
+from tests.hostile import row, spec
 from tests.planned import planned
 
 YAML = """
@@ -118,3 +130,120 @@ def test_lines_that_come_together_have_one_time(tmp_path):
     journal.close()
     rows = (tmp_path / "log").read_text().splitlines()
     assert [row.split()[:2] for row in rows] == [["1.000000", "0"], ["2.000000", "a"], ["2.000000", "b"], ["3.000000", "1"]]
+
+
+# ---- what somebody else wrote into it
+
+FORGED = "a.py\n    9.999999        1 ERROR       w0         worker w0 is lost\x1b[2J\x9b31m\u2028\u202e"
+
+
+def test_no_field_ends_a_line_or_reaches_a_terminal():
+    """Names of files, groups, peers and ops are the client's text."""
+    fields = {"op": FORGED, "group": FORGED, "layout": FORGED, "bytes": FORGED, "origin": FORGED, "else": FORGED}
+    shown = line(Log("ERROR", FORGED, FORGED, fields), 1.0, 0)
+    assert shown.endswith("\n") and shown[:-1].isprintable()
+    assert "\\x1b[2J" in shown and "a.py\\n" in shown
+
+
+def test_fields_are_cut_and_short_ones_are_not():
+    shown = line(Log("ERROR", "w0", "t" * 100_000, {"group": "g" * 100_000, "origin": "o" * 200}), 1.0, 0)
+    assert len(shown) < 6000 and "o" * 200 in shown
+
+
+def test_a_client_forges_no_line():
+    """Whole lines, and those that are formatted once with holes for numbers."""
+    with planned(YAML, 4) as plan:
+        forged = [[1, FORGED, 1, FORGED, False, -1], [2, "%d" * 2000, 1, "g" * 4000, False, -1]]
+        made = [16, row("aten.zeros.default", [[4]], [], [spec(4)])]
+        added = [17, row("aten.add.Tensor", [{"t": 0}, {"t": 1}], [spec(4), spec(4)], [spec(4)])]
+        many = [18, row("aten.stack.default", [[{"t": n} for n in range(900)]], [spec(4)] * 900, [spec(900, 4)])]
+        code = [16, 1, 1, 16, 2, 2, 17, 1, 1, 2, 3, 17, 2, 1, 3, 4, 18, 2, *[4] * 900, 5]
+        plan.handle(Received(b"client", Ops(0, [made, added, many], forged, code)))
+        assert not plan.errors and len(plan.rows) > 4
+    assert all(row.endswith("\n") and row[:-1].isprintable() and len(row) < 6000 for row in plan.rows)
+
+
+def test_logged_text_is_one_line_and_tracebacks_are_set_in():
+    shape = Plain("%(asctime)s gt.server %(levelname)s %(message)s")
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        record = logging.LogRecord("gt", logging.ERROR, "f", 1, "%s failed", ("x\n" + FORGED,), sys.exc_info())
+    first, *rest = shape.format(record).split("\n")
+    assert first.isprintable() and "x\\na.py" in first
+    assert len(rest) > 2 and all(line.isprintable() and line.startswith("  ") for line in rest)
+
+
+def test_a_reader_of_stderr_who_stops_holds_nobody_up():
+    source, sink = os.pipe()
+    with os.fdopen(source, "rb"), os.fdopen(sink, "w") as stream:
+        handler = Unblocked(stream)
+        for _ in range(200):
+            handler.emit(logging.LogRecord("gt", logging.ERROR, "f", 1, "y" * 1000, (), None))
+
+
+# ---- where it cannot be written
+
+
+def test_a_full_disk_ends_the_log_with_one_warning(caplog):
+    journal = Journal("/dev/full")
+    for _ in range(3):
+        for _ in range(3000):
+            journal.write(Log("SEND", "w0", "x" * 100), 1.0)
+        journal.flush()
+    journal.close()
+    assert [record.getMessage().count("the server goes on") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize("end", ["write", "flush", "close"])
+def test_a_log_that_fails_loses_no_client(monkeypatch, end):
+    """The server writes, flushes and closes it beside its work."""
+    monkeypatch.setenv("GT_INSTRUCTION_LOG", "/dev/full")
+    if end == "write":
+        monkeypatch.setattr("gt.dispatcher.journal.WRITTEN", 1)
+    server = Server(core=ToyCore())
+    if end == "close":
+        server._journal.flush = lambda: None
+    thread = threading.Thread(target=server.run, name="gt-test-server")
+    thread.start()
+    try:
+        client = Session(server.address)
+        for number in range(1, 6):
+            assert client.fetch(number)[1] == "float64"
+        client.close()
+    finally:
+        server.stop()
+        thread.join()
+
+
+def test_a_pipe_that_nobody_reads_is_refused_at_once(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "log")
+    monkeypatch.setenv("GT_INSTRUCTION_LOG", str(tmp_path / "log"))
+    with pytest.raises(Refused, match="a pipe that nobody reads"):
+        Server(core=ToyCore())
+
+
+def test_a_reader_who_stops_reading_holds_nobody_up(tmp_path, caplog):
+    os.mkfifo(tmp_path / "log")
+    reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        journal = Journal(str(tmp_path / "log"))
+        for _ in range(6):
+            for _ in range(10_000):
+                journal.write(Log("SEND", "w0", "x" * 100), 1.0)
+            journal.flush()
+        assert os.read(reader, 1 << 12).startswith(b"    1.000000")
+        journal.close()
+    finally:
+        os.close(reader)
+    assert [record.getMessage().count("bytes behind") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize("kind", ["folder", "socket"])
+def test_what_is_no_file_is_refused(tmp_path, monkeypatch, kind):
+    path = tmp_path / "log"
+    with socket.socket(socket.AF_UNIX) as one:
+        path.mkdir() if kind == "folder" else one.bind(str(path))
+        monkeypatch.setenv("GT_INSTRUCTION_LOG", str(path))
+        with pytest.raises(Refused, match="cannot be written"):
+            Server(core=ToyCore())

@@ -356,7 +356,8 @@ def test_the_first_call_compiles_what_later_ones_do(connect: Callable, graphs: l
 
     trained(counted, size=64)
     first, second, third = counts[:3]
-    assert first >= 3 and second - first <= 2 and third == second == counts[-1], counts
+    # One more at most, where a replay is given what lies otherwise than the recorded call's.
+    assert first >= 3 and second - first <= 2 and third == second and counts[-1] - second <= 1, counts
 
 
 def test_a_call_that_takes_long_to_record_is_carried_out_whole(connect: Callable[..., None], ways: list[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from gt.config.load import load
 from gt.errors import ConfigError, DispatcherLost, ProgramError, SystemFailure
 from gt.launch import local
+from tests.limits import limit
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -91,7 +92,8 @@ ENDINGS = {"returns": "", "waits": "print(x.sum().item() < 1e9)", "raises": "rai
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_program_ends_in_silence(ending: str) -> None:
     """Workers that are still busy when their server tells them to stop do not complain of losing it."""
-    done = subprocess.run([sys.executable, "-c", BUSY + ENDINGS[ending]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", BUSY + ENDINGS[ending]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
     assert (done.returncode, done.stderr) == (3 if ending == "raises" else 0, "")
 
 

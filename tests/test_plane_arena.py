@@ -34,6 +34,8 @@ from gt.worker.plane.rings import Rings
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks" / "gpu"))
 from played import Messages
 
+from tests.limits import limit
+
 BYTES = 4 << 20
 TEAM = 2 << 20  # offset of the first team
 
@@ -57,7 +59,7 @@ class Library(Messages):
         self.world, self.rank, self.rng = world, rank, rng
 
     def barrier(self) -> None:
-        self.world.meeting.wait(20)
+        self.world.meeting.wait(limit(20))
 
     def peer(self, address: int, rank: int) -> int:
         return address - self.world.bases[self.rank] + self.world.bases[rank]
@@ -111,7 +113,7 @@ class Ring:
         assert not vars(self.grouping), "within a group nobody meets before its end"
         with self.lock:
             comm = self.made.setdefault(unique_id, (threading.Barrier(count), [b""] * count))
-        comm[0].wait(20)
+        comm[0].wait(limit(20))
         return (*comm, rank)
 
     @contextlib.contextmanager
@@ -127,7 +129,7 @@ class Ring:
         self._wire(comm, comm[2], rank).put(ctypes.string_at(data, nbytes))
 
     def recv(self, comm: Any, into: int, nbytes: int, rank: int, stream: int) -> None:
-        data = self._wire(comm, rank, comm[2]).get(timeout=20)
+        data = self._wire(comm, rank, comm[2]).get(timeout=limit(20))
         assert len(data) == nbytes
         ctypes.memmove(into, data, nbytes)
 
@@ -138,9 +140,9 @@ class Ring:
     def _all(self, comm: Any, data: int, nbytes: int) -> list[torch.Tensor]:
         meeting, brought, rank = comm
         brought[rank] = ctypes.string_at(data, nbytes)
-        meeting.wait(20)
+        meeting.wait(limit(20))
         found = [torch.frombuffer(bytearray(part), dtype=torch.float32) for part in brought]
-        meeting.wait(20)
+        meeting.wait(limit(20))
         return found
 
     def all_reduce(self, comm: Any, data: int, nbytes: int, combine: Any, stream: int) -> None:
@@ -175,7 +177,7 @@ def members_of(count: int, member: Callable[[int], Any], failed: Callable[[], No
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(40)
+        thread.join(limit(40))
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a member waits for ever"
@@ -208,7 +210,8 @@ class Host:
         """Of one member."""
         host = types.SimpleNamespace()
         host.send = lambda channel, data: self._wire(rank, channel["peer"]).put(bytes(data))
-        host.recv = lambda channel, into: into.__setitem__(slice(None), self._wire(channel["peer"], rank).get(timeout=20))
+        wait = limit(20)
+        host.recv = lambda channel, into: into.__setitem__(slice(None), self._wire(channel["peer"], rank).get(timeout=wait))
         host.all_gather = self._gather
         return host
 
@@ -221,10 +224,10 @@ class Host:
             count = len(form["workers"])
             meeting, brought = self.meetings.setdefault(tuple(form["workers"]), (threading.Barrier(count), [b""] * count))
         brought[form["rank"]] = bytes(data)
-        meeting.wait(20)
+        meeting.wait(limit(20))
         for out, part in zip(outs, brought, strict=True):
             out[:] = part
-        meeting.wait(20)
+        meeting.wait(limit(20))
 
 
 def by_nccl(count: int, run: Callable[[int, Any], Any]) -> list[Any]:
@@ -387,7 +390,7 @@ class Apart(Library):
         if (self.rank, "joins") in self.world.refused:
             raise RuntimeError("no transport found")
         if (self.rank, "waits") in self.world.refused:
-            self.world.ended.wait(20)
+            self.world.ended.wait(limit(20))
         return self.world.bases[rank]
 
     def peer(self, address: int, rank: int) -> int:

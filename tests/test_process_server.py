@@ -23,6 +23,7 @@ from gt.errors import DispatcherLost, Refused
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
 from gt.wire.messages import Query, Report
+from tests.limits import limit
 
 
 def command(*args: str) -> list[str]:
@@ -60,7 +61,7 @@ def idle_worker(address: str, token: str) -> Dealer:
 
 def refused(*args: str) -> str:
     """What a server that cannot start says; it is one line, and the exit code is 2."""
-    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=limit(30))
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
     return done.stderr
 
@@ -70,7 +71,7 @@ def test_a_signal_stops_it_cleanly_and_clients_are_told(number):
     with running() as (process, address):
         session = Session(address)
         process.send_signal(number)
-        assert process.wait(5) == 0
+        assert process.wait(limit(5)) == 0
         with pytest.raises(DispatcherLost, match=f"has stopped: it got {number.name}"):
             for _ in range(1000):
                 session.stats()
@@ -119,8 +120,8 @@ def test_the_token_is_compared(tmp_path):
         Session(address, token="s3cret").close()
 
 
-@pytest.mark.parametrize(("number", "heartbeat", "limit"), [(signal.SIGKILL, 10.0, 2.0), (signal.SIGSTOP, 1.0, 4.0)])
-def test_a_killed_or_stopped_server_ends_waiting_and_later_calls(number, heartbeat, limit):
+@pytest.mark.parametrize(("number", "heartbeat", "within"), [(signal.SIGKILL, 10.0, 2.0), (signal.SIGSTOP, 1.0, 4.0)])
+def test_a_killed_or_stopped_server_ends_waiting_and_later_calls(number, heartbeat, within):
     with running() as (process, address):
         session = Session(address, heartbeat=heartbeat)
         process.send_signal(number)
@@ -129,7 +130,7 @@ def test_a_killed_or_stopped_server_ends_waiting_and_later_calls(number, heartbe
             session.inspect(1)
         with pytest.raises(DispatcherLost, match="was lost"):
             session.submit([], [], [])
-        assert time.monotonic() - start < limit
+        assert time.monotonic() - start < limit(within)
         session.close()
 
 
@@ -141,14 +142,14 @@ def test_a_killed_or_stopped_client_is_noticed(number):
     core, lost = ToyCore(), threading.Event()
     handle = core.handle
     core.handle = lambda event: (isinstance(event, PeerLost) and lost.set(), handle(event))[1]
-    server = Server(core=core, heartbeat=1.0)
+    server = Server(core=core, heartbeat=0.25)  # nobody looks at a client's process
     thread = threading.Thread(target=server.run, name="gt-test-server")
     thread.start()
     client = subprocess.Popen([sys.executable, "-c", CLIENT, server.address], stdout=subprocess.PIPE, stderr=-3)
     try:
         assert client.stdout.readline() == b"up\n"
         client.send_signal(number)
-        assert lost.wait(2.0 if number == signal.SIGKILL else 4.0)
+        assert lost.wait(limit(2.0 if number == signal.SIGKILL else 4.0))
     finally:
         client.kill()
         client.communicate()
@@ -181,7 +182,7 @@ def test_the_instruction_log_has_columns(tmp_path):
         Session(address).close()
         Session(address).close()  # once this one is welcome, the first one's end has been seen
         process.terminate()
-        process.wait(5)
+        process.wait(limit(5))
     kinds = [row.split()[2] for row in path.read_text().splitlines()]
     assert "CONNECT" in kinds and "DISCONNECT" in kinds
 

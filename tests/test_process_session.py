@@ -17,6 +17,7 @@ from gt.dispatcher.server import Server
 from gt.errors import DispatcherLost, OpFailed, Refused, SystemFailure
 from gt.ir.spec import contiguous
 from gt.wire import link, messages
+from tests.limits import limit
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_a_host_copy_is_sent_when_asked_for(session, toy):
     array = np.arange(3 * 400_000, dtype=np.float32).reshape(3, 400_000)
     session.keep(100, array)
     threading.Thread(target=lambda: _ignore(session.fetch, 100), name="test-fetch", daemon=True).start()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + limit(5)
     while 100 in session._kept and time.monotonic() < deadline:
         session.stats()
     assert bytes(toy.core.uploads[100]) == array[:2].tobytes()
@@ -154,12 +155,12 @@ def test_a_closed_session_says_so(toy):
 def test_ctrl_c_ends_a_wait_at_once(session):
     asked = threading.Event()
     session.on_idle = lambda: session._pending and asked.set()
-    killer = threading.Thread(target=lambda: (asked.wait(5), os.kill(os.getpid(), signal.SIGINT)), name="test-killer")
+    killer = threading.Thread(target=lambda: (asked.wait(limit(5)), os.kill(os.getpid(), signal.SIGINT)), name="test-killer")
     killer.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         session.inspect(1)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < limit(1)
     killer.join()
     assert session.fetch(3)[1] == "float64"
 
@@ -213,5 +214,5 @@ class _Waiter:
             self._error = error
 
     def error(self):
-        self._thread.join(10)
+        self._thread.join(limit(10))
         return self._error

@@ -9,6 +9,7 @@ import pytest
 from gt.errors import ProtocolError, Refused, WorkerLost, to_wire
 from gt.wire import link, socket
 from gt.wire.messages import CODES, VERSION, Done, Fetch, Goodbye, Hello, Ops, Reject, Run, Stats, Welcome
+from tests.limits import limit
 
 
 def test_every_message_has_a_sender():
@@ -19,7 +20,7 @@ def test_every_message_has_a_sender():
 def test_a_context_that_does_not_end_is_left(monkeypatch):
     ends = threading.Event()
     monkeypatch.setattr(socket, "LINGER", 0.02)
-    socket.terminate(SimpleNamespace(term=lambda: ends.wait(60)))
+    socket.terminate(SimpleNamespace(term=lambda: ends.wait(limit(60))))
     ends.set()
 
 

@@ -15,9 +15,10 @@ from gt.wire.dealer import Dealer
 from gt.wire.messages import Ack, Fetch, Host, Report, Stats
 from gt.wire.router import Arrived, Router
 from gt.wire.signals import uninterrupted
+from tests.limits import limit
 
 ROUNDS = int(os.environ.get("GT_TEST_ROUNDS", "1500"))  # of each thread
-PATIENCE = 20.0  # seconds; what is lost would wait for ever, or for the next turn by the clock
+PATIENCE = limit(20.0)  # seconds; what is lost would wait for ever, or for the next turn by the clock
 
 
 class Echo:

@@ -22,6 +22,7 @@ from gt.worker.executor import BIND, Poisoned
 from gt.worker.plane.arena import present
 from gt.worker.plane.base import Doomed, PeerGone, issuing
 from gt.worker.store import Uploads
+from tests.limits import limit
 
 
 def team(rank: int, size: int = 2) -> dict:
@@ -142,7 +143,7 @@ def test_an_argument_name_cannot_be_code():
     payload = op("aten.neg.default", [T(0)], 1, [new(torch.ones(1))])
     payload["kwargs"] = {"a)+print(1": None}
     bench.do("op", payload, 1, 2)
-    assert "no argument name" in bench.sent[0][0].message
+    assert "which aten.neg.default does not take" in bench.sent[0][0].message
 
 
 def test_a_poisoned_device_ends_the_process_after_it_was_reported(monkeypatch):
@@ -226,7 +227,7 @@ def test_an_upload_that_will_not_come_fails_its_wait():
         waiting = threading.Thread(target=bench.do, args=("upload", {"shape": [3], "stride": [1], "dtype": "float32"}, 1, 9))
         waiting.start()
         end(bench.executor.uploads)
-        waiting.join(10)
+        waiting.join(limit(10))
         assert bench.sent[0][0].kind == "peer" and bench[1].shape == (3,)
 
 
@@ -387,7 +388,7 @@ def test_an_instruction_costs_a_few_microseconds():
     for _ in range(n):
         add(x, y)
     plain = time.perf_counter() - start
-    assert (ours - plain) / n < 20e-6  # measured: under 1
+    assert (ours - plain) / n < limit(20e-6)  # measured: under 1
 
 
 class Reached(DeadPlane):
@@ -418,7 +419,7 @@ def test_who_fails_while_others_wait_on_their_devices_has_to_end() -> None:
     with pytest.raises(Doomed, match="others wait on their GPUs for a send that failed: OutOfMemoryError: CUDA out of memory"):
         bench.do("send", sending, 1, seq=4)
     (trouble,) = [message for message, _ in bench.sent]
-    assert isinstance(trouble, Trouble) and trouble.seq == 104 and trouble.kind == "op"
+    assert isinstance(trouble, Trouble) and trouble.seq == 104 and trouble.kind == "memory"
     plane.failure = PeerGone(1, "it was killed")  # then there is nobody who waits, and the dispatcher knows what to do
     bench.do("send", sending, 1)
     assert bench.sent[1][0].kind == "peer"

@@ -29,6 +29,7 @@ from gt.wire.messages import (
     Piece,
     Query,
     Reject,
+    Renew,
     Report,
     Run,
     Switch,
@@ -40,6 +41,7 @@ from gt.wire.router import Arrived, Gone, Router
 from gt.worker import loop
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.cuda import NOTED, Events
+from tests.limits import limit
 
 
 class Dispatcher:
@@ -96,7 +98,7 @@ def worker(dispatcher) -> Iterator[list[str]]:
     yield why
     if thread.is_alive():
         dispatcher.send(Exit("the test is over"))
-        thread.join(10)
+        thread.join(limit(10))
     assert not thread.is_alive()
 
 
@@ -157,8 +159,42 @@ def test_a_member_that_dies_before_they_meet_ends_a_worker(dispatcher, worker, m
     dispatcher.send(Query(1))
     assert dispatcher.next(Report)[0].body["done"] == -1 and not ends
     dispatcher.send(Abort(1, "it was killed"))
-    dispatcher.thread.join(10)
+    dispatcher.thread.join(limit(10))
     assert worker == ["worker 1, whose memory it shares, is gone: it was killed"] and ends == [1]
+
+
+def test_a_worker_of_one_session_starts_afresh_at_once_when_that_has_ended(dispatcher):
+    """Under the name that it was given, and while it waits for what will never come; without a way to, it ends."""
+    for able in (True, False):
+        renewed, why = threading.Event(), []
+
+        def renew(name: str, renewed=renewed) -> None:
+            assert name == "w0"
+            renewed.set()
+
+        thread = threading.Thread(
+            target=lambda why=why, able=able, renew=renew: why.append(
+                loop.run("127.0.0.1", dispatcher.router.port, backend="numpy", renew=renew if able else None)
+            )
+        )
+        thread.start()
+        dispatcher.greet()
+        dispatcher.send(Run(0, 0, [UPLOAD], [17, 4, 1, 5]))
+        dispatcher.send(Renew("its session has ended"))
+        thread.join(10)
+        assert not thread.is_alive() and renewed.is_set() == able and why == ["its session has ended"]
+
+
+def test_a_worker_whose_device_cannot_be_used_any_more_starts_afresh_if_it_can(dispatcher, monkeypatch):
+    monkeypatch.setattr(TorchEngine, "poisoned", lambda self, error: True)
+    renewed: list[str] = []
+    port = dispatcher.router.port
+    thread = threading.Thread(target=lambda: loop.run("127.0.0.1", port, device="cpu", renew=renewed.append))
+    thread.start()
+    dispatcher.greet()
+    dispatcher.send(Run(0, 10, [ADD], [18, 0, 1, 1, 2]))
+    thread.join(10)
+    assert renewed == ["w0"] and "cannot be used any more" in dispatcher.next(Goodbye)[0].reason
 
 
 def test_several_queued_runs_are_done_with_one_message_or_few(dispatcher, worker):
@@ -172,28 +208,28 @@ def test_several_queued_runs_are_done_with_one_message_or_few(dispatcher, worker
     seqs = [dispatcher.next(Done)[0].seq]
     while seqs[-1] < 19:
         seqs.append(dispatcher.next(Done)[0].seq)
-    assert seqs == [7, 15, 19]
+    assert seqs[-1] == 19 and len(seqs) <= 4  # the first may be told by itself: it took long
 
 
 def test_exit_ends_a_worker_that_waits(dispatcher, worker):
     dispatcher.greet()
     dispatcher.send(Run(0, 0, [UPLOAD], [17, 0, 1, 5]))
     dispatcher.send(Exit("the server is stopping"))
-    dispatcher.thread.join(10)
+    dispatcher.thread.join(limit(10))
     assert worker == [""]
 
 
 def test_a_refused_worker_says_why(dispatcher, worker):
     dispatcher.next(Hello)
     dispatcher.send(Reject(to_wire(Refused("the name mine is taken"))))
-    dispatcher.thread.join(10)
+    dispatcher.thread.join(limit(10))
     assert worker == ["the name mine is taken"]
 
 
 def test_a_number_never_defined_ends_the_worker(dispatcher, worker):
     dispatcher.greet()
     dispatcher.send(Run(0, 0, [], [99, 0]))
-    dispatcher.thread.join(10)
+    dispatcher.thread.join(limit(10))
     assert worker == ["instruction 99 was never defined"]
     assert dispatcher.next(Goodbye)[0].reason == worker[0]
 
@@ -202,7 +238,7 @@ def test_a_device_that_cannot_be_used_any_more_ends_the_worker_which_says_so(dis
     monkeypatch.setattr(TorchEngine, "poisoned", lambda self, error: True)
     dispatcher.greet()
     dispatcher.send(Run(0, 10, [ADD], [18, 0, 1, 1, 2]))
-    dispatcher.thread.join(10)
+    dispatcher.thread.join(limit(10))
     assert worker == ["the device cannot be used any more: no tensor has the id 1"]
     assert dispatcher.next(Trouble)[0].seq == 10 and dispatcher.next(Goodbye)[0].reason == worker[0]
 
@@ -210,7 +246,7 @@ def test_a_device_that_cannot_be_used_any_more_ends_the_worker_which_says_so(dis
 def test_a_lost_link_ends_the_worker(dispatcher, worker):
     dispatcher.greet()
     dispatcher.router.close()
-    dispatcher.thread.join(10)
+    dispatcher.thread.join(limit(10))
     assert len(worker) == 1 and "lost" in worker[0]
     dispatcher.router = Router("127.0.0.1", 0)
 
@@ -225,7 +261,7 @@ def test_a_worker_in_the_foreground_ends_on_a_signal(dispatcher, number, code, s
         dispatcher.next(Done)
         process.send_signal(number)
         dispatcher.next(Goodbye)
-        heard = process.communicate(timeout=20)[1]
+        heard = process.communicate(timeout=limit(20))[1]
         assert heard.partition("\n")[0].startswith("gt.worker: for the server at 127.0.0.1:")
         assert heard.partition("\n")[2] == "gt.worker: connected as w0\n" + said
         assert process.returncode == code
@@ -240,14 +276,14 @@ def test_who_asks_how_far_a_device_is_does_not_wait_for_it():
     class Mark:
         def synchronize(self):
             asked.set()
-            assert comes.wait(20)
+            assert comes.wait(limit(20))
 
     progress = Events(Mark)
     progress.note()
-    assert progress.come() == 0 and asked.wait(20)
+    assert progress.come() == 0 and asked.wait(limit(20))
     assert progress.come() == 0
     comes.set()
-    end = time.monotonic() + 20
+    end = time.monotonic() + limit(20)
     while not progress.come():
         assert time.monotonic() < end
     assert progress.come() == 1
@@ -271,6 +307,6 @@ def test_how_far_a_device_is_does_not_take_more_room_the_longer_nobody_asks():
 
 def test_a_worker_does_not_import_torch_before_its_engine():
     command = [sys.executable, "-X", "importtime", "-m", "gt.worker", "--help"]
-    times = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stderr
+    times = subprocess.run(command, check=True, timeout=limit(60), capture_output=True, text=True).stderr
     names = {line.rpartition("|")[2].strip() for line in times.splitlines()}
     assert "gt.worker.executor" in names and "torch" not in names

@@ -14,6 +14,7 @@ from gt.worker.engine.torch import NAME, TorchEngine
 from gt.worker.executor import Executor
 from gt.worker.plane.base import PeerGone
 from gt.worker.plane.shm import ShmPlane
+from tests.limits import limit
 
 
 def spec(tensor: torch.Tensor) -> list:
@@ -107,7 +108,7 @@ def world(size: int, part: Callable[[Bench, int], Any], engine: Any = None) -> l
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(limit(30))
     for plane in planes:
         plane.close()
     for result in results:

@@ -1,4 +1,4 @@
-"""`gt server|worker|key|plan|trace|doctor|env`: the commands. Each imports what it needs when it is run."""
+"""`gt server|worker|key|plan|trace|doctor|ops|env`: the commands. Each imports what it needs when it is run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def server(args: list[str]) -> int:
 def worker(args: list[str]) -> int:
     from gt.worker.__main__ import leave, main
 
-    leave(main(args))
+    leave(main(args, own=True))
 
 
 def key(args: list[str]) -> int:
@@ -61,6 +61,12 @@ def doctor(args: list[str]) -> int:
     return main(args)
 
 
+def ops(args: list[str]) -> int:
+    from gt.cli.ops import main
+
+    return main(args, COMMANDS["ops"][1])
+
+
 def show_env(args: list[str]) -> int:
     """Every variable GT reads, its value, and what it is for."""
     no_options("env", args)
@@ -84,5 +90,6 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (plan, "what a program would do on workers, with none: layouts, traffic, memory, schedule"),
     "trace": (trace, "run a program, and write its last replay as a Chrome trace, measured beside predicted"),
     "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),
+    "ops": (ops, "schemas of ops that the installed torch has and GT's table lacks, for a file that GT_OPS names"),
     "env": (show_env, "environment variables and their values"),
 }

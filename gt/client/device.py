@@ -22,6 +22,7 @@ from gt.client.dispatch import dispatch, fallback
 from gt.client.files import extend_load
 from gt.client.handlers import WHOLE
 from gt.client.hostops import tensor_split
+from gt.client.runtime import Live
 from gt.client.tensor import LAZY, RemoteTensor, Shown
 
 NAME = "remote"
@@ -29,13 +30,17 @@ _libraries: list[torch.library.Library] = []  # kernels live as long as these
 
 
 def _capturing() -> None:
-    """Libraries ask this of CUDA before they read a value to choose a way: they are to choose the one that reads none."""
+    """Libraries ask this of CUDA before they read a value to choose a way. Where the value is no constant of the recording they
+    are told, from the next recording on, to choose the one that reads none.
+    """
     given = torch.cuda.is_current_stream_capturing
 
     @functools.wraps(given)
     def capturing() -> bool:
-        ours = module.recording() and not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
-        return ours or given()
+        tape = None if Live.recorder is None else Live.recorder.tape
+        if tape is None or sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            return given()
+        return tape.asked()
 
     torch.cuda.is_current_stream_capturing = capturing
 

@@ -16,6 +16,7 @@ from gt.client.meta import Meta, dtype_name
 from gt.client.tensor import RemoteTensor, Shown
 from gt.errors import UnsupportedOp
 from gt.ir import ops
+from gt.ir.schema import TABLE
 from gt.ir.template import DEVICE, Arg, Const, Out, T, Template, V
 from gt.wire.signals import uninterrupted
 
@@ -187,8 +188,8 @@ def constant(a: Any) -> Arg:
 
 def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     """Infer a call, define its template and return the entry (the caller keeps it)."""
-    if not ops.known(info.name):
-        raise UnsupportedOp(f"{info.name} is not one of torch's own ops: compute it on the CPU and move the result")
+    if info.name not in TABLE:
+        raise UnsupportedOp(f"{TABLE.refusal(info.name)}; or compute it on the CPU and move the result with .to('remote')")
     encoder = _Encoder()
     pairs = [encoder.encode(kind, a) for kind, a in zip(info.kinds, args, strict=False)]
     named = {k: encoder.encode(info.named[k], a) for k, a in kwargs.items()}

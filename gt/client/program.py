@@ -178,6 +178,7 @@ class Compiled:
         self._futile = self._rest = 0  # recorded calls in a row without a program, and calls that are not recorded
         self._rests = PATIENCE
         self._why = "the first call"
+        self._strict = False  # whether libraries are told that values cannot be read
         self._made = 0  # programs
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -240,7 +241,7 @@ class Compiled:
         how, draws, kept = self._how(), Draws(), False
         recorder.code.extend((RECORD, self._slot, how, len(inputs), *[t._ref.id for t in inputs.values()]))
         recorder.flush()
-        tape = Tape(recorder, runtime.Live.origins, random.initial_seed(), random._State.counter, how > 0)
+        tape = Tape(recorder, runtime.Live.origins, random.initial_seed(), random._State.counter, how > 0, self._strict)
         try:
             recorder.tape = tape
             args, kwargs = tree_unflatten(taken, tree)
@@ -257,6 +258,7 @@ class Compiled:
             self._count(kept)
         finally:
             recorder.tape = None
+            self._strict |= tape.strict_next
             if not kept:
                 recorder.code.extend((DISCARD,))
             ended = tape.take_deferred()

@@ -19,6 +19,7 @@ from gt.wire.signals import uninterrupted
 FEW, BATCH = 80, 1400  # numbers in the buffer, about 15 and 256 ops
 FULL = 16 << 20  # bytes of uploads in a batch, after which it is handed over
 HELD = 8  # batches in one of a call that is held back until it is over: nobody waits for the first, and credit lasts longer
+FREED = 1 << 15  # tensors that one batch frees
 TEMPLATES = 16384  # beyond so many, the table starts again
 
 _ids = itertools.count(1)  # never starts again, so that ids of an ended session name nothing in the next
@@ -107,8 +108,11 @@ class Recorder:
             freed = self.lives.take()
             if self.tape is not None:
                 freed = self.tape.defer(freed)
-            if freed:
-                self.code.extend((FREE, len(freed), *freed))
+            for first in range(0, len(freed), FREED):
+                some = freed[first : first + FREED]
+                self.code.extend((FREE, len(some), *some))
+                if len(some) == FREED:
+                    self._hand_over()
 
     def idle(self) -> None:
         """From the session's I/O thread: hand over what has been lying here; never waits."""
@@ -133,9 +137,12 @@ class Recorder:
         if self.tape is not None:
             freed = self.tape.take(code, frames, freed)
         if freed:
-            code += [FREE, len(freed), *freed]
+            code += [FREE, len(freed[:FREED]), *freed[:FREED]]
         if not code:
             return
         del self._templates[: len(templates)], self._origins[: len(origins)], self._frames[: len(frames)]
         self._inline = 0
         self.session.submit(templates, origins, code, frames)
+        for first in range(FREED, len(freed), FREED):  # more than fit a batch
+            some = freed[first : first + FREED]
+            self.session.submit([], [], [FREE, len(some), *some], [])

@@ -80,6 +80,8 @@ class Session:
         self._unraised: GTError | None = None
         self._refused: GTError | None = None  # what was told last that no request answers
         self._noticed = ""  # why there is no welcome yet
+        self._notices = 0  # that say so
+        self._queued = False  # in the queue for workers of its own
         self._fetches = 0
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
@@ -112,10 +114,14 @@ class Session:
         _open.add(self)
 
     def _welcomed(self, address: str, wait: float) -> messages.Welcome:
-        if not self._greeting.done.wait(SOON):
+        """The answer to Hello. Who is in the queue for workers waits as long as the server says so now and then."""
+        if not self._greeting.done.wait(SOON) and not self._queued:
             log.warning("waiting for the server at %s: %s", address, self._noticed or "it is not up yet")
-        if not self._greeting.done.wait(wait + WELCOME):
-            raise DispatcherLost(f"the server at {address} does not answer (tried for {wait + WELCOME:g} s)")
+        heard = 0
+        while not self._greeting.done.wait(wait + WELCOME):
+            if heard == self._notices:
+                raise DispatcherLost(f"the server at {address} does not answer (tried for {wait + WELCOME:g} s)")
+            heard = self._notices
         if self.failure:
             raise self.failure
         return link.answer(self._greeting.value)
@@ -301,8 +307,12 @@ class Session:
     def _notice(self, message: messages.Notice, frames: tuple[Any, ...]) -> None:
         if self._greeting.done.is_set():
             log.warning("%s", message.text)
-        else:
-            self._noticed = message.text
+            return
+        self._notices += 1
+        self._queued = message.place > 0
+        if self._queued and message.text != self._noticed:
+            log.warning("waiting for the server at %s: %s", self.address, message.text)
+        self._noticed = message.text
 
     def _finish(self, request: int, value: Any = None, error: GTError | None = None) -> None:
         pending = self._pending.get(request)  # none: the caller was interrupted

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gt.client.constants import Constants
 from gt.errors import CaptureError
 from gt.ir.instr import DROP, FIRST, FREE, PARAM
 from gt.ir.ops import RANDOM
@@ -49,7 +50,8 @@ class Difference:
 class Tape:
     """Takes what the recorder hands over, from the first op of a call to its last. seed, counter: random state before.
 
-    late: whether nothing of it is carried out before its end.
+    late: whether nothing of it is carried out before its end. strict: whether libraries are told that no value may be read;
+    strict_next: whether they have to be, the next time.
     """
 
     recorder: Recorder
@@ -57,11 +59,15 @@ class Tape:
     seed: int
     counter: int
     late: bool = False
+    strict: bool = False
+    strict_next: bool = False
     first: int = 0  # ids of tensors made in the call start here
     ops: list[Op] = field(default_factory=list)
     prevents: list[Difference] = field(default_factory=list)
     _deferred: list[int] = field(default_factory=list)  # ended meanwhile, but not made in the call
     _sources: list[tuple[StorageWeakRef, str]] = field(default_factory=list)
+    _constants: Constants = field(default_factory=Constants)
+    _was_asked: bool = False
 
     def __post_init__(self) -> None:
         self.first = self.recorder.new_id()
@@ -103,8 +109,25 @@ class Tape:
         """Note why this call can be no program; it goes on."""
         self.prevents.append(Difference(self.origins.where(origin), what))
 
-    def refuse_fetch(self, tensor: torch.Tensor) -> None:
+    def asked(self) -> bool:
+        """A library asks whether values may be read: they may not if a recording before failed because one was."""
+        self._was_asked = True
+        return self.strict
+
+    def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A value that is asked for while the call runs, if it is the same at each call. None: read it, this is no program.
+
+        CaptureError where nothing but the function itself can be to blame.
+        """
+        self.recorder.flush()
+        found = self._constants.value(self.ops, tensor._ref.id)  # type: ignore[attr-defined]
+        if found is not None:
+            return found
         where = self.origins.where(self.origins.here())
+        if self._was_asked and not self.strict:
+            self.strict_next = True
+            self.prevents.append(Difference(where, "a value is read to choose a way; the next recording forbids that"))
+            return None
         raise CaptureError(
             f"{where}: the value of a remote tensor of shape {list(tensor.shape)} is asked for inside a compiled function, "
             "whose Python does not run in a replay: return the tensor and read it outside"

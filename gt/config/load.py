@@ -1,13 +1,16 @@
 """YAML text -> Config. Whatever is wrong is a ConfigError that names group, key, file and line.
 
-The text is composed to nodes, not to values, because only nodes know their lines and show keys written twice.
+The text is composed to nodes, not to values, because only nodes know their lines and show keys written twice. Who wrote it may
+wish to keep a server busy: what is read of a text is counted, as aliases make much of little.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any, NoReturn
 
 import yaml
@@ -26,6 +29,12 @@ from gt.config.schema import (
 from gt.errors import ConfigError
 from gt.ir.schedules import NAMES, asked
 
+MOST_VALUES = 8192  # keys and values of a config, each alias counted as what it stands for
+MOST_NESTED = 16  # signs of nesting in one line
+LONGEST_WORD, MOST_WORDS = 64, 64  # characters and number of names among which a near one is looked for
+SHOWN, SHORT = 20, 80  # names that an error lists, and characters of each value
+_NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MOST_NESTED}}}")  # libyaml reads each by a call within a call
+_COMPOSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 BROKEN = "check the indentation (spaces, no tabs) and the brackets there and in the lines above"
 
 
@@ -44,7 +53,7 @@ def load(text: str, path: str = "") -> Config:
             groups[name] = reader.group(name, key, value)
     for group in groups.values():
         if group.backward is not None and group.backward not in groups:
-            reader.fail(group.name, group.line, f"backward: no group {group.backward!r}{hint(group.backward, groups)}")
+            reader.fail(group.name, group.line, f"backward: no group {group.backward[:SHORT]!r}{hint(group.backward, groups)}")
     rules, schedule = reader.reserved(reserved, groups) if reserved is not None else ((), None)
     return Config(groups, rules, schedule, path, text)
 
@@ -63,11 +72,13 @@ def check_workers(config: Config, names: list[str]) -> None:
 
 def hint(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'workers'?`, or what is known where nothing is near."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, 1)
+    names = list(islice(known, MOST_WORDS))
+    near = [name for name in names if len(name) <= LONGEST_WORD] if len(word) <= LONGEST_WORD else []
+    close = difflib.get_close_matches(word, near, 1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(known)}" if known else ""
+    more = ", ..." if len(names) > SHOWN else ""
+    return f"; known: {', '.join(f'{name:.64}' for name in names[:SHOWN])}{more}" if names else ""
 
 
 class _Reader:
@@ -76,20 +87,31 @@ class _Reader:
     def __init__(self, path: str) -> None:
         self.file = path or "config"
         self.scalars = yaml.constructor.SafeConstructor()
+        self.count = 0  # keys and values that were read
 
     def fail(self, group: str, line: int, message: str) -> NoReturn:
-        where = f"{group} ({self.file}:{line})" if group else f"{self.file}:{line}"
+        file = self.file[-200:]
+        where = f"{group:.80} ({file}:{line})" if group else f"{file}:{line}"
         raise ConfigError(f"{where}: {message}")
 
+    def take(self, node: yaml.Node) -> None:
+        """Count one more key or value."""
+        self.count += 1
+        if self.count > MOST_VALUES:
+            self.fail("", _line(node), f"the config has more than {MOST_VALUES} keys and values: write it shorter")
+
     def compose(self, text: str) -> yaml.Node | None:
+        if deep := _NESTED.search(text):
+            line = text.count("\n", 0, deep.start()) + 1
+            self.fail("", line, f"nested too deep: {MOST_NESTED} dashes within one another in one line")
         try:
-            return yaml.compose(text, Loader=yaml.SafeLoader)
+            return yaml.compose(text, Loader=_COMPOSER)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = mark.line + 1 if mark else 1
-            self.fail("", line, f"not YAML: {error.problem or error.context}; {BROKEN}")
+            self.fail("", line, f"not YAML: {error.problem or error.context!s:.200}; {BROKEN}")
         except yaml.YAMLError as error:
-            raise ConfigError(f"{self.file}: not YAML: {error}; {BROKEN}") from error
+            raise ConfigError(f"{self.file}: not YAML: {error!s:.200}; {BROKEN}") from error
 
     def entries(self, node: yaml.Node, what: str, group: str = "") -> list[tuple[str, yaml.Node, yaml.Node]]:
         """(key, its node, the value's node) of a mapping whose keys are names, each once."""
@@ -98,10 +120,11 @@ class _Reader:
         seen: dict[str, int] = {}
         rows: list[tuple[str, yaml.Node, yaml.Node]] = []
         for key, value in node.value:
+            self.take(key)
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 self.fail(group, _line(key), f"{what} has the key {self.show(key)}, want a name")
             if key.value in seen:
-                self.fail(group, _line(key), f"{what} has {key.value!r} twice, first in line {seen[key.value]}")
+                self.fail(group, _line(key), f"{what} has {key.value[:SHORT]!r} twice, first in line {seen[key.value]}")
             seen[key.value] = _line(key)
             rows.append((key.value, key, value))
         return rows
@@ -111,13 +134,16 @@ class _Reader:
         found = {}
         for name, key, value in self.entries(node, what, group):
             if name not in keys:
-                self.fail(group, _line(key), f"unknown key {name!r} in {what}{hint(name, keys)}")
+                self.fail(group, _line(key), f"unknown key {name[:SHORT]!r} in {what}{hint(name, keys)}")
             found[name] = value
         return found
 
     def value(self, node: yaml.Node, kind: type, key: str, want: str, group: str = "") -> Any:
         """A scalar of exactly this type (true is not 1)."""
         value = None
+        self.take(node)
+        if kind is int and _plain_number(node):
+            return int(node.value)
         if isinstance(node, yaml.ScalarNode):
             with contextlib.suppress(ValueError, yaml.YAMLError):  # a tag that its text does not fit
                 value = self.scalars.construct_object(node)
@@ -128,7 +154,7 @@ class _Reader:
     def show(self, node: yaml.Node) -> str:
         """A value as an error shows it."""
         if isinstance(node, yaml.ScalarNode):
-            return repr(node.value) if node.value else "empty"
+            return repr(node.value[:SHORT]) if node.value else "empty"
         return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
 
     def group(self, name: str, key: yaml.Node, node: yaml.Node) -> Group:
@@ -209,7 +235,7 @@ class _Reader:
 
     def rule(self, pattern: str, key: yaml.Node, node: yaml.Node, groups: dict[str, Group]) -> Rule:
         """One entry of modules: a group's name, a suffix, a list of groups, or {group, parts} with one of them."""
-        where, parts, named = f"{RESERVED} modules {pattern!r}", 1, node
+        where, parts, named = f"{RESERVED} modules {pattern[:SHORT]!r}", 1, node
         if isinstance(node, yaml.MappingNode):
             found = self.known(node, RULE_KEYS, "the rule", where)
             if "group" not in found:
@@ -234,8 +260,15 @@ class _Reader:
         """The name of a group that there is."""
         group = self.value(node, str, "group", RULE_KEYS["group"], where)
         if group not in groups:
-            self.fail(where, _line(node), f"no group {group!r}{hint(group, groups)}")
+            self.fail(where, _line(node), f"no group {group[:SHORT]!r}{hint(group, groups)}")
         return str(group)
+
+
+def _plain_number(node: yaml.Node) -> bool:
+    """Whether it is a number as people write it, 0 to 9999: most of the values of a large config are."""
+    if node.tag != "tag:yaml.org,2002:int" or len(node.value) > 4:
+        return False
+    return node.value.isdecimal() and node.value.isascii() and (node.value[0] != "0" or len(node.value) == 1)
 
 
 def _line(node: yaml.Node) -> int:

@@ -5,39 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gt import errors
 from gt.config.load import check_workers, load
 from gt.config.schema import Config
 from gt.dispatcher.cluster import Cluster, Worker
+from gt.dispatcher.leases import PATIENCE, Exclusive, Shared, Waiting
 from gt.errors import ConfigError, ProtocolError, Refused
 from gt.wire.messages import Hello
 
-PATIENCE = 30.0  # seconds a client's Hello waits for the workers that its config names
 LONGEST_CONFIG = 32 << 10  # characters: parsing takes up to 0.4 s, and everybody waits
 LONGEST_NAME = 64
 MOST_NESTED = 16
 MOST_WAITING = 1024
+LONGEST_STALL = 1e9  # seconds
 PRECISIONS = frozenset({"highest", "high", "medium"})
 
 
 @dataclass(slots=True)
-class Waiting:
-    """A client whose config names workers that have not come yet."""
-
-    peer: bytes
-    hello: Hello
-    config: Config
-    until: float
-    told: str = ""  # what it waits for
-
-
-@dataclass(slots=True)
 class Admission:
-    cluster: Cluster
+    """most: workers that there will ever be, 0 if more may come."""
+
+    lending: Shared | Exclusive
+    most: int = 0
     waiting: list[Waiting] = field(default_factory=list)
 
     def expect(self, peer: bytes, hello: Hello, now: float) -> None:
-        """A client's Hello; ConfigError or ProtocolError if no workers can make it good."""
+        """A client's Hello; ConfigError, Refused or ProtocolError if no workers can make it good."""
         _switches(hello.switches)
         if len(hello.config) > LONGEST_CONFIG:
             raise ConfigError(f"{hello.config_path or 'config'} has {len(hello.config)} characters, at most {LONGEST_CONFIG}")
@@ -49,47 +41,22 @@ class Admission:
             config = load(hello.config, hello.config_path)
         except RecursionError:
             raise ConfigError(f"{hello.config_path or 'config'} is nested too deep") from None
-        self.waiting.append(Waiting(peer, hello, config, now + PATIENCE))
-
-    def ready(self, client: Waiting, now: float) -> bool:
-        """Whether every worker is here that a client needs; Refused or ConfigError if it has waited long enough."""
-        names = self.names()
-        wanted = client.hello.switches.get("workers", 0)
-        late = now >= client.until
-        if not names or len(names) < wanted:
-            if not late:
-                return False
-            raise Refused(
-                f"{len(names)} workers are connected, the program wants {max(wanted, 1)}: start more with `gt worker`"
-            )
-        everyone = [w.name for w in self.cluster.workers]
-        try:
-            check_workers(client.config, everyone)
-        except errors.ConfigError:
-            if late or wanted:
-                raise
-            return False
-        used = {index for group in client.config.groups.values() for index in group.flat}
-        gone = [w for w in self.cluster.workers if w.lost and w.index in used]
-        if gone and late:
-            lost = f"worker {gone[0].name} is lost ({gone[0].lost:.200}), and {len(names)} are here"
-            raise Refused(f"{lost}: start another in its place with `gt worker`, or name others in the config")
-        return not gone
-
-    def missing(self, client: Waiting) -> str:
-        """What a client waits for."""
-        used = {index for group in client.config.groups.values() for index in group.flat}
-        wanted = max(client.hello.switches.get("workers", 0), max(used, default=0) + 1)
-        return f"it has {len(self.names())} of the {wanted} workers that the program wants"
-
-    def names(self) -> list[str]:
-        return [w.name for w in self.cluster.workers if not w.lost]
+        if self.most:
+            check_workers(config, [f"w{n}" for n in range(self.most)])
+        client = Waiting(peer, hello, config, now + PATIENCE, _used(config))
+        self.lending.examine(client)
+        self.waiting.append(client)
 
     def forget(self, peer: bytes) -> None:
         self.waiting = [w for w in self.waiting if w.peer != peer]
 
     def knows(self, peer: bytes) -> bool:
         return any(w.peer == peer for w in self.waiting)
+
+
+def _used(config: Config) -> frozenset[int]:
+    """Indices of the workers that a config names."""
+    return frozenset(index for group in config.groups.values() for index in group.flat)
 
 
 def _nesting(text: str) -> int:
@@ -111,6 +78,9 @@ def _switches(switches: dict[str, Any]) -> None:
         "workers": lambda v: type(v) is int and 0 <= v <= 1 << 16,
         "matmul_precision": lambda v: v in PRECISIONS,
         "deterministic": lambda v: type(v) is bool,
+        "cudnn_benchmark": lambda v: type(v) is bool,
+        "cudnn_tf32": lambda v: type(v) is bool,
+        "stall_timeout": lambda v: type(v) in (int, float) and 0 <= v <= LONGEST_STALL,
     }
     for name, value in switches.items():
         if name not in allowed or isinstance(value, (list, dict)) or not allowed[name](value):
@@ -124,10 +94,13 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
         "pid": 0,
         "host": "",
         "backend": "",
+        "device": "",
         "heap_fd": -1,
         "heap_bytes": 0,
         "doorbell": "",
         "unique_id": "",
+        "home": "",
+        "proof": "",
     }
     for key, value in info.items():
         if key not in defaults:
@@ -140,12 +113,11 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def shared_out(switches: dict[str, Any], config: Config, cluster: Cluster, worker: Worker) -> dict[str, Any]:
+def shared_out(switches: dict[str, Any], used: frozenset[int], cluster: Cluster, worker: Worker) -> dict[str, Any]:
     """A program's switches on one worker, its threads shared out among the workers it uses on one host.
 
     Eight workers with all the cores' threads each spend their time in one another's way (seen: 30 times slower on two cores).
     """
-    used = {index for group in config.groups.values() for index in group.flat}
     beside = sum(cluster.workers[index].info.get("host") == worker.info.get("host") for index in used)
     threads = switches.get("threads", 0)
     return {**switches, "threads": max(threads // beside, 1)} if threads and beside > 1 else switches

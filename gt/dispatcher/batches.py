@@ -7,13 +7,16 @@ do, must not change that: such an op and what is behind it wait for the next bat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gt.dispatcher import intake
 from gt.dispatcher.fused import Unseen
+from gt.dispatcher.plan.known import Known
+from gt.dispatcher.run_queue import GRAIN, UNIT
 from gt.dispatcher.stream import TEMPORARY
+from gt.dispatcher.tensors import Tensor
 from gt.errors import ProtocolError
 from gt.ir.instr import DISCARD, DROP, FIRST, FREE, LAUNCH, PARAM, RECORD
 from gt.wire.messages import Ops
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
 
 MOST_WAITING = intake.CREDIT // 2  # batches: a client without credit could not send the next
+LOOK = 128  # numbers of the stream, about 20 ops, between looks at the clock
+MOST_FREED = 2048  # tensors that are freed in one go
 
 
 @dataclass(slots=True)
@@ -41,6 +46,7 @@ class Coming:
     code: list
     frames: tuple
     at: int = 0
+    spent: bool = False  # the turn was over before its end
 
 
 class Batches:
@@ -53,24 +59,50 @@ class Batches:
         self.frames: tuple = ()  # of the batch that is being planned
         self._at = 0  # behind the op that is being planned
         self._final = False
+        self._work: Iterator[None] | None = None
+        self.due = 0  # where in the stream the clock is looked at next; 0: after this op, which takes long
+
+    @property
+    def long(self) -> bool:
+        """Whether what comes next ends a recording that was held back, which takes long."""
+        batch = self.coming[0] if self.coming else None
+        ends = batch is not None and batch.at < len(batch.code) and batch.code[batch.at] in (RECORD, DISCARD)
+        return ends and self.s.programs.later.holds
+
+    @property
+    def busy(self) -> bool:
+        """Whether the turn was over before what came was planned: `go_on` goes on."""
+        return self._work is not None
 
     def take(self, message: Ops, frames: tuple) -> None:
         """Carry out a batch: definitions, then the stream. After an error the session has to end: half is not sent."""
-        s = self.s
-        intake.admit(s, message)
-        if self.coming and any(type(row) is list and row and row[0] in s.templates for row in message.templates):
-            self.finish()  # the client's table has started again: what waits is by the old one
-        for row in message.templates:
-            intake.define(s, row)
-        for row in message.origins:
-            intake.origin(s, row)
-        self.coming.append(Coming(message.seq, message.code, frames))
-        self._advance(len(self.coming) > MOST_WAITING)
+        intake.admit(self.s, message)
+        self._work = self._taken(message, frames)
+        self.go_on()
 
     def finish(self) -> None:
         """Plan what waits for more: the client asks something, and what it asks is of all that it has sent."""
         if self.coming:
-            self._advance(True)
+            self._work = self._advance(True)
+            self.go_on()
+
+    def go_on(self) -> None:
+        """A slice of the work under way."""
+        work, self._work = self._work, None
+        if work is not None and next(work, self) is not self:
+            self._work = work
+
+    def _taken(self, message: Ops, frames: tuple) -> Iterator[None]:
+        s, pace = self.s, self.s.pace
+        if self.coming and any(type(row) is list and row and row[0] in s.templates for row in message.templates):
+            yield from self._advance(True)  # the client's table has started again: what waits is by the old one
+        for define, rows in ((intake.define, message.templates), (intake.origin, message.origins)):
+            for row in rows:
+                if pace.spent:
+                    yield
+                define(s, row)
+        self.coming.append(Coming(message.seq, message.code, frames))
+        yield from self._advance(len(self.coming) > MOST_WAITING)
 
     def ahead(self) -> Iterator[tuple[list, int]]:
         """Code behind the op that is being planned, and where it begins; Unseen at its end if more may come."""
@@ -79,11 +111,12 @@ class Batches:
         if not self._final:
             raise Unseen
 
-    def _advance(self, final: bool) -> None:
-        s, self._final = self.s, final
+    def _advance(self, final: bool) -> Iterator[None]:
+        """Plan batches in order; between two slices what is written is sent."""
+        s, pace = self.s, self.s.pace
         while self.coming:
-            batch = self.coming[0]
-            s.emitter.base = s.cluster.seq
+            batch, self._final = self.coming[0], final
+            s.emitter.base, s.emitter.seconds = s.cluster.seq, 0.0
             self.frames = batch.frames
             try:
                 ended = self._stream(batch)
@@ -91,10 +124,14 @@ class Batches:
                 s.emitter.seq = s.cluster.seq
                 self.frames = ()
             runs = s.flush(s.emitter.base)
-            if not ended:
+            if ended:
+                self.coming.popleft()
+                self.pending.append(Batch(batch.seq, s.cluster.seq, runs))
+            elif not batch.spent:
                 break
-            self.coming.popleft()
-            self.pending.append(Batch(batch.seq, s.cluster.seq, runs))
+            if batch.spent or (self.coming and pace.spent):
+                batch.spent = False
+                yield
         s.settle_batches()
 
     def _stream(self, batch: Coming) -> bool:
@@ -103,11 +140,22 @@ class Batches:
         templates, origins, rows = s.templates, s.origins, s.table.rows
         emitter, cluster, op = s.emitter, s.cluster, s.planner.op
         at, end = batch.at, len(code)
+        grain = left = GRAIN if s.cluster.queue.shared(s.number) else end
+        self.due = at + LOOK
         while at < end:
             start = at
+            if at >= self.due:
+                if s.pace.spent:
+                    batch.at, batch.spent = at, True
+                    return False
+                self.due = at + LOOK
             number = code[at]
             if number < FIRST:
+                if number in (RECORD, DISCARD) and s.programs.later.holds and s.pace.relay.beside and not s.aside:
+                    batch.at, batch.spent = at, True  # begins a slice, which is done aside
+                    return False
                 at = self._special(number, code, at)
+                self.due = 0
                 continue
             try:
                 known = templates[number]
@@ -121,6 +169,8 @@ class Batches:
                 raise ProtocolError(f"Ops.code names nothing of this session at {at}: {error!r}") from error
             if at > end:
                 raise ProtocolError(f"Ops.code ends within an op, at {end}")
+            if [t.spec for t in ins] != known.specs:
+                _alike(known, ins)
             for i in code[third:at]:
                 if type(i) is not int or not 0 < i < TEMPORARY or i in rows:
                     raise ProtocolError(f"Ops.code has {i!r:.40} at {third} as the id of a new tensor")
@@ -132,6 +182,10 @@ class Batches:
                 return False
             cluster.seq += 1
             s.ops += 1
+            left -= 1
+            if emitter.seconds > UNIT or not left:  # a session's turn is not to take long
+                left = grain
+                s.cut()
         return True
 
     def _special(self, number: int, code: list, at: int) -> int:
@@ -139,7 +193,12 @@ class Batches:
         if number == FREE:
             if type(operand) is not int or not 0 <= operand <= len(code) - at - 2:
                 raise ProtocolError(f"Ops.code frees {operand!r:.40} tensors at {at} of {len(code)}")
-            self.s.mover.release(code[at + 2 : at + 2 + operand])
+            ids = code[at + 2 : at + 2 + min(operand, MOST_FREED)]
+            self.s.mover.release(ids)
+            if len(ids) < operand:  # the rest is an instruction of its own
+                at += len(ids)
+                code[at : at + 2] = FREE, operand - len(ids)
+                return at
             return at + 2 + operand
         if number == PARAM:
             self.s.row(operand).storage.param = True
@@ -162,3 +221,11 @@ class Batches:
             programs.drop(code[at + 1])
             return at + 2
         raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, which names nothing")
+
+
+def _alike(known: Known, ins: Sequence[Tensor]) -> None:
+    """ProtocolError unless operands have the shapes and dtypes that the template says; strides may differ."""
+    for place, (tensor, want) in enumerate(zip(ins, known.specs, strict=True)):
+        if tensor.spec.shape != want.shape or tensor.spec.dtype != want.dtype:
+            what = f"operand {place} of {known.template.op}"
+            raise ProtocolError(f"Ops.code: {what} is {tensor.spec.text():.80}, its template says {want.text():.80}")

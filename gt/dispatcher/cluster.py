@@ -5,8 +5,11 @@ Pure bookkeeping: definitions are numbered here, heap offsets handed out here, s
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 
+from gt.dispatcher.run_queue import RunQueue
 from gt.errors import SystemFailure
 from gt.ir.heap import MEETING_BYTES, Sizes, channel_bytes, channel_class, enough, sizes, team_bytes
 from gt.ir.instr import FIRST, Define
@@ -35,15 +38,17 @@ class Worker:
     done: int = 0
     lives: int = 1
     switches: dict | None = None  # as its newest Switch said
+    session: int = -1  # the same
     weight: int = 0  # of `defines`
+    seconds: float = 0.0  # what `code` and `cuts` take, by estimate
     told: list = field(default_factory=list)  # definitions that go with whatever is sent next
     cuts: list = field(default_factory=list)  # (defines, code) before these
 
     def revive(self, peer: bytes, info: dict) -> None:
         """A new process, which knows and holds nothing; numbers go on, and what its predecessor left undone is done."""
-        self.peer, self.info, self.lost, self.switches = peer, info, "", None
+        self.peer, self.info, self.lost, self.switches, self.session = peer, info, "", None, -1
         self.known, self.done = set(), self.runs
-        self.told, self.defines, self.code, self.cuts, self.weight = [], [], [], [], 0
+        self.told, self.defines, self.code, self.cuts, self.weight, self.seconds = [], [], [], [], 0, 0.0
         self.lives += 1
 
     def row(self) -> list:
@@ -74,8 +79,9 @@ class Worker:
     def take(self) -> list[tuple[list, list]]:
         """(defines, code) of the Runs that were written since."""
         self.cut()
-        cuts, self.cuts = self.cuts, []
-        if cuts and self.told:
+        cuts, self.cuts, self.seconds = self.cuts, [], 0.0
+        if self.told:  # now, if only by themselves: what is written next may be another session's, and sent before
+            cuts = cuts or [([], [])]
             cuts[0] = self.told + cuts[0][0], cuts[0][1]
             self.told = []
         return cuts
@@ -85,7 +91,7 @@ class Worker:
         self.cut()
         for defines, _ in self.cuts:
             self.known.difference_update(row[0] for row in defines)
-        self.cuts = []
+        self.cuts, self.seconds = [], 0.0
 
 
 class HeapFull(SystemFailure):
@@ -97,12 +103,13 @@ class Cluster:
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
-        self.next_define = FIRST
+        self._numbers = itertools.count(FIRST)  # several threads take from it
         self.heap_used = MEETING_BYTES
         self.generation = 0
         self.seq = 0  # of the next op, over all sessions
         self.next_key = 0
         self.now = 0.0  # of the event that is being dealt with
+        self.queue = RunQueue()
         self.formed: dict[int, int] = {}  # workers whose devices share memory, and which of their lives do
         self._channels: dict[int, tuple[int, Sizes]] = {}
         self._teams: dict[tuple[int, ...], tuple[int, int, int]] = {}
@@ -122,9 +129,35 @@ class Cluster:
     def named(self, name: str) -> Worker | None:
         return next((w for w in self.workers if w.name == name), None)
 
+    def hosts(self) -> dict[str, int]:
+        """How many workers compute in a host's memory."""
+        return dict(Counter(w.info.get("host", "") for w in self.workers if not w.lost and w.info.get("device") == "cpu"))
+    def finished(self, worker: Worker, run: int) -> None:
+        """A worker has carried out its Runs up to this one: what waited for that is sent."""
+        worker.done = run
+        self.queue.done(worker.index, run)
+        if self.queue.waiting:
+            self.take_turns()
+
+    def take_turns(self) -> None:
+        for unit in self.queue.due():
+            unit.send()
+
+    def send_all(self) -> None:
+        """All that waits for its turn: it was planned with the workers in mind that there were until now."""
+        for unit in self.queue.all():
+            unit.send()
+
+    def check(self) -> None:
+        """What must be true between events."""
+        for worker in self.workers:
+            assert not worker.code and not worker.cuts and not worker.defines, f"half a batch is left for {worker.name}"
+            assert worker.done <= worker.runs
+        self.queue.check()
+
     def number(self) -> int:
-        self.next_define += 1
-        return self.next_define - 1
+        """A new name for one definition."""
+        return next(self._numbers)
 
     def key(self) -> int:
         """A new name for one upload or answer."""

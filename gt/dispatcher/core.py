@@ -10,19 +10,38 @@ import logging
 from collections.abc import Callable, Sequence
 
 from gt import errors
-from gt.dispatcher.admission import Admission, Waiting, shared_out, worker_info
+from gt.dispatcher.admission import Admission, shared_out, worker_info
 from gt.dispatcher.batches import MOST_WAITING
 from gt.dispatcher.cluster import Cluster, Worker
-from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, Peer, PeerLost, Received, Send, Tick
+from gt.dispatcher.events import (
+    Action,
+    Again,
+    Close,
+    Event,
+    Examined,
+    Lines,
+    Log,
+    Malformed,
+    Peer,
+    PeerLost,
+    Received,
+    Send,
+    Tick,
+    Turn,
+)
 from gt.dispatcher.failures import op_failed, worker_lost
+from gt.dispatcher.holders import holders
 from gt.dispatcher.intake import CREDIT
+from gt.dispatcher.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
+from gt.dispatcher.pace import Pace
 from gt.dispatcher.requests import MOST
 from gt.dispatcher.scribe import Scribe
 from gt.dispatcher.sessions import Session
 from gt.dispatcher.times import tell
+from gt.dispatcher.turns import Turns
 from gt.dispatcher.watch import Survey, Watch, answer
-from gt.errors import GTError, ProtocolError, Refused, SystemFailure
-from gt.log import Sparse
+from gt.errors import GTError, ProtocolError, SystemFailure
+from gt.log import Sparse, plain
 from gt.wire.link import examine
 from gt.wire.messages import (
     THROUGH,
@@ -42,6 +61,7 @@ from gt.wire.messages import (
     Ops,
     Piece,
     Reject,
+    Renew,
     Report,
     Run,
     Seal,
@@ -55,23 +75,36 @@ from gt.wire.messages import (
 log = logging.getLogger("gt.dispatcher")
 GOODBYE = "it said goodbye"
 SAID = 4000  # characters of another reason
-DEFERRED = (Ops, Fetch, Describe, Inspect, Seal, Stats)  # what a stalled session keeps for later, in order
+STALL = 300.0  # seconds, where a program says nothing of its stall_timeout
+OWN = frozenset({"workers", "stall_timeout"})  # of a client's switches those that no worker is told
 SPOKEN = 20  # refusals logged in a second
-MOST_DEFERRED = CREDIT + MOST + 1
 
 
 class Core:
-    """`logging`: make Log actions, with the plan's lines, for somebody who reads them."""
+    """`logging`: make Log actions, with the plan's lines, for somebody who reads them. process: of the dispatcher, see
+    wire.liveness. terms: on which workers are lent.
+    """
 
-    def __init__(self, heartbeat: float = 10.0, logging: bool = False) -> None:
-        self.heartbeat = heartbeat
+    def __init__(
+        self,
+        heartbeat: float = 10.0,
+        logging: bool = False,
+        process: Sequence = (),
+        terms: Terms | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        self.heartbeat, self.process = heartbeat, list(process)
+        self.terms = terms or Terms()
         self.logging = logging
-        self.cluster = Cluster()
+        self.pace = pace or Pace()
         self.sessions: dict[Peer, Session] = {}
+        home = self.process[1] if self.process else ""
+        lend = self.terms.exclusive
+        self.lending = Exclusive(heartbeat, home, self.terms) if lend else Shared(heartbeat, home, self.sessions)
         self.workers: dict[Peer, Worker] = {}
         self.received = self.sent = self.relayed = 0
-        self.admission = Admission(self.cluster)
-        self.watch = Watch(self.cluster, heartbeat)
+        self.admission = Admission(self.lending, most=self.terms.most)
+        self.turns = Turns(self, self.pace)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
         self._page: list[str] = []  # of the instruction log
@@ -83,10 +116,25 @@ class Core:
             Described: self._described, Report: self._report, Done: self._done, Trouble: self._trouble, Took: self._took,
         }  # fmt: skip
 
+    @property
+    def cluster(self) -> Cluster:
+        """The workers of a shared server."""
+        assert isinstance(self.lending, Shared)
+        return self.lending.common.cluster
+
+    @property
+    def watch(self) -> Watch:
+        """The watch of a shared server."""
+        assert isinstance(self.lending, Shared)
+        return self.lending.common.watch
+
     def handle(self, event: Event) -> list[Action]:
         """What follows from one event, in the order in which it has to be done."""
         self._actions = []
-        self._now = self.cluster.now = event.at
+        self._now = event.at
+        for lease in self.lending.leases:
+            lease.cluster.now = event.at
+        self.pace.begin()
         if isinstance(event, Received):
             self._receive(event)
         elif isinstance(event, PeerLost):
@@ -95,20 +143,29 @@ class Core:
             self._refuse(event.peer, ProtocolError(event.reason))
         elif isinstance(event, Tick):
             self._tick()
+        elif isinstance(event, Examined):
+            self._examined(event)
+        elif isinstance(event, Turn):
+            self.turns.go_on()
+        self.turns.leavings.clear()
         self._turn_page()
+        if self.turns.pending:
+            self._actions.append(Again())
         return self._actions
 
     def check(self) -> None:
         """What must always be true between events; tests call it after every one."""
         for session in self.sessions.values():
             session.table.check()
-            assert len(session.inbox) <= MOST_DEFERRED and (session.stalled or not session.inbox)
             assert len(session.batches.coming) <= MOST_WAITING
-            assert bool(session.held) == session.stalled and session.uploads.awaited <= len(session.uploads.open)
-        for worker in self.cluster.workers:
-            assert not worker.code and not worker.cuts and not worker.defines, f"half a batch is left for {worker.name}"
-            assert worker.done <= worker.runs
-        assert all(self.workers[w.peer] is w for w in self.cluster.workers if not w.lost)
+            assert session.uploads.awaited <= len(session.uploads.open)
+        self.turns.check()
+        for lease in self.lending.leases:
+            lease.cluster.check()
+            assert all(self.workers[w.peer] is w and self.lending.of(w.peer) is lease for w in workers(lease))
+            assert all(self.sessions[peer] is s and self.lending.of(peer) is lease for peer, s in lease.sessions.items())
+        assert len(self.workers) == sum(len(workers(lease)) for lease in self.lending.leases)
+        self.lending.check()
 
     # ---- in and out
 
@@ -132,24 +189,15 @@ class Core:
     def _name(self, peer: Peer) -> str:
         if peer in self.workers:
             return self.workers[peer].name
-        return f"client{self.sessions[peer].number}" if peer in self.sessions else peer.hex()[:8]
+        return f"client{self.sessions[peer].number}" if peer in self.sessions else self.lending.name(peer) or peer.hex()[:8]
 
     def _receive(self, event: Received) -> None:
         self.received += 1
-        session = self.sessions.get(event.peer)
-        if session is not None and isinstance(event.message, DEFERRED):
-            if self._stalled(event.peer, session, event.message):
-                if len(session.inbox) >= MOST_DEFERRED:
-                    self._refuse(
-                        event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already")
-                    )
-                else:
-                    session.inbox.append((event.message, event.frames))
-                return
-            if event.peer not in self.sessions:
-                return  # what it sent before was refused
-        self._take(event.peer, event.message, event.frames)
-        self._resume(event.peer)
+        if event.peer in self.lending.renewing:
+            return
+        if not self.turns.waits(event):
+            self._take(event.peer, event.message, event.frames)
+            self.turns.resume(event.peer)
 
     def _take(self, peer: Peer, message: Message, frames: tuple) -> None:
         """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
@@ -167,22 +215,6 @@ class Core:
             self._refuse(peer, error)
         except Exception as error:
             self._fault(peer, what, error)
-
-    def _resume(self, peer: Peer) -> None:
-        """What came while a session was stalled."""
-        while (session := self.sessions.get(peer)) is not None and session.inbox:
-            if self._stalled(peer, session, session.inbox[0][0]):
-                return
-            if session.inbox:  # or the session has just ended
-                self._take(peer, *session.inbox.popleft())
-
-    def _stalled(self, peer: Peer, session: Session, message: Message) -> bool:
-        """Whether a message has to wait; a question ends the waiting of what was sent before it."""
-        if not session.stalled and not isinstance(message, Ops):
-            self._attempt(peer, "Ops", session.batches.finish)
-            if not isinstance(message, Seal):
-                session.programs.later.let_go()
-        return session.stalled
 
     def _fault(self, peer: Peer, what: str, error: Exception) -> None:
         """A fault of ours, or of a message in a way that nobody thought of: it ends the one peer that it came with."""
@@ -203,20 +235,22 @@ class Core:
         if self._sparse.allows(self._now):
             log.warning("%s: %s", self._name(peer), error)
         self._log("ERROR", self._name(peer), str(error))
-        for worker in self.cluster.workers:
+        lease = self.lending.of(peer)
+        for worker in lease.cluster.workers if lease is not None else ():
             worker.discard()
         if peer in self.sessions:
             self.send(peer, Failed(-1, errors.to_wire(error)))
             self.send(peer, Exit(str(error)))
         else:
-            self.send(peer, Exit(str(error)) if peer in self.workers else Reject(errors.to_wire(error)))
+            joined = peer in self.workers or self.lending.name(peer)
+            self.send(peer, Exit(str(error)) if joined else Reject(errors.to_wire(error)))
         self._lost(peer, str(error))
         self._actions.append(Close(peer))
 
     # ---- coming and going
 
     def _hello(self, peer: Peer, hello: Hello, frames: tuple) -> None:
-        if peer in self.sessions or peer in self.workers or self.admission.knows(peer):
+        if peer in self.sessions or peer in self.workers or self.lending.name(peer) or self.admission.knows(peer):
             raise ProtocolError("Hello came twice on one connection")
         examine(hello)
         if hello.role == "worker":
@@ -227,95 +261,132 @@ class Core:
 
     def _worker_joins(self, peer: Peer, hello: Hello) -> None:
         info = worker_info(hello.info)
-        name = info["name"]
-        holder = self.cluster.named(name) if name else None
-        if holder is not None and not holder.lost:
-            raise Refused(f"a worker named {name!r} is here already: choose another --name")
-        worker = self.cluster.add(peer, info)
-        self.workers[peer] = worker
-        self.cluster.generation += 1
-        for session in self.sessions.values():
-            session.regain(worker)
-        log.info("worker %s joined", worker.name)
-        self._log("CONNECT", worker.name, f"worker {worker.index}, {info['backend']}")
-        self.send(peer, Welcome(0, worker.name, [w.name for w in self.cluster.workers], [], CREDIT))
-        self._tell_world(self.cluster.form(again=True) if self.cluster.formed else ())
+        self.terms.admit(info)
+        name, lease = self.lending.join(peer, info)
+        worker = lease.cluster.named(name) if lease is not None else None
+        if lease is not None and worker is not None:
+            self.workers[peer] = worker
+            for session in lease.sessions.values():
+                session.regain(worker)
+        log.info("worker %s joined", name)
+        self._log("CONNECT", name, f"worker {name if worker is None else worker.index}, {info['backend']}")
+        names = [w.name for w in lease.cluster.workers] if lease else [name]
+        self.send(peer, Welcome(0, name, names, [], CREDIT, self.process))
+        if lease is not None:
+            self._tell_world(lease, lease.cluster.form(again=True) if lease.cluster.formed else ())
         self._admit_clients()
 
-    def _tell_world(self, members: Sequence[int] = ()) -> None:
+    def _tell_world(self, lease: Lease, members: Sequence[int] = ()) -> None:
         """members: those whose devices are to share memory."""
-        rows = [w.row() for w in self.cluster.workers if not w.lost]
-        name = self.cluster.workers[members[0]].info["unique_id"] if members else ""
-        for peer in self.workers:
-            self.send(peer, World(self.cluster.generation, rows, list(members), name))
+        cluster = lease.cluster
+        cluster.generation += 1
+        rows = [w.row() for w in workers(lease)]
+        name = cluster.workers[members[0]].info["unique_id"] if members else ""
+        for worker in workers(lease):
+            self.send(worker.peer, World(cluster.generation, rows, list(members), name, cluster.hosts()))
 
     def _admit_clients(self) -> None:
-        """Welcome every waiting client whose config's workers are all here."""
+        """Welcome every waiting client whose workers are all here, and its own if they have to be."""
         waiting, self.admission.waiting = self.admission.waiting, []
         for client in waiting:
             try:
-                if self.admission.ready(client, self._now):
+                if self.lending.ready(client, self.admission.waiting, self._now):
                     self._welcome(client)
                 else:
                     self.admission.waiting.append(client)
-                    told, client.told = client.told, self.admission.missing(client)
-                    if client.told != told:
-                        self.send(client.peer, Notice(client.told))
+                    if (news := self.lending.news(client, self._now)) is not None:
+                        self.send(client.peer, news)
             except GTError as error:
                 self._refuse(client.peer, error)
             except Exception as error:
                 self._fault(client.peer, "Hello", error)
 
     def _welcome(self, client: Waiting) -> None:
-        config, switches = client.config, client.hello.switches
-        members = self.cluster.form()
-        if members:  # before the first program that may need it
-            self._tell_world(members)
-        session = Session(self._next_session, client.peer, config, self.cluster, self.send)
-        session.switches = lambda worker: shared_out(switches, config, self.cluster, worker)
+        config, lease = client.config, self.lending.grant(client, self._now)
+        cluster, switches = lease.cluster, {k: v for k, v in client.hello.switches.items() if k not in OWN}
+        self.workers.update({worker.peer: worker for worker in workers(lease)})
+        session = Session(self._next_session, client.peer, config, cluster, self.send)
+        session.memory, session.stall_timeout = self.terms.memory, client.hello.switches.get("stall_timeout", STALL)
+        session.switches = lambda worker: shared_out(switches, client.used, cluster, worker)
+        session.pace = self.pace
         self._next_session += 1
-        self.sessions[client.peer] = session
+        self.sessions[client.peer] = lease.sessions[client.peer] = session
+        members = cluster.form()
+        if members or not cluster.generation:  # before the first program that may need it
+            self._tell_world(lease, members)
         if self.logging:
             session.scribe = session.emitter.scribe = Scribe(session, self._page)
         self._log("CONNECT", self._name(client.peer), f"client with {len(config.groups)} groups")
-        names = [w.name for w in self.cluster.workers]
-        self.send(client.peer, Welcome(session.number, self._name(client.peer), names, list(config.groups), CREDIT))
+        names, name, groups = [w.name for w in cluster.workers], self._name(client.peer), list(config.groups)
+        self.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self.process))
 
     def _goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
-        self._lost(peer, message.reason[:SAID] or GOODBYE)
+        self._lost(peer, plain(message.reason, SAID) or GOODBYE)
         self._actions.append(Close(peer))
 
     def _lost(self, peer: Peer, reason: str) -> None:
         self.admission.forget(peer)
-        session = self.sessions.pop(peer, None)
-        if session is not None:
+        session, worker, lease = self.sessions.pop(peer, None), self.workers.pop(peer, None), self.lending.of(peer)
+        if session is not None and lease is not None:
             self._log("DISCONNECT", f"client{session.number}", reason)
-            self.watch.forget(session)
-            self._guarded(session, "its end", session.close)
-        worker = self.workers.pop(peer, None)
-        if worker is not None:
-            self._lose_worker(worker, reason)
+            lease.sessions.pop(peer, None)
+            lease.watch.forget(session)
+            lease.patience.forget(session)
+            self._guarded(session, "its end", session.close, self.turns.leavings)
+        if worker is None:
+            for own in self.lending.release(peer, self._now):
+                self.send(own, Renew("the session that it was lent to has ended"))
+                del self.workers[own]
+        self.lending.lose(peer, reason)
+        if worker is not None and lease is not None:
+            self._lose_worker(lease, worker, reason)
 
-    def _lose_worker(self, worker: Worker, reason: str) -> None:
+    def _lose_worker(self, lease: Lease, worker: Worker, reason: str) -> None:
         worker.lost = reason or "its process ended"
         worker.discard()
         log.log(logging.INFO if reason == GOODBYE else logging.WARNING, "worker %s is lost: %s", worker.name, worker.lost)
         self._log("DISCONNECT", worker.name, worker.lost)
         self._log("ERROR", worker.name, str(worker_lost(worker.name, worker.lost)))
-        for peer in self.workers:
-            self.send(peer, Abort(worker.index, worker.lost))
-        for session in list(self.sessions.values()):
+        for other in workers(lease):
+            self.send(other.peer, Abort(worker.index, worker.lost))
+        for session in list(lease.sessions.values()):
             self._guarded(session, "the loss of a worker", session.lose, worker)
-            self._resume(session.peer)
-        for survey in self.watch.without(worker.index):
+            self.turns.resume(session.peer)
+        for survey in lease.watch.without(worker.index):
             self._surveyed(survey)
 
     def _tick(self) -> None:
+        for peer, said in self.terms.due(self.sessions, self._now):
+            self.send(peer, said) if isinstance(said, Notice) else self._refuse(peer, said)
+        for peer in self.lending.overdue(self._now):
+            self.send(peer, Exit("it was told to start afresh, and has not"))
+            self._actions.append(Close(peer))
         if self.admission.waiting:
             self._admit_clients()
-        for peer, query in self.watch.look(self._now):
+        for lease in list(self.lending.leases):
+            self._look(lease)
+
+    def _look(self, lease: Lease) -> None:
+        """Whether workers get on, and what is to be said of those that do not."""
+        queries, examinations = lease.watch.look(self._now)
+        for peer, query in queries:
             self.send(peer, query)
-        self.watch.tell(self.sessions.values(), self._now)
+        self._actions += examinations
+        for index, halt in lease.watch.halted(1.0).items():
+            self._give_up(lease.cluster.workers[index], f"for {self.heartbeat:g} s {halt.how}")
+        lease.patience.tell(lease.sessions.values(), self._now)
+
+    def _examined(self, event: Examined) -> None:
+        lease, worker = self.lending.of(event.peer), self.workers.get(event.peer)
+        if lease is not None and worker is not None:
+            lease.watch.examined(worker, event)
+
+    def _give_up(self, worker: Worker, reason: str) -> None:
+        """A worker that cannot go on by itself: should it be let go on, it ends."""
+        peer = worker.peer
+        self.send(peer, Exit(reason))
+        self._lost(peer, reason)
+        self._actions.append(Close(peer))
 
     # ---- clients
 
@@ -343,18 +414,17 @@ class Core:
 
     def _seal(self, peer: Peer, message: Seal, frames: tuple) -> None:
         session = self._session(peer)
-        body = session.programs.seal(message)
-        session.send(Report(message.request, body))
+        self.turns.aside(session, "Seal", lambda: session.send(Report(message.request, session.programs.seal(message))))
 
     def _stats(self, peer: Peer, message: Stats, frames: tuple) -> None:
-        session = self._session(peer)
-        if sum(survey.session is session for survey in self.watch.surveys.values()) >= MOST:
+        session, watch = self._session(peer), self._lease(peer).watch
+        if sum(survey.session is session for survey in watch.surveys.values()) >= MOST:
             raise ProtocolError(f"Stats.request {message.request} is one of more than {MOST} under way")
-        survey, asked = self.watch.survey(session, message.request, message.program)
+        survey, asked = watch.survey(session, message.request, message.program)
         for worker, query in asked:
             self.send(worker, query)
         if not survey.left:
-            for one in self.watch.without(-1):
+            for one in watch.without(-1):
                 self._surveyed(one)
 
     def _host(self, peer: Peer, message: Host, frames: tuple) -> None:
@@ -364,23 +434,29 @@ class Core:
 
     # ---- workers
 
+    def _lease(self, peer: Peer) -> Lease:
+        lease = self.lending.of(peer)
+        assert lease is not None, "whoever is a worker or a client of a session has one"
+        return lease
+
     def _worker(self, peer: Peer) -> Worker:
         worker = self.workers.get(peer)
         if worker is None:
             raise ProtocolError("only a worker says that")
         return worker
 
-    def _session_of(self, key: int) -> Session | None:
-        return next((s for s in self.sessions.values() if key in s.requests.by_key), None)
+    def _session_of(self, peer: Peer, key: int) -> Session | None:
+        """The session of a worker that waits for an answer under this key."""
+        return next((s for s in self._lease(peer).sessions.values() if key in s.requests.by_key), None)
 
     def _piece(self, peer: Peer, message: Piece, frames: tuple) -> None:
-        worker, session = self._worker(peer), self._session_of(message.key)
+        worker, session = self._worker(peer), self._session_of(peer, message.key)
         self._log("WORKER_RECV", worker.name, f"Piece {message.key}", bytes=sum(len(f) for f in frames))
         if session is not None:
             session.requests.piece(worker.index, message, frames)
 
     def _described(self, peer: Peer, message: Described, frames: tuple) -> None:
-        worker, session = self._worker(peer), self._session_of(message.request)
+        worker, session = self._worker(peer), self._session_of(peer, message.request)
         if session is not None:
             session.requests.described(worker.index, message.request, message.specs)
 
@@ -389,7 +465,7 @@ class Core:
             self.sessions[peer].requests.took(message.key, message.upto)
             return
         worker = self._worker(peer)
-        session = next((s for s in self.sessions.values() if message.key in s.uploads.open), None)
+        session = next((s for s in self._lease(peer).sessions.values() if message.key in s.uploads.open), None)
         if session is not None:
             session.uploads.took(worker.index, message.key, message.upto)
 
@@ -397,35 +473,40 @@ class Core:
         worker = self._worker(peer)
         if not worker.done <= message.seq <= worker.runs:
             raise ProtocolError(f"Done.seq is {message.seq}, of {worker.runs} Runs {worker.done} were done")
-        tell(self.sessions.values(), message.times)
-        worker.done = message.seq
+        lease = self._lease(peer)
+        sessions = lease.sessions.values()
+        tell(sessions, message.times)
+        lease.cluster.finished(worker, message.seq)
         self._log("WORKER_RECV", worker.name, f"Done {message.seq}")
-        for session in list(self.sessions.values()):
+        for session in list(sessions):
             if worker.index in session.emitter.used:
                 self._guarded(session, "an acknowledgement", session.settle_batches)
 
     def _trouble(self, peer: Peer, message: Trouble, frames: tuple) -> None:
         """An instruction failed: the session that issued the op learns of it, with the op's origin."""
         worker = self._worker(peer)
-        for session in self.sessions.values():
+        for session in self._lease(peer).sessions.values():
             row = session.journal.find(message.seq)
             if row is None:
                 if session.requests.failed(message.seq, worker.name, message.message):
                     return
                 continue
             if message.kind == "peer" and (loss := session.loss()) is not None:  # the loss itself has been told
-                self._guarded(session, "a failed op", session.taint, message.seq, loss)
+                self._guarded(session, "a failed op", session.taint, message.seq, loss, message.others)
                 return
-            error = op_failed(row, message.seq, message.kind, message.message, worker.name)
+            who = holders(session, worker, message.memory) if message.memory else ""
+            error = op_failed(row, message.seq, message.kind, message.message[:SAID] + who, worker.name)
             failed = row.at(message.seq)
             self._log("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
-            self._guarded(session, "a failed op", session.trouble, message.seq, error)
+            full = message.kind == "memory"
+            self._guarded(session, "a failed op", session.trouble, message.seq, error, message.others, full)
             return
         if self._sparse.allows(self._now):
             log.warning("worker %s: op %d failed: %s", worker.name, message.seq, message.message)
 
     def _report(self, peer: Peer, message: Report, frames: tuple) -> None:
-        survey = self.watch.answered(self._worker(peer), message)
+        worker = self._worker(peer)
+        survey = self._lease(peer).watch.answered(worker, message)
         if survey is not None:
             self._surveyed(survey)
 

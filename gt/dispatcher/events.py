@@ -44,7 +44,25 @@ class Tick:
     at: float
 
 
-Event = Received | PeerLost | Malformed | Tick
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A peer's process as the kernel sees it, answers Examine; state "" if it cannot be seen from here. See wire.liveness."""
+
+    peer: Peer
+    state: str
+    seconds: float  # of CPU that it has used
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Nothing else comes: time for what takes more than one turn. Sent after the events that are there, as long as Again is
+    answered."""
+
+    at: float
+
+
+Event = Received | PeerLost | Malformed | Tick | Examined | Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +89,11 @@ class Log:
     fields: dict = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Something is left to do: a Turn is wanted."""
+
+
 MARK = "\0"  # where a line of Lines begins: it takes the time's place
 
 
@@ -81,4 +104,13 @@ class Lines:
     text: str
 
 
-Action = Send | Close | Log | Lines
+@dataclass(frozen=True, slots=True)
+class Examine:
+    """Look at a peer's process, if it runs on this host; answered by Examined."""
+
+    peer: Peer
+    pid: int
+    home: str
+
+
+Action = Send | Close | Log | Lines | Again | Examine

@@ -6,6 +6,7 @@ Workers run every op, with placeholders where one failed; only here is it known 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Cause:
-    """Why values are worthless. lost: the index of a worker that is gone, else -1. seq: of the op that failed, else -1."""
+    """Why values are worthless. lost: the index of a worker that is gone, else -1. seq: of the op that failed, else -1.
+
+    full: a worker had no room, as it may have none for the ops after it: of such ones the first is told.
+    """
 
     error: GTError
     lost: int = -1
     seq: int = -1
+    full: bool = False
 
 
 @dataclass(slots=True)
@@ -81,14 +86,18 @@ class Journal:
         while rows and rows[0].seq < upto:
             rows.popleft()
 
-    def taint(self, seq: int, cause: Cause) -> None:
-        """Mark what op `seq` made and wrote, and all that was computed from it since; a whole overwrite heals."""
+    def taint(self, seqs: Collection[int], cause: Cause) -> None:
+        """Mark what these ops made and wrote, and all that was computed from it since; a whole overwrite heals."""
+        first = min(seqs)
         for row in self.rows:
-            if row.end <= seq:
+            if row.end <= first:
                 continue
-            if isinstance(row, Launched) and row.seq <= seq:
-                row.cause = row.cause or cause
-            if row.seq <= seq or any(s.failed is cause for s in row.reads):
+            if isinstance(row, Launched):
+                harmed = any(row.seq <= seq < row.end for seq in seqs)
+                row.cause = row.cause or (cause if harmed else None)
+            else:
+                harmed = row.seq in seqs
+            if harmed or any(s.failed is cause for s in row.reads):
                 for storage in (*row.writes, *row.makes):
                     storage.failed = storage.failed or cause
             elif row.known.overwrites:

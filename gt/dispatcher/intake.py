@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gt.config.load import hint
 from gt.dispatcher.plan.groups import Meaning
 from gt.dispatcher.plan.known import Known
-from gt.errors import ProtocolError
+from gt.errors import ProtocolError, UnsupportedOp
 from gt.ir import check
 from gt.ir.instr import FIRST
 from gt.wire.messages import Notice, Ops
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from gt.dispatcher.sessions import Session
 
 CREDIT = 64  # batches a client may have under way
-LONGEST = 1 << 20  # numbers of one batch
+LONGEST = 1 << 18  # numbers of one batch
 MOST_OPS = 1 << 18  # ops under way before another batch
 MOST_TEMPLATES, MOST_ORIGINS = 1 << 16, 1 << 20
-LONGEST_NAME = 4096  # characters of a file's or group's name
+LONGEST_NAME = 4096  # characters of a file's name, and of a group's: contexts within one another
 MOST_WARNINGS = 100  # of groups that the config lacks
-MOST_NAMED = 20  # groups that such a warning names
+SHORT = 80  # characters of a name in such a warning
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +60,8 @@ def define(session: Session, row: Any) -> None:
         raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
     try:
         known = Known(check.template(form))
+    except UnsupportedOp as error:
+        raise UnsupportedOp(f"Ops.templates: template {number}: {error}") from None
     except (TypeError, ValueError, KeyError) as error:
         raise ProtocolError(f"Ops.templates: template {number}: {error}") from error
     if number in session.templates:  # the client's table has started again
@@ -79,7 +81,7 @@ def origin(session: Session, row: Any) -> None:
     for name in missing:
         if name not in session.known_names and session.groups and len(session.known_names) < MOST_WARNINGS:
             session.known_names.add(name)
-            text = f"the config has no group {name!r}: ops run as outside it{hint(name, [*session.config.groups][:MOST_NAMED])}"
+            text = f"the config has no group {name[:SHORT]!r}: ops run as outside it{hint(name, session.config.groups)}"
             session.send(Notice(f"{file}:{line}: {text}"))
     leads = (session.groups.destination(name, backward) for name in reversed(group.split("/")))
     target = next((found for found in leads if found is not None), None)

@@ -97,30 +97,38 @@ class Later:
         for one in held:
             self.s.dispatch(one)
 
-    def drop(self) -> None:
-        """The session is over."""
-        self._held = None
+    def drop(self) -> list[Held]:
+        """The session is over; what was held back."""
+        held, self._held = self._held or [], None
+        return held
 
     def end(self, tape: Tape) -> None:
         """The recording is over, and all that was written is on its tape."""
         held = self._held or []
-        if not held or not tape.code or self.s.troubled or self.s.stalled or not all(map(_plain, tape.code.values())):
+        if not held or not tape.code or self.s.troubled or self.s.held or not all(map(_plain, tape.code.values())):
             self.let_go()
             return
-        self._held = None
         s, found = self.s, {worker.index: Ends() for worker in self.s.cluster.workers}
-        for one in held:
-            rows = [(w, life, defines, found[w.index].pass_on(code, tape.defines)) for w, life, defines, code in one.rows]
-            s.dispatch(replace(one, rows=[row for row in rows if row[2] or row[3]], runs={}))
-        last = self._program(tape, held[0].base, found)
+        with s.apart():
+            sent = [self._passed_on(one, tape, found) for one in held]
+            parts = self._parts(tape, held[0].base, found)
+        if self._held is not held:  # a worker was lost meanwhile, and what was held back is sent
+            return
+        self._held = None
+        for one in sent:
+            s.dispatch(one)
+        last = self._program(tape, held[0].base, found, parts)
+        last.also = [one.runs for one in held]
         s.dispatch(last)
-        for one in held:
-            one.runs.clear()
-            one.runs.update(last.runs)
 
-    def _program(self, tape: Tape, base: int, found: dict[int, Ends]) -> Held:
-        """What is left, as programs that are carried out once: what is placed by it, and then the call as any other."""
-        s, emitter = self.s, self.s.emitter
+    @staticmethod
+    def _passed_on(one: Held, tape: Tape, found: dict[int, Ends]) -> Held:
+        rows = [(w, life, defines, found[w.index].pass_on(code, tape.defines)) for w, life, defines, code in one.rows]
+        return replace(one, rows=[row for row in rows if row[2] or row[3]], runs={})
+
+    def _parts(self, tape: Tape, base: int, found: dict[int, Ends]) -> dict[int, tuple[list[dict], list[int]]]:
+        """Of each worker: programs that are carried out once, what is placed by the call first; and what is freed after it."""
+        s = self.s
         lasting = {i for ends in found.values() for i in ends.made}
         ahead: dict[int, list[Row]] = {}
         copy = replace(tape, code={}, names={})
@@ -128,16 +136,26 @@ class Later:
             ahead[index], copy.code[index] = _parted(rows, lasting) if tape.first else ([], _but_uploads(rows))
         if self.again:
             s.programs.again(copy, lasting, True, self.again)
-        emitter.base = emitter.seq = base
+        made_parts: dict[int, tuple[list[dict], list[int]]] = {}
         for index, ends in found.items():
-            worker, rows = s.cluster.workers[index], copy.code.get(index, [])
+            rows = copy.code.get(index, [])
             taken = {i for row in rows for i in row.ids()[0]}
             between = [i for row in ahead.get(index, ()) for i in row.ids()[1] if i in taken and i not in ends.made]
             made = {i for row in tape.code.get(index, ()) for i in row.ids()[1]}
             parts = s.programs.once(ahead.get(index, []), base, {*ends.made, *between})
-            for part in parts + s.programs.once(rows, base, {*ends.made}) if not worker.lost else ():
+            freed = [*between, *(i for i in ends.freed if i not in made)]
+            made_parts[index] = parts + s.programs.once(rows, base, {*ends.made}), freed
+        return made_parts
+
+    def _program(self, tape: Tape, base: int, found: dict[int, Ends], parts: dict[int, tuple[list[dict], list[int]]]) -> Held:
+        """What is left, as programs that are carried out once."""
+        s, emitter = self.s, self.s.emitter
+        emitter.base = emitter.seq = base
+        for index, ends in found.items():
+            worker, (programs, freed) = s.cluster.workers[index], parts[index]
+            for part in programs if not worker.lost else ():
                 emitter.write(worker, emitter.define("program", part), (-1, 0))
-            _write(worker, FREE, [*between, *(i for i in ends.freed if i not in made)])
+            _write(worker, FREE, freed)
             _write(worker, FORGET, ends.forgotten)
         held = s.taken(base)
         emitter.seq = emitter.base

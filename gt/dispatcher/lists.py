@@ -1,20 +1,21 @@
 """List ops (`_foreach_*`, `_fused_adamw_`): one op holds tensors of every mesh, so it is cut into one op for each layout.
 
 The first list leads: what stands beside its i-th tensor in the other lists comes to its layout, for good where it is
-written (optimizer state follows its parameter). No tensor of the first list moves.
+written (optimizer state follows its parameter). No tensor of the first list moves. A number that the op writes (found_inf)
+is in terms where it was written over pieces, and goes from mesh to mesh with what it is by then.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gt.dispatcher.plan import list_rules
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.planning import Plan
 from gt.dispatcher.stream import lost_in
 from gt.dispatcher.tensors import Tensor
-from gt.ir.layout import Layout, Partial, Shard, replicated
+from gt.ir.layout import Layout, Partial, R, Shard, replicated
 from gt.ir.template import Chosen, Out, T, Template
 
 if TYPE_CHECKING:
@@ -37,11 +38,13 @@ class Lists:
 
     def op(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Cut, bring and emit; or, where all lies as it did when nothing had to be brought, only emit."""
-        key = ("list", *[id(t.layout) for t in ins])
+        combined = list_rules.combination(known, values)
+        key = ("list", combined, *[id(t.layout) for t in ins])
         cuts = None if self.s.troubled else known.plans.get(key)
         if cuts is None:
-            cuts = [self._cut(*bucket, known, ins, values, outs) for bucket in self._buckets(known, origin, ins).items()]
-            if key == ("list", *[id(t.layout) for t in ins]) and all(cut and cut[1].direct for cut in cuts):
+            buckets = self._buckets(known, origin, ins, combined)
+            cuts = [self._cut(*bucket, combined, known, ins, values, outs) for bucket in buckets.items()]
+            if key[2:] == tuple([id(t.layout) for t in ins]) and all(cut and cut[1].direct for cut in cuts):
                 known.plans[key] = cuts
             return
         self.s.planner.hits += 1
@@ -53,9 +56,10 @@ class Lists:
         mine = [ins[i] for i in part.ins], brought, tuple([values[i] for i in part.values]), [outs[i] for i in part.outs]
         self.s.planner.emit(part.known, plan, *mine)
 
-    def _buckets(self, known: Known, origin: Origin, ins: list[Tensor]) -> dict[Layout, list[int]]:
-        """Indices of the lists by the layout of the tensor that leads there."""
+    def _buckets(self, known: Known, origin: Origin, ins: list[Tensor], combined: str | None) -> dict[Layout, list[int]]:
+        """Indices of the lists by the layout of the tensor that leads there; what is not done on pieces is brought whole."""
         lead = known.columns[0].indices(T)
+        cut, whole = list_rules.cut(known), None
         buckets: dict[Layout, list[int]] = {}
         for place, index in enumerate(lead):
             t = ins[index]
@@ -66,7 +70,12 @@ class Lists:
             assert t.layout is not None
             if t.layout.partial:
                 self.s.mover.settle(t.storage)
-            buckets.setdefault(t.layout, []).append(place)
+            layout = t.layout
+            if not cut:
+                layout = whole = whole or self.s.intern(replicated(layout.mesh))
+            elif not list_rules.on_pieces(known, place, layout, combined):
+                layout = self.s.intern(replicated(layout.mesh))
+            buckets.setdefault(layout, []).append(place)
         return buckets
 
     def _home(self, known: Known, origin: Origin, ins: list[Tensor], place: int) -> Layout | None:
@@ -79,7 +88,14 @@ class Lists:
         return replicated(origin.meaning.mesh) if origin.meaning else None
 
     def _cut(
-        self, layout: Layout, indices: list[int], whole_op: Known, all_ins: list[Tensor], values: tuple, outs: list[int]
+        self,
+        layout: Layout,
+        indices: list[int],
+        combined: str | None,
+        whole_op: Known,
+        all_ins: list[Tensor],
+        values: tuple,
+        outs: list[int],
     ) -> tuple[Part, Plan] | None:
         """Carry out a list op over some of its indices; how, unless a worker it needs is lost."""
         part = self._part(whole_op, tuple(indices))
@@ -87,21 +103,11 @@ class Lists:
         if lost_in(self.s.cluster, layout.mesh):
             self.s.planner.abandon(known, layout.mesh, ins, [outs[i] for i in part.outs])
             return None
-        lead = {ins[i].spec.shape for i in known.columns[0].indices(T)}
-        whole = self.s.intern(replicated(layout.mesh))
-        wants = [layout if self._follows(known, i, t, lead) else whole for i, t in enumerate(ins)]
-        for index in known.template.writes:
-            t = ins[index]
-            if t.layout is not None and t.layout != wants[index]:  # for good, as far as its root can give it that layout
-                self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, wants[index]))
-        for index in known.listed:
-            t = ins[index]
-            if t.storage.default and not t.spec.shape and t.layout != wants[index]:  # a step count that was placed by itself
-                self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, wants[index]))
-                t.storage.default = False
+        wants = self._wants(known, layout, ins)
         brought = [self.s.mover.bring(t, want) for t, want in zip(ins, wants, strict=True)]
-        makes = tuple(self.s.intern(self._made(known, layout, i)) for i in range(len(known.template.outs)))
-        key = (layout, *map(id, wants))
+        made = self.s.intern(list_rules.made(layout, combined))
+        makes = (made,) * len(known.template.outs)
+        key = (layout, made, *map(id, wants))
         bound = known.plans.get(key)
         if bound is None:
             bound = known.plans[key] = self.s.mover.bind_op(known, wants or list(makes), makes)
@@ -112,19 +118,35 @@ class Lists:
                 self.s.mover.write_back(brought[index], ins[index], wants[index])
         return part, plan
 
-    @staticmethod
-    def _follows(known: Known, index: int, t: Tensor, lead: set) -> bool:
-        """Whether an operand lies as the leader does (a list's tensor of its shape) or is whole (step counts, factors)."""
-        return index in known.listed and (t.spec.shape in lead) and len(t.spec.shape) > 0
+    def _wants(self, known: Known, layout: Layout, ins: list[Tensor]) -> list[Layout]:
+        """Where each operand has to lie: in a list as the leader does, numbers whole; what is written goes there for good."""
+        whole, lead = self.s.intern(replicated(layout.mesh)), known.columns[0].indices(T)
+        wants = [layout if i in known.listed and t.spec.shape else whole for i, t in enumerate(ins)]
+        for index in known.template.writes:
+            t = ins[index]
+            if index not in known.listed and known.name in list_rules.WRITTEN:
+                wants[index] = self._in_terms(t, layout, Partial(list_rules.WRITTEN[known.name]))
+            elif t.layout is not None and t.layout != wants[index] and index not in lead:  # as far as its root can be laid so
+                self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, wants[index]))
+        for index in known.listed:
+            t = ins[index]
+            if t.storage.default and not t.spec.shape and t.layout != wants[index]:  # a step count that was placed by itself
+                self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, wants[index]))
+                t.storage.default = False
+        return wants
 
-    def _made(self, known: Known, layout: Layout, index: int) -> Layout:
-        """Layout of a result: as the leader's, or the terms of a norm."""
-        out = known.template.outs[index]
-        if known.name != "_foreach_norm" or out.spec is None:
-            return layout
-        order = known.named(1, "ord", 2)
-        op = "max" if order == math.inf else "norm2"
-        return Layout(layout.mesh, tuple(Partial(op) if isinstance(p, Shard) else p for p in layout.placements))
+    def _in_terms(self, t: Tensor, layout: Layout, term: Partial) -> Layout:
+        """The layout that a number gets which workers write by what their pieces are: terms, wherever the leader is split."""
+        views = t.storage.tensors.values()
+        there = all(v.layout is not None and v.layout.mesh == layout.mesh for v in views)
+        if not there or any(p not in (R, term) for v in views for p in v.layout.placements):  # type: ignore[union-attr]
+            self.s.mover.relayout(t.storage, replicated(layout.mesh))
+        for view in views:
+            assert view.layout is not None
+            pairs = zip(layout.placements, view.layout.placements, strict=True)
+            view.layout = self.s.intern(Layout(layout.mesh, tuple(term if isinstance(p, Shard) else q for p, q in pairs)))
+        assert t.layout is not None
+        return t.layout
 
     def _part(self, known: Known, indices: tuple[int, ...]) -> Part:
         """The op over these indices only, made once."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING
 
-from gt.dispatcher.plan import redistribute
+from gt.dispatcher.plan import cost, redistribute
 from gt.dispatcher.plan.localize import copied, dense, payload, row_major, strided
 from gt.dispatcher.plan.redistribute import Order, Step
 from gt.dispatcher.plan.rules import decide_along
+from gt.dispatcher.plan.views import VIEWS
 from gt.dispatcher.stream import Bound
 from gt.dispatcher.tensors import Storage, Tensor
 from gt.ir.layout import Layout, Mesh, Partial, R, Shard, local_shape
@@ -260,7 +262,10 @@ class Mover:
         """One op's definitions for the workers of its mesh."""
         mesh = (outs or ins)[0].mesh
         orders = [Order(worker, "op", payload(known, ins, outs, rank)) for rank, worker in enumerate(mesh.workers)]
-        return self.s.emitter.bind(orders)
+        bound = self.s.emitter.bind(orders)
+        for rank, (worker, define) in enumerate(bound):
+            self.s.emitter.estimate(define, _seconds(known, ins, rank, bool(worker.info.get("unique_id"))))
+        return bound
 
     def drop_copies(self, tensor: Tensor) -> None:
         for layout, (_, copy) in (tensor.copies or {}).items():
@@ -299,6 +304,20 @@ class Mover:
         if tensor.base is not None:
             tensor.base.children -= 1
         return tensor.base
+
+
+def _seconds(known: Known, ins: Sequence[Layout], rank: int, gpu: bool) -> float:
+    """An estimate of one worker's part of an op, from below."""
+    specs = known.template.ins
+    shapes = [local_shape(layout, spec.shape, rank) for layout, spec in zip(ins, specs, strict=False)]
+    if len(shapes) < len(specs) or known.name in VIEWS:
+        return 0.0
+    made = [out.spec.shape for out in known.template.outs if out.spec is not None]
+    nbytes = sum(prod(shape) * spec.itemsize for shape, spec in zip(shapes, specs, strict=True))
+    try:
+        return cost.at_least(cost.flops(known.template.op, shapes, made), nbytes, gpu)
+    except (IndexError, OverflowError):  # no such op: it fails where it is carried out
+        return 0.0
 
 
 def _of_its_base(known: Known) -> bool:

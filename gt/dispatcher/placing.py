@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ELEMENTWISE = ("clone", "_to_copy", "zeros_like", "empty_like")  # and whatever torch tags as pointwise
 LONGEST = 64  # steps of a recipe; a longer one is placed
+MOST_VIEWS = 256  # steps up to which a view is one more: each of them is written anew
 
 
 class Placer:
@@ -41,7 +42,7 @@ class Placer:
         if template.dynamic or known.columns or any(t.placed for t in ins):
             return False
         if known.name in VIEWS and ins:
-            return True
+            return len(ins[0].storage.recipe or ()) < MOST_VIEWS
         if not self.s.groups or sum(len(t.storage.recipe or ()) for t in ins) >= LONGEST:
             return False
         if not ins:
@@ -66,7 +67,7 @@ class Placer:
             if views:
                 self.s.table.view(tensor_id, out.spec, ins[0], None, (known, values, index)).storage.slots[tensor_id] = slot
             else:
-                self._assign(self.s.table.new(tensor_id, out.spec, None).storage, steps, {tensor_id: slot})
+                self._assign(self.s.table.new(tensor_id, out.spec, None, self.s.origin).storage, steps, {tensor_id: slot})
 
     def _assign(self, storage: Storage, steps: list[Step], slots: dict[int, int]) -> None:
         """Give a storage its (longer) recipe, counting who needs which host copy."""

@@ -63,6 +63,7 @@ class Planner:
             self._write(known, plan, ins, ids, values, outs)
             self._after(known, origin, ins, outs)
             return
+        self.s.batches.due = 0  # what is planned anew takes long
         if undecided(self.s, known, origin, ins, outs):
             raise Unseen
         if self.s.scribe is not None:
@@ -117,6 +118,9 @@ class Planner:
                 self.s.mover.settle(t.storage)  # before any is brought: another operand may view the same terms
         brought = [self.s.mover.bring(t, want) for t, want in zip(ins, plan.wants, strict=True)]
         self.emit(known, plan, ins, brought, values, outs)
+        for index in known.template.writes:
+            if brought[index] != ins[index].id:  # the second of two targets, which is at home on another mesh
+                self.s.mover.write_back(brought[index], ins[index], plan.wants[index])
 
     def anew(self, known: Known, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Plan and emit one of the ops that another is carried out as."""
@@ -144,7 +148,7 @@ class Planner:
         table, news = self.s.table, iter(outs)
         for index, (out, layout) in enumerate(zip(known.template.outs, plan.outs, strict=True)):
             if out.kind == "new":
-                table.new(next(news), out.spec, layout)
+                table.new(next(news), out.spec, layout, self.s.origin)
             elif out.kind == "view":
                 table.view(next(news), out.spec, ins[out.of], layout, (known, values, index))
 
@@ -242,11 +246,13 @@ class Planner:
         if views and wants[0] != ins[0].layout.placements:  # type: ignore[union-attr]
             self._move_base(known, ins[0], mesh)
             wants, makes = self._decide(known, ins, [list(ins[0].layout.placements)], mesh)  # type: ignore[union-attr]
-        for index in known.template.writes:
-            target = ins[index]
-            if target.layout is not None and wants[index] != target.layout.placements:
-                self.s.mover.relayout(target.storage, replicated(mesh))
-                return self._plan(known, origin, ins, outs, mesh)
+        targets = [ins[i] for i in known.template.writes]
+        here = [t.layout is not None and t.layout.mesh == mesh for t in targets]
+        if any(h and wants[i] != t.layout.placements for h, i, t in zip(here, known.template.writes, targets)):  # type: ignore
+            for there, target in zip(here, targets, strict=True):  # all of them: by one alone the rule might not change
+                if there:
+                    self.s.mover.relayout(target.storage, replicated(mesh))
+            return self._plan(known, origin, ins, outs, mesh)
         want_layouts = tuple(self.s.intern(Layout(mesh, w)) for w in wants)
         out_layouts = tuple(self.s.intern(Layout(mesh, m)) for m in makes)
         return Plan(want_layouts, out_layouts, self.s.mover.bind_op(known, want_layouts, out_layouts), False)
@@ -386,10 +392,11 @@ def _weight(known: Known, meaning: Meaning, ins: list[Tensor]) -> tuple[int, int
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:
     """What a plan depends on besides the op: the groups, and how each input lies (layouts are interned)."""
-    return (origin.meaning, origin.target, *[_lies(t) for t in ins])
-
-
-def _lies(t: Tensor) -> Any:
-    if t.layout is None:
-        return t.storage.param
-    return -id(t.layout) if t.storage.data else id(t.layout)  # whole data is split anew by each group it enters
+    lies: list[Any] = []
+    for t in ins:
+        layout = t.layout
+        if layout is None:
+            lies.append(t.storage.param)
+        else:
+            lies.append(-id(layout) if t.storage.data else id(layout))  # whole data is split anew by each group it enters
+    return (origin.meaning, origin.target, *lies)

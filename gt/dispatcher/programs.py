@@ -15,6 +15,7 @@ from gt.dispatcher.arrange import arrange
 from gt.dispatcher.early import early
 from gt.dispatcher.failures import Cause, Launched, Planned
 from gt.dispatcher.later import Later
+from gt.dispatcher.pace import Leavings
 from gt.dispatcher.recompute import BOUNDS, recompute
 from gt.dispatcher.tape import Row, Tape
 from gt.dispatcher.turning import make_way
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 MOST = 64  # programs of one session
 MOST_ROWS = 1 << 22  # instructions that are kept for a session, in programs and while one is recorded
 MOST_SLOTS = 4096
+TROUBLED = "an op failed, or a worker is lost"
 
 
 @dataclass(slots=True)
@@ -155,25 +157,47 @@ class Programs:
             raise ProtocolError(f"Seal.recompute is {message.recompute!r:.40}, want 0, 1 or 2")
         pairs = _pairs(message.carried, s.table.rows)
         self.later.end(tape)
-        why = self._prevents(tape, pairs)
-        order: dict = {}
-        again: dict[str, list[int]] = {}
+        added: dict[str, Define] = {}
+        with s.apart():
+            why = self._prevents(tape, pairs)
+            order, again, parts = ({}, {}, {}) if why else self._passes(tape, message, added)
+        s.renumber()
+        why = why or (TROUBLED if s.troubled else "")  # it may be since
         if why:
             self._free(tape.constants)
         else:
-            compiled = message.backend != "eager"
-            order = arrange(tape, message.schedule, self.times, self._lies, compiled) if message.schedule else {}
-            if not order or order["why"]:
-                early(tape, partial(self._define, tape, {}))
-            lasting = {s.emitter.offset + i for i in s.table.rows}
-            again = self.again(tape, lasting, compiled, message.recompute) if message.recompute else {}
-            if message.backend == "cudagraphs" and tape.names:  # elsewhere a transfer is waited for
-                make_way(tape)
-            self._make(tape, pairs, message)
+            for define in added.values():
+                for worker in tape.code:
+                    s.emitter.tell(s.cluster.workers[worker], define)
+            self._make(tape, pairs, message, parts)
             self.all[message.program].order = order
         s.cut()
         counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order, "recomputed": again}
+
+    def _passes(self, tape: Tape, message: Seal, added: dict[str, Define]) -> tuple[dict, dict, dict[int, list[dict]]]:
+        """Order a tape, and write it: what arranging it said, what is made again, and the parts of each worker's program.
+
+        added: takes the definitions that arranging adds.
+        """
+        s, compiled = self.s, message.backend != "eager"
+        order = arrange(tape, message.schedule, self.times, self._lies, compiled) if message.schedule else {}
+        if not order or order["why"]:
+            early(tape, partial(self._define, added))
+        lasting = {s.emitter.offset + i for i in s.table.rows}
+        again = self.again(tape, lasting, compiled, message.recompute) if message.recompute else {}
+        if message.backend == "cudagraphs" and tape.names:  # elsewhere a transfer is waited for
+            make_way(tape)
+        index = {row.seq: n for n, row in enumerate(tape.journal)}
+        carried = [(s.emitter.offset + read, s.emitter.offset + made) for read, made in _pairs(message.carried, s.table.rows)]
+        parts: dict[int, list[dict]] = {}
+        for worker, rows in tape.code.items():
+            writer = Writer(index, lasting, message, tape.names)
+            writer.write([row for row in rows if row.define.kind != "upload"])
+            held = {i for row in rows for i in row.ids()[1]}
+            writer.alias(s.emitter.common("alias"), [(made, read) for read, made in carried if made in held])
+            parts[worker] = writer.parts
+        return order, again, parts
 
     def again(self, tape: Tape, lasting: set[int], compiled: bool, much: int) -> dict[str, list[int]]:
         """Have what is cheap made again where that lowers the peak of memory; what came of it, by worker."""
@@ -188,13 +212,11 @@ class Programs:
         writer.write(rows)
         return [{**part, "once": True} for part in writer.parts]
 
-    def _define(self, tape: Tape, known: dict[str, Define], kind: str, payload: dict) -> Define:
-        """What arranging a tape adds, known to all of its workers. known: what it added so far."""
+    def _define(self, known: dict[str, Define], kind: str, payload: dict) -> Define:
+        """What arranging a tape adds, which all of its workers are to know. known: what it added so far."""
         key = f"{kind} {payload}"
         if key not in known:
             known[key] = self.s.emitter.define(kind, payload)
-            for worker in tape.code:
-                self.s.emitter.tell(self.s.cluster.workers[worker], known[key])
         return known[key]
 
     def _place_all(self, carried: set[int]) -> None:
@@ -225,12 +247,15 @@ class Programs:
         if not tape.journal:
             return "no op was recorded"
         if self.s.troubled:
-            return "an op failed, or a worker is lost"
+            return TROUBLED
         for tensor_id, layout in tape.before.items():
             tensor = self.s.table.rows.get(tensor_id)
             if tensor is not None and tensor.layout != layout:
                 return f"%{tensor_id} came to lie {tensor.layout}, it lay {layout or 'nowhere'}"
         for pair in pairs:
+            read, made = (self.s.table.rows[i].spec for i in pair)
+            if (read.shape, read.dtype) != (made.shape, made.dtype):
+                return f"%{pair[1]}, which the next call reads, is {made.text():.80}, and %{pair[0]} was {read.text():.80}"
             have, want = (self.s.table.rows[i].layout for i in pair)
             if have is None or have != want:
                 return f"%{pair[1]}, which the next call reads, lies {want}, and %{pair[0]}, which this one read, {have}"
@@ -240,19 +265,11 @@ class Programs:
                 return "a value is read within it"
         return ""
 
-    def _make(self, tape: Tape, pairs: list[tuple[int, int]], message: Seal) -> None:
+    def _make(self, tape: Tape, pairs: list[tuple[int, int]], message: Seal, parts: dict[int, list[dict]]) -> None:
         s = self.s
-        index = {row.seq: n for n, row in enumerate(tape.journal)}
-        offset, alias = s.emitter.offset, s.emitter.common("alias")
-        lasting = {offset + i for i in s.table.rows}
-        carried = [(offset + read, offset + made) for read, made in pairs]
-        code: dict[int, list[Define]] = {}
+        code = {worker: [s.emitter.define("program", part) for part in rows] for worker, rows in parts.items()}
         for worker, rows in tape.code.items():
-            writer = Writer(index, lasting, message, tape.names)
-            writer.write([row for row in rows if row.define.kind != "upload"])
-            held = {i for row in rows for i in row.ids()[1]}
-            writer.alias(alias, [(made, read) for read, made in carried if made in held])
-            code[worker] = [s.emitter.define("program", part) for part in writer.parts]
+            s.emitter.estimate(code[worker][0], sum(s.emitter.costs.get(row.define.number, 0.0) for row in rows))
         for read, made in pairs:
             self._alias(made, read)
         self._drop_copies()  # a replay makes them, and ends them
@@ -347,6 +364,13 @@ class Programs:
         for program in self.all.values():
             if worker in program.code:
                 program.failed = program.failed or cause
+
+    def leave(self, leavings: Leavings) -> None:
+        """The session is over."""
+        for program in self.all.values():
+            for part in (program.journal, program.layouts, program.made, program.reads, program.writes, program.makes):
+                leavings.add(part)
+        self.all.clear()
 
     def drop(self, number: Any) -> None:
         program = self.all.pop(number, None) if type(number) is int else None

@@ -261,6 +261,10 @@ class Requests:
         if request is None:
             return False
         self._drop(request)
+        cause = next((t.storage.failed for t in request.tensors if t.storage.failed), None)
+        if cause is not None:
+            self._fail(request.number, cause)
+            return True
         error = OpFailed(f"{request.name} cannot be read on worker {worker}: {how}")
         self.s.send(Failed(request.number, errors.to_wire(error)))
         return True
@@ -329,8 +333,11 @@ class Requests:
                 self._tell(request, key, -1)
 
     def _fail(self, number: int, cause: Cause) -> None:
-        if cause in self.s.unreported:
-            self.s.unreported.remove(cause)
+        if cause.full:
+            self.s.full_upto = self.s.cluster.seq
+        told = [one for one in self.s.unreported if one is cause or (one.full and cause.full)]
+        for one in told:
+            self.s.unreported.remove(one)
         self.s.send(Failed(number, errors.to_wire(cause.error)))
 
     def give_up(self, request: Request, error: GTError) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MOST = 1 << 14  # kinds of RECV line that are kept
 MOST_ORIGINS = 64  # of one plan, whose lines are kept
+SHOWN = 64  # operands of an op: a list op may have thousands, and a line for each output
 # What stands for a tensor's number, and for the op's in its column. No name has them, for they cannot be UTF-8.
 _HOLE: Any = "\ud800"
 _SEQ: Any = "\ud801"
@@ -45,14 +46,14 @@ class Scribe:
         if form is None:
             if len(self._received) >= MOST:
                 self._received.clear()
-            operands = " ".join([f"%{_HOLE}"] * len(ins))
+            operands = " ".join([f"%{_HOLE}"] * min(len(ins), SHOWN))
             form = self._received[key] = _form(Log("RECV", self._name, operands, {"op": key[0], **_where(origin, _SEQ)}))
-        self._put(form % (self._emitter.seq, *ins))
+        self._put(form % (self._emitter.seq, *ins[:SHOWN]))
 
     def planned(self, known: Known, plan: Plan, origin: Origin, ins: Sequence[int], outs: Sequence[int]) -> None:
         """An op's instruction has been written."""
         form = plan.forms.get(origin) or self._forms(known, plan, origin, len(ins))
-        seq = self._emitter.seq
+        seq, ins = self._emitter.seq, ins[:SHOWN]
         if len(outs) == 1:
             self._put(form % (seq, outs[0], *ins))
         else:
@@ -64,7 +65,7 @@ class Scribe:
 
     def _forms(self, known: Known, plan: Plan, origin: Origin, count: int) -> str:
         """Lines of a plan."""
-        holes, lines = (_HOLE,) * count, ""
+        holes, lines = (_HOLE,) * min(count, SHOWN), ""
         for index in known.news:
             spec, layout = known.template.outs[index].spec, plan.outs[index]
             name, note = known.template.op.removesuffix(".default"), self._session.note(origin=origin)

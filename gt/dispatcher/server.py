@@ -6,22 +6,46 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from gt import env
-from gt.dispatcher.events import Action, Close, Event, Lines, Log, Malformed, PeerLost, Received, Send, Tick
+from gt.dispatcher.descriptors import Reserve
+from gt.dispatcher.events import (
+    Action,
+    Again,
+    Close,
+    Event,
+    Examine,
+    Examined,
+    Lines,
+    Log,
+    Malformed,
+    PeerLost,
+    Received,
+    Send,
+    Tick,
+    Turn,
+)
 from gt.dispatcher.journal import Journal
-from gt.errors import ProtocolError, Refused
-from gt.wire import codec
+from gt.dispatcher.pace import Pace
+from gt.dispatcher.relay import Relay
+from gt.errors import ProtocolError, Refused, to_wire
+from gt.wire import codec, liveness
 from gt.wire.auth import Access, weakness
 from gt.wire.link import Gate
-from gt.wire.messages import Exit, Goodbye, Welcome
+from gt.wire.messages import Exit, Goodbye, Hello, Reject, Welcome
 from gt.wire.router import Arrived, Gone, Router
+
+if TYPE_CHECKING:
+    from gt.dispatcher.leases import Terms
 
 log = logging.getLogger("gt.dispatcher")
 
 TICK = 0.25  # seconds
+BUSY = 0.02  # seconds after which messages wait for the next turn
 
 
 class CoreLike(Protocol):
@@ -38,11 +62,17 @@ class Server:
         access: Access | None = None,
         heartbeat: float = 10.0,
         core: CoreLike | None = None,
+        terms: Terms | None = None,
     ) -> None:
+        self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # a thread wants the baton
+        self._called = False
+        self._relay = Relay(self._wake)
+        self._pace = Pace(time.monotonic, relay=self._relay)
         if core is None:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
-            core = Core(heartbeat=heartbeat, logging=bool(env.get("GT_INSTRUCTION_LOG")))
+            logged = bool(env.get("GT_INSTRUCTION_LOG"))
+            core = Core(heartbeat, logged, liveness.process(), terms, self._pace)
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
         self._router = Router(host, port, heartbeat, access)
@@ -51,13 +81,21 @@ class Server:
         self.host, self.port = host, self._router.port
         self._gates: dict[bytes, Gate] = {}
         self._workers: set[bytes] = set()
+        self._names: dict[bytes, str] = {}  # of peers that were welcomed
         self._parted: set[bytes] = set()  # peers that are done with, until their connection ends
         self.on_workers: Callable[[int], None] | None = None  # told how many workers there are, when that changes
         self._start = time.monotonic()
         self._reason = ""
+        self._items: deque[Arrived | Gone] = deque()  # what came and has not been looked at
+        self._again = False  # the core wants a turn
+        self._event: Event | None = None  # the last that was handled
+        self._busiest: Event | None = None  # of the last turn
         self._ringing = threading.RLock()  # a signal may come while the bell is closed
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._router.watch(self._bell)
+        self._router.watch(self._call)
+        descriptors = self._router.descriptors
+        self._reserve = Reserve(self.port, lambda: descriptors(self._gates), lambda: descriptors(self._parted))
 
     @property
     def address(self) -> str:
@@ -74,24 +112,66 @@ class Server:
         next_tick = time.monotonic()
         try:
             while not self._reason:
-                for item in self._router.poll(max(0.0, min(TICK, next_tick - time.monotonic()))):
-                    self._take(item)
+                if not self._items:
+                    wait = 0.0 if self._again else max(0.0, min(TICK, next_tick - time.monotonic()))
+                    self._items.extend(self._router.poll(wait))
+                if self._called:
+                    self._called = False
+                    os.eventfd_read(self._call)
+                begin = time.monotonic()
+                self._serve(begin + BUSY)
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + TICK
-                    self._handle(Tick(self._now()))
-                    if self._journal is not None:
-                        self._journal.flush()
+                    self._tick()
+                self._pace.lag.turn(time.monotonic() - begin, partial(self._says, self._busiest), self._now())
         finally:
             self._close()
+
+    def _serve(self, end: float) -> None:
+        """What came, until `end`, then a slice of what takes longer; notes what took longest."""
+        longest, last = 0.0, time.monotonic()
+        while self._items and last < end:
+            self._take(self._items.popleft())
+            now = time.monotonic()
+            if now - last > longest:
+                longest, self._busiest = now - last, self._event
+            last = now
+        if self._again or self._relay.pending:
+            self._again = False
+            self._handle(Turn(self._now()))
+            if time.monotonic() - last > longest:
+                self._busiest = self._event
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._call, 1)
+        self._called = True
+
+    def _tick(self) -> None:
+        for gone in self._router.cut_off():
+            self._router.send(gone.peer, Exit(gone.reason))  # should it be heard again
+            self._take(gone)
+        self._handle(Tick(self._now()))
+        self._reserve.look(self._now())
+        if self._journal is not None:
+            self._journal.flush()
+
+    def _says(self, event: Event | None) -> str:
+        """An event, and whom it came from."""
+        peer = getattr(event, "peer", b"")
+        what = type(event.message if isinstance(event, Received) else event).__name__
+        return f"{what} of {self._names.get(peer) or peer.hex()}" if peer else what
 
     def _close(self) -> None:
         for peer, gate in self._gates.items():
             if gate.role:
                 self._router.send(peer, Exit(self._reason or "it failed"))
+        self._relay.close()
         self._router.close()
+        self._reserve.close()
         with self._ringing:
             bell, self._bell = self._bell, -1
             os.close(bell)
+            os.close(self._call)
         if self._journal is not None:
             self._journal.close()
 
@@ -119,6 +199,7 @@ class Server:
         """One thing from the wire becomes one event."""
         if isinstance(item, Gone):
             self._parted.discard(item.peer)
+            self._names.pop(item.peer, None)
             if self._leave(item.peer):
                 self._handle(PeerLost(item.peer, item.reason, self._now()))
             return
@@ -128,10 +209,15 @@ class Server:
         try:
             if item.fault:
                 raise ProtocolError(item.fault)
+            codec.weigh(item.body)
             message = codec.unpack(item.body)
             gate.admit(message, len(item.frames), max(map(len, item.frames), default=0))
         except ProtocolError as error:
             self._handle(Malformed(item.peer, str(error), self._now()))
+            return
+        if isinstance(message, Hello) and not self._reserve.admits():
+            self._router.send(item.peer, Reject(to_wire(Refused(self._reserve.reason()))))
+            self._part(item.peer)
             return
         if isinstance(message, Goodbye):
             self._part(item.peer)
@@ -140,6 +226,7 @@ class Server:
         self._handle(Received(item.peer, message, item.frames, self._now()))
 
     def _handle(self, event: Event) -> None:
+        self._event = event
         try:
             self._perform(self._core.handle(event), event.at)
         except Exception as error:  # a fault of ours ends the one session or worker it came with, not the server
@@ -154,14 +241,19 @@ class Server:
 
     def _perform(self, actions: Iterable[Action], at: float) -> None:
         unfit: list[tuple[bytes, str]] = []
+        examine: list[Examine] = []
         for action in actions:
             if type(action) is Send:
                 try:
                     self._router.send(action.peer, action.message, action.frames)
                 except ProtocolError as error:  # larger than a body may be: the peer misses something, so it has to go
                     unfit.append((action.peer, str(error)))
+                if type(action.message) is Welcome:
+                    self._names[action.peer] = action.message.name
                 if type(action.message) is Welcome and (gate := self._gates.get(action.peer)) and gate.role == "worker":
                     self._count(self._workers | {action.peer})
+            elif type(action) is Examine:
+                examine.append(action)
             elif type(action) is Close:
                 self._part(action.peer)
             elif type(action) is Log:
@@ -170,9 +262,13 @@ class Server:
                 log.debug("%s %s %s", action.kind, action.peer, action.text)
             elif type(action) is Lines and self._journal is not None:
                 self._journal.write_lines(action, at)
+            elif type(action) is Again:
+                self._again = True
         for peer, reason in unfit:
             log.warning("%s is given up: %s", peer.hex(), reason)
             self._drop(peer, reason)
+        for one in examine:
+            self._handle(Examined(one.peer, *liveness.sight(one.pid, one.home), self._now()))
 
 
 def _journal(path: str) -> Journal | None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -21,12 +23,14 @@ from gt.dispatcher.failures import Cause, Journal, Launched, Planned, worker_los
 from gt.dispatcher.intake import Origin
 from gt.dispatcher.lists import Lists
 from gt.dispatcher.moving import Mover
+from gt.dispatcher.pace import Leavings, Pace
 from gt.dispatcher.placing import Placer
 from gt.dispatcher.plan.groups import Groups
 from gt.dispatcher.plan.known import Known
 from gt.dispatcher.planning import Planner
 from gt.dispatcher.programs import Programs
 from gt.dispatcher.requests import Requests
+from gt.dispatcher.run_queue import Unit
 from gt.dispatcher.scribe import Scribe
 from gt.dispatcher.stream import Emitter
 from gt.dispatcher.tensors import Storage, Table, Tensor
@@ -40,6 +44,7 @@ from gt.wire.messages import CHUNK, Ack, Data, Message, Release, Run, Switch
 log = logging.getLogger("gt.dispatcher")
 
 MOST_UNREPORTED = 64  # failures that nobody has been told of
+NONE: dict[int, float] = {}
 UNSENT = 1 << 62  # number of a Run that is held back, until it has one
 
 
@@ -51,6 +56,9 @@ class Held:
     rows: list[tuple[Worker, int, list, list]]
     runs: dict[int, int]
     timed: bool
+    seconds: dict[int, float]  # that it takes on each worker, by estimate
+    uploads: Sequence[tuple[int, list[Worker]]] = ()  # that it takes, and of whom
+    also: Sequence[dict[int, int]] = ()  # other `runs`, of what was made one with it
 
 
 class Session:
@@ -64,6 +72,8 @@ class Session:
         self.number, self.peer, self.config, self.cluster = number, peer, config, cluster
         self.out = out
         self.switches: Callable[[Worker], dict] = lambda worker: {}
+        self.ended = False
+        self.memory = 0  # bytes that it may hold on a worker, 0 for no limit of its own
         self.groups = Groups(config)
         self.table = Table()
         self.emitter = Emitter(cluster, number)
@@ -74,16 +84,24 @@ class Session:
         self.programs = Programs(self)
         self.uploads = Uploads(self)
         self.batches = Batches(self)
+        self.began, self.warned = cluster.now, False  # warned: told that its time is nearly over
+        self.pace = Pace()
+        self.aside = False  # something of it goes on in a thread
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.held: list[Held] = []
-        self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which was sent takes, and for whom
+        self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which is written takes yet, and for whom
+        cluster.queue.enter(number)
+        self.uses: set[int] = set()  # workers that it has sent something
         self.next_batch = 0
-        self.told_stuck = False  # that a worker is, since batches were last acknowledged
+        self.told_stuck = False  # that workers are, since batches were last acknowledged
+        self.stall_timeout = 0.0  # seconds in which no worker gets on until that is an error, 0 for none
         self.templates: dict[int, Known] = {}
         self.origins: dict[int, Origin] = {0: Origin("", 0, "", False)}
         self.origin = self.origins[0]
         self.troubled = False  # some storage may be failed: ops take the careful path
         self.unreported: deque[Cause] = deque()
+        self._last_error: GTError | None = None  # of an op
+        self.full_upto = 0  # ops before it that found no room are told of
         self.ops = self.uploaded = self.plan_hits = 0
         self.scribe: Scribe | None = None  # where an instruction log is kept
         self._layouts: dict[Layout, Layout] = {}
@@ -115,32 +133,59 @@ class Session:
 
     def taken(self, base: int) -> Held:
         """What is written for workers, no longer theirs."""
+        seconds = {w.index: w.seconds for w in self.cluster.workers if w.seconds} if self.emitter.seconds else NONE
         rows = [(w, w.lives, *part) for w in self.cluster.workers for part in w.take()]
+        self.emitter.seconds = 0.0
         self.emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
         self.emitter.base = self.cluster.seq
-        return Held(base, rows, {index: UNSENT for index in self.emitter.used}, self.programs.tape is not None)
+        runs = {index: UNSENT for index in self.emitter.used}
+        held = Held(base, rows, runs, self.programs.tape is not None, seconds)
+        if self._unsent:
+            held.uploads, self._unsent = self._unsent, []
+        return held
 
     def dispatch(self, held: Held) -> None:
-        """To every worker in one go, so that all of them see what sessions exchange in the same order; or later."""
+        """Send it when it is this session's turn, and not before a recording that it belongs to is over."""
         if self.programs.later.takes(held):
             return
-        self._unsent.clear()
+        if not held.seconds and self.cluster.queue.free(self.number):
+            self.transmit(held)
+            return
+        costs = {worker.index: held.seconds.get(worker.index, 0.0) for worker, *_ in held.rows}
+        unit = Unit(self.number, costs, partial(self.transmit, held), held.uploads)
+        if self.cluster.queue.offer(unit):
+            unit.send()
+
+    def transmit(self, held: Held) -> None:
+        """To every worker in one go, so that all of them see what sessions exchange in the same order."""
+        sent: dict[int, int] = {}
+        queue = self.cluster.queue
+        counted = bool(held.seconds) or not queue.free(self.number)
         for worker, life, defines, code in held.rows:
             if worker.lost or worker.lives != life:
                 continue
             wanted = self.switches(worker)
-            if worker.switches != wanted:
-                worker.switches = wanted
-                self.out(worker.peer, Switch(wanted), ())
+            if not self.ended and (worker.session != self.number or worker.switches != wanted):
+                worker.session, worker.switches = self.number, wanted
+                self.out(worker.peer, Switch(wanted, self.number, self.memory), ())
+            if worker.index not in self.uses:
+                self.uses.add(worker.index)
+                queue.use(self.number, worker.index)
             worker.runs += 1
             self.out(worker.peer, Run(worker.runs, held.base, defines, code, held.timed), ())
-        held.runs.clear()
+            if counted:
+                sent[worker.index] = worker.runs
+        for index, run in sent.items():
+            queue.sent(self.number, index, run, held.seconds.get(index, 0.0))
         workers = self.cluster.workers
-        held.runs.update({index: workers[index].runs for index in self.emitter.used if not workers[index].lost})
+        reach = {index: workers[index].runs for index in self.emitter.used if not workers[index].lost}
+        for runs in (held.runs, *held.also):
+            runs.clear()
+            runs.update(reach)
 
     @property
     def stalled(self) -> bool:
-        return bool(self.held)
+        return bool(self.held) or self.batches.busy or self.aside
 
     def release(self) -> None:
         """Send what was held back, if all it waits for has come."""
@@ -233,22 +278,27 @@ class Session:
                 if storage.failed is not None and storage.failed.lost < 0:
                     storage.failed = None
 
-    def trouble(self, seq: int, error: GTError) -> None:
+    def trouble(self, seq: int, error: GTError, others: Sequence[int] = (), full: bool = False) -> None:
         """A worker reported that op `seq` failed. One that was given a placeholder fails of that, which is no news."""
         older = self.journal.earlier(seq)
+        error = (self._last_error or error) if others else error
+        if older is None:
+            self._last_error = error
         # What it made is worthless either way. The cause is another object: what healed of the older one stays as it is.
-        cause = Cause(error, seq=seq) if older is None else Cause(older.error, older.lost, older.seq)
-        if self.taint(seq, cause) and older is None and len(self.unreported) < MOST_UNREPORTED:
+        cause = Cause(error, seq=seq, full=full) if older is None else Cause(older.error, older.lost, older.seq, older.full)
+        told = others or (full and (seq < self.full_upto or any(one.full for one in self.unreported)))  # others: as before it
+        if self.taint(seq, cause, others) and older is None and not told and len(self.unreported) < MOST_UNREPORTED:
             self.unreported.append(cause)
 
-    def taint(self, seq: int, cause: Cause) -> bool:
-        """Op `seq` failed for this cause; False if another worker of the mesh has reported it."""
-        if seq in self._failed_ops:
+    def taint(self, seq: int, cause: Cause, others: Iterable[int] = ()) -> bool:
+        """Op `seq` and others failed for this cause; False if another worker of the mesh has reported it."""
+        new = {seq, *others} - self._failed_ops
+        if not new:
             return False
-        self._failed_ops.add(seq)
+        self._failed_ops |= new
         self.troubled = True
-        self.journal.taint(seq, cause)
-        return True
+        self.journal.taint(new, cause)
+        return seq in new
 
     def cause_of_loss(self, worker: Worker | None) -> Cause:
         assert worker is not None
@@ -265,6 +315,8 @@ class Session:
 
     def lose(self, worker: Worker) -> None:
         """A worker is gone: what it held is failed for good, and so is what waits for it."""
+        self.cluster.queue.lose(worker.index)
+        self.cluster.send_all()
         self.uploads.lose(worker.index)
         if worker.index not in self.emitter.used:
             self.release()
@@ -286,6 +338,7 @@ class Session:
 
     def regain(self, worker: Worker) -> None:
         """A new process has a lost worker's place; what the old one held stays lost."""
+        self.cluster.send_all()
         self._losses.pop(worker.index, None)
         self.emitter.used.discard(worker.index)
 
@@ -295,6 +348,16 @@ class Session:
             self.troubled = False
 
     # ---- small things
+
+    def apart(self) -> AbstractContextManager[None]:
+        """What is done within takes long, and touches nothing but what is this session's: others go on. Nothing may be written
+        for workers and not be sent; numbers of ops are others' afterwards, so that `renumber` comes first.
+        """
+        return self.pace.relay.apart(lambda: self.ended)
+
+    def renumber(self) -> None:
+        """Write from here on what comes after all that others have sent meanwhile."""
+        self.emitter.seq = self.emitter.base = self.cluster.seq
 
     def intern(self, layout: Layout) -> Layout:
         """The one object for equal layouts, so that plans can be keyed by identity."""
@@ -320,21 +383,24 @@ class Session:
             raise ProtocolError(f"tensor %{tensor!r:.40} is not of this session")
         return row
 
-    def close(self) -> None:
-        """The client is gone: nothing of it stays on any worker."""
-        self.programs.later.drop()
+    def close(self, leavings: Leavings) -> None:
+        """The client is gone: nothing of it stays on any worker. What is large is left to be freed in slices."""
+        takes = [one.uploads for one in (*self.programs.later.drop(), *self.held)]
+        takes += [unit.uploads for unit in self.cluster.queue.leave(self.number)]
         self.programs.discard()
         self.discard()
-        self.switches = lambda worker: worker.switches  # type: ignore[assignment,return-value]  # freeing needs none
-        self.held.clear()
-        self.inbox.clear()
-        self.batches.coming.clear()
+        self.ended = True  # what follows frees, for which workers need no switches
         self.requests.close()
-        orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in self._unsent}}
+        unsent = [row for rows in (self._unsent, *takes) for row in rows]
+        orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in unsent}}
         for key, indices in orphans.items():
             for index in indices:
                 self.out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
-        self.programs.all.clear()
-        self.table.rows.clear()
         self.emitter.end()
         self.flush(self.cluster.seq)
+        self.cluster.take_turns()
+        leavings.add(self.table.rows, Tensor.leave)
+        self.table.rows = {}
+        for container in (self.held, self.inbox, self.batches.coming, self.journal.rows, self.templates, self.origins):
+            leavings.add(container)
+        self.programs.leave(leavings)

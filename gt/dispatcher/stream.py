@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from gt.dispatcher.cluster import MOST, Cluster, Worker
 from gt.dispatcher.plan.redistribute import Order, Step
 from gt.dispatcher.scribe import Scribe
-from gt.ir.instr import END, FORGET, FREE, Define
+from gt.ir.instr import BASE_BITS, END, FORGET, FREE, Define
 from gt.ir.layout import Layout, Mesh
 from gt.ir.text import PlanLine
 
 TEMPORARY = 1 << 39  # ids of tensors that only the dispatcher names start here, below the session's base
-BASE_BITS = 40
+LONG = 1e-4  # seconds that an instruction is estimated to take, to be counted
 
 Bound = tuple[Worker, Define]
 
@@ -37,6 +37,8 @@ class Emitter:
         self.joined = False  # whether values have ever crossed between workers
         self.sent = 0
         self.scribe: Scribe | None = None  # where an instruction log is kept
+        self.costs: dict[int, float] = {}  # seconds that a definition takes, of long ones
+        self.seconds = 0.0  # what is written takes on one worker, since it was last sent
         self.kept: dict[int, Define] | None = None  # while a program is recorded, what it names
         self._shared: dict[str, Define] = {}
         self.defined: dict[int, _Life] = {}
@@ -80,8 +82,16 @@ class Emitter:
             self.used.add(worker.index)
         worker.code += (number, self.seq - self.base, *operands)
         self.sent += 1
+        if number in self.costs:
+            worker.seconds += self.costs[number]
+            self.seconds = max(self.seconds, worker.seconds)
         if self.kept is not None:
             self.kept[number] = define
+
+    def estimate(self, define: Define, seconds: float) -> None:
+        """Have a definition count for what it takes."""
+        if seconds > max(LONG, self.costs.get(define.number, 0.0)):
+            self.costs[define.number] = seconds
 
     def tell(self, worker: Worker, define: Define) -> None:
         """Have a worker know of what a program will name."""
@@ -127,6 +137,7 @@ class Emitter:
         gone = set(self.defined) if everything else ended
         for number in gone:
             self.defined.pop(number, None)
+            self.costs.pop(number, None)
         for worker in self.cluster.workers if gone else ():
             numbers = worker.known & gone
             if numbers and not worker.lost:

@@ -13,6 +13,7 @@ from gt.ir.spec import Spec
 
 if TYPE_CHECKING:
     from gt.dispatcher.failures import Cause
+    from gt.dispatcher.intake import Origin
     from gt.dispatcher.plan.known import Known
 
 
@@ -33,9 +34,10 @@ class Step:
 class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
-    __slots__ = ("data", "default", "failed", "made_by", "param", "recipe", "slots", "tensors", "version")
+    __slots__ = ("data", "default", "failed", "made_by", "origin", "param", "recipe", "slots", "tensors", "version")
 
-    def __init__(self) -> None:
+    def __init__(self, origin: Origin | None = None) -> None:
+        self.origin = origin  # of the op that made it
         self.tensors: dict[int, Tensor] = {}  # live views by id, and the root as long as any lives
         self.version = 0
         self.param = False
@@ -63,6 +65,11 @@ class Tensor:
         self.released = False  # freed by the client, kept for its live views
         storage.tensors[tensor_id] = self
 
+    def leave(self) -> None:
+        """Its session is over: what it names goes without the help of the collector of cycles."""
+        self.storage.tensors.clear()
+        self.base = self.via = self.copies = self.sums = None
+
     @property
     def placed(self) -> bool:
         return self.layout is not None
@@ -74,8 +81,8 @@ class Table:
 
     rows: dict[int, Tensor] = field(default_factory=dict)
 
-    def new(self, tensor_id: int, spec: Spec | None, layout: Layout | None) -> Tensor:
-        tensor = Tensor(tensor_id, spec, Storage(), layout)
+    def new(self, tensor_id: int, spec: Spec | None, layout: Layout | None, origin: Origin | None = None) -> Tensor:
+        tensor = Tensor(tensor_id, spec, Storage(origin), layout)
         self.rows[tensor_id] = tensor
         return tensor
 

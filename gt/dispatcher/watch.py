@@ -1,29 +1,27 @@
 """What workers are asked while they work: the counters of a Stats request, and whether they get on.
 
-A worker that stays at one instruction for longer than the heartbeat is alive and stuck: whoever waits for it is told where it
-is, and may wait again. Nothing is lost by that.
+A worker gets on while it comes to other instructions, uses CPU time where that means work, or its device comes further. How
+its process stands is the kernel's to say, where it can be seen. Who is told of all this, and when, is patience.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gt import errors
 from gt.dispatcher.cluster import Cluster, Worker
-from gt.dispatcher.intake import CREDIT
+from gt.dispatcher.events import Examine, Examined
 from gt.dispatcher.schedule.measure import measured
 from gt.dispatcher.sessions import Session
-from gt.errors import WorkerStuck
-from gt.wire.messages import Failed, Query, Report
+from gt.wire.liveness import LOOKS, STOPPED, describe
+from gt.wire.messages import Query, Report
 
-LOOKS = 8  # looks at a busy worker a heartbeat
-ENOUGH = 0.75  # of a heartbeat at one place; with the time between looks it is told within one
-COMPILE = "compile"  # kind of what a worker is at while it compiles a program, which may take long
+COMPILE = "compile"  # kind of what a worker is at while it compiles a program
 LOAD, DEVICE = "load", "device"  # kinds: an op that its GPU does for the first time; what waits for its GPU
-LONG = 60.0  # seconds that these may take: kernels are loaded, a GPU does what was issued long before
+LONG = 60.0  # seconds that these may take without a sign: kernels are loaded, a GPU does what was issued long before
 MEETING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv", "merge"})
+WORK = 0.05  # seconds of CPU time that are a sign of work
+JUMP = 2.0  # seconds between two ticks after which the dispatcher itself was asleep, or had no turn
 
 
 @dataclass(slots=True)
@@ -38,21 +36,48 @@ class Survey:
 
 @dataclass(slots=True)
 class Place:
-    """Where a worker was last seen and when it came there, since when it is to get on, and when it was asked. at: see Query."""
+    """Where a busy worker was last seen. came: when it came there; since: when it last got on; asked, heard: when it was asked
+    last, and answered. work: CPU seconds that it told when it last got on, by itself and by the kernel. at: see Query.
+    """
 
     life: int
-    at: list | None
     done: int
     came: float
     since: float
     asked: float
+    heard: float
+    at: list | None = None
+    work: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    @property
+    def kind(self) -> str:
+        return str(self.at[3]) if self.at else ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it may be waiting for another worker."""
+        return self.kind in MEETING or self.kind == DEVICE
+
+
+@dataclass(slots=True)
+class Halt:
+    """A worker's process that is stopped. since: when that was first seen, and has been ever since."""
+
+    life: int
+    since: float
+    how: str
 
 
 class Watch:
-    def __init__(self, cluster: Cluster, heartbeat: float) -> None:
-        self.cluster, self.heartbeat = cluster, heartbeat
+    """home: of the dispatcher's own process, see wire.liveness."""
+
+    def __init__(self, cluster: Cluster, heartbeat: float, home: str = "") -> None:
+        self.cluster, self.heartbeat, self.home = cluster, heartbeat, home
         self.surveys: dict[int, Survey] = {}
         self.places: dict[int, Place] = {}  # by worker, of those that have something to do
+        self.halts: dict[int, Halt] = {}  # by worker, of those whose process is stopped
+        self.awake = 0.0  # since when the dispatcher has had its turns: nobody is to blame for what was before
+        self._ticked = self._examined = 0.0
 
     # ---- counters
 
@@ -68,7 +93,8 @@ class Watch:
     def answered(self, worker: Worker, report: Report) -> Survey | None:
         """A worker's Report: the survey that it completes, if any."""
         stats, at = report.body.get("stats"), report.body.get("at")
-        self._seen(worker, at if isinstance(at, list) and len(at) == 5 and isinstance(at[3], str) else None)
+        fit = isinstance(at, list) and len(at) == 5 and isinstance(at[3], str)
+        self._seen(worker, at if fit else None, report.body.get("work"))
         survey = self.surveys.get(report.request)
         if survey is None or worker.index not in survey.left:
             return None
@@ -91,91 +117,75 @@ class Watch:
 
     # ---- whether they get on
 
-    def look(self, now: float) -> list[tuple[bytes, Query]]:
-        """Whom to ask where it is: workers that have something to do."""
+    def look(self, now: float) -> tuple[list[tuple[bytes, Query]], list[Examine]]:
+        """Whom to ask where it is: workers that have something to do. And whose processes to look at."""
+        if now - self._ticked > JUMP:
+            self.awake = now
+        self._ticked = now
         asked: list[tuple[bytes, Query]] = []
         for worker in self.cluster.workers:
             place = self.places.get(worker.index)
             if worker.lost or worker.done >= worker.runs:
                 self.places.pop(worker.index, None)
             elif place is None or place.life != worker.lives or place.done != worker.done:
-                self.places[worker.index] = Place(worker.lives, None, worker.done, now, now, now)
+                soon = now - self.heartbeat / LOOKS  # it is asked for the first time at the next tick
+                self.places[worker.index] = Place(worker.lives, worker.done, now, now, soon, now)
             elif now - place.asked >= self.heartbeat / LOOKS:
                 place.asked = now
                 asked.append((worker.peer, Query(self.cluster.key(), False)))
-        return asked
+        return asked, self._examine(now)
 
-    def _seen(self, worker: Worker, at: list | None) -> None:
-        place = self.places.get(worker.index)
-        prepares = any(map(self._prepares, self.places.values()))
-        if place is not None and place.at != at:
-            place.came = place.since = self.cluster.now if place.at is not None else place.since
-            place.at = at
-        prepares = prepares or (place is not None and self._prepares(place))
-        for one in self.places.values():  # who prepares is to get on, and so do those who may wait for it
-            kind, soon = _kind(one), self.cluster.now - one.came < LONG
-            if self._prepares(one) or (prepares and (kind in MEETING or kind == DEVICE)) or (kind == DEVICE and soon):
-                one.since = self.cluster.now
+    def _examine(self, now: float) -> list[Examine]:
+        self.halts = {i: halt for i, halt in self.halts.items() if self._living(i, halt.life)}
+        if not self.home or now - self._examined < self.heartbeat / LOOKS:
+            return []
+        self._examined = now
+        return [
+            Examine(w.peer, w.info["pid"], self.home)
+            for w in self.cluster.workers
+            if not w.lost and w.info.get("home") == self.home and w.info.get("pid")
+        ]
 
-    def _prepares(self, place: Place) -> bool:
-        """Whether a worker is at what may take long."""
-        kind = _kind(place)
-        return kind == COMPILE or (kind == LOAD and self.cluster.now - place.came < LONG)
-
-    def stuck(self, now: float) -> list[Place]:
-        """Places where a worker has been for too long."""
-        return [place for place in self.places.values() if now - place.since >= ENOUGH * self.heartbeat]
-
-    def tell(self, sessions: Iterable[Session], now: float) -> None:
-        """End what waits for a stuck worker, naming it and its op."""
-        if not self.stuck(now):
-            return
-        for session in sessions:
-            for request in list(session.requests.open.values()):
-                waits = {index for index, run in request.runs.items() if self._behind(index, run)}
-                if now - request.since >= ENOUGH * self.heartbeat and (error := self._error(session, waits, now)):
-                    session.requests.give_up(request, error)
-            pending, coming = session.batches.pending, session.batches.coming
-            if pending and len(pending) + len(coming) >= CREDIT and not session.told_stuck:
-                first = pending[0]
-                waits = {index for index, run in first.runs.items() if self._behind(index, run)}
-                if error := self._error(session, waits, now):
-                    session.told_stuck = True
-                    session.send(Failed(-1, errors.to_wire(error)))
-
-    def _behind(self, index: int, run: int) -> bool:
+    def _living(self, index: int, life: int) -> bool:
         worker = self.cluster.workers[index]
-        return not worker.lost and worker.done < run
+        return not worker.lost and worker.lives == life
 
-    def _error(self, session: Session, waits: set[int], now: float) -> WorkerStuck | None:
-        """Who is to blame of the workers that are waited for: one that waits for nobody, if there is one."""
-        late = {i: p for i, p in self.places.items() if now - p.since >= ENOUGH * self.heartbeat}
-        if not waits & set(late):
-            return None
-        alone = {i: p for i, p in late.items() if _kind(p) not in MEETING and _kind(p) != DEVICE}
-        said = "; ".join(self._says(session, i, p, now) for i, p in sorted((alone or late).items()))
-        return WorkerStuck(
-            f"{said}. Nothing is lost: wait again (fetch the value once more), or start the server with a longer --heartbeat "
-            f"than {self.heartbeat:g} s"
-        )
+    def examined(self, worker: Worker, event: Examined) -> None:
+        """What the kernel says of a worker's process. One that says nothing itself, and computes, gets on."""
+        index, place = worker.index, self.places.get(worker.index)
+        if event.state == "" or event.state not in STOPPED:
+            self.halts.pop(index, None)
+        elif index not in self.halts:
+            self.halts[index] = Halt(worker.lives, event.at, describe(worker.info["pid"], event.state))
+        if place is not None and not place.waits and event.at - place.heard > 2 * self.heartbeat / LOOKS:
+            self._worked(place, 1, event.seconds)
 
-    def _says(self, session: Session, index: int, place: Place, now: float) -> str:
-        name, seconds = self.cluster.workers[index].name, now - place.came
-        if place.at is None:
-            return f"worker {name} is alive and has not said for {seconds:.1f} s what it is doing"
-        row = session.journal.find(place.at[2]) if isinstance(place.at[2], int) else None
-        asked = next((r for r in session.requests.open.values() if r.seq == place.at[2]), None)
-        what = "an op of another program" if asked is None else f"reading {asked.name}"
-        if row is not None:
-            where = f"{row.origin.file}:{row.origin.line}: " if row.origin.file else ""
-            group = f", group {row.origin.group}" if row.origin.group else ""
-            what = f"{where}{row.known.template.op}{group}"
-        kind = " (its GPU is not through)" if place.at[3] == DEVICE else f" ({place.at[3]})" if place.at[3] in MEETING else ""
-        return f"worker {name} is alive and has been at {what}{kind} for {seconds:.1f} s"
+    def halted(self, share: float) -> dict[int, Halt]:
+        """Workers whose process has been stopped for this share of a heartbeat, as seen by one that was awake."""
+        now = self.cluster.now
+        return {i: halt for i, halt in self.halts.items() if now - max(halt.since, self.awake) >= share * self.heartbeat}
 
+    def quiet(self, place: Place) -> float:
+        """Seconds in which a worker has not got on."""
+        return self.cluster.now - max(place.since, self.awake)
 
-def _kind(place: Place) -> str:
-    return str(place.at[3]) if place.at else ""
+    def _seen(self, worker: Worker, at: list | None, work: Any) -> None:
+        place, now = self.places.get(worker.index), self.cluster.now
+        if place is not None:
+            place.heard = now
+            if place.at != at:
+                place.came, place.since = (now, now) if place.at is not None else (place.came, place.since)
+                place.at = at
+            if type(work) is float:
+                self._worked(place, 0, work)
+            if place.kind in (LOAD, DEVICE) and now - place.came < LONG:
+                place.since = now
+
+    def _worked(self, place: Place, source: int, seconds: float) -> None:
+        """CPU time, as one source counts it: some is used for nothing but to answer."""
+        if not 0 <= seconds - place.work[source] < WORK:
+            place.work[source] = seconds
+            place.since = self.cluster.now
 
 
 def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict[str, Any], str]:
@@ -215,4 +225,5 @@ def counters(session: Session, sent: int, received: int, relayed: int) -> dict[s
         "tensor_bytes_uploaded": session.uploaded,
         "tensor_bytes_fetched": session.requests.fetched,
         "tensor_bytes_relayed": relayed,
+        **session.pace.lag.counters(),
     }

@@ -1,6 +1,6 @@
-"""Whether a template hangs together: what comes from a client is looked at once, when it is defined.
+"""Templates are checked once, when a client defines them: form, bounds, and arguments and outputs against the op's schema.
 
-What a template says is taken for what the op does; a client that lies harms its own tensors only.
+Shapes are taken as the template says them. Operands of each op are compared with them, and workers compare results.
 """
 
 from __future__ import annotations
@@ -8,22 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gt.ir import ops
+from gt.ir import arguments, ops, shapes
+from gt.ir.schema import TABLE
 from gt.ir.template import T, Template, V, weight
 
-HEAVIEST = 1 << 18  # numbers and names of one template
+HEAVIEST = 80 << 10  # numbers and names of one template: everybody waits while it is looked at
 OUT_KINDS = frozenset({"new", "view", "same", "none"})
 
 
 def template(row: Any) -> Template:
-    """The template of a wire form; ValueError says which of its parts is wrong."""
+    """The template of a wire form; ValueError says which of its parts is wrong, UnsupportedOp that no worker has its op."""
     if type(row) is not list or len(row) != 9:
         raise ValueError(f"{row!r:.80} has not the 9 parts of a template")
     if weight(row) > HEAVIEST:
         raise ValueError(f"it has {weight(row)} parts, at most {HEAVIEST} are taken")
     op, args, kwargs, ins, values, outs, writes, *flags = row
-    if type(op) is not str or not ops.known(op):
-        raise ValueError(f"{op!r:.80} is not an op")
+    if type(op) is not str:
+        raise ValueError(f"op is {op!r:.80}, want a name")
+    schemas = TABLE.find(op)
     for name, part, kind in (("args", args, list), ("kwargs", kwargs, dict), ("ins", ins, list), ("outs", outs, list)):
         if type(part) is not kind:
             raise ValueError(f"{name} is a {type(part).__name__}, want a {kind.__name__}")
@@ -36,6 +38,10 @@ def template(row: Any) -> Template:
     for hole in _holes([*made.args, *(value for _, value in made.kwargs)]):
         if hole.index >= (len(made.ins) if isinstance(hole, T) else made.values):
             raise ValueError(f"hole {hole} is beyond {len(made.ins)} tensors and {made.values} values")
+    named = dict(made.kwargs)
+    schema = arguments.bind(schemas, made.args, named)
+    arguments.results(schema, made.args, named, made.outs, made.writes)
+    shapes.check(schema, made.args, named, made.ins)
     if op in ops.RANDOM and values < 2:
         raise ValueError(f"{op} has no seed and counter")
     if op == "gt.upload.default" and (ins or values != 1 or [out.kind for out in made.outs] != ["new"] or made.dynamic):

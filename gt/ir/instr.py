@@ -25,6 +25,8 @@ DROP = 6  # from the client: [DROP, program]
 END = 7  # to workers: [END, seq, 2, first, last], frees every tensor whose id is from first to below last
 FIRST = 16  # templates and definitions are numbered from here
 
+BASE_BITS = 40  # ids of one session's tensors: below this, and above it the session's number
+
 # kind -> (operands, keys of the definition's payload)
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # ATen or gt op on local pieces; operands are tensors, values, then one id for each `new` or `view` output.

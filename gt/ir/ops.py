@@ -1,7 +1,4 @@
-"""The closed set of ops, one row where the planner or an engine has to know more than ATen's schema says.
-
-Any other `aten.*` overload is accepted by name; DENIED ones touch files or the process and are not.
-"""
+"""GT's own ops, and which ops are random: what planner and engines know beyond ATen's schemas (schema.py)."""
 
 from __future__ import annotations
 
@@ -32,27 +29,22 @@ RANDOM = frozenset(
     }
 )
 
-# GT's own ops: name -> what it is
+# GT's own ops: name -> (schema, what it is)
 GT_OPS = {
-    # () -> new; values: [frame index, or -1 for a host copy that the dispatcher asks for]
-    "gt.upload.default": "bytes of a host tensor, row-major",
-    # (q, k, v, attn_mask or None, dropout_p, is_causal, scale or None, enable_gqa; seed, counter) -> out, logsumexp.
-    # logsumexp is f32 [batch..., heads, L] (zeros where the worker's kernel has none).
-    "gt.sdpa.default": "scaled dot product attention, the worker picks the kernel",
-    # (grad, q, k, v, attn_mask or None, out, logsumexp, dropout_p, is_causal, scale, enable_gqa; seed, counter) ->
-    # grad_q, grad_k, grad_v
-    "gt.sdpa_backward.default": "its backward",
-    # (x) -> new: x on the mesh of the group's destination
-    "gt.move.default": "a transfer to another mesh, at once",
+    # values: [frame index, or -1 for a host copy that the dispatcher asks for]
+    "gt.upload.default": ("() -> (Tensor)", "bytes of a host tensor, row-major"),
+    # and seed, counter. The second result, logsumexp, is f32 [batch..., heads, L] (zeros where the worker's kernel has none).
+    "gt.sdpa.default": (
+        "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, "
+        "bool enable_gqa) -> (Tensor, Tensor)",
+        "scaled dot product attention, the worker picks the kernel",
+    ),
+    # and seed, counter; gives the gradients of query, key, value
+    "gt.sdpa_backward.default": (
+        "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, Tensor logsumexp, "
+        "float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)",
+        "its backward",
+    ),
+    # the operand on the mesh of the group's destination
+    "gt.move.default": ("(Tensor self) -> (Tensor)", "a transfer to another mesh, at once"),
 }
-
-DENIED = frozenset({"aten.from_file", "aten._print", "aten.__test__"})
-
-
-def known(op: str) -> bool:
-    """Whether the name is of the closed set (an engine may still lack it: UnsupportedOp)."""
-    space, _, rest = op.partition(".")
-    if space == "gt":
-        return op in GT_OPS
-    base = op.rpartition(".")[0]
-    return space == "aten" and rest.count(".") == 1 and rest.replace(".", "").isidentifier() and base not in DENIED

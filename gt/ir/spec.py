@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 # torch dtype name -> (bytes an element, short name used in plan text)
@@ -71,10 +72,16 @@ class Spec:
         numbers = [*shape, *stride, offset]
         if any(type(n) is not int or not 0 <= n < LARGEST for n in numbers):
             raise ValueError(f"shape {shape!r:.80}, stride {stride!r:.80} or offset {offset!r:.40} has what is no size")
-        spec = cls(tuple(shape), tuple(stride), offset, dtype)
+        spec = interned(tuple(shape), tuple(stride), offset, dtype)
         if spec.nbytes >= LARGEST:
             raise ValueError(f"{spec.text():.80} has {spec.nbytes} bytes, more than there can be")
         return spec
+
+
+@lru_cache(maxsize=1 << 15)
+def interned(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: str) -> Spec:
+    """One object for each spec, as far as they fit: operands are compared with their template's by identity first."""
+    return Spec(shape, stride, offset, dtype)
 
 
 def contiguous(shape: tuple[int, ...], dtype: str) -> Spec:

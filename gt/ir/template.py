@@ -6,7 +6,7 @@ dispatcher with global sizes and to workers with local ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,19 @@ class Const:
 
 
 DEVICE = Const("device", 0)
+LAYOUTS = ("strided",)
+MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 KINDS = ("dtype", "memory_format", "layout", "device", "complex")
+# kind -> whether a value is one of it
+_KNOWN: dict[str, Callable[[Any], bool]] = {
+    "dtype": lambda value: type(value) is str and value in DTYPES,
+    "memory_format": lambda value: type(value) is str and value in MEMORY_FORMATS,
+    "layout": lambda value: type(value) is str and value in LAYOUTS,
+    "device": lambda value: type(value) is int and value == DEVICE.value,
+    "complex": lambda value: (
+        type(value) in (list, tuple) and len(value) == 2 and all(type(part) in (int, float) for part in value)
+    ),
+}
 Arg = Any  # None, bool, int, float, str, T, V, Const, or a list of Arg
 
 
@@ -81,8 +93,8 @@ def from_wire(form: Any) -> Arg:
             return T(value) if kind == "t" else V(value)
         if kind not in KINDS:
             raise ValueError(f"unknown constant kind {kind!r}")
-        if kind == "dtype" and (type(value) is not str or value not in DTYPES):
-            raise ValueError(f"unknown dtype {value!r:.40}")
+        if not _KNOWN[kind](value):
+            raise ValueError(f"unknown {kind} {value!r:.40}")
         return Const(kind, tuple(value) if kind == "complex" else value)
     if isinstance(form, list):
         return [from_wire(f) for f in form]

@@ -1,8 +1,8 @@
 """The process that a program starts to get a dispatcher and workers on its own machine.
 
-It forks the dispatcher, imports torch once, and forks the workers from there; a worker that dies later is started again. It
-lives as long as the program does: until its stdin ends, its parent changes, or SIGTERM. On stdout it writes one JSON line for
-each thing it has to report.
+It forks the dispatcher, imports torch once, and forks the workers from there; a worker that dies later is started again, and so
+is one that stays stopped, once the dispatcher has given it up. It lives as long as the program does: until its stdin ends, its
+parent changes, or SIGTERM. On stdout it writes one JSON line for each thing it has to report.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from typing import Any
 from gt import env, log
 from gt.launch import machine
 from gt.launch.process import ending, fork
+from gt.wire.liveness import LOOKS, Vigil, home
 
 POLL = 0.2  # seconds between looks at parent and children
 ASK, GRACE = 0.5, 1.0  # seconds that children get to end when the dispatcher says so, and after SIGTERM
 AGAIN, WITHIN = 3, 60.0  # times that a worker is started again within so many seconds
+GIVEN_UP = 2  # heartbeats in which a worker's process is stopped until another takes its place
 WORDS = 12  # lines of stderr kept from each worker, for when it dies at start
 
 
@@ -39,6 +41,8 @@ class Nursery:
         self._select = selectors.DefaultSelector()
         self._dispatcher = 0
         self._workers: dict[int, int] = {}  # pid -> number
+        self._vigils: dict[int, Vigil] = {}  # by pid
+        self._look = 0.0  # when they look next
         self._words: dict[int, deque[str]] = {}
         self._again: dict[int, deque[float]] = {}  # number -> when it was started again
         self._start: Callable[[int], None] = lambda number: None
@@ -83,6 +87,7 @@ class Nursery:
         pid = fork(f"gt.worker {number}", partial(_work, self._order, port, gpu), stderr=start)
         os.close(start)
         self._workers[pid] = number
+        self._vigils[pid] = Vigil(pid, home(), GIVEN_UP * LOOKS)
         self._words[number] = deque(maxlen=WORDS)
         self._select.register(end, selectors.EVENT_READ, partial(self._on_stderr, number=number))
 
@@ -109,11 +114,22 @@ class Nursery:
                 self._dispatcher, self._stopping = 0, True
             elif pid in self._workers:
                 number = self._workers.pop(pid)
+                del self._vigils[pid]
                 if not self._ready and not self._stopping:
                     self._drain()
                     raise RuntimeError(_last_words(number, code, self._words[number]))
                 if not self._stopping and self._dispatcher:
                     self._lost_worker(number)
+        self._end_stopped()
+
+    def _end_stopped(self) -> None:
+        """End workers that the dispatcher has given up: they are of no use, should they go on."""
+        now = time.monotonic()
+        if self._vigils and now >= self._look:
+            self._look = now + self._order["heartbeat"] / LOOKS
+            for pid, vigil in self._vigils.items():
+                if vigil.look():
+                    _signal(pid, signal.SIGKILL)
 
     def _drain(self) -> None:
         """What dead workers still had to say."""
@@ -195,17 +211,20 @@ def main() -> int:
 def _dispatch(order: dict[str, Any], status: int) -> None:
     """The dispatcher: tells its port, then how many workers it has."""
     from gt import errors
+    from gt.dispatcher.leases import Terms
     from gt.dispatcher.server import Server
     from gt.wire.auth import Access
-    from gt.wire.memory import collect_less, keep_freed
+    from gt.wire.memory import collect_less, keep_freed, more_descriptors, take_turns
 
     def tell(**what: Any) -> None:
         with contextlib.suppress(OSError):
             os.write(status, json.dumps(what).encode() + b"\n")
 
     log.setup("dispatcher", "gt.server")
+    more_descriptors()
     try:
-        server = Server("127.0.0.1", 0, Access(secret=order["token"]), order["heartbeat"])
+        access, terms = Access(secret=order["token"]), Terms(most=order["workers"])
+        server = Server("127.0.0.1", 0, access, order["heartbeat"], terms=terms)
     except errors.GTError as error:
         tell(failed=str(error))
         return
@@ -215,6 +234,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     tell(port=server.port)
     keep_freed()
     collect_less()
+    take_turns()
     server.run()
 
 

@@ -22,20 +22,21 @@ log = logging.getLogger("gt.wire")
 SHORTEST, LONGEST = 0.03, 0.3  # seconds between attempts
 NEVER = 24 * 3600 * 1000  # milliseconds
 SURE = 3  # times that a handshake fails before it is no accident
-MADE, CLOSED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_CLOSED)
+CONNECTED, MADE, CLOSED = int(zmq.EVENT_CONNECTED), int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_CLOSED)
 DENIED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 BOTH = "set GT_TOKEN to the server's on both sides"
 
 
 class Approach:
-    """`sock` and `monitor` are those of the last attempt."""
+    """`sock`, `monitor` and `descriptor` are those of the last attempt."""
 
     def __init__(self, address: str, ip: str, port: int, token: str, heartbeat: float) -> None:
         self.address, self._ip, self._port = address, ip, port
         self._token, self._heartbeat = token, heartbeat
         self.sock: zmq.Socket | None = None
         self.monitor: zmq.Socket | None = None
+        self.descriptor = -1  # of the last attempt's connection
         self.pause = SHORTEST
         self._key: Key | None = None  # of the last attempt
         self._denied = self._broken = 0  # how many attempts in a row ended so, with the same key
@@ -53,10 +54,11 @@ class Approach:
         options(sock, self._heartbeat, MAX_BODY)
         show(sock, key)
         sock.setsockopt(zmq.SNDHWM, QUEUE)
-        sock.setsockopt(zmq.RCVHWM, QUEUE)
+        # Credit bounds what comes. A limit here would leave heartbeats unread too, while nobody has time to take messages in.
+        sock.setsockopt(zmq.RCVHWM, 0)
         # The next attempt is ours, and a link once made is not made again. Without any, what came last would be dropped.
         sock.setsockopt(zmq.RECONNECT_IVL, NEVER)
-        self.monitor = sock.get_monitor_socket(MADE | CLOSED | GONE | FAILED)
+        self.monitor = sock.get_monitor_socket(CONNECTED | MADE | CLOSED | GONE | FAILED)
         sock.connect(f"tcp://{self._ip}:{self._port}")
         outcome = self._outcome(self.monitor, bell, min(until, time.monotonic() + HANDSHAKE), over)
         self._denied = self._denied + 1 if outcome == DENIED else 0
@@ -116,7 +118,9 @@ class Approach:
         for descriptor in (descriptor_of(monitor), bell):
             poll.register(descriptor, select.POLLIN)
         while not over():
-            for event, _ in monitored(monitor):
+            for event, value in monitored(monitor):
+                if event == CONNECTED:
+                    self.descriptor = value
                 if event & (MADE | CLOSED | FAILED):
                     return event
                 if event == GONE:

@@ -17,6 +17,10 @@ from gt.errors import ProtocolError
 from gt.wire import messages
 from gt.wire.messages import CODES, Message
 
+SMALL = 32 << 10  # bytes of a body that is unpacked within milliseconds, whatever is in it
+MAX_ASKED = 3 << 19  # bytes of one that a peer sends the dispatcher
+MOST_CONTAINERS = 96 << 10  # lists and maps of one field
+_CONTAINERS = bytes([*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])  # first bytes of msgpack's
 MAX_DEPTH = 24  # containers within containers, the message's own list not counted
 _TYPES: dict[str, type] = {"int": int, "str": str, "list": list, "Numbers": list, "dict": dict, "bool": bool}
 _NUMBERS = frozenset({int, float, bool})
@@ -86,6 +90,31 @@ def unpack(body: bytes | memoryview) -> Message:
         if want is list or want is dict:
             _check(value, f"{cls.__name__}.{name}")
     return cls(*row[1:])
+
+
+def weigh(body: bytes) -> None:
+    """Raise ProtocolError for a body that would take long to unpack: what a byte can say to make an object of 64 is counted
+    before any is made. Small ones are not looked at.
+    """
+    if len(body) <= SMALL:
+        return
+    if len(body) > MAX_ASKED:
+        raise ProtocolError(f"body has {len(body)} bytes, at most {MAX_ASKED} are accepted from a peer")
+    reader = msgpack.Unpacker(max_buffer_size=MAX_ASKED)
+    reader.feed(body)
+    try:
+        reader.read_array_header()
+        number = reader.unpack()
+        for name, _ in _FIELDS[number]:
+            start = reader.tell()
+            reader.skip()
+            part, stream = body[start : reader.tell()], f"{CODES[number].__name__}.{name}" in _STREAMS
+            # The bytes of a number or text look like these too, if few of a text's.
+            count = len(part) - len(part.translate(None, _CONTAINERS))
+            if count > (64 + len(part) // 3 if stream else MOST_CONTAINERS):
+                raise ProtocolError(f"{CODES[number].__name__}.{name} has about {count} lists, more than are taken")
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"body of {len(body)} bytes is not msgpack: {str(error) or type(error).__name__}") from None
 
 
 def _check(value: Any, where: str) -> None:

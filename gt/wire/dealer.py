@@ -20,7 +20,8 @@ from gt.errors import Refused
 from gt.wire import codec
 from gt.wire.approach import Approach
 from gt.wire.connections import cut
-from gt.wire.messages import CHUNK, Exit, Message, Reject
+from gt.wire.liveness import LOOKS, Cable, Vigil
+from gt.wire.messages import CHUNK, Exit, Message, Reject, Welcome
 from gt.wire.signals import uninterrupted
 from gt.wire.socket import (
     BURST,
@@ -47,9 +48,9 @@ _open_dealers: set[int] = set()
 class Dealer:
     """A link to the dispatcher. Callbacks must not wait for anything it brings.
 
-    on_message(message, frames); on_lost(reason) once, when the dispatcher dies, stops answering for `heartbeat` seconds
-    or cannot be reached for `wait` seconds (None: tries for ever), and not after close() or a Reject; on_turn() in each
-    turn, every 10 ms at the latest: it may call send.
+    on_message(message, frames); on_lost(reason) once, when the dispatcher dies, is stopped for `heartbeat` seconds (or silent
+    for several times that, where its process cannot be seen) or cannot be reached for `wait` seconds (None: tries for ever),
+    and not after close() or a Reject; on_turn() in each turn, every 10 ms at the latest: it may call send.
 
     A turn is what has to be done at the socket: take in what came, call back, send. The link has a thread that takes turns;
     a thread that sends (`push`) or waits (`lead`) takes them itself, which saves waking one thread to wake another. Then the
@@ -71,7 +72,7 @@ class Dealer:
         self.address = address
         self.messages_sent = self.bytes_sent = 0
         self._on_message, self._on_lost, self._on_turn = on_message, on_lost, on_turn
-        self._wait = wait
+        self._wait, self._heartbeat = wait, heartbeat
         self._approach = Approach(address, *place(address), token, heartbeat)
         self._queue: deque[list[Any]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -87,6 +88,9 @@ class Dealer:
         self._aside = 0.0  # until when the link's thread leaves what comes to others
         self._fault: Exception | None = None  # of a turn in another thread
         self._sock: zmq.Socket | None = None  # once connected, until closed
+        self._cable: Cable | None = None  # once connected
+        self._vigil: Vigil | None = None  # once the dispatcher has said which process it is
+        self._look = 0.0  # when it is looked at next
         self._thread = threading.Thread(target=self._main, name="gt-link", daemon=True)
         _open_dealers.add(id(self))
         self._thread.start()
@@ -102,7 +106,7 @@ class Dealer:
         nbytes = len(body) + sum(memoryview(frame).nbytes for frame in frames)
         self.messages_sent += 1
         self.bytes_sent += nbytes
-        if nbytes <= 2 * CHUNK:
+        if nbytes <= 2 * CHUNK and len(body) <= CHUNK:
             self._queue.append([body, *frames])
         else:
             self._queue.extend(cut(body, tuple(frames), CHUNK))
@@ -223,6 +227,10 @@ class Dealer:
             frames = frames_of(sock)
             message = codec.unpack(body)
             self._deaf |= type(message) is Exit  # it reads no more: nothing to wait for in close()
+            if type(message) is Welcome:
+                match message.process:
+                    case [int(pid), str(home)]:
+                        self._vigil = Vigil(pid, home, LOOKS)
             self._on_message(message, frames)
         return True
 
@@ -284,6 +292,7 @@ class Dealer:
             if approach.attempt(context, self._bell, deadline, lambda: self._closing):
                 assert approach.sock is not None
                 self._descriptor = descriptor_of(approach.sock)
+                self._cable = Cable(approach.descriptor, self._heartbeat)
                 self._sock = approach.sock
                 break
             if refusal := approach.refusal(patient=self._wait is None):
@@ -322,6 +331,8 @@ class Dealer:
                     raise self._fault
                 if self._watch(sock, monitor):
                     return f"the connection to the server at {self.address} was lost"
+                if ended := self._ended():
+                    return f"the connection to the server at {self.address} was lost: {ended}"
                 more = self._turn(sock)
                 if self._closing:
                     return self._flush(sock)
@@ -334,9 +345,17 @@ class Dealer:
         self._receive(sock, burst=1 << 20)
         return True
 
+    def _ended(self) -> str:
+        """How the dispatcher's process is stopped, or its host gone, once that is certain, or ""."""
+        if self._sock is None or self._cable is None or (now := time.monotonic()) < self._look:
+            return ""
+        self._look = now + self._heartbeat / LOOKS
+        return self._cable.look() or ("" if self._vigil is None else self._vigil.look())
+
     def _pause(self) -> int:
         """Milliseconds to sleep in poll."""
-        return int(TURN * 1000) if self._on_turn is not None else 1000
+        quiet = min(1.0, self._heartbeat / LOOKS)
+        return int((TURN if self._on_turn is not None else quiet) * 1000)
 
     def _flush(self, sock: zmq.Socket) -> str:
         deadline = time.monotonic() + LINGER

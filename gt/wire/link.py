@@ -35,6 +35,7 @@ from gt.wire.messages import (
     Query,
     Reject,
     Release,
+    Renew,
     Report,
     Run,
     Seal,
@@ -58,7 +59,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     ),
     "worker": (
         frozenset({Piece, Described, Report, Done, Trouble, Took, Goodbye}),
-        frozenset({Welcome, Reject, World, Run, Data, More, Switch, Abort, Query, Exit}),
+        frozenset({Welcome, Reject, World, Run, Data, More, Switch, Abort, Query, Renew, Exit}),
     ),
 }
 CARRIES = {Ops: 4096, Host: 1, Piece: 1, Data: 1}  # the messages that have frames, and how many at most

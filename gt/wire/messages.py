@@ -29,9 +29,12 @@ class Message:
 class Hello(Message):
     """Client or worker -> dispatcher, first. Answered by Welcome or Reject.
 
-    role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool}.
+    role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool,
+    "cudnn_benchmark": bool, "cudnn_tf32": bool, "stall_timeout": seconds in which no worker gets on until that is an error, 0
+    for none, "workers": how many it wants, of its own where the server is exclusive, 0 for as many as there are}.
     config (client): text of the YAML, "" for none; config_path only for messages. info (worker): {"name", "pid",
-    "host", "backend", "heap_fd", "heap_bytes", "doorbell", "unique_id"}; name "" asks for the next free one.
+    "host", "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home", "proof"}; name "" asks for the next
+    free one; home is that of wire.liveness; proof: of gt.wire.proof, "" where the server asks for none.
     """
 
     version: int
@@ -141,13 +144,17 @@ class Goodbye(Message):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Dispatcher -> client or worker, answers Hello. workers: names in order of index; groups: signal groups, in order."""
+    """Dispatcher -> client or worker, answers Hello. workers: names in order of index; groups: signal groups, in order.
+
+    process: [pid, home] of the dispatcher, see wire.liveness: who is on its host sees whether it is stopped.
+    """
 
     session: int
     name: str
     workers: list
     groups: list
     credit: int
+    process: list = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +242,13 @@ class Report(Message):
 
 @dataclass(frozen=True, slots=True)
 class Notice(Message):
-    """Dispatcher -> client: what whoever wrote the program should know, and is no failure."""
+    """Dispatcher -> client: what whoever wrote the program should know, and is no failure; that a worker is slow, say.
+
+    place: in the queue for workers of its own, from 1, for a client that has no Welcome yet; 0: of no queue.
+    """
 
     text: str
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,12 +267,14 @@ class World(Message):
     """Dispatcher -> worker: all workers, [index, name, pid, host, heap_fd, heap_bytes, doorbell], whenever that changes.
 
     members: workers that share memory of their devices from here on, [] for none; unique_id: by which they meet.
+    hosts: how many workers that compute in its memory a host has.
     """
 
     generation: int
     workers: list
     members: list = field(default_factory=list)
     unique_id: str = ""
+    hosts: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,13 +302,17 @@ class Data(Message):
 
 @dataclass(frozen=True, slots=True)
 class Switch(Message):
-    """Dispatcher -> worker: torch switches (as Hello.switches) of the session whose Runs follow.
+    """Dispatcher -> worker: the session whose Runs follow, and its torch switches (as Hello.switches).
 
-    They change numbers, so they are each session's own: sent before a session's Run wherever the Run before was of one with
-    others, and never to a worker that the session does not use. threads are the program's, shared out among its workers.
+    Sent before a session's Run wherever the Run before was another's, and never to a worker that the session does not use.
+    Switches change numbers, so they are each session's own; threads are the program's, shared out among its workers. A worker
+    that has served a second session clears memory before an op gets it. memory: bytes that the session may hold there, 0 for
+    no limit of its own.
     """
 
     switches: dict
+    session: int = 0
+    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,15 +328,25 @@ class Query(Message):
     """Dispatcher -> worker, answered by Report from its I/O thread.
 
     {"done": last Run carried out, "stats": {...}, "at": [Run, place in it, op's seq, kind, Runs that its GPU is through with]
-    of the instruction being carried out, or None}: two answers with the same `at` say that it is taking long. That is as it
-    should be where kind is "compile", and for a while where it is "load" (an instruction that a GPU is given for the first
-    time) or "device" (its GPU is waited for). stats: whether they are wanted; programs: the definitions whose last replay they
-    are to tell of, and what of them is compiled.
+    of the instruction being carried out, or None, "work": seconds of CPU time that it has worked}: two answers with the same
+    `at` say that it is taking long, and with the same `work` that it does not get on. kind is that of the instruction, or
+    "compile", "load" (a GPU is given it for the first time) or "device" (its GPU is waited for). stats: whether they are
+    wanted; programs: the definitions whose last replay they are to tell of, and what of them is compiled.
     """
 
     request: int
     stats: bool = True
     programs: list = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Renew(Message):
+    """Dispatcher -> worker: the session that it was lent to has ended. It starts afresh, as a new process of the same name.
+
+    Nothing that it sends from here on is taken; the new process says Hello.
+    """
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,11 +372,18 @@ class Done(Message):
 
 @dataclass(frozen=True, slots=True)
 class Trouble(Message):
-    """Worker -> dispatcher: op `seq` failed; kind: "op" | "unsupported" | "peer". Its outputs are placeholders."""
+    """Worker -> dispatcher: op `seq` failed; kind: "op" | "unsupported" | "peer" | "memory". Its outputs are placeholders.
+
+    memory (of that kind, not each time): {"limit", "session_limit" (0 for none), "used", "session", "others", "top"}, in bytes:
+    what the process may have and has, tensors of the session and of others, and of the session's largest ones [id, bytes].
+    others: of many ops of the Run that failed as those before, all; the first is `seq`.
+    """
 
     seq: int
     kind: str
     message: str
+    memory: dict = field(default_factory=dict)
+    others: Numbers = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,4 +400,5 @@ class Took(Message):
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, Host, Goodbye, Welcome, Reject, Ack, Need, Release, Value, Piece, Described,
     Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble, More, Took, Seal, Notice,
+    Renew,
 )  # fmt: skip

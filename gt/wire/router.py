@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import zmq
@@ -17,6 +18,7 @@ from gt.log import Sparse
 from gt.wire import auth, codec, runtime, tcp
 from gt.wire.auth import Access
 from gt.wire.connections import SILENT, Connection, Connections, on_wire
+from gt.wire.liveness import Cable
 from gt.wire.messages import CHUNK, Exit, Message
 from gt.wire.socket import (
     BURST,
@@ -71,6 +73,8 @@ class Router:
         access = access or Access()
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._connections = Connections(heartbeat, SILENT if descriptors < 0 else min(SILENT, descriptors // 4))
+        self._heartbeat = heartbeat
+        self._cables: dict[bytes, Cable] = {}
         self._dead: dict[bytes, bool] = {}  # the last peers that went: whether they know
         self._packed: tuple[Message | None, bytes] = (None, b"")
         self._sparse = Sparse(log, SPOKEN)
@@ -119,6 +123,16 @@ class Router:
             self._look(now, sent, drained)
         return found
 
+    def cut_off(self) -> list[Gone]:
+        """Peers whose host is gone: it has acknowledged nothing for a heartbeat."""
+        found = []
+        for peer, how in [(peer, cable.look()) for peer, cable in self._cables.items()]:
+            if how:
+                del self._cables[peer]
+                self.forget(peer)
+                found.append(Gone(peer, f"its connection ended: {how}"))
+        return found
+
     def send(self, peer: bytes, message: Message, frames: Frames = ()) -> None:
         """Queue a message; one to a peer that is gone is dropped."""
         if self._packed[0] is not message:  # the same message to many peers is packed once
@@ -128,6 +142,10 @@ class Router:
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
+
+    def descriptors(self, peers: Iterable[bytes]) -> set[int]:
+        """Those of these peers' connections."""
+        return {connection.fd for peer in peers if (connection := self._connections.of(peer)) is not None}
 
     def forget(self, peer: bytes) -> None:
         """Drop what this peer sends from now on, and end its connection soon; its end is reported all the same."""
@@ -245,9 +263,13 @@ class Router:
         if len(peer) != 5 or peer[0]:
             return None
         try:
-            return self._connections.meet(peer, int(frame.get(zmq.SRCFD)), str(frame.get("User-Id")))  # type: ignore[call-overload]
+            fd, ticket = int(frame.get(zmq.SRCFD)), str(frame.get("User-Id"))  # type: ignore[call-overload]
         except zmq.ZMQError:  # it speaks ZMTP 1 or 2, which has no such things, and which none of ours speaks
             return None
+        connection = self._connections.meet(peer, fd, ticket)
+        if connection is not None:
+            self._cables[peer] = Cable(fd, self._heartbeat)
+        return connection
 
     def _turn_away(self, peer: bytes) -> None:
         """A peer is taken for gone and is there: it is told, once, or it would wait for ever."""
@@ -258,6 +280,7 @@ class Router:
     # ---- who goes
 
     def _lose(self, peer: bytes, found: list[Arrived | Gone]) -> None:
+        self._cables.pop(peer, None)
         self._bury(peer, self._dead.get(peer, False))
         found.append(Gone(peer, ENDED))
 
@@ -279,12 +302,11 @@ class Router:
 
     def _end(self, connection: Connection, reason: str) -> None:
         """End a connection, unless it has just ended and its descriptor may be another's."""
-        fd = tcp.duplicate(connection.fd)
-        if fd < 0:
-            return
+        copy = tcp.duplicate(connection.fd)
         self._follow()  # no end so far: the duplicate is of this connection
         if self._connections.holds(connection):
             if self._sparse.allows(time.monotonic()):
                 log.warning("a connection is ended: %s", reason)
-            tcp.end(fd)
-        os.close(fd)
+            tcp.end(copy if copy >= 0 else connection.fd)  # no descriptor is left for a copy: it is almost certainly the same
+        if copy >= 0:
+            os.close(copy)

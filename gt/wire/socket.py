@@ -1,8 +1,9 @@
 """What both ends of a link over ZeroMQ share: addresses, options, and reading what has come.
 
 `Dealer` is a client's or worker's end, with an I/O thread of its own; `Router` the dispatcher's, polled by its loop. Both see
-a killed peer through the socket's monitor at once, and a stopped one through ZMTP heartbeats, which libzmq's own threads send
-and answer whatever Python is doing.
+a killed peer through the socket's monitor at once. That a peer is stopped is asked of the kernel where both are on one host
+(liveness.py); elsewhere ZMTP heartbeats, which libzmq's own threads send and answer whatever Python is doing, say so, after
+much longer: on a loaded machine those threads wait for their turn too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gt.wire.auth import CURVE, PLAIN, USER, Key
 Frames = Sequence[Any]  # bytes-like, each of at most messages.CHUNK bytes
 QUEUE = 64  # messages that libzmq itself holds for a Dealer; more wait in our deque, where they cost a reference
 BURST = 256  # messages taken in before anything else gets its turn
+PATIENCE = 6  # heartbeats without a sign of life after which a peer that nobody can look at counts as lost
 LINGER = 1.0  # seconds that closing waits for what is still to be sent
 HANDSHAKE = 10.0  # seconds that a handshake may take
 SEALED = 64  # bytes that encryption adds to a frame, and more
@@ -46,10 +48,10 @@ def resolve(host: str) -> str:
 
 
 def options(sock: zmq.Socket, heartbeat: float, longest: int) -> None:
-    """What both ends set: a stopped peer is dropped within `heartbeat` seconds, and no frame has more than `longest` bytes."""
+    """What both ends set: a silent peer is dropped after PATIENCE heartbeats (seconds); no frame has over `longest` bytes."""
     sock.setsockopt(zmq.MAXMSGSIZE, longest + SEALED)
     sock.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(heartbeat * 200)))
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(heartbeat * 700)))
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(heartbeat * PATIENCE * 1000)))
     sock.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE * 1000))
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
 

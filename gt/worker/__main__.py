@@ -10,28 +10,44 @@ from pathlib import Path
 from typing import NoReturn
 
 from gt import env
+from gt.errors import ConfigError
 from gt.worker.engine.base import ENGINES
 from gt.worker.loop import run
+from gt.worker.renewal import Renewal
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, own: bool = False) -> int:
+    """Exit code. own: this process is the worker and nothing else, so that it can execute itself anew."""
     parser = argparse.ArgumentParser(prog="gt.worker", description="One worker: carries out what the server says.")
     parser.add_argument("--host", default="localhost", help="host of the server")
     parser.add_argument("-p", "--port", type=int, required=True, help="port of the server")
     parser.add_argument("--name", default="", help="name in messages and logs; by default the next free one")
     parser.add_argument("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
+    parser.add_argument("--worker-token-file", type=Path, help="file with the secret of the server's workers, if it has one")
     parser.add_argument("--device", default="", help="cpu or cuda:0; by default the GPU if there is one")
     parser.add_argument("--backend", choices=list(ENGINES), help="its engine; default: GT_BACKEND")
+    parser.add_argument("--wait", type=float, help="seconds to look for the server; by default for ever")
+    parser.add_argument("--memory-limit", default="", help="bytes it may take, as 4GiB; default: GT_MEMORY_LIMIT")
     args = parser.parse_args(argv)
     try:
-        token = env.token(args.token_file)
-    except OSError as error:
-        sys.stderr.write(f"gt.worker: --token-file {args.token_file} cannot be read: {error.strerror}\n")
+        limit = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
+    except ConfigError as error:
+        sys.stderr.write(f"gt.worker: {error}\n")
         return 2
-    sys.stderr.write(f"gt.worker: for the server at {args.host}:{args.port}, whenever it is there; Ctrl-C ends it\n")
+    try:
+        token = env.token(args.token_file)
+        secret = env.token(args.worker_token_file) if args.worker_token_file else ""
+    except OSError as error:
+        sys.stderr.write(f"gt.worker: --token-file {error.filename} cannot be read: {error.strerror}\n")
+        return 2
+    if args.wait is None:
+        sys.stderr.write(f"gt.worker: for the server at {args.host}:{args.port}, whenever it is there; Ctrl-C ends it\n")
+    files = {"--token-file": token if args.token_file else "", "--worker-token-file": secret}
+    renew = Renewal(files).start if own else None
     backend = args.backend or env.get("GT_BACKEND")
     try:
-        why = run(args.host, args.port, token, args.name, backend, args.device, wait=None, joined=_joined)
+        rest = args.wait, _joined, renew, secret, limit
+        why = run(args.host, args.port, token, args.name, backend, args.device, *rest)
     except KeyboardInterrupt:
         why = "interrupted"
     if why:
@@ -52,4 +68,4 @@ def _joined(name: str) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(main(own=True))

@@ -21,7 +21,9 @@ class Blank:
     shape: tuple[int, ...] | None = None
 
     def make(self, worker: Worker, code: list, at: int) -> None:
-        worker.tensors[code[at + self.place]] = worker.engine.zeros(self._spec(worker, code, at))
+        spec = self._spec(worker, code, at)
+        worker.budget.need(spec.nbytes)
+        worker.tensors[code[at + self.place]] = worker.engine.zeros(spec)
 
     def _spec(self, worker: Worker, code: list, at: int) -> Spec:
         source = None if self.like is None else worker.tensors.get(code[at + self.like])

@@ -18,7 +18,7 @@ from gt.worker.beside import Batch, Each, beside, together
 from gt.worker.engine.base import Compiled, Compiler, Engine, Misfit, Recorder, Replays, Strictly
 from gt.worker.lent import Lent
 from gt.worker.lives import Definition, lives, taken
-from gt.worker.segments import Known, Row, Wired, cut, known, lightens, runs, wire
+from gt.worker.segments import Known, Row, Wired, cut, known, left, lightens, runs, wire
 from gt.worker.steps import Step
 
 TRIES = 3  # times that a segment is compiled, since what it is given may come to lie otherwise
@@ -106,6 +106,7 @@ class Plan:
         self._replays: Replays | None = None
         self._apart: Counter[str] = Counter()  # what is done between recordings
         self._held, self._each, self._fail = tensors, each, fail
+        self.fits: Callable[[int], bool] = lambda nbytes: True  # whether there is room for what a segment makes
         opened = getattr(engine, "compiler", None)
         if opened is None:
             self.why = f"the {engine.name} engine has no compiler"
@@ -139,7 +140,12 @@ class Plan:
         return found
 
     def _step(self, segment: Segment) -> Callable[[list, int], None]:
+        nbytes = left(segment.wired)
+
         def step(code: list, at: int) -> None:
+            if nbytes and not self.fits(nbytes):
+                self._each(segment.rows)
+                return
             if segment.compiled is None and self.compiler is not None:
                 segment.look(self.compiler)
                 if self._reached is not None and segment.seen is not None and (not self._once or lightens(segment.wired)):
@@ -271,7 +277,7 @@ def _apart(recorder: Recorder, direct: Container[int], definition: Definition, c
     if define is None:
         return "what is not known here"
     name = define.payload["op"] if define.kind == "op" else define.kind
-    if at in drawn:
+    if at in drawn and not (define.kind == "op" and recorder.draws(define.payload)):
         return f"{name} draws other random numbers each time"
     if define.kind in MOVES:
         return "" if define.number in direct else f"{name} goes through host memory"

@@ -14,9 +14,9 @@ from typing import Any
 
 from gt.errors import SystemFailure
 from gt.ir.layout import Box, volume
-from gt.ir.spec import DTYPES
+from gt.ir.spec import DTYPES, contiguous
 from gt.worker.engine.base import Combine, Moves, Tensor
-from gt.worker.pieces import as_boxes, extent, index, leading, local, shared
+from gt.worker.pieces import as_boxes, cut, extent, index, leading, local, shared
 from gt.worker.steps import Step, Worker
 
 NOTHING = memoryview(bytearray())
@@ -81,12 +81,15 @@ def all_gather(worker: Worker, payload: dict[str, Any]) -> Step:
     engine, plane = worker.reach(team["workers"])
     shape, dtype = tuple(payload["shape"]), payload["dtype"]
     ranks = [as_boxes(rows) for rows in payload["boxes"]]
+    own = local(ranks[team["rank"]])[0]
     direct = [len(boxes) == 1 and leading(boxes[0], shape) for boxes in ranks]
+    need, nbytes = worker.budget.need, contiguous(shape, dtype).nbytes
 
     def step(code: list, at: int) -> None:
         worker.collectives["all_gather"] += 1
         try:
-            src = engine.view(engine.packed(held[code[at]]))
+            src = engine.view(engine.packed(planned(engine, held[code[at]], own, dtype)))
+            need(nbytes)
             dst = engine.staging(shape, dtype)
             pieces = [
                 dst[index(boxes[0])] if straight else engine.staging(local(boxes)[0], dtype)
@@ -109,15 +112,17 @@ def all_gather(worker: Worker, payload: dict[str, Any]) -> Step:
 def reduce_scatter(worker: Worker, payload: dict[str, Any]) -> Step:
     held, team = worker.tensors, payload["team"]
     engine, plane = worker.reach(team["workers"])
-    op, dtype = payload["op"], payload["dtype"]
+    op, shape, dtype = payload["op"], tuple(payload["shape"]), payload["dtype"]
     ranks = [as_boxes(rows) for rows in payload["boxes"]]
     own = local(ranks[team["rank"]])[0]
     combines = _combines(engine)
+    need, nbytes = worker.budget.need, contiguous(own, dtype).nbytes
 
     def step(code: list, at: int) -> None:
         worker.collectives["reduce_scatter"] += 1
         try:
-            src = held[code[at]]
+            src = planned(engine, held[code[at]], shape, dtype)
+            need(nbytes)
             sections = [engine.view(_assembled(engine, src, boxes, dtype)) for boxes in ranks]
             out = engine.staging(own, dtype)
             view, combine = engine.view(out), combines(op, dtype)
@@ -136,15 +141,17 @@ def all_to_all(worker: Worker, payload: dict[str, Any]) -> Step:
     dtype, rank = payload["dtype"], payload["team"]["rank"]
     have = [as_boxes(rows) for rows in payload["have"]]
     want = [as_boxes(rows) for rows in payload["want"]]
-    shape = local(want[rank])[0]
+    shape, own = local(want[rank])[0], local(have[rank])[0]
     outgoing = [[src for src, _ in shared(have[rank], boxes)] for boxes in want]
     incoming = [[dst for _, dst in shared(boxes, want[rank])] for boxes in have]
+    need, nbytes = worker.budget.need, contiguous(shape, dtype).nbytes
     longest = DTYPES[dtype][0] * max(sum(volume(src) for src, _ in shared(a, b)) for a in have for b in want)
 
     def step(code: list, at: int) -> None:
         worker.collectives["all_to_all"] += 1
         try:
-            src = held[code[at]]
+            src = planned(engine, held[code[at]], own, dtype)
+            need(nbytes)
             dst = engine.staging(shape, dtype)
             sends = [engine.view(_packed(engine, src, boxes, dtype)) for boxes in outgoing]
             recvs = [_room(engine, dst, boxes, dtype) for boxes in incoming]
@@ -180,9 +187,11 @@ def send(worker: Worker, payload: dict[str, Any]) -> Step:
 def recv(worker: Worker, payload: dict[str, Any]) -> Step:
     held, receive = worker.tensors, _receiver(worker, payload)
     engine, _ = _between(worker, payload)
+    need, nbytes = worker.budget.need, contiguous(tuple(payload["shape"]), payload["dtype"]).nbytes
 
     def step(code: list, at: int) -> None:
         try:
+            need(nbytes)
             dst = engine.staging(payload["shape"], payload["dtype"])
         except Exception:
             _decline(worker, payload)
@@ -196,14 +205,16 @@ def recv(worker: Worker, payload: dict[str, Any]) -> Step:
 def merge(worker: Worker, payload: dict[str, Any]) -> Step:
     held, receive = worker.tensors, _receiver(worker, payload)
     engine, _ = _between(worker, payload)
+    need, nbytes = worker.budget.need, contiguous(tuple(payload["shape"]), payload["dtype"]).nbytes
     pairs = [as_boxes(pair) for pair in payload["local"]]
 
     def step(code: list, at: int) -> None:
         try:
             src = held[code[at]]
+            need(nbytes)
             dst = engine.staging(payload["shape"], payload["dtype"])
             for source, target in pairs:
-                engine.copy(dst[index(target)], src[index(source)])
+                engine.copy(dst[index(target)], cut(src, source))
         except Exception:
             _decline(worker, payload)
             raise
@@ -258,24 +269,31 @@ def _receiver(worker: Worker, payload: dict[str, Any]) -> Any:
 # ---- boxes of a tensor and runs of bytes
 
 
+def planned(engine: Moves, tensor: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """The tensor; ValueError unless it is what the plan says, or members would take what others left in a team's buffer."""
+    if tuple(tensor.shape) != shape or engine.dtype(tensor) != dtype:
+        raise ValueError(f"the tensor is {engine.dtype(tensor)}{list(tensor.shape)}, planned is {dtype}{list(shape)}")
+    return tensor
+
+
 def _assembled(engine: Moves, src: Tensor, boxes: list[Box], dtype: str) -> Tensor:
     """The local tensor of these boxes of src, as `view` can show it."""
     if len(boxes) == 1:
-        return engine.packed(src[index(boxes[0])])
+        return engine.packed(cut(src, boxes[0]))
     shape, places = local(boxes)
     part = engine.staging(shape, dtype)
     for box, place in zip(boxes, places, strict=True):
-        engine.copy(part[index(place)], src[index(box)])
+        engine.copy(part[index(place)], cut(src, box))
     return part
 
 
 def _packed(engine: Moves, src: Tensor, boxes: list[Box], dtype: str) -> Tensor:
     """The boxes of src one after the other."""
     if len(boxes) == 1:
-        return engine.packed(src[index(boxes[0])])
+        return engine.packed(cut(src, boxes[0]))
     flat = engine.staging((sum(map(volume, boxes)),), dtype)
     for box, run in _runs(engine, flat, boxes):
-        engine.copy(run, src[index(box)])
+        engine.copy(run, cut(src, box))
     return flat
 
 

@@ -13,31 +13,30 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
-from gt.errors import ProtocolError, UnsupportedOp
+from gt.errors import ProtocolError
 from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
 from gt.ir.spec import Spec
-from gt.wire.messages import Trouble
-from gt.worker import exchange, local
+from gt.worker import exchange, local, troubles
 from gt.worker.beside import together
 from gt.worker.blanks import Blank, blanks
 from gt.worker.compiled import ISSUES, MOVES, Plan
 from gt.worker.engine.base import Engine
 from gt.worker.lent import Lent
+from gt.worker.limits import OPERANDS, PLANNED, Budget, Careful, bounded, results
 from gt.worker.outgoing import Outgoing
-from gt.worker.plane.base import Doomed, PeerGone, Plane, Unmet
-from gt.worker.program import Bound, Stamp, program
+from gt.worker.plane.base import Doomed, Plane, Unmet
+from gt.worker.program import Bound, drawing, program
 from gt.worker.segments import Row
 from gt.worker.steps import Anew, Binder, Counted, Firsts, Step, Worker
-from gt.worker.store import Cancelled, Uploads
+from gt.worker.store import Uploads
 from gt.worker.straight import Straight, whereabouts
-from gt.worker.timed import Timed
+from gt.worker.timed import Stamps, Timed
 
 log = logging.getLogger("gt.worker")
 
 Send = Callable[..., None]  # (message, frames=())
-LONGEST = 4000  # characters of an error's text
+ANSWERS = ("fetch", "describe")
 WAITING = ("compile", "load", "device")  # kinds by `where`: the thread may be waiting for the device
-STAMPED = 256  # definitions of programs whose last replay is known, forgotten ones among them
 
 
 class Poisoned(BaseException):
@@ -51,12 +50,14 @@ class Unrecorded(Exception):
 class Executor:
     """One worker's tensors and definitions; `run` is called by one thread, `stats` by any."""
 
-    def __init__(self, engine: Engine, plane: Plane, send: Send, uploads: Uploads | None = None) -> None:
+    def __init__(self, engine: Engine, plane: Plane, send: Send, budget: Budget | None = None) -> None:
         self.tensors: dict[int, Any] = {}
-        self.uploads = uploads or Uploads()
+        self.budget = budget or Budget()
+        self.budget.held = lambda session: sum(n for _, n in troubles.held(self.tensors, session, engine.storage).values())
+        self.uploads = Uploads(admit=self.budget.admit)
         self.outgoing = Outgoing(send)
         self.instructions = 0
-        self.worker = Worker(engine, plane, send, self.tensors, self.uploads, self.outgoing)
+        self.worker = Worker(engine, plane, send, self.tensors, self.uploads, self.outgoing, self.budget)
         self._engine = engine
         self._send = send
         self.times: dict[int, float] = {}  # number -> the least that it took in timed Runs, until it is told
@@ -66,10 +67,13 @@ class Executor:
         self._plans: dict[int, Plan] = {}  # by definition of a program, what of it is compiled
         self._directs: set[int] = set()  # definitions that move data by the device alone
         self._anew: dict[int, Anew] = {}  # and what may come to do so
-        self._lent = Lent(lambda seq, error: self._trouble(seq, error, _text(error)))
+        self._lent = Lent(lambda seq, error: self._trouble(seq, error, troubles.text(error)))
         self._firsts = Firsts(self._steps)
         self._compiling = self._strict = self._busy = False
-        self._stamps: dict[int, list[Stamp]] = {}  # by definition of a program, actions of its last replay
+        self._small: dict[int, int] = {}  # bytes that definitions make which are not compared with the room by themselves
+        self._careful = False  # whether they are now
+        self._troubles = troubles.Troubles(send, self.tensors, self.budget, engine.storage)
+        self._stamps = Stamps()
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
         self._base = self._place = self._thread = self._peak = 0
 
@@ -82,7 +86,7 @@ class Executor:
                 if define.kind == "program":
                     step = self._program(define)
                 else:
-                    step = BIND[define.kind](self.worker, define.payload)
+                    step = self._compared(define, BIND[define.kind](self.worker, define.payload))
                     if self._engine.clock is None and (define.kind == "op" or define.kind in ISSUES):
                         step = self._firsts.watched(define.number, step)
                     elif self._direct(define):
@@ -93,6 +97,18 @@ class Executor:
                 step = _failing(error)
             self._steps[define.number] = (step, 2 + define.operands)
             self._made[define.number] = (define.kind, made, define if define.kind != "program" else None)
+
+    def _compared(self, define: Define, step: Step) -> Step:
+        if not self.budget.bounded:
+            return step
+        made = results(define)
+        if 0 < made < PLANNED:
+            self._small[define.number] = made
+        return bounded(step, made, self.budget)
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether there is room for what several instructions make; if not they are carried out one by one."""
+        return not self._careful and self.budget.fits(nbytes)
 
     def formed(self) -> None:
         """The plane reaches more: from here on all ends move data that way, by definitions from before and programs too."""
@@ -112,6 +128,7 @@ class Executor:
         if define.payload["backend"] == "eager":
             source, randoms = self._engine.source, define.payload["randoms"]
             straight = Straight(randoms, self._definition, source, self.tensors, self._each, self._carried)
+            straight.fits = self._fits
             fold = partial(self._unfolded, straight)
         else:
             batch = self.worker.plane.batch
@@ -119,12 +136,14 @@ class Executor:
             reached = self._reached if once or self._alone(define.payload) else None
             args = self._engine, self.tensors, self._each, self._fail_segment, batch, reached, once
             plan = self._plans[define.number] = Plan(define.payload["backend"], *args)
+            plan.fits = self._fits
             fold = partial(plan.fold, definition=self._definition)
             prepare = _nothing if once else partial(self._prepare, plan)
-        stamp = partial(self._stamp, define.number)
+        stamp = partial(self._stamps.put, define.number)
         rewind = self.worker.plane.rewind
         with self._compiles():
-            return program(define.payload, self._steps, self.tensors, self._play, stamp, fold, rewind, prepare)
+            step = program(define.payload, self._steps, self.tensors, self._play, stamp, fold, rewind, prepare)
+        return drawing(self._engine, step) if define.payload["randoms"] else step
 
     @contextmanager
     def _compiles(self) -> Iterator[None]:
@@ -146,10 +165,13 @@ class Executor:
 
     def run(self, code: list[int], base: int, epoch: int = 0, timed: bool = False) -> None:
         """Carry out a stream, seqs counting from base. ProtocolError for a number that was never defined."""
-        steps: Bound | Timed = self._steps
+        steps: Bound | Timed | Careful = self._steps
         at, end, done = 0, len(code), 0
+        self._careful = self.budget.begin(end)
+        if self._careful:
+            steps = Careful(self._steps, self._small, self.budget.need)
         if timed and self._engine.clock is not None:
-            steps = Timed(self._steps, self._engine.clock, self.times)
+            steps = Timed(steps, self._engine.clock, self.times)
         self.worker.epoch, self._thread = epoch, get_ident()
         self._code, self._base, self._place, lent, self._busy = code, base, 0, self._lent, True
         with self._engine.guard():
@@ -171,6 +193,7 @@ class Executor:
                     self._fail(number, code, at, base, error)
                 at += size
                 done += 1
+        self._troubles.end()
         self.instructions += done
         self._busy = False
         if self._engine.progress is not None:
@@ -188,6 +211,7 @@ class Executor:
         outer = self._code, self._base, self._place
         self._code, self._base = code, self._base + offset
         self._lent.seq = self._base
+        self._careful = self.budget.begin(OPERANDS * len(rows))
         try:
             self._each(rows)
         finally:
@@ -196,6 +220,9 @@ class Executor:
     def _each(self, rows: Sequence[Row]) -> bool:
         """Carry out rows of the code under way; whether none failed."""
         code, base, well = self._code, self._base, True
+        if self._careful:
+            careful = Careful(self._steps, self._small, self.budget.need)
+            rows = [(at, careful.step(code[at], step)) for at, step in rows]
         for at, step in rows:
             self._place = at
             try:
@@ -284,30 +311,15 @@ class Executor:
             "live_tensors": len(held),
             "live_bytes": sum(memory.values()),
             "peak_bytes": self._peak,
+            "memory_used": self.budget.used(),
+            "memory_limit": self.budget.limit,
             "definitions": len(self._steps),
-            "actions": self._actions(programs) if free else [],
+            "actions": self._stamps.actions(programs, self._plans) if free else [],
             "transfers": [t for plan in map(self._plans.get, programs if free else ()) if plan for t in plan.transfers()],
             "plans": [plan.report() for plan in map(self._plans.get, programs) if plan is not None],
             "transport": self.worker.plane.transport,
             **self.worker.plane.counters(),
         }
-
-    def _stamp(self, number: int, stamps: list[Stamp]) -> None:
-        self._stamps.pop(number, None)
-        self._stamps[number] = stamps
-        if len(self._stamps) > STAMPED:
-            del self._stamps[next(iter(self._stamps))]
-
-    def _actions(self, programs: Sequence[int]) -> list[Stamp]:
-        """Each action once, from where it first began to where it last ended."""
-        found: dict[str, Stamp] = {}
-        for name, start, end in (stamp for number in programs for stamp in self._stamped(number)):
-            found[name] = (name, found[name][1] if name in found else start, end)
-        return sorted(found.values(), key=lambda stamp: stamp[1])
-
-    def _stamped(self, number: int) -> list[Stamp]:
-        plan = self._plans.get(number)
-        return self._stamps.get(number) or ([] if plan is None else plan.stamps())
 
     def _drop(self, code: list[int], at: int) -> int:
         """FREE, FORGET or END."""
@@ -321,7 +333,7 @@ class Executor:
             return last
         tables: tuple[dict, ...] = (self.tensors,)
         if code[at] == FORGET:
-            tables = self._steps, self._made, self._plans, self._anew
+            tables = self._steps, self._made, self._plans, self._anew, self._small
             self._forget([plan for plan in map(self._plans.get, code[first:last]) if plan is not None])
             self._directs.difference_update(code[first:last])
         for table in tables:
@@ -340,9 +352,10 @@ class Executor:
         name, made, _ = self._made[number]
         seq = base + code[at + 1]
         log.debug("%s of op %d failed", name, seq, exc_info=error)
-        self._trouble(seq, error, _text(error))
+        text = troubles.text(error)
+        self._trouble(seq, error, text, name in ANSWERS)
         if isinstance(error, Unmet):
-            raise Doomed(f"others wait on their GPUs for a {name} that failed: {_text(error)}") from error
+            raise Doomed(f"others wait on their GPUs for a {name} that failed: {text}") from error
         for blank in made:
             try:
                 blank.make(self.worker, code, at + 2)
@@ -351,36 +364,24 @@ class Executor:
 
     def _fail_segment(self, code: list, at: int, error: Exception, outs: Sequence[tuple[int, Spec]]) -> None:
         """Compiled code failed, that may have written by then: its first op stands for all of them."""
-        self._trouble(self._base + code[at - 1], error, f"{_text(error)} (in compiled code that begins with this op)")
+        self._trouble(self._base + code[at - 1], error, f"{troubles.text(error)} (in compiled code that begins with this op)")
         for tensor, spec in outs:
             try:
+                self.budget.need(spec.nbytes)
                 self.tensors[tensor] = self._engine.zeros(spec)
             except Exception as why:
                 log.debug("no placeholder for tensor %d", tensor, exc_info=why)
 
-    def _trouble(self, seq: int, error: Exception, text: str) -> None:
+    def _trouble(self, seq: int, error: Exception, text: str, asked: bool = False) -> None:
         if self._strict:
             raise Unrecorded(text) from error
-        self._send(Trouble(seq, _kind(error), text))
+        self._troubles.tell(seq, error, text, asked)
         if self._engine.poisoned(error):
             raise Poisoned(text) from error
 
 
 def _nothing(parts: list, code: list, randoms: Sequence[int]) -> None:
     pass
-
-
-def _kind(error: Exception) -> str:
-    if isinstance(error, UnsupportedOp):
-        return "unsupported"
-    return "peer" if isinstance(error, (PeerGone, Cancelled)) else "op"
-
-
-def _text(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    if isinstance(error, KeyError):
-        text = f"no tensor has the id {text}"
-    return text[:LONGEST]
 
 
 def _failing(error: Exception) -> Step:

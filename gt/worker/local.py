@@ -6,7 +6,7 @@ from typing import Any
 
 from gt.ir.spec import Spec
 from gt.wire.messages import Described
-from gt.worker.pieces import as_boxes, index, local
+from gt.worker.pieces import as_boxes, cut, index, local
 from gt.worker.steps import Step, Worker
 
 
@@ -88,11 +88,11 @@ def shard(worker: Worker, payload: dict[str, Any]) -> Step:
     def step(code: list, at: int) -> None:
         src = held[code[at]]
         if len(boxes) == 1:
-            held[code[at + 1]] = engine.clone(src[index(boxes[0])])
+            held[code[at + 1]] = engine.clone(cut(src, boxes[0]))
             return
         dst = engine.empty(shape, engine.dtype(src))
         for box, place in zip(boxes, places, strict=True):
-            engine.copy(dst[index(place)], src[index(box)])
+            engine.copy(dst[index(place)], cut(src, box))
         held[code[at + 1]] = dst
 
     return step
@@ -114,7 +114,9 @@ def upload(worker: Worker, payload: dict[str, Any]) -> Step:
     spec = Spec(tuple(payload["shape"]), tuple(payload["stride"]), 0, payload["dtype"])
 
     def step(code: list, at: int) -> None:
-        held[code[at]] = engine.upload(uploads.take(code[at + 1], worker.epoch), spec)
+        data = uploads.take(code[at + 1], worker.epoch)
+        worker.budget.hold(len(data))
+        held[code[at]] = engine.upload(data, spec)
 
     return step
 

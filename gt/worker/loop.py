@@ -13,14 +13,16 @@ import queue
 import signal
 import socket as bsd
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from gt import env, errors
 from gt import log as logs
+from gt.wire import liveness
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
-from gt.wire.memory import keep_freed
+from gt.wire.memory import keep_freed, more_descriptors
 from gt.wire.messages import (
     CHUNK,
     Abort,
@@ -33,6 +35,7 @@ from gt.wire.messages import (
     Piece,
     Query,
     Reject,
+    Renew,
     Report,
     Run,
     Switch,
@@ -40,15 +43,20 @@ from gt.wire.messages import (
     Welcome,
     World,
 )
+from gt.wire.proof import proof
+from gt.worker.effort import Effort
 from gt.worker.engine.base import open_engine
 from gt.worker.executor import Executor, Poisoned
+from gt.worker.limits import Budget
 from gt.worker.plane.base import ALL, Doomed, Plane, open_plane
 from gt.worker.timed import take
 
 log = logging.getLogger("gt.worker")
 TOGETHER = 8  # Runs that one Done answers, at most
+SHORT, LONG = 400, 5e-4  # numbers of a Run that is answered by itself if it took more seconds
 LEAVING = 2.0  # seconds in which a process that shares memory with others ends, or is ended
 HOT = 0.02  # seconds after an instruction in which another is likely
+NOBODY = -1  # no session yet
 SMALL = 64 << 10  # bytes of an upload whose arrival nobody waits for
 
 
@@ -59,17 +67,28 @@ class Terminated(BaseException):
 class Loop:
     """What one worker does with its messages. `receive` and `lost` are called by the I/O thread."""
 
-    def __init__(self, engine: Any, plane: Plane, joined: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        plane: Plane,
+        joined: Callable[[str], None] | None = None,
+        renew: Callable[[str], object] | None = None,
+        budget: Budget | None = None,
+    ) -> None:
         self.name = ""
         self._joined = joined
-        self.executor = Executor(engine, plane, self.send)
+        self.renew = renew  # starts the process afresh, under its name; None where it cannot, or is about to end
+        self.executor = Executor(engine, plane, self.send, budget)
+        self._host = bsd.gethostname()
         self.link: Dealer | None = None
         self.done = self._running = -1  # the last Run carried out, and the one under way
         self._untold = 0  # Runs carried out that no Done has told
         self._engine, self._plane = engine, plane
+        self._effort = Effort(engine.progress is None)
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None
         self._why = ""
+        self._session = NOBODY  # whose Runs come
         self._members: frozenset[int] = frozenset()  # whose memory it shares, or will once it gets to that World
 
     def send(self, message: Message, frames: tuple = ()) -> None:
@@ -97,14 +116,16 @@ class Loop:
                 self._inbox.put((message, uploads.epoch))
             case Query(request, wanted, programs):
                 stats = {"name": self.name, **self.executor.stats(programs)} if wanted else {}
-                self.send(Report(request, {"done": self.done, "at": self._at(), "stats": stats}))
+                at = self._at()
+                work = self._effort.seconds(at[3]) if at is not None else 0.0
+                self.send(Report(request, {"done": self.done, "at": at, "work": work, "stats": stats}))
             case More(key, upto):
                 self.executor.outgoing.more(key, upto)
             case Abort(index, reason):
                 log.debug("abort of worker %d: %s", index, reason)
                 self._plane.abort(index, reason)
                 if index in self._members:
-                    self.lost(f"worker {index}, whose memory it shares, is gone: {reason}")
+                    self._start_afresh(f"worker {index}, whose memory it shares, is gone: {reason}")
                 if index == ALL:
                     uploads.cancel(reason)
             case Welcome():
@@ -112,12 +133,24 @@ class Loop:
                 log.info("connected as %s", self.name)
                 if self._joined is not None:
                     self._joined(self.name)
+            case Renew(reason):
+                self._start_afresh(reason)
             case Exit(reason):
                 self._end(Exit(reason))
             case Reject(error):
                 self.lost(str(errors.from_wire(error)))
             case _:
                 log.warning("a worker has no use for %s", type(message).__name__)
+
+    def _start_afresh(self, reason: str) -> None:
+        """At once, whatever the executing thread is at: nobody waits for that any more."""
+        log.info("%s: this process starts afresh", reason)
+        try:
+            if self._exit is None and self.renew is not None:
+                self.renew(self.name)
+        except OSError as error:
+            reason = f"{reason}, and it cannot be started afresh: {error}"
+        self.lost(reason)
 
     def _own(self, world: World) -> int:
         return next((row[0] for row in world.workers if row[1] == self.name), -1)
@@ -146,16 +179,18 @@ class Loop:
 
     def serve(self) -> str:
         """Carry out until the end; why it ended, "" if it was asked to."""
+        self._effort.begin()
         while True:
             message, epoch = self._next()
             if self._exit is not None:  # what is still queued has nobody to answer to
                 log.info("exit: %s", self._exit.reason)
                 return self._why
             if isinstance(message, Switch):
-                self._engine.switch(message.switches)
+                self._switch(message)
                 continue
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
+                self.executor.budget.share(message.hosts.get(self._host, 1))
                 self._plane.world(message.workers)
                 own = self._own(message)
                 if own in message.members:
@@ -163,15 +198,24 @@ class Loop:
                     self.executor.formed()
                 continue
             assert isinstance(message, Run)
-            self._running = message.seq
+            self._running, began = message.seq, time.monotonic()
             self.executor.outgoing.settle()
             if message.defines:
                 self.executor.define(message.defines)
             self.executor.run(message.code, message.base, epoch, message.timed)
             self.done = message.seq
             self._untold += 1
-            if self._untold >= TOGETHER:
+            long = len(message.code) < SHORT and time.monotonic() - began > LONG  # the dispatcher may have kept others back
+            if self._untold >= TOGETHER or long:
                 self._tell_done()
+
+    def _switch(self, message: Switch) -> None:
+        """Another session's Runs follow."""
+        self._engine.switch(message.switches)
+        if self._session not in (NOBODY, message.session):
+            self._engine.clear()
+        self._session = message.session
+        self.executor.budget.serve(message.session, message.memory)
 
     def _next(self) -> tuple[Message, int]:
         """What is to be done next; soon after something was, this thread looks for it itself."""
@@ -199,27 +243,43 @@ def run(
     device: str = "",
     wait: float | None = 10.0,
     joined: Callable[[str], None] | None = None,
+    renew: Callable[[str], object] | None = None,
+    secret: str = "",
+    memory: int = 0,
 ) -> str:
     """Be a worker until the server says Exit, SIGTERM comes or the link ends: why it ended, "" if it was asked to.
 
     device "" takes a GPU if the engine has one. wait: seconds to look for the server, None for ever. joined: told the name
-    that the server gave. May be called in a forked child, from its main thread.
+    that the server gave. renew: starts the process afresh under that name, where a session that had it to itself has ended, or
+    left its device useless; without it the worker ends then. secret: of the server's workers, "" where it asks for none.
+    memory: bytes it may take, 0 for GT_MEMORY_LIMIT, else its share of the host's; of a GPU bytes of the device, and no limit
+    by itself. May be called in a forked child, from its main thread.
     """
     logs.setup("worker", f"gt.worker {name}".strip())
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _terminated) if main else None
     if main:
         keep_freed()
+        more_descriptors()
     plane: Plane | None = None
-    loop, why = None, ""
+    budget = Budget()
+    loop, why, spoiled = None, "", False
     try:
+        limit = memory or env.size("GT_MEMORY_LIMIT", 0)
         engine = open_engine(backend, device)
         plane = open_plane(env.get("GT_TRANSPORT"), engine)
         info = plane.open()
-        loop = Loop(engine, plane, joined)
+        if main and engine.kind == "cpu":
+            budget.open(limit)
+        elif limit:
+            engine.bound(limit)
+        loop = Loop(engine, plane, joined, renew, budget)
         # on_message comes from a thread that starts here: the link is in place before anything is answered.
         loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait, token=token)
-        about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "backend": backend, **info}
+        about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
+        about.update(backend=backend, device=engine.kind, **info)
+        if secret:
+            about["proof"] = proof(secret, about)
         loop.send(hello("worker", info=about))
         return loop.serve()
     except Terminated:
@@ -229,17 +289,23 @@ def run(
     except (errors.GTError, Doomed) as error:
         why = str(error)
     except Poisoned as error:
-        why = f"the device cannot be used any more: {error}"
+        why, spoiled = f"the device cannot be used any more: {error}", True
     finally:
         if main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _leave(loop, plane, why)
+        budget.close()
         if main:
             signal.signal(signal.SIGTERM, before)
+    if spoiled and loop is not None and renew is not None:
+        log.warning("%s; it starts afresh", why)
+        renew(loop.name)
     return why
 
 
 def _leave(loop: Loop | None, plane: Plane | None, why: str) -> None:
+    if loop is not None:
+        loop.renew = None  # who was told to end does not come back
     if loop is not None and loop.link is not None:
         loop.send(Goodbye(why))
         loop.link.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import product
+from typing import Any
 
 from gt.ir.layout import Box, Interval, overlap
 
@@ -56,6 +57,14 @@ def _moved(inner: Box, outer: Box, place: Box) -> Box:
 def index(box: Box) -> tuple:
     """The box as an index of a tensor; the ellipsis has NumPy give a view even where there are no dims."""
     return (*(slice(start, stop) for start, stop in box), ...)
+
+
+def cut(tensor: Any, box: Box) -> Any:
+    """The box of a tensor; ValueError if the tensor does not have all of it."""
+    part = tensor[index(box)]
+    if tuple(part.shape) != extent(box):
+        raise ValueError(f"the tensor has shape {list(tensor.shape)}, planned is one with {[list(span) for span in box]}")
+    return part
 
 
 def extent(box: Box) -> tuple[int, ...]:

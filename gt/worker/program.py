@@ -85,6 +85,19 @@ def program(
     return step
 
 
+def drawing(engine: Any, step: Step) -> Step:
+    """A program's step where the engine's device is told first what it draws from."""
+    draw_from = getattr(engine, "draw_from", None)
+    if draw_from is None:
+        return step
+
+    def keyed(stream: list, at: int) -> None:
+        draw_from(stream[at], stream[at + 1])
+        step(stream, at)
+
+    return keyed
+
+
 def _cut(found: list[Row], actions: Sequence) -> list[tuple[str, list[Row]]]:
     """Rows by action."""
     parts: list[tuple[str, list[Row]]] = [("", [])]

@@ -16,7 +16,7 @@ from gt.ir.spec import DTYPES, contiguous
 from gt.worker.steps import Step
 
 Row = tuple[int, Step]  # place of an instruction in the code, and what to call with the place of its first operand
-LONGEST = 400  # ops of one segment: compiling takes longer than in proportion
+LONGEST = 1200  # ops of one segment: compiling takes longer than in proportion, and code for parts lacks what borders hide
 LIGHTER = 4  # this part of what a segment makes ends within it, or it is not compiled for one replay
 LEFT = 64  # results of such a one at most: compiling takes longer for each
 SHORTEST = 2  # ops that compute; less is not worth a call into compiled code
@@ -105,9 +105,18 @@ def cutting(payload: dict[str, Any]) -> list[dict[str, Any]]:
 
 def lightens(wired: Wired) -> bool:
     """Whether much of what its ops make ends within it, compiled, most of which is never made; and not too much is left."""
-    sizes = [_nbytes(out[1]) if out[0] == "new" else 0 for payload in wired.payloads for out in _made(payload)]
-    left = sum(sizes[n - wired.form.inputs] for n in wired.form.outputs if n >= wired.form.inputs)
-    return len(wired.form.outputs) <= LEFT and LIGHTER * (sum(sizes) - left) > sum(sizes)
+    total = sum(_sizes(wired))
+    return len(wired.form.outputs) <= LEFT and LIGHTER * (total - left(wired)) > total
+
+
+def left(wired: Wired) -> int:
+    """Bytes that its ops make and that are there when it is over."""
+    sizes = _sizes(wired)
+    return sum(sizes[n - wired.form.inputs] for n in wired.form.outputs if n >= wired.form.inputs)
+
+
+def _sizes(wired: Wired) -> list[int]:
+    return [_nbytes(out[1]) if out[0] == "new" else 0 for payload in wired.payloads for out in _made(payload)]
 
 
 def _made(payload: dict[str, Any]) -> list:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gt.worker.engine.base import Engine, Moves
+from gt.worker.limits import Budget
 from gt.worker.outgoing import Outgoing
 from gt.worker.plane.base import Plane, Turns
 from gt.worker.store import Uploads
@@ -62,6 +63,7 @@ class Worker:
     tensors: dict[int, Any]
     uploads: Uploads
     outgoing: Outgoing
+    budget: Budget = field(default_factory=Budget)
     epoch: int = 0  # of the Run under way, see store.Uploads
     collectives: Counter[str] = field(default_factory=Counter)
 

@@ -5,6 +5,7 @@ Tensors themselves are a plain dict id -> tensor in the executor. Knows nothing 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Condition
 
@@ -32,24 +33,26 @@ class Uploads:
 
     _ready: Condition = field(default_factory=Condition)
     _arriving: dict[int, _Arriving] = field(default_factory=dict)
-    _cancelled: dict[int, str] = field(default_factory=dict)
+    _cancelled: dict[int, Exception] = field(default_factory=dict)
     _failure: str = ""
+    admit: Callable[[int], None] = lambda nbytes: None  # raises MemoryError where there is no room for so many bytes
     epoch: int = 0  # how often everything that was awaited has been cancelled
     bytes_received: int = 0
 
     def receive(self, message: Data, frame: memoryview | bytes | None) -> None:
         """Put one frame into its place; a total below 0 cancels the key."""
         if message.total < 0:
-            self._fail(message.key, "the upload was cancelled: its client is gone")
+            self._fail(message.key, Cancelled("the upload was cancelled: its client is gone"))
             return
         part = self._arriving.get(message.key)
         if part is None:
             if message.key in self._cancelled:
                 return
             try:
+                self.admit(message.total)
                 part = _Arriving(np.empty(message.total, np.uint8), message.total)
             except (MemoryError, ValueError) as error:
-                self._fail(message.key, f"no room for an upload of {message.total} bytes: {error}")
+                self._fail(message.key, MemoryError(f"no room for an upload of {message.total} bytes: {error}"))
                 return
         if frame is not None and message.total:
             data = np.frombuffer(frame, np.uint8)
@@ -64,7 +67,7 @@ class Uploads:
             if part.left <= 0:
                 self._ready.notify_all()
 
-    def _fail(self, key: int, reason: str) -> None:
+    def _fail(self, key: int, reason: Exception) -> None:
         with self._ready:
             self._arriving.pop(key, None)
             self._cancelled[key] = reason
@@ -88,7 +91,7 @@ class Uploads:
                 if part is not None and part.left <= 0:
                     return self._arriving.pop(key).buffer
                 if key in self._cancelled:
-                    raise Cancelled(self._cancelled.pop(key))
+                    raise self._cancelled.pop(key)
                 if epoch < self.epoch:
                     raise Cancelled(self._failure)
                 self._ready.wait()

@@ -14,6 +14,7 @@ from typing import Any
 from gt.ir.instr import FREE, Define
 from gt.worker.beside import Each
 from gt.worker.engine.calls import Source, bind
+from gt.worker.limits import PLANNED, results
 from gt.worker.lives import Definition, instruction, made, read
 from gt.worker.segments import Row, runs
 
@@ -41,6 +42,7 @@ class Straight:
         self._source = source
         self._forms: dict[int, str] = {}
         self._numbers = count()
+        self.fits: Callable[[int], bool] = lambda nbytes: True  # whether there is room for what a function makes
 
     def fold(self, rows: Sequence[Row], code: list) -> list[Row]:
         """Rows with runs of ops as one."""
@@ -89,9 +91,14 @@ class Stretch:
             text.add(row[0], lasting)
         self._ids = {name: i for i, name in text.names.items()}
         self._run = whole.function(text.lines, text.places)
+        self._makes = _peak(rows, code, whole.definition)
 
     def __call__(self, code: list, at: int) -> None:
         error = None
+        if self._makes >= PLANNED and not self._whole.fits(self._makes):
+            self._whole.each(self._rows)
+            self._whole.carried(-1)
+            return
         try:
             self._run(code)
         except Exception as found:
@@ -179,6 +186,23 @@ def _lasting(rows: Sequence[Row], code: list, definition: Definition) -> list[se
             found.append(outs - over)
             over |= outs
     return found[::-1]
+
+
+def _peak(rows: Sequence[Row], code: list, definition: Definition) -> int:
+    """The most bytes at once of what these rows make, as far as that is planned."""
+    alive: dict[int, int] = {}
+    now = most = 0
+    for at, _ in rows:
+        if code[at] == FREE:
+            now -= sum(alive.pop(i, 0) for i in code[at + 3 : at + 3 + code[at + 2]])
+            continue
+        define, operands = instruction(code, at, definition)
+        new = [i for i, source in made(define, operands) if source is None]
+        if new:
+            now += (nbytes := max(results(define), 0))
+            alive[new[-1]] = nbytes
+            most = max(most, now)
+    return most
 
 
 def _place(frame: Any, line: int | None) -> int:

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from gt.wire.messages import TIMES
-from gt.worker.program import Bound
+from gt.worker.compiled import Plan
+from gt.worker.limits import Careful
+from gt.worker.program import Bound, Stamp
 from gt.worker.steps import Step
+
+STAMPED = 256  # definitions of programs whose last replay is known, forgotten ones among them
+
+
+class Stamps:
+    """When the actions of each program's last replay were, by its definition."""
+
+    def __init__(self) -> None:
+        self._by: dict[int, list[Stamp]] = {}
+
+    def put(self, number: int, stamps: list[Stamp]) -> None:
+        self._by.pop(number, None)
+        self._by[number] = stamps
+        if len(self._by) > STAMPED:
+            del self._by[next(iter(self._by))]
+
+    def actions(self, programs: Sequence[int], plans: Mapping[int, Plan]) -> list[Stamp]:
+        """Each action of these definitions once, from where it first began to where it last ended."""
+        found: dict[str, Stamp] = {}
+        for name, start, end in (stamp for number in programs for stamp in self._of(number, plans)):
+            found[name] = (name, found[name][1] if name in found else start, end)
+        return sorted(found.values(), key=lambda stamp: stamp[1])
+
+    def _of(self, number: int, plans: Mapping[int, Plan]) -> list[Stamp]:
+        plan = plans.get(number)
+        return self._by.get(number) or ([] if plan is None else plan.stamps())
 
 
 class Timed:
     """Bound definitions whose steps are timed, in place of the table of them: what is not timed costs nothing."""
 
-    def __init__(self, steps: Bound, clock: Callable[[], float], found: dict[int, float]) -> None:
+    def __init__(self, steps: Bound | Timed | Careful, clock: Callable[[], float], found: dict[int, float]) -> None:
         self._steps, self._clock, self._found = steps, clock, found
 
     def __getitem__(self, number: int) -> tuple[Step, int]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from math import prod
 
 FLOPS, BYTES, LINK = 4e14, 3e12, 3.9e11  # a second: of arithmetic (half precision), of memory, between two GPUs
+HOST_FLOPS, HOST_BYTES = 2e11, 2e10  # of a worker on several cores
 LATENCY = 2e-5  # seconds of a collective, however little it moves
 Shape = tuple[int, ...]
 _FACTORS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
@@ -35,6 +36,11 @@ def flops(op: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
         weight, made = (ins[2], ins[0]) if backward else (ins[1], outs[0])
         return (4.0 if backward else 2.0) * prod(made) * prod(weight[1:])
     return float(max([*map(prod, ins), *map(prod, outs)], default=0))
+
+
+def at_least(operations: float, nbytes: float, gpu: bool) -> float:
+    """Seconds that it takes on a fast worker of its kind."""
+    return seconds(operations, nbytes) if gpu else max(operations / HOST_FLOPS, nbytes / HOST_BYTES)
 
 
 def seconds(operations: float, nbytes: float) -> float:

@@ -36,7 +36,8 @@ class Known:
             self.columns = _columns(self.template)
         kwargs = [v for _, arg in self.template.kwargs for v in (arg if isinstance(arg, (list, tuple)) else [arg])]
         self.given_outs = any(isinstance(v, T) and v.index in self.template.writes for v in kwargs)  # out=
-        self.tensors = len(self.template.ins)
+        self.specs = list(self.template.ins)
+        self.tensors = len(self.specs)
         self.values = self.template.values
         self.results = self.template.results
         self.length = self.tensors + self.values + self.results

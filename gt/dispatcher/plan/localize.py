@@ -12,11 +12,11 @@ from gt.ir.template import DEVICE, Const, Out, T, to_wire
 
 # op -> argument that is the shape of its first output
 SIZES = {
-    "view": 1, "_unsafe_view": 1, "reshape": 1, "_reshape_alias": 1, "expand": 1, "new_zeros": 1, "new_ones": 1,
+    "view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "new_zeros": 1, "new_ones": 1,
     "new_empty": 1, "new_full": 1, "zeros": 0, "ones": 0, "empty": 0, "full": 0, "rand": 0, "randn": 0, "empty_strided": 0,
     "new_empty_strided": 1, "select_backward": 1, "slice_backward": 1, "diagonal_backward": 1, "unfold_backward": 1,
 }  # fmt: skip
-STRIDES = {"empty_strided": 1, "new_empty_strided": 2, "_reshape_alias": 2}
+STRIDES = {"empty_strided": 1, "new_empty_strided": 2}
 
 WORKER_OPS = {"gt.move.default": "aten.clone.default"}  # a move is carried out by bringing its input
 

@@ -222,7 +222,7 @@ def never(known: Known, place: Shard, size: int) -> Shard | None:
 
 
 VIEWS: dict[str, Split] = {
-    "view": reshape, "_unsafe_view": reshape, "reshape": reshape, "_reshape_alias": reshape, "expand": expand,
+    "view": reshape, "_unsafe_view": reshape, "reshape": reshape, "expand": expand,
     "permute": permute, "transpose": transpose, "t": transpose, "unsqueeze": unsqueeze, "squeeze": squeeze,
     "slice": along, "narrow": along, "select": select, "unbind": unbind, "split": split, "split_with_sizes": split,
     "alias": same, "detach": same, "as_strided": never, "diagonal": never, "unfold": never, "view_as_real": same,

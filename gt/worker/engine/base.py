@@ -33,8 +33,11 @@ class Compiled(Protocol):
     """A segment as compiled code: called with its inputs it gives its outputs; Misfit for others, else as its ops fail."""
 
     key: Hashable  # the same for the same code
-    writes: bool  # whether it changes what it is given
     specs: Sequence[Spec]  # of its outputs
+
+    @property
+    def writes(self) -> bool:
+        """Whether a call that fails may leave inputs changed."""
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]: ...
 
@@ -78,6 +81,9 @@ class Recorder(Protocol):
 
     def records(self, payload: dict[str, Any]) -> bool:
         """Whether an `op` definition, unless it draws new random numbers, only issues work, the same each time."""
+
+    def draws(self, payload: dict[str, Any]) -> bool:
+        """Whether the device makes an op's random numbers, by a key in its memory that each replay sets anew."""
 
     def program(self, held: dict[int, Tensor], each: Each, strictly: Strictly, lent: Lent, dropped: set[int]) -> Replays:
         """each: carries out rows; strictly: the same, and raises where one fails. lent: is told what a replay leaves where the
@@ -229,6 +235,12 @@ class Engine(Moves, Protocol):
 
     def switch(self, switches: dict[str, Any]) -> None:
         """Thread count, matmul precision, determinism: Hello.switches."""
+
+    def bound(self, nbytes: int) -> None:
+        """Its device's memory is full once it has taken so many bytes. ConfigError for more than there are."""
+
+    def clear(self) -> None:
+        """From here on no memory reaches an op with what was in it before: another session may have left that."""
 
     def poisoned(self, error: BaseException) -> bool:
         """Whether no later op of this process can succeed."""

@@ -7,31 +7,45 @@ from dataclasses import dataclass
 from keyword import iskeyword
 from typing import Any
 
+from gt.ir import arguments
+from gt.ir.schema import TABLE, Schema
 from gt.ir.spec import Spec
-from gt.ir.template import Const, T, V, from_wire
+from gt.ir.template import Arg, Const, T, V, from_wire
 from gt.worker.engine.base import Call
 
 # (names of the made function, name of this output's strides among them, its spec) -> tensor -> the tensor as it has to be
 Check = Callable[[dict[str, Any], str, Spec], Callable[[Any], Any]]
+# (names of the made function, name of this view's shape among them, its spec) -> view -> None; ValueError for another
+Look = Callable[[dict[str, Any], str, Spec], Callable[[Any], None]]
 
 
-def finish(outs: Sequence[Sequence[Any]]) -> list[tuple[int, Spec | None]]:
-    """Places of the outputs that get an id, and the spec that a new one has to have.
+def finish(outs: Sequence[Sequence[Any]]) -> list[tuple[int, bool, Spec | None]]:
+    """Of the outputs that get an id: its place, whether it is a view, and the spec that it has to have.
 
-    None for views and outputs whose shape depends on values.
+    None for outputs whose shape depends on values.
     """
     kept = [(at, out) for at, out in enumerate(outs) if out[0] in ("new", "view")]
-    return [(at, Spec.from_wire(out[1]) if out[0] == "new" and out[1] is not None else None) for at, out in kept]
+    return [(at, out[0] == "view", None if out[1] is None else Spec.from_wire(out[1])) for at, out in kept]
+
+
+def fitting(payload: dict[str, Any]) -> tuple[Schema, list[Arg], dict[str, Arg]]:
+    """The schema of an `op` definition, and its arguments. UnsupportedOp if the table lacks it, ValueError if they misfit."""
+    args, kwargs = from_wire(list(payload["args"])), {name: from_wire(arg) for name, arg in payload["kwargs"].items()}
+    return arguments.bind(TABLE.find(payload["op"]), args, kwargs), args, kwargs
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An op as Python source. unless: condition to make the check under, of `{out}` and its `{stride}`; none checks always."""
+    """An op as Python source. unless: condition to make the check under, of `{out}` and its `{stride}`; none checks always.
+
+    look: at views of a shape that was not seen before.
+    """
 
     op: Callable
     payload: dict[str, Any]
     constant: Callable[[Const], Any]
     check: Check
+    look: Look
     unless: str = ""
 
     def function(self) -> Call:
@@ -55,11 +69,14 @@ class Source:
             return [call]
         if len(ends) > 1 or len(self.payload["outs"]) > 1:
             lines = [f"r = list({bind(bound, _flatten)}({call}))"]
-            lines += [*(f"{out} = r[{at}]" for out, (at, _) in zip(outs, ends, strict=True)), "del r"]
+            lines += [*(f"{out} = r[{at}]" for out, (at, *_) in zip(outs, ends, strict=True)), "del r"]
         else:
             lines = [f"{outs[0]} = {call}", f"if type({outs[0]}) is list: {outs[0]} = {outs[0]}[0]"]
-        for out, (_, spec) in zip(outs, ends, strict=True):
-            if spec is not None:
+        for out, (_, view, spec) in zip(outs, ends, strict=True):
+            if spec is not None and view:
+                shape = f"s{len(bound)}"
+                lines.append(f"if {out}.shape != {shape}: {bind(bound, self.look(bound, shape, spec))}({out})")
+            elif spec is not None:
                 stride = f"s{len(bound)}"
                 check = bind(bound, self.check(bound, stride, spec))
                 guard = f"if {self.unless.format(out=out, stride=stride)}: " if self.unless else ""

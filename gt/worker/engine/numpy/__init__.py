@@ -15,7 +15,7 @@ import numpy as np
 from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine
-from gt.worker.engine.calls import Source
+from gt.worker.engine.calls import Source, fitting
 from gt.worker.engine.numpy import blas
 from gt.worker.engine.numpy.arrays import (
     DTYPE,
@@ -27,6 +27,7 @@ from gt.worker.engine.numpy.arrays import (
     name_of,
     offset,
     owner,
+    shown,
     storable,
 )
 from gt.worker.engine.numpy.table import resolve
@@ -50,7 +51,9 @@ class NumpyEngine:
         return self.source(payload).function()
 
     def source(self, payload: dict[str, Any]) -> Source:
-        return Source(resolve(payload["op"], payload["random"]), payload, _constant, checked)
+        run = resolve(payload["op"], payload["random"])
+        fitting(payload)
+        return Source(run, payload, _constant, checked, shown)
 
     # ---- memory
 
@@ -64,7 +67,8 @@ class NumpyEngine:
         value: Any = IDENTITY[op]
         if value in (float("inf"), float("-inf")) and like.dtype.kind not in "fc":
             kind = like.dtype
-            value = value > 0 if kind.kind == "b" else getattr(np.iinfo(kind), "max" if value > 0 else "min")
+            ends = (False, True) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
+            value = ends[value > 0]
         return np.full(like.shape, value, like.dtype)
 
     def clone(self, tensor: Array) -> Array:
@@ -128,6 +132,12 @@ class NumpyEngine:
     def switch(self, switches: dict[str, Any]) -> None:
         if switches.get("threads"):
             blas.set_threads(int(switches["threads"]))
+
+    def bound(self, nbytes: int) -> None:
+        """It has no device with memory of its own: gt.worker.limits bounds the process."""
+
+    def clear(self) -> None:
+        """Nothing to do: its ops hand out zeros where torch's hand out memory as it is."""
 
     def poisoned(self, error: BaseException) -> bool:
         return False

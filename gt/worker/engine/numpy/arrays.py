@@ -75,7 +75,7 @@ def strided(storage: Array, shape: Sequence[int], stride: Sequence[int], start: 
 def laid_out(spec: Spec, zero: bool = False) -> Array:
     """New memory with the spec's shape and strides, and any dtype."""
     span = 1 + sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
-    memory = (np.zeros if zero else np.empty)(span, storable(spec.dtype))
+    memory = (np.zeros if zero or span != spec.numel else np.empty)(span, storable(spec.dtype))  # gaps are never written
     return strided(memory, spec.shape, spec.stride, 0)
 
 
@@ -105,6 +105,18 @@ def checked(scope: dict[str, Any], stride: str, spec: Spec) -> Callable[[Any], A
         if type(out) is Array and out.shape == shape and out.strides == steps and out.dtype == dtype and out.base is None:
             return out
         return conform(out, spec)
+
+    return check
+
+
+def shown(scope: dict[str, Any], shape: str, spec: Spec) -> Callable[[Any], None]:
+    """A check that a view has a spec's shape and dtype; engine.calls.Look."""
+    scope[shape] = None
+
+    def check(out: Array) -> None:
+        if out.shape != spec.shape or name_of(out.dtype) != spec.dtype:
+            raise ValueError(f"the result is {name_of(out.dtype)}{list(out.shape)}, want {spec.text()}")
+        scope[shape] = out.shape
 
     return check
 

@@ -1,4 +1,7 @@
-"""New tensors. Their dtype is at last what the client inferred; a dtype not given is torch's default for the value."""
+"""New tensors. Their dtype is at last what the client inferred; a dtype not given is torch's default for the value.
+
+Where torch leaves memory as it is they are zeros: it may have been another session's.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ Size = Sequence[int]
 
 
 def _empty(size: Size, *, dtype: np.dtype | None = None, **_: Any) -> Array:
-    return np.empty(size, dtype or FLOAT)
+    return np.zeros(size, dtype or FLOAT)
 
 
 def _empty_strided(size: Size, stride: Size, *, dtype: np.dtype | None = None, **_: Any) -> Array:
-    return np.empty(size, dtype or FLOAT)
+    return np.zeros(size, dtype or FLOAT)
 
 
 def _of(value: Any) -> Callable[..., Array]:
@@ -54,7 +57,7 @@ def _new_full(self: Array, size: Size, fill_value: Any, *, dtype: np.dtype | Non
 
 
 def _new_empty_strided(self: Array, size: Size, stride: Size, *, dtype: np.dtype | None = None, **_: Any) -> Array:
-    return np.empty(size, dtype or self.dtype)
+    return np.zeros(size, dtype or self.dtype)
 
 
 def _scalar(s: Any, *, dtype: np.dtype | None = None, **_: Any) -> Array:

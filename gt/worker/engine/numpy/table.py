@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gt.errors import UnsupportedOp
-from gt.ir.ops import known
+from gt.ir.schema import TABLE as SCHEMAS
 from gt.worker.engine.numpy import (
     activations,
     attention,
@@ -41,8 +41,8 @@ _VIEWS = {f"aten.{name}" for name in views.VIEWS}  # in place they change metada
 
 def resolve(name: str, place: list | None) -> Function:
     """The function of an op's own arguments; UnsupportedOp where there is none."""
-    if not known(name):
-        raise UnsupportedOp(f"{name} is not an op that gt knows")
+    if name not in SCHEMAS:
+        raise UnsupportedOp(SCHEMAS.refusal(name))
     for kind in (attention.OPS, random.DRAW):
         if name in kind:
             return (attention if kind is attention.OPS else random).bind(name, place)

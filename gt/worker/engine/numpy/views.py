@@ -183,7 +183,6 @@ VIEWS = rows({
     "view.default": view,
     "view.dtype": _view_dtype,
     "_unsafe_view": view,
-    "_reshape_alias": as_strided,
     "as_strided": as_strided,
     "alias": lambda self: self[...],
     "detach": lambda self: self[...],

@@ -13,27 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from gt.errors import ConfigError, UnsupportedOp
-from gt.ir.ops import RANDOM, known
+from gt.errors import ConfigError
+from gt.ir.ops import RANDOM
+from gt.ir.schema import Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
-from gt.worker.engine.calls import Source
-from gt.worker.engine.torch import attention, norms, random
-from gt.worker.engine.torch.calls import DTYPE, NAME, UNLESS, checked, conform
+from gt.worker.engine.calls import Source, fitting
+from gt.worker.engine.torch import attention, memory, norms, random
+from gt.worker.engine.torch.bounds import BOUNDS, bounded
+from gt.worker.engine.torch.calls import CONSTANTS, DTYPE, NAME, UNLESS, checked, conform, outs_given, shown, steady
 from gt.worker.engine.torch.cuda import Cuda, Events
 from gt.worker.engine.torch.direct import direct
 from gt.worker.engine.torch.graphs import Graphs
 from gt.worker.engine.torch.inductor import Inductor
-
-# They change the metadata of their operand, which may go by other ids too: they get a tensor object of their own.
-META = {
-    f"aten.{name}"
-    for name in (
-        *("t_.default", "squeeze_.default", "squeeze_.dim", "squeeze_.dims", "unsqueeze_.default", "transpose_.default"),
-        *("swapaxes_.default", "swapdims_.default", "as_strided_.default", "resize_.default", "resize_as_.default"),
-    )
-}
+from gt.worker.engine.torch.overloads import OVERLOADS
 
 
 class TorchEngine:
@@ -49,11 +43,35 @@ class TorchEngine:
         self.clock = perf_counter if self.host else None
         self.progress = None if self.host else Events(self._mark)
         self.direct = direct(self, COMBINE)
+        self.key = None if self.host else self._key()
         self._inductor: Inductor | None = None
         self._graphs: Graphs | None = None
 
     def _mark(self) -> torch.cuda.Event:
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True))
+
+    def _key(self) -> Any:
+        """Where a GPU's kernels read the key of what they draw; None where there is no Triton, and the host draws."""
+        try:
+            from gt.worker.engine.torch.philox_kernel import Key
+        except ImportError:
+            return None
+        return Key(self.device)
+
+    def draws(self, payload: dict[str, Any]) -> bool:
+        """Whether an op's random numbers are made on the device, by the key in its memory."""
+        if self.key is None:
+            return False
+        from gt.worker.engine.torch.device_random import DRAW
+
+        name, wide = payload["op"], ("float64", "complex64", "complex128")
+        drawn = name in DRAW or name in attention.OPS
+        return drawn and not any(out[1] is not None and out[1][3] in wide for out in payload["outs"])
+
+    def draw_from(self, seed: int, counter: int) -> None:
+        """Of a program: the key from which its draws count, in the device's order of work."""
+        if self.key is not None:
+            self.key.set(seed, counter)
 
     def guard(self) -> AbstractContextManager:
         return torch.no_grad()
@@ -64,29 +82,29 @@ class TorchEngine:
         return self.source(payload).function()
 
     def source(self, payload: dict[str, Any]) -> Source:
-        name, outs = payload["op"], payload["outs"]
-        op = self.resolve(name, payload)
-        if name in META and any(out[0] != "same" for out in outs):
-            op = _on_alias(op)
-        return Source(op, payload, self._constant, checked, UNLESS)
+        schema = fitting(payload)[0]
+        unless = "" if "by_values" in schema.flags else UNLESS
+        return Source(self._bound(schema, payload), payload, self._constant, checked, shown, unless)
 
-    def resolve(self, name: str, payload: dict[str, Any]) -> Callable:
-        if not known(name):
-            raise UnsupportedOp(f"{name} is not an op that gt knows")
+    def resolve(self, payload: dict[str, Any]) -> Callable:
+        """What carries an `op` definition out; UnsupportedOp if there is none here."""
+        return self._bound(fitting(payload)[0], payload)
+
+    def _bound(self, schema: Schema, payload: dict[str, Any]) -> Callable:
+        name = schema.op
         if name in attention.OPS:
-            return attention.bind(name, payload["random"])
+            return attention.bind(name, payload["random"], self.key)
         if name in RANDOM:
-            return random.bind(name, payload["random"])
+            return random.bind(name, payload["random"], self.key)
         if name == "gt.move.default":
             return torch.ops.aten.clone.default
-        space, base, overload = name.split(".")
-        packet = getattr(getattr(torch.ops, space), base, None)
-        op = getattr(packet, overload, None)
-        if op is None:
-            raise UnsupportedOp(f"torch {torch.__version__} has no {name}")
-        op = getattr(op, "_op", op)
+        op: Callable = OVERLOADS[name]._op
+        base = name.split(".")[1]
         op = ALIKE[base](op) if base in ALIKE else op
-        return norms.host(name, op) if self.host else op
+        op = op if self.host and memory.switch() is not None else memory.cleared(base, op)
+        if self.host:
+            op = bounded(op, schema) if base in BOUNDS else norms.host(name, op)
+        return steady(op, schema) if outs_given(schema) else op
 
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:
         """What compiles segments, and why that is not what was asked for."""
@@ -103,7 +121,7 @@ class TorchEngine:
             return self.device
         if const.kind == "complex":
             return complex(*const.value)
-        return getattr(torch, str(const.value).removeprefix("torch."))
+        return CONSTANTS[const.kind][const.value]
 
     # ---- memory
 
@@ -111,7 +129,7 @@ class TorchEngine:
         return torch.empty(tuple(shape), dtype=DTYPE[dtype], device=self.device)
 
     def zeros(self, spec: Spec) -> torch.Tensor:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=DTYPE[spec.dtype], device=self.device).zero_()
+        return memory.laid_out(spec.shape, spec.stride, DTYPE[spec.dtype], self.device).zero_()
 
     def filled(self, like: torch.Tensor, op: str) -> torch.Tensor:
         value: Any = IDENTITY[op]
@@ -195,9 +213,24 @@ class TorchEngine:
         wanted = bool(switches.get("deterministic", False))
         if "deterministic" in switches and wanted != torch.are_deterministic_algorithms_enabled():
             torch.use_deterministic_algorithms(wanted)  # imports Inductor: 2 s and 100 MB a worker, so only if it must
+        if not self.host:
+            torch.backends.cudnn.benchmark = bool(switches.get("cudnn_benchmark", False))
+            torch.backends.cudnn.allow_tf32 = bool(switches.get("cudnn_tf32", True))
 
     def divide(self, tensor: torch.Tensor, by: int) -> None:
         tensor.div_(by)
+
+    def bound(self, nbytes: int) -> None:
+        if self.host:  # gt.worker.limits bounds the process
+            return
+        there = torch.cuda.get_device_properties(self.device).total_memory
+        if nbytes > there:
+            raise ConfigError(f"the memory limit is {nbytes} bytes, {self.device} has {there}")
+        torch.cuda.set_per_process_memory_fraction(nbytes / there, self.device)
+
+    def clear(self) -> None:
+        if (switch := memory.switch()) is not None:
+            switch.value = True
 
     def poisoned(self, error: BaseException) -> bool:
         if self.host or isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
@@ -281,7 +314,3 @@ ALIKE: dict[str, Callable[[Callable], Callable]] = {
     "histc": _histc,
     "view_as_real": _as_real,
 }
-
-
-def _on_alias(op: Callable) -> Callable:
-    return lambda tensor, *args, **kwargs: op(tensor.detach(), *args, **kwargs)

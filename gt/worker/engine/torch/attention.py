@@ -1,23 +1,24 @@
 """Attention: the kernel that plain torch would take for the same inputs, forward and backward; GT's own dropout mask.
 
-On the CPU the results have the bits of F.scaled_dot_product_attention. Dropout's mask must not depend on where a head
-lies, which the fused kernels' does, so with dropout the composite maths is used on every device.
+On the CPU the results have the bits of F.scaled_dot_product_attention; a GPU's kernels are called in fused_attention.py.
+Dropout's mask must not depend on where a head lies, which the fused kernels' does: with dropout every device uses the
+composite maths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from math import inf, sqrt
 from typing import Any, TypeAlias
 
 import torch
 
 from gt.worker.engine.philox import Words, hits
+from gt.worker.engine.torch import fused_attention
+from gt.worker.engine.torch.fused_attention import FUSED, MATH, Choice
 
 aten = torch.ops.aten
-MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # torch.nn.attention.SDPBackend
 Tensor: TypeAlias = torch.Tensor
 
 
@@ -38,17 +39,14 @@ class Call:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v
 
-    def kernel(self) -> int:
-        """The kernel that torch picks, MATH where this file has no use for it."""
+    def choice(self) -> Choice:
+        """The kernel that torch picks, MATH where dropout is drawn here."""
         if self.dropout:
-            return MATH
+            return Choice(MATH)
+        if self.q.is_cuda:
+            return fused_attention.choice(self)
         pick = torch._fused_sdp_choice(*self.inputs, self.mask, 0.0, self.causal, scale=self.scale, enable_gqa=self.gqa)
-        odd = self.q.shape[-1] % 8 or self.v.shape[-1] != self.q.shape[-1]
-        if self.q.is_cuda and (self.gqa or odd or (self.mask is not None and pick == FLASH)):
-            return MATH
-        if pick == CUDNN and self.mask is not None:
-            return EFFICIENT
-        return pick if pick in (FLASH, EFFICIENT, CUDNN) else MATH
+        return Choice(pick if pick in FUSED else MATH)
 
     def bias(self) -> Tensor | None:
         """The mask as torch's composite converts it: a bool one is 0 where True, -inf where False."""
@@ -57,11 +55,15 @@ class Call:
             return mask
         return torch.zeros_like(mask, dtype=self.q.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
-    def kept(self, words: Words) -> Tensor | None:
+    def kept(self, words: Words, key: Any) -> Tensor | None:
         """The scores [..., heads, L, S] that dropout keeps."""
         if not self.dropout:
             return None
         shape = (*self.q.shape[:-1], self.k.shape[-2])
+        if key is not None:
+            from gt.worker.engine.torch import philox_kernel
+
+            return philox_kernel.hits(key, words, shape, 1.0 - self.dropout)
         return torch.from_numpy(hits(words.of(shape), 1.0 - self.dropout)).to(self.q.device)
 
 
@@ -89,72 +91,35 @@ def _dropped(call: Call, kept: Tensor) -> Tensor:
     )
 
 
-def _fused(call: Call, kernel: int) -> tuple[Tensor, Tensor]:
+def _flash_on_host(call: Call) -> tuple[Tensor, Tensor]:
     """(out, logsumexp [..., heads, L])"""
-    rest = {"scale": call.scale}
-    if not call.q.is_cuda:
-        flash = aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(*call.inputs, 0.0, call.causal, attn_mask=call.bias(), **rest)
-    if kernel == FLASH:
-        return aten._scaled_dot_product_flash_attention(*call.inputs, 0.0, call.causal, False, **rest)[:2]
-    if kernel == CUDNN:
-        out, lse = aten._scaled_dot_product_cudnn_attention(*call.inputs, None, True, 0.0, call.causal, False, **rest)[:2]
-        return out, lse.flatten(-2)
-    efficient = aten._scaled_dot_product_efficient_attention
-    return efficient(*call.inputs, _aligned(call), True, 0.0, call.causal, **rest)[:2]
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(*call.inputs, 0.0, call.causal, attn_mask=call.bias(), scale=call.scale)
 
 
-def _aligned(call: Call) -> Tensor | None:
-    """The mask as the efficient kernel wants it: one for every score, rows aligned to 16 elements."""
-    bias = call.bias()
-    if bias is None:
-        return None
-    keys = call.k.shape[-2]
-    room = torch.empty((*call.q.shape[:-1], -(-keys // 16) * 16), dtype=bias.dtype, device=bias.device)
-    room[..., :keys] = bias
-    return room[..., :keys]
-
-
-def _forward(words: Words, *args: Any) -> tuple[Tensor, Tensor]:
+def _forward(words: Words, key: Any, *args: Any) -> tuple[Tensor, Tensor]:
     call = Call(*args)
-    kernel = call.kernel()
-    if kernel == MATH:
-        out = _maths(call, call.kept(words))  # batch dims broadcast: of q they need not be all
+    chosen = call.choice()
+    if chosen.kernel == MATH:
+        out = _maths(call, call.kept(words, key))  # batch dims broadcast: of q they need not be all
         return out, torch.zeros(out.shape[:-1], dtype=torch.float32, device=call.q.device)
-    out, lse = _fused(call, kernel)
+    out, lse = fused_attention.forward(call, chosen) if call.q.is_cuda else _flash_on_host(call)
     return out, lse[..., : call.q.shape[-2]].to(torch.float32)
 
 
-def _backward(words: Words, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _backward(words: Words, key: Any, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     q, k, v, mask, out, lse, *rest = args
     call = Call(q, k, v, mask, *rest)
-    kernel = call.kernel()
-    if q.is_cuda and kernel in (FLASH, CUDNN):
-        return _backwards(call, kernel, grad, out, lse)
-    if kernel == MATH or q.is_cuda:
-        # The efficient kernel's padded sizes, which its backward wants, do not travel.
-        kept = call.kept(words)
-        return _again(call, grad, lambda live: _maths(live, kept) if kernel == MATH else _fused(live, kernel)[0])
+    chosen = call.choice()
+    if chosen.kernel == MATH:
+        kept = call.kept(words, key)
+        return _again(call, grad, lambda live: _maths(live, kept))
+    if q.is_cuda:
+        return fused_attention.backward(call, chosen, grad, out, lse)
     if q.dtype == torch.float64:  # logsumexp travels as float32: not enough here
-        out, lse = _fused(call, kernel)
+        out, lse = _flash_on_host(call)
     flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
     return flash(grad, q, k, v, out, lse, 0.0, call.causal, attn_mask=call.bias(), scale=call.scale)
-
-
-def _backwards(call: Call, kernel: int, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """On a GPU. The random state that the kernels want is of no use to them without dropout."""
-    lengths, state, rest = (call.q.shape[-2], call.k.shape[-2]), _state(call.q.device), {"scale": call.scale}
-    if kernel == FLASH:
-        flash = aten._scaled_dot_product_flash_attention_backward
-        return flash(grad, *call.inputs, out, lse, None, None, *lengths, 0.0, call.causal, state, state, **rest)
-    cudnn = aten._scaled_dot_product_cudnn_attention_backward
-    lse = lse.unsqueeze(-1)
-    return cudnn(grad, *call.inputs, out, lse, state, state, None, None, None, *lengths, 0.0, call.causal, **rest)
-
-
-@cache
-def _state(device: torch.device) -> Tensor:
-    return torch.zeros(2, dtype=torch.int64, device=device)
 
 
 def _again(call: Call, grad: Tensor, forward: Callable[[Call], Tensor]) -> tuple[Tensor, ...]:
@@ -168,12 +133,15 @@ def _again(call: Call, grad: Tensor, forward: Callable[[Call], Tensor]) -> tuple
 OPS: dict[str, Callable[..., Any]] = {"gt.sdpa.default": _forward, "gt.sdpa_backward.default": _backward}
 
 
-def bind(name: str, place: list | None) -> Callable:
-    """The op as a callable of its arguments (ir.ops.GT_OPS) and `seed` and `counter`; place is that of the scores."""
+def bind(name: str, place: list | None, key: Any = None) -> Callable:
+    """The op as a callable of its arguments (ir.ops.GT_OPS) and `seed` and `counter`; place is that of the scores.
+
+    key: of a GPU that draws by itself.
+    """
     run = OPS[name]
 
     def draw(*args: Any, seed: int, counter: int) -> Any:
-        return run(Words(seed, counter, place), *args)
+        return run(Words(seed, counter, place), key, *args)
 
     draw.draws = True  # type: ignore[attr-defined]
     return draw

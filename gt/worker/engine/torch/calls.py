@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from gt.ir.schema import Schema
 from gt.ir.spec import DTYPES, Spec
+from gt.worker.engine.torch.memory import laid_out
 
 DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+# kind of a constant -> torch's objects by name
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "dtype": DTYPE,
+    "layout": {"strided": torch.strided},
+    "memory_format": {
+        "contiguous_format": torch.contiguous_format,
+        "preserve_format": torch.preserve_format,
+        "channels_last": torch.channels_last,
+        "channels_last_3d": torch.channels_last_3d,
+    },
+}
 NAME = {dtype: name for name, dtype in DTYPE.items()}
 UNLESS = "{out}.stride() != {stride}"  # engine.calls.function: when `checked` has to look
 
@@ -22,7 +35,7 @@ def conform(out: torch.Tensor, spec: Spec) -> torch.Tensor:
         return out
     if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True)):
         return out  # no memory of its own to lay out
-    return torch.empty_strided(spec.shape, spec.stride, dtype=out.dtype, device=out.device).copy_(out)
+    return laid_out(spec.shape, spec.stride, out.dtype, out.device).copy_(out)
 
 
 def checked(scope: dict[str, Any], stride: str, spec: Spec) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -36,3 +49,46 @@ def checked(scope: dict[str, Any], stride: str, spec: Spec) -> Callable[[torch.T
         return result
 
     return check
+
+
+def shown(scope: dict[str, Any], shape: str, spec: Spec) -> Callable[[torch.Tensor], None]:
+    """A check that a view has a spec's shape and dtype; its strides are its base's. Remembers the shape under this name."""
+    scope[shape] = None
+
+    def check(out: torch.Tensor) -> None:
+        if tuple(out.shape) != spec.shape or out.dtype != DTYPE[spec.dtype]:
+            raise ValueError(f"the result is {NAME[out.dtype]}{list(out.shape)}, want {spec.text()}")
+        scope[shape] = out.shape
+
+    return check
+
+
+def outs_given(schema: Schema) -> tuple[str, ...]:
+    """Names of the arguments that results are written to, out=."""
+    return tuple(argument.name for argument in schema.arguments if argument.by_name and argument.type.written)
+
+
+def steady(op: Callable, schema: Schema) -> Callable:
+    """An op with out=, which torch would give the result's shape: here a tensor keeps the one it was planned with."""
+    names = outs_given(schema)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        targets = list(_tensors(kwargs.get(name) for name in names))
+        before = [(target.shape, target.stride(), target.storage_offset()) for target in targets]
+        result = op(*args, **kwargs)
+        for target, (shape, stride, offset) in zip(targets, before, strict=True):
+            if target.shape != shape:
+                found = list(target.shape)
+                target.as_strided_(shape, stride, offset)
+                raise ValueError(f"the result of {schema.op} has shape {found}, out has {list(shape)}")
+        return result
+
+    return call
+
+
+def _tensors(items: Any) -> Iterator[torch.Tensor]:
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors(item)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -104,6 +105,7 @@ class Cuda:
     """A GPU. Recordings share a pool of memory and the stream that they are made on."""
 
     def __init__(self, device: torch.device) -> None:
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)  # a run of views issues nothing, rightly
         self.device = device
         self._pool: Callable[[], Pool | None] = lambda: None  # while there are recordings
         self._broken: list[Any] = []

@@ -20,7 +20,8 @@ from gt.ir.ops import RANDOM
 from gt.worker.engine.base import Each, Recorder, Strictly
 from gt.worker.engine.torch import attention
 from gt.worker.engine.torch.cuda import Device
-from gt.worker.engine.torch.inductor import UNFIT, Inductor, op
+from gt.worker.engine.torch.inductor import UNFIT, Inductor
+from gt.worker.engine.torch.overloads import OVERLOADS
 from gt.worker.engine.torch.slots import Held, Look, Moved, Slot, address, look, lying, plain, shown, stands
 from gt.worker.lent import Lent
 from gt.worker.segments import Row
@@ -40,11 +41,12 @@ class Graphs:
         self._device = device
         self._slots: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()  # recordings own them
         self.fits, self.seen, self.compile = inductor.fits, inductor.seen, inductor.compile
+        self.draws = inductor.draws
 
     def records(self, payload: dict[str, Any]) -> bool:
         """Whether an op only issues work, the same each time."""
         name = payload["op"]
-        if name in attention.OPS:  # where they draw nothing
+        if name in attention.OPS or self.draws(payload):
             return True
         return payload["random"] is None and name not in RANDOM and (self.fits(payload) or _issues(payload))
 
@@ -390,4 +392,4 @@ def _issues(payload: dict[str, Any]) -> bool:
     name = payload["op"]
     if any(out[0] == "new" and out[1] is None for out in payload["outs"]):
         return False
-    return name.startswith("aten.") and not {tag.name for tag in op(name).tags} & (UNFIT - {"inplace_view"})
+    return name.startswith("aten.") and not {tag.name for tag in OVERLOADS[name].tags} & (UNFIT - {"inplace_view"})

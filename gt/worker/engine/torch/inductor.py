@@ -10,18 +10,24 @@ import logging
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from operator import sub
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from gt.errors import UnsupportedOp
+from gt.ir.arguments import operands
 from gt.ir.ops import RANDOM
 from gt.ir.spec import Spec
-from gt.worker.engine.base import Compiled, Misfit, Recorder
-from gt.worker.engine.torch.calls import DTYPE, NAME, conform
+from gt.worker.engine.base import Compiled, Recorder
+from gt.worker.engine.calls import finish, fitting
+from gt.worker.engine.torch import channels_last
+from gt.worker.engine.torch.bounds import BOUNDS
+from gt.worker.engine.torch.calls import NAME
+from gt.worker.engine.torch.compiled_segment import Code, Seen, Traced
+from gt.worker.engine.torch.overloads import OVERLOADS
 from gt.worker.segments import Form, Wired
 
 log = logging.getLogger("gt.worker")
@@ -30,34 +36,6 @@ _alone = threading.Lock()  # tracing keeps its state in globals
 UNFIT = frozenset({"inplace_view", "nondeterministic_seeded", "dynamic_output_shape", "data_dependent_output"})
 # One kernel over all parameters already, in place; as a graph each would be copied.
 WHOLE = ("aten._fused_",)
-SPECIAL = frozenset({"aten.set_", "aten.resize", "aten.record_stream", "aten._local_scalar_dense"})
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Inputs: shape, strides and dtype of each, and which share memory."""
-
-    specs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    alike: tuple[tuple[int, int], ...]  # of each: the first input in the same memory, and its offset if there are several
-
-    def where(self, written: frozenset[int]) -> Seen:
-        """Without what does not matter: only of memory that is written it does who shares it."""
-        firsts = {self.alike[n][0] for n in written}
-        return Seen(self.specs, tuple(row if row[0] in firsts else (n, 0) for n, row in enumerate(self.alike)))
-
-
-@dataclass(slots=True)
-class Traced:
-    """A segment's graph and what to do around it. given: places of the inputs that it takes.
-
-    outs: of each output (whether of an input, which result or input, None or its shape, strides and offset there).
-    """
-
-    graph: torch.fx.GraphModule
-    fakes: list[torch.Tensor]
-    given: list[int]
-    outs: list[tuple[bool, int, tuple | None]]
-    specs: list[Spec]
 
 
 class Inductor:
@@ -69,6 +47,8 @@ class Inductor:
     def __init__(self, engine: Any) -> None:
         warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)  # says nothing to who runs the program
         self._engine = engine
+        self.channels_last = engine.kind == "cuda"  # whether convolutions may be laid out so
+        self.draws = engine.draws
         self._kept: dict[Hashable, Compiled | str] = {}
         self._fits: dict[str, bool] = {}
 
@@ -88,10 +68,10 @@ class Inductor:
 
     def _op_fits(self, name: str, payload: dict[str, Any]) -> bool:
         try:
-            self._engine.resolve(name, payload)
+            self._engine.resolve(payload)
         except UnsupportedOp:
             return False
-        return name.rpartition(".")[0] not in SPECIAL and not {tag.name for tag in op(name).tags} & UNFIT
+        return not ({tag.name for tag in OVERLOADS[name].tags} & UNFIT or (self._engine.host and name.split(".")[1] in BOUNDS))
 
     def seen(self, inputs: Sequence[torch.Tensor]) -> Seen:
         specs = tuple((tuple(t.shape), t.stride(), t.dtype) for t in inputs)
@@ -136,16 +116,26 @@ class Inductor:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        calls = [self._engine.bind(payload) for payload in wired.payloads]
         counts = [sum(out[0] in ("new", "view") for out in payload["outs"]) for payload in wired.payloads]
         taken = _Taken(seen, written)
+        last = self.channels_last and channels_last.gains(_kernels(wired, seen))
+        check = {"check": channels_last.loosely, "unless": ""} if last else {}
+        calls = [replace(self._engine.source(payload), **check).function() for payload in wired.payloads]
+        ends = [end for payload in wired.payloads for end in finish(payload["outs"])]
+        specs = [None] * wired.form.inputs + [None if view else spec for _, view, spec in ends]
         found: list[Any] = []
 
         def run(*given: torch.Tensor) -> list[torch.Tensor]:
             slots = taken.slots(given)
-            for call, bound, values, count in zip(wired.form.calls, calls, wired.values, counts, strict=True):
-                made = bound(*[slots[i] for i in call.ins], *values)
-                slots += [] if count == 0 else [made] if count == 1 else made
+            rows = zip(wired.form.calls, calls, wired.payloads, wired.values, counts, strict=True)
+            with channels_last.ChannelsLast() if last else nullcontext():
+                for call, bound, payload, values, count in rows:
+                    if last and any(out[0] == "view" for out in payload["outs"]):
+                        channels_last.settle(slots, call.ins, specs)
+                    made = bound(*[slots[i] for i in call.ins], *values)
+                    slots += [] if count == 0 else [made] if count == 1 else made
+            if last:
+                channels_last.settle(slots, wired.form.outputs, specs)
             found[:] = _results(slots, wired.form)
             return found[0]
 
@@ -159,13 +149,20 @@ class Inductor:
         if not changed <= {taken.bases[n] for n in written}:
             raise ValueError("an op changes what it is given, and its schema does not say so")
         _, outs, specs = found
-        return Traced(graph, fakes, taken.given, outs, specs)
+        return Traced(graph, fakes, taken.given, outs, specs, changed)
 
 
-def op(name: str) -> Any:
-    """The overload of a name."""
-    space, base, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, space), base), overload)
+def _kernels(wired: Wired, seen: Seen) -> list[tuple[torch.Size, int, torch.dtype]]:
+    """Of each convolution of a segment: shape, groups and dtype of the weight, where that is an input."""
+    found = []
+    for call, payload in zip(wired.form.calls, wired.payloads, strict=True):
+        if payload["op"] in channels_last.NAMES:
+            weight, groups = (1, 8) if payload["op"] == "aten.convolution.default" else (2, 9)
+            number = call.ins[payload["args"][weight]["t"]]
+            if number < len(seen.specs):
+                shape, _, dtype = seen.specs[number]
+                found.append((torch.Size(shape), payload["args"][groups], dtype))
+    return found
 
 
 def _written(wired: Wired) -> frozenset[int]:
@@ -183,14 +180,9 @@ def _written(wired: Wired) -> frozenset[int]:
 
 def _writes(payload: dict[str, Any]) -> list[int]:
     """Places of an op's tensors that it changes."""
-    schema, found = op(payload["op"])._schema, []
-    for n, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = payload["args"][n] if n < len(payload["args"]) else payload["kwargs"].get(argument.name)
-        holes = given if isinstance(given, list) else [given]
-        found += [hole["t"] for hole in holes if isinstance(hole, dict) and "t" in hole]
-    return found
+    schema, args, kwargs = fitting(payload)
+    held = operands(schema, args, kwargs)
+    return [place for name in schema.writes for place in held.get(name, ())]
 
 
 @dataclass(slots=True)
@@ -286,108 +278,3 @@ def _dense(tensor: torch.Tensor) -> bool:
             return False
         step *= size
     return True
-
-
-class Code:
-    """An engine.base.Compiled."""
-
-    def __init__(self, traced: Traced, run: Callable, seen: Seen, written: frozenset[int], key: Hashable) -> None:
-        self.key, self.writes = key, bool(written)
-        self.specs: Sequence[Spec] = traced.specs
-        self.run, self.given, self.outs = run, traced.given, traced.outs
-        self._shapes = [torch.Size(shape) for shape, _, _ in seen.specs]
-        self._strides = [stride for _, stride, _ in seen.specs]
-        self._dtypes = [dtype for _, _, dtype in seen.specs]
-        self._alike = _Alike(seen, written) if written else None
-        self._all = self.given == list(range(len(seen.specs)))
-        self._mends: dict[int, Callable] | None = None  # of results that are not as they have to be; None before the first
-        self._wanted = [(tuple(meta.shape), meta.stride(), meta.dtype) for meta in _metas(traced.graph)]
-
-    def check(self, inputs: list[torch.Tensor]) -> None:
-        if list(map(_SHAPE, inputs)) != self._shapes or list(map(_STRIDE, inputs)) != self._strides:
-            raise Misfit("shapes or strides")
-        if [t.dtype for t in inputs] != self._dtypes:
-            raise Misfit("dtypes")
-        if self._alike is not None:
-            self._alike.check(inputs)
-
-    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        self.check(inputs)
-        results = self.run(*(inputs if self._all else [inputs[i] for i in self.given]))
-        if self._mends is None:
-            self._mends = self._mend(results, inputs)
-        if self._mends:
-            results = list(results)
-            for n, mend in self._mends.items():
-                results[n] = mend(results[n])
-        return self.named(inputs, results)
-
-    def named(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs, of inputs and what the graph returned."""
-        made = []
-        for of_input, n, place in self.outs:
-            base = inputs[n] if of_input else results[n]
-            if place is not None:
-                base = base.as_strided(place[0], place[1], base.storage_offset() + place[2])
-            made.append(base)
-        return made
-
-    def _mend(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> dict[int, Callable]:
-        """What to do with results that share memory, which the ops' own would not, or lie otherwise."""
-        held = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
-        mends: dict[int, Callable] = {}
-        for n, (result, (shape, stride, dtype)) in enumerate(zip(results, self._wanted, strict=True)):
-            if tuple(result.shape) != shape or result.dtype != dtype:
-                raise ValueError(f"the result is {NAME[result.dtype]}{list(result.shape)}, want {NAME[dtype]}{list(shape)}")
-            memory = result.untyped_storage().data_ptr()
-            spec = Spec(shape, tuple(stride), 0, NAME[dtype])
-            if result.numel() and (memory in held or result.storage_offset()):
-                mends[n] = _copied(spec)
-            elif conform(result, spec) is not result:
-                mends[n] = _conformed(spec)
-            held.add(memory)
-        return mends
-
-
-_SHAPE, _STRIDE, _OFFSET, _ADDRESS = torch.Tensor.size, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.data_ptr
-
-
-class _Alike:
-    """Whether inputs share memory as those did that were seen: what is written lies apart, or with the same as then."""
-
-    def __init__(self, seen: Seen, written: frozenset[int]) -> None:
-        self._sizes = [dtype.itemsize for _, _, dtype in seen.specs]
-        apart = {seen.alike[n][0] for n in written}
-        self._labels = [  # of inputs that have elements: the memory if it is written, else -1
-            (n, first if first in apart else -1) for n, (first, _) in enumerate(seen.alike) if all(seen.specs[n][0])
-        ]
-        firsts = [first for first, _ in seen.alike]
-        self._several = [
-            (n, first, offset * self._sizes[n]) for n, (first, offset) in enumerate(seen.alike) if firsts.count(first) > 1
-        ]
-
-    def check(self, inputs: Sequence[torch.Tensor]) -> None:
-        offsets = [offset * size for offset, size in zip(map(_OFFSET, inputs), self._sizes, strict=True)]
-        bases = list(map(sub, map(_ADDRESS, inputs), offsets))
-        owner: dict[int, int] = {}
-        if any(owner.setdefault(bases[n], label) != label for n, label in self._labels):
-            raise Misfit("which share memory")
-        if any(bases[n] != bases[first] or offsets[n] != offset for n, first, offset in self._several):
-            raise Misfit("where in shared memory they lie")
-
-
-def _metas(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
-    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
-    return [node.meta["val"] for node in returned]
-
-
-def _copied(spec: Spec) -> Callable[[torch.Tensor], torch.Tensor]:
-    def copy(result: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_strided(spec.shape, spec.stride, dtype=DTYPE[spec.dtype], device=result.device)
-        return made.copy_(result)
-
-    return copy
-
-
-def _conformed(spec: Spec) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda result: conform(result, spec)

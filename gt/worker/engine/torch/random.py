@@ -80,12 +80,19 @@ DRAW: dict[str, Callable[..., Any]] = {
 }
 
 
-def bind(name: str, place: list | None) -> Callable:
-    """The op as a callable of its own arguments and `seed` and `counter`."""
-    draw = DRAW[name]
+def bind(name: str, place: list | None, key: Any = None) -> Callable:
+    """The op as a callable of its own arguments and `seed` and `counter`. key: of a GPU that draws by itself."""
+    draw, here = DRAW[name], None
+    if key is not None:
+        from gt.worker.engine.torch import device_random
+
+        here = device_random.DRAW.get(name)
 
     def run(*args: Any, seed: int, counter: int, generator: Any = None, **kwargs: Any) -> Any:
-        return draw(Words(seed, counter, place), *args, **kwargs)
+        words = Words(seed, counter, place)
+        if here is not None and device_random.draws_here(args[0]):
+            return here(key, words, *args, **kwargs)
+        return draw(words, *args, **kwargs)
 
     run.draws = True  # type: ignore[attr-defined]
     return run

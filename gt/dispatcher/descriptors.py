@@ -1,0 +1,125 @@
+"""What the server does when its process has no file descriptors left: those connected are served, newcomers are told.
+
+libzmq accepts connections by itself and can do so only where a descriptor is free, so a few are kept for that moment. Who is
+accepted then is told and leaves again; connections of peers that have said nothing for a while are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import resource
+import socket
+import stat
+from collections.abc import Callable
+
+log = logging.getLogger("gt.dispatcher")
+
+KEPT = 16  # descriptors
+SPARE = 8  # more that have to be free before the shortage is over
+LOOKED = 4096  # descriptors that are looked at in one go
+PATIENCE = 2.0  # seconds that a connection may say nothing while there are too few
+
+
+class Reserve:
+    """`look` is called a few times a second and says whether there are too few; `close` gives everything back.
+
+    port: where the server listens. known: the descriptors of peers that are served; told: of those
+    that are to leave. Knows no clock.
+    """
+
+    def __init__(self, port: int, known: Callable[[], set[int]], told: Callable[[], set[int]]) -> None:
+        self._port, self._known, self._told = port, known, told
+        self._kept: list[int] = []
+        # inode of a connection -> when it was first seen to say nothing; those of this round
+        self._silent: dict[int, float] = {}
+        self._seen: dict[int, float] = {}
+        self._place = self._room = 0
+        self.short = False
+        self._keep(KEPT)
+
+    def look(self, now: float) -> bool:
+        """Whether the process has too few descriptors, which is said once."""
+        if not self.short:
+            if self._keep(KEPT + 1):
+                os.close(self._kept.pop())
+                return False
+            log.warning("%s; it goes on with those who are connected", self.reason())
+            self.short = True
+            self.close()
+        self._shed(now)
+        if self._keep(KEPT + SPARE):
+            for descriptor in self._kept[KEPT:]:
+                os.close(descriptor)
+            del self._kept[KEPT:]
+            self._silent.clear()
+            self._room = 0
+            self.short = False
+            log.warning("the server has descriptors again")
+        else:
+            self.close()
+        return self.short
+
+    def admits(self) -> bool:
+        """Whether one more peer may come in: while there are too few, as many as connections were ended for."""
+        self._room -= self.short
+        return not self.short or self._room >= 0
+
+    def reason(self) -> str:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"the server has no file descriptors left, of {limit}: start it with more (`ulimit -n`)"
+
+    def close(self) -> None:
+        for descriptor in self._kept:
+            os.close(descriptor)
+        self._kept.clear()
+
+    def _keep(self, count: int) -> bool:
+        """Whether there are so many to be had."""
+        with contextlib.suppress(OSError):
+            while len(self._kept) < count:
+                self._kept.append(os.eventfd(0, os.EFD_CLOEXEC))
+        return len(self._kept) >= count
+
+    def _shed(self, now: float) -> None:
+        """End connections to the server's port that belong to nobody who is served."""
+        limit, known = resource.getrlimit(resource.RLIMIT_NOFILE)[0], self._known()
+        told, ended = self._told(), 0
+        start, end = self._place, min(self._place + LOOKED, limit)  # all are in use: no folder has to be read
+        for descriptor in range(start, end):
+            with contextlib.suppress(OSError):
+                status = os.fstat(descriptor)
+                if descriptor in known or not stat.S_ISSOCK(status.st_mode) or not self._accepted(descriptor):
+                    continue
+                since = self._silent.get(status.st_ino, now)
+                if now - since >= PATIENCE:
+                    _shut(descriptor)
+                    ended += descriptor not in told
+                    since = math.inf
+                self._seen[status.st_ino] = since
+        self._place = end
+        if end >= limit:
+            self._place, self._silent, self._seen = 0, self._seen, {}
+        self._room = ended or self._room
+
+    def _accepted(self, descriptor: int) -> bool:
+        """Whether it is a connection that came to the server's port."""
+        connection = socket.socket(fileno=descriptor)
+        try:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+                return False
+            connection.getpeername()  # OSError for the one that listens
+            return bool(connection.getsockname()[1] == self._port)
+        finally:
+            connection.detach()
+
+
+def _shut(descriptor: int) -> None:
+    """End a connection whose descriptor libzmq owns: it reads the end, and closes."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    finally:
+        connection.detach()

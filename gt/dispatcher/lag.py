@@ -1,0 +1,37 @@
+"""How long the dispatcher's loop takes from one look at its sockets to the next: whoever asks something waits for as long."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+log = logging.getLogger("gt.dispatcher")
+
+LONG = 1.0  # seconds of a turn that are worth a warning
+RECENT = 1024  # turns
+PERCENTILE = 99
+AGAIN = 10.0  # seconds between two warnings
+
+
+class Lag:
+    """`turn` is told of each; `counters` is the part of gt.stats()."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._longest = 0.0
+        self._last = -AGAIN
+
+    def turn(self, seconds: float, busiest: Callable[[], str], now: float) -> None:
+        """A turn took so long, without the time it waited. busiest: says what took most of it, and of whom."""
+        self._recent.append(seconds)
+        self._longest = max(self._longest, seconds)
+        if seconds >= LONG and now - self._last >= AGAIN:
+            self._last = now
+            log.warning("the dispatcher was busy for %.1f s, and nobody was heard, mostly with %s", seconds, busiest())
+
+    def counters(self) -> dict[str, float]:
+        """Seconds: the longest turn, and one that few of the last are longer than."""
+        recent = sorted(self._recent)
+        high = recent[len(recent) * PERCENTILE // 100] if recent else 0.0
+        return {"loop_lag_max": round(self._longest, 6), "loop_lag_recent": round(high, 6)}

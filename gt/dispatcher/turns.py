@@ -1,0 +1,115 @@
+"""Whose turn it is: messages that wait for their session, and sessions that have more to do than fits one turn.
+
+A session's messages are taken in order. While it is stalled they wait; what takes long is cut into slices, and between two of
+them every other peer is heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gt.dispatcher.events import Peer, Received
+from gt.dispatcher.intake import CREDIT
+from gt.dispatcher.pace import Leavings, Pace
+from gt.dispatcher.requests import MOST
+from gt.errors import ProtocolError
+from gt.wire.messages import Describe, Fetch, Inspect, Message, Ops, Seal, Stats
+
+if TYPE_CHECKING:
+    from gt.dispatcher.core import Core
+    from gt.dispatcher.sessions import Session
+
+DEFERRED = (Ops, Fetch, Describe, Inspect, Seal, Stats)  # what a stalled session keeps for later, in order
+MOST_DEFERRED = CREDIT + MOST + 1
+
+
+class Turns:
+    """Of one core. `pending`: whether somebody has more to do, though nothing comes."""
+
+    def __init__(self, core: Core, pace: Pace) -> None:
+        self._core, self._pace = core, pace
+        self._waiting: dict[Peer, None] = {}  # sessions with more to do, in the order of their turns
+        self.leavings = Leavings(pace)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._waiting or self.leavings or self._pace.relay.pending)
+
+    def aside(self, session: Session, what: str, call: Callable[[], None]) -> None:
+        """Do what may take long for a session, which is stalled meanwhile."""
+
+        def done() -> None:
+            try:
+                self._core._attempt(session.peer, what, call)
+            finally:
+                session.aside = False
+                self._note(session.peer)
+
+        session.aside = True
+        self._pace.relay.begin(done)
+
+    def waits(self, event: Received) -> bool:
+        """Whether a message is kept for later, or means nothing any more as what came before it was refused."""
+        core, session = self._core, self._core.sessions.get(event.peer)
+        if session is None or not isinstance(event.message, DEFERRED):
+            return False
+        if session.inbox or self._stalled(event.peer, session, event.message):
+            if len(session.inbox) >= MOST_DEFERRED:
+                core._refuse(event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already"))
+            elif event.peer in core.sessions:
+                session.inbox.append((event.message, event.frames))
+                self._note(event.peer)
+            return True
+        return event.peer not in core.sessions
+
+    def resume(self, peer: Peer) -> None:
+        """Take what waits for a session, as far as it can be and the turn lasts."""
+        core = self._core
+        while (session := core.sessions.get(peer)) is not None and session.inbox:
+            if self._stalled(peer, session, session.inbox[0][0]):
+                break
+            if session.inbox:  # or the session has just ended
+                core._take(peer, *session.inbox.popleft())
+            if self._pace.spent:
+                break
+        self._note(peer)
+
+    def go_on(self) -> None:
+        """One slice for the session whose turn it is."""
+        self._pace.relay.go_on()
+        if not self._waiting:
+            return
+        peer = next(iter(self._waiting))
+        del self._waiting[peer]
+        session = self._core.sessions.get(peer)
+        if session is not None and session.aside:
+            return  # it comes again when that is done
+        if session is not None and session.batches.busy and session.batches.long:
+            self.aside(session, "Ops", session.batches.go_on)
+        elif session is not None and session.batches.busy:
+            self._core._attempt(peer, "Ops", session.batches.go_on)
+            self._note(peer)
+        else:
+            self.resume(peer)
+
+    def _note(self, peer: Peer) -> None:
+        """Put a session that has more to do at the end of the row."""
+        session = self._core.sessions.get(peer)
+        if session is not None and not session.aside and (session.batches.busy or (session.inbox and not session.stalled)):
+            self._waiting.setdefault(peer)
+
+    def _stalled(self, peer: Peer, session: Session, message: Message) -> bool:
+        """Whether a message has to wait; a question ends the waiting of what was sent before it."""
+        if not session.stalled and not isinstance(message, Ops):
+            self._core._attempt(peer, "Ops", session.batches.finish)
+            if not isinstance(message, Seal) and not session.batches.busy:
+                session.programs.later.let_go()
+        return session.stalled
+
+    def check(self) -> None:
+        """What must always be true between events."""
+        for session in self._core.sessions.values():
+            assert len(session.inbox) <= MOST_DEFERRED
+            assert session.stalled or not session.inbox or session.peer in self._waiting
+            assert not session.batches.busy or session.aside or session.peer in self._waiting

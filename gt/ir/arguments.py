@@ -1,0 +1,140 @@
+"""Arguments and outputs of an op against its schema: types, how many, what it writes and what shares memory.
+
+Run once a definition, by the dispatcher on what a client defines and by a worker on what it binds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from gt.ir.schema import Argument, Schema, Value
+from gt.ir.template import Arg, Const, Out, T, V
+
+INTEGERS = range(-(1 << 63), 1 << 63)
+
+
+def constant(kind: str) -> Callable[[Arg], bool]:
+    return lambda arg: type(arg) is Const and arg.kind == kind
+
+
+# Base of a type -> whether an argument is one. Sizes and dims are constants: plans are made of them.
+_IS: dict[str, Callable[[Arg], bool]] = {
+    "Tensor": lambda arg: type(arg) is T,
+    "Scalar": lambda arg: (
+        type(arg) in (V, float, bool)
+        or (type(arg) is int and arg in INTEGERS)
+        or (type(arg) is Const and arg.kind == "complex")
+    ),
+    "float": lambda arg: type(arg) in (V, float) or (type(arg) is int and arg in INTEGERS),
+    "int": lambda arg: type(arg) is int and arg in INTEGERS,
+    "bool": lambda arg: type(arg) is bool,
+    "str": lambda arg: type(arg) is str,
+    "ScalarType": constant("dtype"),
+    "Layout": constant("layout"),
+    "MemoryFormat": constant("memory_format"),
+    "Device": constant("device"),
+    "Generator": lambda arg: False,
+}
+
+
+def bind(schemas: Sequence[Schema], args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> Schema:
+    """The first of an op's schemas that these arguments are of; ValueError says what is wrong by the last of them."""
+    for schema in schemas[:-1]:
+        try:
+            return _bound(schema, args, kwargs)
+        except ValueError:
+            continue
+    return _bound(schemas[-1], args, kwargs)
+
+
+def _bound(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> Schema:
+    positional = schema.positional
+    if len(args) > len(positional):
+        raise ValueError(f"args has {len(args)} values, {schema.op} takes {len(positional)}")
+    for argument, arg in zip(positional, args):
+        _check(schema, argument, arg)
+    given = {argument.name for argument in positional[: len(args)]}
+    for name, arg in kwargs.items():
+        known = schema.named.get(name)
+        if known is None or name in given:
+            raise ValueError(
+                f"kwargs has {name!r:.40}, which {schema.op} {'has already' if name in given else 'does not take'}"
+            )
+        _check(schema, known, arg)
+    missing = [a.name for a in schema.arguments if a.required and a.name not in given and a.name not in kwargs]
+    if missing:
+        raise ValueError(f"args and kwargs lack {', '.join(missing)} of {schema.op}")
+    return schema
+
+
+def _check(schema: Schema, argument: Argument, arg: Arg) -> None:
+    if not _fits(schema, argument.type, arg):
+        raise ValueError(f"{argument.name} of {schema.op} is {shown(arg)}, want {argument.type.text}")
+
+
+def _fits(schema: Schema, want: Value, arg: Arg) -> bool:
+    if arg is None:
+        return want.optional
+    if want.list:
+        item = _item(schema, want)
+        return isinstance(arg, (list, tuple)) and all(want.gaps if part is None else item(part) for part in arg)
+    return _item(schema, want)(arg)
+
+
+def _item(schema: Schema, want: Value) -> Callable[[Arg], bool]:
+    is_one = _IS[want.base]
+    if want.base == "Tensor" and not want.alias and not want.list and "takes_numbers" in schema.flags:
+        return lambda arg: is_one(arg) or _IS["Scalar"](arg)
+    return is_one
+
+
+def shown(arg: Arg) -> str:
+    """An argument in an error, by its wire form's words."""
+    if isinstance(arg, T):
+        return f"tensor {arg.index}"
+    if isinstance(arg, V):
+        return f"value {arg.index} of each call"
+    if isinstance(arg, Const):
+        return f"the {arg.kind} {arg.value!r:.40}"
+    return f"{arg!r:.80}"
+
+
+# ---- what it gives and what it changes
+
+
+def results(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], outs: Sequence[Out], writes: Sequence[int]) -> None:
+    """ValueError unless outputs and written operands are those that the schema says."""
+    held = operands(schema, args, kwargs)
+    said = {i for name in schema.writes for i in held.get(name, ())}
+    may = {i for a in schema.arguments if a.type.may_write for i in held.get(a.name, ())}
+    if not said <= set(writes) <= said | may:
+        raise ValueError(f"writes is {list(writes)!r:.80}, {schema.op} writes {sorted(said)}")
+    wants = list(_wants(schema, len(outs)))
+    if len(wants) != len(outs):
+        raise ValueError(f"outs has {len(outs)} outputs, {schema.op} gives {len(schema.returns)}")
+    for number, (want, out) in enumerate(zip(wants, outs, strict=True)):
+        if not want.alias:
+            good = out.kind in ("new", "none")
+        else:
+            kind = "same" if want.written else "view"
+            shared = (a for a in schema.arguments if a.type.alias == want.alias and a.type.written == want.written)
+            good = out.kind == kind and any(out.of in held.get(argument.name, ()) for argument in shared)
+        if not good:
+            raise ValueError(f"output {number} of outs is {out.kind!r:.20} of operand {out.of}, {schema.op} gives {want.text}")
+
+
+def _wants(schema: Schema, count: int) -> Iterator[Value]:
+    """The type of each flat output; lists of results are of one length."""
+    lists = [value for value in schema.returns if value.list]
+    rest = count - (len(schema.returns) - len(lists))
+    for value in schema.returns:
+        yield from [value] * (max(rest, 0) // len(lists)) if value.list else [value]
+
+
+def operands(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> dict[str, list[int]]:
+    """Argument's name -> numbers of its tensors."""
+    named = [*((argument.name, arg) for argument, arg in zip(schema.positional, args)), *kwargs.items()]
+    return {
+        name: [part.index for part in (arg if isinstance(arg, (list, tuple)) else [arg]) if type(part) is T]
+        for name, arg in named
+    }

@@ -1,0 +1,215 @@
+"""The closed table of ops: the schema of each overload that a worker carries out. Knows no torch.
+
+`op_schemas.txt` beside this file holds a line an op, written by tools/op_schemas.py: torch's notation with real types, then
+the versions of torch that have it and flags. A line is parsed when its op is first looked up. What is not in the table is not
+carried out; only the owner of a process can extend it, when that process starts (`Table.add`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from gt import env
+from gt.errors import ConfigError, UnsupportedOp
+from gt.ir.ops import GT_OPS
+
+FILE = Path(__file__).with_name("op_schemas.txt")
+MAY = "~"  # alias mark of an argument that an op may write although torch's schema does not say so
+TYPES = frozenset(
+    {"Tensor", "Scalar", "int", "float", "bool", "str", "ScalarType", "Layout", "MemoryFormat", "Device", "Generator"}
+)
+FLAGS = {
+    "by_values": "the shapes of its results may depend on values",
+    "takes_numbers": "a number may stand where the schema says Tensor: torch makes a tensor without dims of it",
+    "trusts_values": "its kernel indexes memory by values of a tensor as they are: CPU workers check them, GPUs do not",
+}
+# Why torch has an op that is not in the table. Ops left out by name say it themselves.
+LEFT_OUT = {
+    "composite": "torch carries it out as other ops before a device sees it",
+    "kernel": "it has no kernel for dense tensors on CPUs or GPUs",
+    "returns": "it returns something besides tensors",
+    "argument": "it takes what cannot be sent",
+    "random": "it draws from the generator of the worker's process, which all sessions share",
+    "metadata": "it changes its operand's shape, strides or storage in place",
+}
+_NAME = re.compile(r"[A-Za-z_]\w{0,60}\.\w{1,80}\.\w{1,60}", re.ASCII)
+_ROW = re.compile(
+    r"(?P<op>\w+\.\w+\.\w+)\((?P<arguments>.*)\) -> \((?P<returns>.*)\)  "
+    r"# (?P<since>[\d.]+)-(?P<until>[\d.]+)(?P<flags>( \w+)*)"
+)
+_TYPE = re.compile(r"(?P<base>\w+)(?:\((?P<alias>[a-z]?)(?P<mark>[!~]?)\))?(?P<suffix>\[\]\??|\?\[\]|\?)?")
+
+
+@dataclass(frozen=True)
+class Value:
+    """An argument's or a result's type. alias: torch's letter of the memory that it shares, "" for none."""
+
+    text: str
+    base: str
+    list: bool
+    optional: bool  # None may stand for it
+    gaps: bool  # None may stand in the list
+    alias: str
+    written: bool
+    may_write: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Value:
+        """ValueError for what is no type of the table."""
+        found = _TYPE.fullmatch(text)
+        if found is None or found["base"] not in TYPES:
+            raise ValueError(f"{text!r:.80} is not a type of the table")
+        suffix = found["suffix"] or ""
+        return cls(
+            text, found["base"], "[]" in suffix, suffix.endswith("?"), suffix == "?[]", found["alias"] or "",
+            found["mark"] == "!", found["mark"] == MAY,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Argument:
+    name: str
+    type: Value
+    required: bool
+    by_name: bool  # keyword-only
+
+
+@dataclass(frozen=True)
+class Schema:
+    """One overload. since, until: the first and the last version of torch that is known to have it so."""
+
+    op: str
+    arguments: tuple[Argument, ...]
+    returns: tuple[Value, ...]
+    since: str
+    until: str
+    flags: frozenset[str]
+
+    @cached_property
+    def named(self) -> dict[str, Argument]:
+        return {argument.name: argument for argument in self.arguments}
+
+    @cached_property
+    def positional(self) -> tuple[Argument, ...]:
+        return tuple(argument for argument in self.arguments if not argument.by_name)
+
+    @cached_property
+    def writes(self) -> tuple[str, ...]:
+        """Names of the arguments that it changes."""
+        return tuple(argument.name for argument in self.arguments if argument.type.written)
+
+    @cached_property
+    def aliases(self) -> bool:
+        """Whether a result shares memory with an argument that it does not write."""
+        return any(value.alias and not value.written for value in self.returns)
+
+    @classmethod
+    def parse(cls, line: str) -> Schema:
+        """The schema of a line of the table; ValueError says what is wrong with it."""
+        found = _ROW.fullmatch(line)
+        if found is None:
+            raise ValueError(f"{line!r:.120} is not a line of the table")
+        flags = frozenset(found["flags"].split())
+        if flags - set(FLAGS):
+            raise ValueError(f"{found['op']} has the flags {sorted(flags - set(FLAGS))}, which mean nothing")
+        arguments, by_name = [], False
+        for text in filter(None, found["arguments"].split(", ")):
+            if text == "*":
+                by_name = True
+                continue
+            kind, _, name = text.partition(" ")
+            name, equals, _ = name.partition("=")
+            arguments.append(Argument(name, Value.parse(kind), not equals, by_name))
+        returns = tuple(Value.parse(text) for text in filter(None, found["returns"].split(", ")))
+        return cls(found["op"], tuple(arguments), returns, found["since"], found["until"], flags)
+
+
+class Table:
+    """Schemas by op's name. An op whose schema changed between versions of torch has several."""
+
+    def __init__(self, text: str = "") -> None:
+        self._lines: dict[str, list[str]] = {}
+        self._left: dict[str, str] = {}
+        self._parsed: dict[str, tuple[Schema, ...]] = {}
+        for line in text.splitlines():
+            if line[:2] == "- ":
+                name, _, why = line[2:].partition("  ")
+                self._left[name] = why
+            elif line and line[0] != "#":
+                self._lines.setdefault(line[: line.find("(")], []).append(line)
+
+    def __contains__(self, op: str) -> bool:
+        return op in self._lines
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lines)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Ops of torch that workers do not carry out, and why."""
+        return {op: LEFT_OUT.get(why, why) for op, why in self._left.items()}
+
+    def find(self, op: str) -> tuple[Schema, ...]:
+        """The schemas of an op. UnsupportedOp for one that is not in the table."""
+        found = self._parsed.get(op)
+        if found is None:
+            if op not in self._lines:
+                raise UnsupportedOp(self.refusal(op))
+            found = self._parsed[op] = tuple(map(Schema.parse, self._lines[op]))
+        return found
+
+    def refusal(self, op: str) -> str:
+        """Why an op is not carried out."""
+        why = self._left.get(op)
+        if why is not None:
+            return f"{op} is not an op that workers carry out: {LEFT_OUT.get(why, why)}"
+        if _NAME.fullmatch(op) is None:
+            return f"{op!r:.80} is not an op: want a name like aten.add.Tensor"
+        return (
+            f"{op} is not an op of the table: if your torch has it, `gt ops {op} >> ops.txt` writes its schema, and "
+            "GT_OPS=ops.txt for server, workers and program adds it"
+        )
+
+    def add(self, lines: Iterable[str], source: str = "Table.add") -> list[str]:
+        """Extend the table of this process; names of the ops. For the process's owner, before it serves anybody.
+
+        ConfigError names a line that is no schema, or an op that is left out for what it does.
+        """
+        added: dict[str, list[tuple[str, Schema]]] = {}
+        for number, line in enumerate(lines, 1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            try:
+                schema = Schema.parse(line.strip())
+            except ValueError as error:
+                raise ConfigError(f"{source}, line {number}: {error}") from None
+            why = self._left.get(schema.op)
+            if why is not None and why not in LEFT_OUT:
+                raise ConfigError(f"{source}, line {number}: {schema.op} cannot be added: {why}")
+            added.setdefault(schema.op, []).append((line.strip(), schema))
+        for op, rows in added.items():
+            self._lines[op] = [line for line, _ in rows]
+            self._parsed[op] = tuple(schema for _, schema in rows)
+        return list(added)
+
+
+def _load() -> Table:
+    table = Table(FILE.read_text())
+    table.add(f"{op}{schema}  # 2.11-2.13" for op, (schema, _) in GT_OPS.items())
+    own = env.get("GT_OPS")
+    if own:
+        try:
+            table.add(Path(own).read_text().splitlines(), own)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"GT_OPS names {own!r}, which cannot be read: {error}") from None
+    return table
+
+
+TABLE = _load()

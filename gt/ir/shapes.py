@@ -1,0 +1,236 @@
+"""Ops whose kernels take the shapes of their arguments as they are: what has to hold of these, found by wild calls.
+
+torch's functions check them before such a kernel is called; a client that calls the kernel does not. Run once a definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from gt.ir.schema import Schema
+from gt.ir.spec import Spec
+from gt.ir.template import Arg, T
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An op's arguments by name, its tensors as shapes; what was not given is None."""
+
+    given: Mapping[str, Arg]
+    specs: Sequence[Spec]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._shown(self.given.get(name))
+
+    def _shown(self, arg: Arg) -> Any:
+        if isinstance(arg, T):
+            return self.specs[arg.index].shape
+        return [self._shown(part) for part in arg] if isinstance(arg, (list, tuple)) else arg
+
+    def same(self, *names: str) -> bool:
+        """Whether these tensors, as far as they are given, have one shape."""
+        return len({shape for name in names if (shape := self[name]) is not None}) <= 1
+
+    def each(self, shape: Shape, *names: str) -> bool:
+        """Whether these tensors, as far as they are given, have this shape."""
+        return all(self[name] in (None, shape) for name in names)
+
+
+Rule = tuple[str, Callable[[Call], bool]]  # what has to hold, in words and as a test
+
+
+def check(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], specs: Sequence[Spec]) -> None:
+    """ValueError names the rule that the arguments of a call break."""
+    rule = RULES.get(schema.op.split(".")[1])
+    if rule is None:
+        return
+    named = {argument.name: arg for argument, arg in zip(schema.positional, args)}
+    text, holds = rule
+    try:
+        good = holds(Call({**named, **kwargs}, specs))
+    except (IndexError, TypeError, ValueError):  # fewer dims than the rule speaks of
+        good = False
+    if not good:
+        raise ValueError(f"{schema.op} of {', '.join(spec.text() for spec in specs[:8])} is refused: {text}")
+
+
+def _pooled(dims: int) -> Callable[[Call], bool]:
+    """A gradient and the input of a pooling over the last dims: of one batch, nothing pooled of nothing."""
+
+    def holds(call: Call) -> bool:
+        grad, x = call[next(iter(call.given))], call["self"]
+        batch = len(x) - dims
+        return (
+            len(grad) == len(x) and batch in (1, 2) and grad[:batch] == x[:batch] and (prod(x[batch:]) > 0 or prod(grad) == 0)
+        )
+
+    return holds
+
+
+def _indexed(dims: int) -> Callable[[Call], bool]:
+    def holds(call: Call) -> bool:
+        return _pooled(dims)(call) and call["indices"] == call["grad_output"]
+
+    return holds
+
+
+def _statistics(call: Call) -> bool:
+    """Statistics and weights have an element for each channel; what evaluation saved may be empty."""
+    x = call["input"]
+    channels, saved = (x[1],), ("save_mean", "save_var", "save_invstd")
+    training = next((call.given[name] for name in ("training", "train", "update") if name in call.given), True)
+    kept = all(call[name] in (None, channels) or (call[name] == (0,) and not training) for name in saved)
+    known = (
+        training
+        or not {"running_mean", "running_var"} & set(call.given)
+        or None not in (call["running_mean"], call["running_var"])
+    )
+    if not training and "running_mean" not in call.given:
+        return False
+    grads = all(call[name] in (None, x) for name in ("grad_out", "grad_output"))
+    return kept and known and grads and call.each(channels, "weight", "bias", "running_mean", "running_var")
+
+
+def _distances(call: Call) -> bool:
+    grad, a, b, found = (call[name] for name in ("grad", "x1", "x2", "cdist"))
+    return grad == found and len(found) >= 2 and found[-2:] == (a[-2], b[-2]) and a[-1] == b[-1]
+
+
+def _pairs(call: Call) -> bool:
+    n = call["self"][0]
+    return len(call["self"]) == 2 and call.each((n * (n - 1) // 2,), "grad", "pdist")
+
+
+def _transformed(call: Call) -> bool:
+    """Dims of a Fourier transform are the tensor's own, each once; a real result has about twice the length."""
+    x, dims = call["self"], call["dim"]
+    own = [dim % len(x) for dim in dims if -len(x) <= dim < len(x)]
+    size = call["last_dim_size"]
+    whole = size is None or (own and size >= 1 and x[own[-1]] == size // 2 + 1)
+    return len(set(own)) == len(dims) and call["normalization"] in (0, 1, 2) and bool(whole)
+
+
+def _normalized(call: Call) -> bool:
+    x, dims = call["input"], len(call["normalized_shape"])
+    kept = (call["mean"], call["rstd"])
+    rows = x[: len(x) - dims]
+    full = tuple(call["normalized_shape"])
+    return (
+        x[len(x) - dims :] == full
+        and call["grad_out"] == x
+        and call.each(full, "weight", "bias")
+        and all(prod(shape) == prod(rows) for shape in kept)
+    )
+
+
+def _padded(dims: int) -> Callable[[Call], bool]:
+    def holds(call: Call) -> bool:
+        grad, x, pad = call["grad_output"], call["self"], call["padding"]
+        wide = [n + pad[2 * k] + pad[2 * k + 1] for k, n in enumerate(reversed(x[len(x) - dims :]))]
+        return len(pad) == 2 * dims and len(x) in (dims + 1, dims + 2) and grad == x[: len(x) - dims] + tuple(reversed(wide))
+
+    return holds
+
+
+def _sampled(call: Call) -> bool:
+    x, grid = call["input"], call["grid"]
+    return grid[0] == x[0] and grid[-1] == len(x) - 2 and call["grad_output"] == (*x[:2], *grid[1:-1])
+
+
+def _aligned(call: Call) -> bool:
+    """The backward of a CTC loss takes what the loss kept: alphas [N, T, 2 S + 1]."""
+    log_probs, alpha, targets = call["log_probs"], call["log_alpha"], call["targets"]
+    if len(targets) not in (1, 2) or (len(targets) == 2 and targets[0] != log_probs[1]):
+        return False
+    batch = (log_probs[1],)
+    lengths = [call["input_lengths"], call["target_lengths"]]
+    each = all(shape == batch if isinstance(shape, tuple) else len(shape) == batch[0] for shape in lengths)
+    longest = max(call["target_lengths"], default=0) if isinstance(call["target_lengths"], list) else 0
+    if any(
+        isinstance(part, list) and not all(0 <= n <= most for n in part)
+        for part, most in zip(lengths, (log_probs[0], targets[-1]))
+    ):
+        return False
+    return (
+        each and call.each(batch, "grad", "neg_log_likelihood") and len(alpha) == 3 and alpha[:2] == (batch[0], log_probs[0])
+        and alpha[2] >= 2 * longest + 1 and 0 <= call["blank"] < log_probs[2]
+    )  # fmt: skip
+
+
+def _factored(call: Call) -> bool:
+    lu = call["LU_data"]
+    return len(lu) >= 2 and call["LU_pivots"] == (*lu[:-2], min(lu[-2:]))
+
+
+def _segmented(call: Call) -> bool:
+    """Lengths, or offsets, are of each row before the axis; what was reduced has a segment's value for each."""
+    data, axis = call["data"], call["axis"] or 0
+    lengths, offsets = call["lengths"], call["offsets"]
+    for shape, more in ((lengths, 0), (offsets, 1)):
+        if shape is not None:
+            reduced = (*data[:axis], shape[-1] - more, *data[axis + 1 :])
+            if not 0 <= axis < len(data) or shape[:-1] != data[:axis] or not call.each(reduced, "grad", "output"):
+                return False
+    return lengths is not None or offsets is not None
+
+
+def _alike(call: Call) -> bool:
+    """Lists of an optimizer have a tensor of each parameter's shape, or are empty; steps have one element."""
+    parameters = call["self"]
+    lists = [(name, call[name]) for name, arg in call.given.items() if isinstance(arg, (list, tuple))]
+    return all(
+        not shapes or (len(shapes) == len(parameters) and (name == "state_steps" or shapes == parameters))
+        for name, shapes in lists
+    ) and all(prod(shape) == 1 for shape in call["state_steps"] or ())
+
+
+RULES: dict[str, Rule] = {
+    "_adaptive_avg_pool2d_backward": ("gradient and input want one batch and as many channels", _pooled(2)),
+    "_adaptive_avg_pool3d_backward": ("gradient and input want one batch and as many channels", _pooled(3)),
+    **{
+        name: ("gradient, indices and input want one batch and as many channels", _indexed(dims))
+        for dims, names in (
+            (2, ("adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "fractional_max_pool2d_backward")),
+            (3, ("adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward", "fractional_max_pool3d_backward")),
+        )
+        for name in names
+    },
+    **dict.fromkeys(
+        ("native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+         "_native_batch_norm_legit_no_training", "_batch_norm_with_update", "_batch_norm_with_update_functional",
+         "_batch_norm_no_update", "batch_norm_backward"),
+        ("weights and statistics want an element for each channel of the input", _statistics),
+    ),
+    "native_layer_norm_backward": ("gradient, input, weights and statistics want shapes of one layer norm", _normalized),
+    "_cdist_backward": ("want gradient and distances [P, R] of [P, M] and [R, M]", _distances),
+    "_pdist_backward": ("want gradient and distances of each pair of rows", _pairs),
+    **dict.fromkeys(("_fft_c2c", "_fft_c2r", "_fft_r2c"), ("want dims of the tensor, each once", _transformed)),
+    **dict.fromkeys(
+        ("_softmax_backward_data", "_log_softmax_backward_data"),
+        ("want gradient and output of one shape", lambda call: call.same("grad_output", "output")),
+    ),
+    **{f"{kind}_pad{n}d_backward": ("the gradient wants the padded shape of the input", _padded(n))
+       for kind in ("reflection", "replication") for n in (1, 2, 3)},
+    **dict.fromkeys(
+        ("grid_sampler_2d_backward", "grid_sampler_3d_backward"), ("want the input's batch and the grid's sizes", _sampled)
+    ),
+    "_ctc_loss_backward": ("want what the loss kept of the same batch", _aligned),
+    **dict.fromkeys(
+        ("segment_reduce", "_segment_reduce_backward"), ("want lengths or offsets of the rows before the axis", _segmented)
+    ),
+    "lu_unpack": ("pivots want the batch and the shorter side of the matrices", _factored),
+    "nll_loss2d_backward": (
+        "the gradient wants the target's shape, or none where it is reduced",
+        lambda call: call["grad_output"] == {0: call["target"], 1: (), 2: ()}.get(call["reduction"]),
+    ),
+    **dict.fromkeys(
+        ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "_fused_adam", "_fused_adamw", "_fused_sgd",
+         "_fused_adagrad"),
+        ("its lists want tensors of the parameters' shapes", _alike),
+    ),
+}  # fmt: skip

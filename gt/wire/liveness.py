@@ -1,0 +1,145 @@
+"""Processes and connections as the kernel sees them: the proof of an end, where silence may only mean a loaded machine.
+
+Of its own host it says whether a process is stopped. Of another it says whether that host acknowledges what was sent: the
+kernel there does so however busy, or stopped, the process is that should answer.
+"""
+
+from __future__ import annotations
+
+import os
+import socket as bsd
+import struct
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+STOPPED = "TtZX"  # states of proc(5) in which no thread of a process goes on: stopped, traced, a zombie, dead
+LOOKS = 8  # looks at a process in a heartbeat
+SHORTEST = 2.0  # seconds without an acknowledgement that mean anything: the kernel may put one off
+# Where tcp_info has probes in a row that nobody answered, segments under way, and milliseconds since the last acknowledgement.
+_PROBES, _UNACKED, _ANSWERED = 3, 24, 56
+_TICK = 1 / os.sysconf("SC_CLK_TCK")
+_PARENT, _USED = 1, slice(11, 15)  # fields of /proc/PID/stat behind the name: its parent; CPU of it and its ended children
+
+
+class Sight(NamedTuple):
+    """state: the letter of proc(5), "" for a process that cannot be seen. seconds: CPU time that it has used."""
+
+    state: str = ""
+    seconds: float = 0.0
+
+    @property
+    def stopped(self) -> bool:
+        return self.state != "" and self.state in STOPPED
+
+
+def process() -> list:
+    """[number, home] by which another process may look at this one."""
+    return [os.getpid(), home()]
+
+
+@cache
+def home() -> str:
+    """A name for the processes whose numbers mean the same as here: one boot of one host, one namespace; "" if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def sight(pid: int, where: str) -> Sight:
+    """Process `pid` of home `where`, as it is now."""
+    if pid <= 0 or not where or where != home():
+        return Sight()
+    fields = _fields(str(pid))
+    return Sight(fields[0], sum(map(int, fields[_USED][:2])) * _TICK) if fields else Sight()
+
+
+def descendants_seconds(pid: int) -> float:
+    """CPU seconds that the processes which `pid` started have used, however deep."""
+    rows = dict(_every())
+    own = rows.get(pid)
+    ended = sum(map(int, own[_USED][2:])) if own else 0
+    children: dict[int, list[int]] = {}
+    for number, fields in rows.items():
+        children.setdefault(int(fields[_PARENT]), []).append(number)
+    ticks, below = ended, list(children.get(pid, ()))
+    while below:
+        number = below.pop()
+        ticks += sum(map(int, rows[number][_USED]))
+        below += children.get(number, ())
+    return ticks * _TICK
+
+
+def _every() -> Iterator[tuple[int, list[str]]]:
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (fields := _fields(name)):
+            yield int(name), fields
+
+
+def _fields(pid: str) -> list[str]:
+    """Of /proc/PID/stat, from the state on; none for a process that has gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def unheard(fd: int) -> float:
+    """Seconds in which the other host has acknowledged nothing on a TCP connection; 0 while nothing is on its way there."""
+    try:
+        sock = bsd.socket(bsd.AF_INET, bsd.SOCK_STREAM, 0, fd)
+    except OSError:
+        return 0.0
+    try:
+        info = sock.getsockopt(bsd.IPPROTO_TCP, bsd.TCP_INFO, 104)
+    except OSError:
+        return 0.0
+    finally:
+        sock.detach()
+    if len(info) < _ANSWERED + 4:
+        return 0.0
+    # A host that has no room answers each probe; where the own link is down, nothing gets under way.
+    if not struct.unpack_from("I", info, _UNACKED)[0] and info[_PROBES] < 2:
+        return 0.0
+    return float(struct.unpack_from("I", info, _ANSWERED)[0]) / 1000
+
+
+class Cable:
+    """Looks at one connection again and again: it counts as cut after so many seconds, at two looks in a row at least."""
+
+    def __init__(self, fd: int, seconds: float) -> None:
+        self._fd, self._limit, self._before = fd, max(seconds, SHORTEST), False
+
+    def look(self) -> str:
+        """What was found, once that is certain, or ""."""
+        silent = unheard(self._fd)
+        found, self._before = self._before and silent >= self._limit, silent >= self._limit
+        return f"its host has acknowledged nothing for {silent:.0f} s" if found else ""
+
+
+class Vigil:
+    """Looks at one process again and again: it counts as stopped once `looks` looks in a row have found it so.
+
+    Looks are counted, not seconds: who was stopped as well, and comes back, does not blame the other for the time.
+    """
+
+    def __init__(self, pid: int, where: str, looks: int) -> None:
+        self._pid, self._where, self._wanted, self._found = pid, where, looks, 0
+
+    def look(self) -> str:
+        """What was found, once that is certain, or ""."""
+        found = sight(self._pid, self._where)
+        self._found = self._found + 1 if found.stopped else 0
+        return describe(self._pid, found.state) if self._found >= self._wanted else ""
+
+
+def describe(pid: int, state: str) -> str:
+    """A stopped process in words, with what lets it go on."""
+    if state in "Tt":
+        how = "stopped" if state == "T" else "stopped by a debugger"
+        return f"its process {pid} is {how} (state {state}; `kill -CONT {pid}` lets it go on)"
+    return f"its process {pid} has ended (state {state})"

@@ -1,0 +1,106 @@
+"""Ops of the CPU whose kernels index memory by values of a tensor as they are: the values are looked at first.
+
+On GPUs that would wait for the device; there the table's flag `trusts_values` says which ops these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+
+from gt.ir.schema import Schema
+
+Bound = tuple[str, int, int]  # name of an index tensor, the least and the largest value that it may have
+Given = dict[str, Any]
+
+
+def _bags(given: Given) -> Iterator[Bound]:
+    grad = given["grad"]
+    yield "indices", 0, (given["num_weights"] if "num_weights" in given else given["weight"].shape[0]) - 1
+    yield "offset2bag", 0, grad.shape[0] - 1
+
+
+def _labels(given: Given) -> Iterator[Bound]:
+    log_probs, targets, lengths = given["log_probs"], given["targets"], given["target_lengths"]
+    yield "targets", 0, log_probs.shape[-1] - 1
+    longest = targets.shape[1] if targets.dim() == 2 else targets.numel()
+    total = sum(lengths) if isinstance(lengths, list) else int(lengths.sum())
+    if targets.dim() == 1 and total > targets.numel():
+        raise ValueError(f"target_lengths add up to {total}, beyond the {targets.numel()} of targets")
+    for name, most in (("input_lengths", log_probs.shape[0]), ("target_lengths", longest)):
+        if isinstance(given[name], torch.Tensor):
+            yield name, 0, most
+    if given.get("log_alpha") is not None and isinstance(given["target_lengths"], torch.Tensor):
+        yield "target_lengths", 0, (given["log_alpha"].shape[-1] - 1) // 2
+
+
+def _places(dims: int) -> Callable[[Given], Iterator[Bound]]:
+    def bounds(given: Given) -> Iterator[Bound]:
+        yield "indices", 0, prod(given["self"].shape[-dims:]) - 1
+
+    return bounds
+
+
+def _counted(given: Given) -> Iterator[Bound]:
+    if given["scale_grad_by_freq"]:
+        yield "indices", 0, given["num_weights"] - 1
+
+
+def _classes(given: Given) -> Iterator[Bound]:
+    target = given["target"]
+    given["target"] = target[target != given["ignore_index"]]
+    yield "target", 0, given["self"].shape[-3] - 1
+
+
+def _pivots(given: Given) -> Iterator[Bound]:
+    yield "LU_pivots", 1, given["LU_data"].shape[-2]
+
+
+def _segments(given: Given) -> Iterator[Bound]:
+    data = given["data"]
+    size = data.shape[given.get("axis", 0)]
+    yield "lengths", 0, size
+    yield "offsets", 0, size
+    lengths, offsets = given.get("lengths"), given.get("offsets")
+    if lengths is not None and lengths.numel() and int(lengths.sum(-1).max()) > size:
+        raise ValueError(f"lengths add up to {int(lengths.sum(-1).max())}, beyond the {size} of the data")
+    if offsets is not None and offsets.numel() and bool((offsets.diff(dim=-1) < 0).any()):
+        raise ValueError("offsets do not ascend")
+
+
+BOUNDS: dict[str, Callable[[Given], Iterator[Bound]]] = {
+    **dict.fromkeys(
+        ("_embedding_bag_backward", "_embedding_bag_dense_backward", "_embedding_bag_per_sample_weights_backward"), _bags
+    ),
+    **dict.fromkeys(("_ctc_loss", "_ctc_loss_backward"), _labels),
+    **dict.fromkeys(
+        ("adaptive_max_pool2d_backward", "max_pool2d_with_indices_backward", "fractional_max_pool2d_backward"), _places(2)
+    ),
+    **dict.fromkeys(
+        ("adaptive_max_pool3d_backward", "max_pool3d_with_indices_backward", "fractional_max_pool3d_backward"), _places(3)
+    ),
+    "embedding_dense_backward": _counted,
+    "lu_unpack": _pivots,
+    "nll_loss2d_backward": _classes,
+    **dict.fromkeys(("segment_reduce", "_segment_reduce_backward"), _segments),
+}
+
+
+def bounded(op: Callable, schema: Schema) -> Callable:
+    """The op, which raises ValueError for an index outside of what it indexes."""
+    bounds, names = BOUNDS[schema.op.split(".")[1]], [argument.name for argument in schema.positional]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args)), **kwargs}
+        for name, low, high in bounds(given):
+            index = given.get(name)
+            if index is not None and index.numel():
+                found = [int(value) for value in index.aminmax()]
+                if found[0] < low or found[1] > high:
+                    raise ValueError(f"{name} of {schema.op} has values from {found[0]} to {found[1]}, want {low} to {high}")
+        return op(*args, **kwargs)
+
+    return call

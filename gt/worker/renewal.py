@@ -1,0 +1,84 @@
+"""A worker's process starts afresh: it executes its own command line again, so that nothing of its memory is left.
+
+The new process has the same pid, name and environment, and by descriptors the secrets of files that may be gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from gt import env
+
+WAIT = 120.0  # seconds that the new process looks for the server: one that has gone meanwhile will not tell it to end
+OPTIONS = ("--wait", "--name", "--token-file", "--worker-token-file")  # what is appended to the command line
+
+
+class Renewal:
+    """Made in the main thread when the process begins; `start` may be called by any thread.
+
+    secrets: what was read from the files of options; "" where the new process finds it as this one did.
+    """
+
+    def __init__(self, secrets: Mapping[str, str]) -> None:
+        self._secrets = dict(secrets)
+        self._environment = env.child()  # as it is now: libraries and devices change it
+        self._signals, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        with contextlib.suppress(ChildProcessError):  # what the process before this one ended
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+    def start(self, name: str) -> NoReturn:
+        """Become a new process of that name. OSError if it cannot be executed."""
+        for number in self._pending():  # one that no handler has seen yet would be lost
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            if number in (signal.SIGTERM, signal.SIGINT):
+                os._exit(128 + number)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for child in children():  # compilers, say: they would be the new process's
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        for entry in os.listdir("/proc/self/fd"):
+            if int(entry) > 2:
+                with contextlib.suppress(OSError):  # the listing's own
+                    os.set_inheritable(int(entry), False)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        files = {option: f"/proc/self/fd/{inherited(secret)}" for option, secret in self._secrets.items() if secret}
+        os.execve(sys.executable, command(sys.orig_argv, name, files), self._environment)
+
+    def _pending(self) -> bytes:
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._signals, 1 << 10)
+        return b""
+
+
+def command(argv: Sequence[str], name: str, files: Mapping[str, str]) -> list[str]:
+    """The command line of the process that comes after one of this command line. files: by option, of which the last counts."""
+    own = list(argv)
+    while len(own) > 1 and own[-2] in OPTIONS:
+        del own[-2:]
+    return [*own, "--wait", f"{WAIT:g}", "--name", name, *(part for row in files.items() for part in row)]
+
+
+def children() -> list[int]:
+    """Pids of this process's children."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def inherited(secret: str) -> int:
+    """A descriptor of memory with the secret, which an executed process keeps."""
+    descriptor = os.memfd_create("gt-token", 0)
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, secret.encode())
+    return descriptor
