@@ -105,7 +105,7 @@ class Dealer:
         nbytes = len(body) + sum(memoryview(frame).nbytes for frame in frames)
         self.messages_sent += 1
         self.bytes_sent += nbytes
-        if nbytes <= 2 * CHUNK:
+        if nbytes <= 2 * CHUNK and len(body) <= CHUNK:
             self._queue.append([body, *frames])
         else:
             self._queue.extend(cut(body, tuple(frames), CHUNK))
@@ -291,6 +291,7 @@ class Dealer:
             if approach.attempt(context, self._bell, deadline, lambda: self._closing):
                 assert approach.sock is not None
                 self._descriptor = descriptor_of(approach.sock)
+                self._cable = Cable(approach.descriptor, self._heartbeat)
                 self._sock = approach.sock
                 break
             if refusal := approach.refusal(patient=self._wait is None):

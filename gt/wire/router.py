@@ -278,6 +278,7 @@ class Router:
     # ---- who goes
 
     def _lose(self, peer: bytes, found: list[Arrived | Gone]) -> None:
+        self._cables.pop(peer, None)
         self._bury(peer, self._dead.get(peer, False))
         self._cables.pop(peer, None)
         found.append(Gone(peer, ENDED))
@@ -300,12 +301,11 @@ class Router:
 
     def _end(self, connection: Connection, reason: str) -> None:
         """End a connection, unless it has just ended and its descriptor may be another's."""
-        fd = tcp.duplicate(connection.fd)
-        if fd < 0:
-            return
+        copy = tcp.duplicate(connection.fd)
         self._follow()  # no end so far: the duplicate is of this connection
         if self._connections.holds(connection):
             if self._sparse.allows(time.monotonic()):
                 log.warning("a connection is ended: %s", reason)
-            tcp.end(fd)
-        os.close(fd)
+            tcp.end(copy if copy >= 0 else connection.fd)  # no descriptor is left for a copy: it is almost certainly the same
+        if copy >= 0:
+            os.close(copy)
