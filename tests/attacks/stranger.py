@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from gt.wire import codec
 from gt.wire.link import hello
-from tests.fuzz import GREETING, Socket
+from tests import zmtp
+from tests.fuzz import Socket
 
 HOWS = ("scan", "scan", "misbehave", "misbehave", "endless", "command", "hello", "idle")
 MOST = 320 << 20  # bytes of a message without an end: more than the server may grow by
@@ -36,7 +37,7 @@ def _scan(port: int, rng: random.Random) -> None:
     for _ in range(SCAN // 4):
         some = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(4)]
         if rng.random() < 0.3:
-            some[0].sendall(GREETING[: rng.randrange(1, 64)])
+            some[0].sendall(zmtp.greeting()[: rng.randrange(1, 64)])
         for one in some:
             one.close()
 
@@ -52,7 +53,7 @@ def _endless(one: Socket, rng: random.Random) -> None:
 
 def _command(one: Socket, rng: random.Random) -> None:
     """A command of the handshake as long as a frame may be."""
-    one.raw.sendall(GREETING)
+    one.raw.sendall(zmtp.greeting("NULL"))
     body = bytes([5]) + b"READY" + bytes(rng.choice((1 << 16, 15 << 20)))
     one.frame(body, 4)
 
