@@ -30,10 +30,13 @@ _choices: dict[Hashable, Choice] = {}
 
 @dataclass(frozen=True)
 class Choice:
-    """kernel: of torch.nn.attention.SDPBackend. repeat: whether grouped keys and values have to be repeated for it."""
+    """kernel: of torch.nn.attention.SDPBackend. repeat: whether grouped keys and values have to be repeated for it; wide:
+    whether heads have to be padded to LANES.
+    """
 
     kernel: int
     repeat: bool = False
+    wide: bool = False
 
 
 def choice(call: Call) -> Choice:
@@ -50,11 +53,16 @@ def choice(call: Call) -> Choice:
 
 
 def _choose(call: Call) -> Choice:
-    kernel = _ask(call)
-    if kernel not in FUSED and call.gqa and call.k.shape[-3] != call.q.shape[-3]:
-        kernel = _ask(_repeated(call))
-        return Choice(kernel, repeat=True) if kernel in FUSED else Choice(MATH)
-    return Choice(kernel if kernel in FUSED else MATH)
+    """The first form of the inputs that torch has a fused kernel for: as they are, or repeated, padded, or both."""
+    grouped = call.gqa and call.k.shape[-3] != call.q.shape[-3]
+    odd = any(tensor.shape[-1] % LANES for tensor in call.inputs)
+    for repeat, wide in ((False, False), (True, False), (False, True), (True, True)):
+        if (grouped or not repeat) and (odd or not wide):
+            form = _padded(_repeated(call) if repeat else call) if wide else _repeated(call) if repeat else call
+            kernel = _ask(form)
+            if kernel in FUSED:
+                return Choice(kernel, repeat, wide or (kernel == FLASH and odd))
+    return Choice(MATH)
 
 
 def _ask(call: Call) -> int:
@@ -87,11 +95,12 @@ def backward(
     groups, given = call.k.shape[-3], _given(call, chosen)
     state, rest = _no_state(call.q.device), {"scale": given.scale}
     grad = _rows(grad)
+    if chosen.wide:
+        grad, out = _widened(grad), _widened(out)
     if chosen.kernel == FLASH:
         lengths = given.q.shape[-2], given.k.shape[-2]
         flash = aten._scaled_dot_product_flash_attention_backward
-        padded = _padded(grad), given.q, given.k, given.v, _padded(out)
-        made = flash(*padded, lse, None, None, *lengths, 0.0, given.causal, state, state, **rest)
+        made = flash(grad, *given.inputs, out, lse, None, None, *lengths, 0.0, given.causal, state, state, **rest)
     elif chosen.kernel == CUDNN:
         lengths = given.q.shape[-2], given.k.shape[-2]
         cudnn = aten._scaled_dot_product_cudnn_attention_backward
@@ -131,14 +140,17 @@ def _given(call: Call, chosen: Choice) -> Call:
     call = plain(call)
     if chosen.repeat:
         call = _repeated(call)
-    if chosen.kernel == FLASH and call.q.shape[-1] % LANES:
-        scale = 1 / sqrt(call.q.shape[-1]) if call.scale is None else call.scale
-        q, k, v = map(_padded, call.inputs)
-        call = replace(call, q=q, k=k, v=v, scale=scale)
-    return call
+    return _padded(call) if chosen.wide else call
 
 
-def _padded(tensor: torch.Tensor) -> torch.Tensor:
+def _padded(call: Call) -> Call:
+    """Zeros behind each head change no score; the scale stays that of the true size."""
+    scale = 1 / sqrt(call.q.shape[-1]) if call.scale is None else call.scale
+    q, k, v = map(_widened, call.inputs)
+    return replace(call, q=q, k=k, v=v, scale=scale)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
     missing = -tensor.shape[-1] % LANES
     return pad(tensor, (0, missing)) if missing else tensor
 
