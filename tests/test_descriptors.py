@@ -61,7 +61,8 @@ def test_idle_strangers_make_room_for_who_comes():
         first.stats()
         assert time.monotonic() - start < 5  # those who are connected notice nothing
         Session(address, wait=60).close()
-    assert said[0].count("no file descriptors left, of 64") == 1
+    assert f"a connection is ended: more than {LIMIT // 4} connections have said nothing" in said[0]
+    assert said[0].count("no file descriptors left, of 64") <= 1  # it may not come to that
 
 
 def test_who_comes_too_late_is_told():
