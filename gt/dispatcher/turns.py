@@ -41,7 +41,7 @@ class Turns:
 
         def done() -> None:
             try:
-                self._core._attempt(session.peer, what, call)
+                self._core.attempt(session.peer, what, call)
             finally:
                 session.aside = False
                 self._note(session.peer)
@@ -56,7 +56,7 @@ class Turns:
             return False
         if session.inbox or self._stalled(event.peer, session, event.message):
             if len(session.inbox) >= MOST_DEFERRED:
-                core._refuse(event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already"))
+                core.refuse(event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already"))
             elif event.peer in core.sessions:
                 session.inbox.append((event.message, event.frames))
                 self._note(event.peer)
@@ -70,7 +70,7 @@ class Turns:
             if self._stalled(peer, session, session.inbox[0][0]):
                 break
             if session.inbox:  # or the session has just ended
-                core._take(peer, *session.inbox.popleft())
+                core.take(peer, *session.inbox.popleft())
             if self._pace.spent:
                 break
         self._note(peer)
@@ -88,7 +88,7 @@ class Turns:
         if session is not None and session.batches.busy and session.batches.long:
             self.aside(session, "Ops", session.batches.go_on)
         elif session is not None and session.batches.busy:
-            self._core._attempt(peer, "Ops", session.batches.go_on)
+            self._core.attempt(peer, "Ops", session.batches.go_on)
             self._note(peer)
         else:
             self.resume(peer)
@@ -102,7 +102,7 @@ class Turns:
     def _stalled(self, peer: Peer, session: Session, message: Message) -> bool:
         """Whether a message has to wait; a question ends the waiting of what was sent before it."""
         if not session.stalled and not isinstance(message, Ops):
-            self._core._attempt(peer, "Ops", session.batches.finish)
+            self._core.attempt(peer, "Ops", session.batches.finish)
             if not isinstance(message, Seal) and not session.batches.busy:
                 session.programs.later.let_go()
         return session.stalled
