@@ -1,4 +1,4 @@
-"""Who has which workers: every session all of a shared server's, each session its own of an exclusive server's.
+"""Leases of workers: every session has all of a shared server's, each session its own of an exclusive server's.
 
 Pure bookkeeping: it says which processes have to start afresh and who comes next; whoever asks it sends the messages.
 """
@@ -135,7 +135,7 @@ class Shared:
         """Raise what no wait can mend."""
 
     def ready(self, client: Waiting, before: Sequence[Waiting], now: float) -> bool:
-        """Whether every worker is here that a client needs; Refused or ConfigError if it has waited long enough."""
+        """True once every worker is here that a client needs; Refused or ConfigError if it has waited long enough."""
         names, wanted = self._names(), client.wanted
         late = now >= client.until
         if not names or len(names) < wanted:
@@ -156,7 +156,7 @@ class Shared:
         return not gone
 
     def news(self, client: Waiting, now: float) -> Notice | None:
-        """What a client waits for, if that has changed since it was told."""
+        """The workers that a client waits for, if that has changed since it was told."""
         text = f"it has {len(self._names())} of the {max(client.wanted, client.named, 1)} workers that the program wants"
         client.told, before = (text,), client.told
         return Notice(text) if client.told != before else None
@@ -174,7 +174,7 @@ class Shared:
         return []
 
     def check(self) -> None:
-        """What must always be true between events."""
+        """Invariants between events; tests call it."""
 
     def _names(self) -> list[str]:
         return [w.name for w in self.common.cluster.workers if not w.lost]
@@ -287,11 +287,11 @@ class Exclusive:
         return sum(slot.state == state if state else slot.state != LOST for slot in self.slots.values())
 
     def _share(self, client: Waiting) -> int:
-        """How many workers a client gets."""
+        """The number of workers that a client gets."""
         return client.wanted or min(filter(None, (self._count(), self.terms.workers)), default=0)
 
     def ready(self, client: Waiting, before: Sequence[Waiting], now: float) -> bool:
-        """Whether its turn has come and its workers are free; Refused if the server has had too few for too long."""
+        """True once its turn has come and its workers are free; Refused if the server has had too few for too long."""
         have, need = self._count(), max(client.wanted, client.named, 1)
         ahead = bool(before) and before[-1].queued
         client.place, client.fits = len(before) + 1, have >= need

@@ -33,7 +33,7 @@ OWN = frozenset({"workers", "stall_timeout"})  # of a client's switches those th
 
 
 class Membership:
-    """Of one core, whose sessions and workers it enters and removes."""
+    """One core's: it enters and removes its sessions and workers."""
 
     def __init__(self, core: Core) -> None:
         self._core, self._lending, self._terms = core, core.lending, core.terms

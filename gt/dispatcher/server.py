@@ -128,7 +128,7 @@ class Server:
             self._close()
 
     def _serve(self, end: float) -> None:
-        """What came, until `end`, then a slice of what takes longer; notes what took longest."""
+        """Handle what came, until `end`, then a slice of what takes longer; note what took longest."""
         longest, last = 0.0, time.monotonic()
         while self._items and last < end:
             self._take(self._items.popleft())

@@ -306,7 +306,7 @@ class Session:
     # ---- small things
 
     def apart(self) -> AbstractContextManager[None]:
-        """What is done within takes long, and touches nothing but what is this session's: others go on. Nothing may be written
+        """Work within takes long, and touches nothing but what is this session's: others go on. Nothing may be written
         for workers and not be sent; numbers of ops are others' afterwards, so that `renumber` comes first.
         """
         return self.pace.relay.apart(lambda: self.ended)

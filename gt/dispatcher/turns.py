@@ -1,4 +1,4 @@
-"""Whose turn it is: messages that wait for their session, and sessions that have more to do than fits one turn.
+"""Turns of sessions: messages that wait for their session, and sessions that have more to do than fits one turn.
 
 A session's messages are taken in order. While it is stalled they wait; what takes long is cut into slices, and between two of
 them every other peer is heard.
@@ -25,7 +25,7 @@ MOST_DEFERRED = CREDIT + MOST + 1
 
 
 class Turns:
-    """Of one core. `pending`: whether somebody has more to do, though nothing comes."""
+    """One core's. `pending`: somebody has more to do, though nothing comes."""
 
     def __init__(self, core: Core, pace: Pace) -> None:
         self._core, self._pace = core, pace
@@ -50,7 +50,7 @@ class Turns:
         self._pace.relay.begin(done)
 
     def waits(self, event: Received) -> bool:
-        """Whether a message is kept for later, or means nothing any more as what came before it was refused."""
+        """True if a message is kept for later, or means nothing any more as what came before it was refused."""
         core, session = self._core, self._core.sessions.get(event.peer)
         if session is None or not isinstance(event.message, DEFERRED):
             return False
@@ -100,7 +100,7 @@ class Turns:
             self._waiting.setdefault(peer)
 
     def _stalled(self, peer: Peer, session: Session, message: Message) -> bool:
-        """Whether a message has to wait; a question ends the waiting of what was sent before it."""
+        """True if a message has to wait; a question ends the waiting of what was sent before it."""
         if not session.stalled and not isinstance(message, Ops):
             self._core.attempt(peer, "Ops", session.batches.finish)
             if not isinstance(message, Seal) and not session.batches.busy:
@@ -108,7 +108,7 @@ class Turns:
         return session.stalled
 
     def check(self) -> None:
-        """What must always be true between events."""
+        """Invariants between events; tests call it."""
         for session in self._core.sessions.values():
             assert len(session.inbox) <= MOST_DEFERRED
             assert session.stalled or not session.inbox or session.peer in self._waiting

@@ -104,7 +104,7 @@ class Schema:
 
     @cached_property
     def aliases(self) -> bool:
-        """Whether a result shares memory with an argument that it does not write."""
+        """True if a result shares memory with an argument that it does not write."""
         return any(value.alias and not value.written for value in self.returns)
 
     @classmethod

@@ -33,11 +33,11 @@ class Call:
         return [self._shown(part) for part in arg] if isinstance(arg, (list, tuple)) else arg
 
     def same(self, *names: str) -> bool:
-        """Whether these tensors, as far as they are given, have one shape."""
+        """True if these tensors, as far as they are given, have one shape."""
         return len({shape for name in names if (shape := self[name]) is not None}) <= 1
 
     def each(self, shape: Shape, *names: str) -> bool:
-        """Whether these tensors, as far as they are given, have this shape."""
+        """True if these tensors, as far as they are given, have this shape."""
         return all(self[name] in (None, shape) for name in names)
 
 

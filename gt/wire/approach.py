@@ -134,7 +134,7 @@ class Approach:
         return 0
 
     def _misfit(self, spoken: str = "") -> str:
-        """What does not agree. spoken: the server's mechanism, "" for ours."""
+        """Words for what does not agree. spoken: the server's mechanism, "" for ours."""
         mine = self._key.mechanism if self._key is not None else NULL
         spoken, at = spoken or mine, f"the server at {self.address}"
         if spoken == mine == NULL:

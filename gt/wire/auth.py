@@ -53,7 +53,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Key:
-    """What one side shows: for PLAIN the password; for CURVE the secret keys that server and clients have, of 32 bytes each."""
+    """Credentials of one side: for PLAIN the password; for CURVE the secret keys of server and clients, of 32 bytes each."""
 
     mechanism: str
     password: bytes = b""
@@ -84,7 +84,7 @@ def loopback(ip: str) -> bool:
 
 
 def entry(access: Access, ip: str, host: str = "") -> Entry:
-    """What a server bound to this address asks for. Refused if that would be nothing where it is not meant to be."""
+    """The entry of a server bound to this address. Refused if it would ask for nothing where it is not meant to."""
     if access.token.startswith(MADE):
         raise Refused(f"a token that begins with {MADE} is another server's own: make one with `gt key FILE`")
     given = bool(access.token)
@@ -114,12 +114,12 @@ def read(text: str) -> Entry | None:
 
 
 def lock(found: Entry, token: str, ip: str, port: int) -> Key:
-    """What the server compares with what clients show. token: the one it was given."""
+    """Credentials that the server compares with those that clients show. token: the one it was given."""
     return _cut(found, token, ip, port)
 
 
 def key(found: Entry | None, token: str, ip: str, port: int) -> Key | None:
-    """What a client or worker shows at this address; None while there is nothing that it could show safely.
+    """Credentials that a client or worker shows at this address; None while there are none that it could show safely.
 
     found: of the server's runtime file, if this user has one. Without it, a server's own secret opens that server on loopback,
     any other token is for CURVE, and no token is for a server that lets anybody in, which on loopback has a file.
@@ -134,7 +134,7 @@ def key(found: Entry | None, token: str, ip: str, port: int) -> Key | None:
 
 
 def opens(shown: Key, mechanism: str, credentials: list[bytes], client: bytes = b"") -> bool:
-    """Whether ZAP's credentials are those of a key. client: the public key that belongs to its `client`."""
+    """True if ZAP's credentials are those of a key. client: the public key that belongs to its `client`."""
     if mechanism != shown.mechanism:
         return False
     if mechanism == PLAIN:

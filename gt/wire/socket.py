@@ -48,7 +48,7 @@ def resolve(host: str) -> str:
 
 
 def options(sock: zmq.Socket, heartbeat: float, longest: int) -> None:
-    """What both ends set: a silent peer is dropped after PATIENCE heartbeats (seconds); a frame has `longest` bytes at most."""
+    """Set what both ends have: a silent peer is dropped after PATIENCE heartbeats (seconds), frames have `longest` bytes."""
     sock.setsockopt(zmq.MAXMSGSIZE, longest + SEALED)
     sock.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(heartbeat * 200)))
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(heartbeat * PATIENCE * 1000)))

@@ -81,7 +81,7 @@ class Code:
 
     @property
     def writes(self) -> bool:
-        """Whether a call that fails may leave behind what it has changed: the first one undoes that."""
+        """True if a call that fails may leave behind what it has changed: the first one undoes that."""
         return bool(self._written) and self._mends is not None
 
     def _first(self, given: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -108,7 +108,7 @@ class Code:
         return made
 
     def _mend(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> dict[int, Callable]:
-        """What to do with results that share memory, which the ops' own would not, or lie otherwise."""
+        """Functions that mend results, by place: those that share memory, which the ops' own would not, or lie otherwise."""
         held = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
         mends: dict[int, Callable] = {}
         for n, (result, (shape, stride, dtype)) in enumerate(zip(results, self._wanted, strict=True)):
@@ -132,7 +132,7 @@ _SHAPE, _STRIDE, _OFFSET, _ADDRESS = torch.Tensor.size, torch.Tensor.stride, tor
 
 
 class _Alike:
-    """Whether inputs share memory as those did that were seen: what is written lies apart, or with the same as then."""
+    """True for inputs that share memory as those did that were seen: what is written lies apart, or with the same as then."""
 
     def __init__(self, seen: Seen, written: frozenset[int]) -> None:
         self._sizes = [dtype.itemsize for _, _, dtype in seen.specs]

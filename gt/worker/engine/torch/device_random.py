@@ -60,5 +60,5 @@ DRAW: dict[str, Callable[..., Any]] = {
 
 
 def draws_here(target: Any) -> bool:
-    """Whether kernels draw for this tensor."""
+    """True if kernels draw for this tensor."""
     return isinstance(target, torch.Tensor) and target.is_cuda and target.dtype in SINGLE

@@ -153,7 +153,7 @@ class Inductor:
 
 
 def _kernels(wired: Wired, seen: Seen) -> list[tuple[torch.Size, int, torch.dtype]]:
-    """Of each convolution of a segment: shape, groups and dtype of the weight, where that is an input."""
+    """Shape, groups and dtype of each convolution's weight in a segment, where that is an input."""
     found = []
     for call, payload in zip(wired.form.calls, wired.payloads, strict=True):
         if payload["op"] in channels_last.NAMES:
