@@ -15,7 +15,6 @@ from gt.dispatcher.batches import MOST_WAITING
 from gt.dispatcher.cluster import Cluster, Worker
 from gt.dispatcher.events import (
     Action,
-    Again,
     Close,
     Event,
     Examined,
@@ -28,6 +27,7 @@ from gt.dispatcher.events import (
     Send,
     Tick,
     Turn,
+    TurnWanted,
 )
 from gt.dispatcher.failures import op_failed
 from gt.dispatcher.holders import holders
@@ -140,7 +140,7 @@ class Core:
         self.turns.leavings.clear()
         self._turn_page()
         if self.turns.pending:
-            self._actions.append(Again())
+            self._actions.append(TurnWanted())
         return self._actions
 
     def check(self) -> None:

@@ -181,7 +181,7 @@ class Shared:
 
 
 @dataclass(slots=True)
-class Slot:
+class WorkerSlot:
     """One worker of an exclusive server, by name: the process that is it now, and the lease that it is of. Lost: a lease's."""
 
     name: str
@@ -201,11 +201,11 @@ class Exclusive:
 
     def __init__(self, heartbeat: float, home: str, terms: Terms, renewal: float = RENEWAL) -> None:
         self.terms, self.heartbeat, self.home, self.renewal = terms, heartbeat, home, renewal
-        self.slots: dict[str, Slot] = {}
+        self.slots: dict[str, WorkerSlot] = {}
         self.leases: list[Lease] = []
         self.renewing: set[bytes] = set()  # their messages mean nothing any more
         self._of: dict[bytes, Lease] = {}
-        self._peers: dict[bytes, Slot] = {}  # of processes that are connected, those too that are to start afresh
+        self._peers: dict[bytes, WorkerSlot] = {}  # of processes that are connected, those too that are to start afresh
 
     def of(self, peer: bytes) -> Lease | None:
         return self._of.get(peer)
@@ -220,7 +220,7 @@ class Exclusive:
         slot = self.slots.get(info["name"]) if info["name"] else self._vacant()
         if slot is None:
             name = info["name"] or next(name for i in itertools.count() if (name := f"w{i}") not in self.slots)
-            slot = self.slots[name] = Slot(name)
+            slot = self.slots[name] = WorkerSlot(name)
         elif slot.state in (FREE, LENT):
             raise taken(slot.name)
         self._part(slot)  # of a process before it, whose end is not known yet
@@ -231,17 +231,17 @@ class Exclusive:
             slot.lease.cluster.add(peer, slot.info)
         return slot.name, slot.lease
 
-    def _vacant(self) -> Slot | None:
+    def _vacant(self) -> WorkerSlot | None:
         return next((slot for slot in self.slots.values() if slot.state == LOST), None)
 
-    def _drop(self, slot: Slot) -> None:
+    def _drop(self, slot: WorkerSlot) -> None:
         """Its process is gone: its place is kept for the session that has it, and for nobody else."""
         self._part(slot)
         slot.state = LOST
         if slot.lease is None:
             del self.slots[slot.name]
 
-    def _part(self, slot: Slot) -> None:
+    def _part(self, slot: WorkerSlot) -> None:
         self.renewing.discard(slot.peer)
         self._of.pop(slot.peer, None)
         self._peers.pop(slot.peer, None)

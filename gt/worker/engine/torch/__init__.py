@@ -53,10 +53,10 @@ class TorchEngine:
     def _key(self) -> Any:
         """The key from which a GPU's kernels draw, in its memory; None where there is no Triton, and the host draws."""
         try:
-            from gt.worker.engine.torch.philox_kernel import Key
+            from gt.worker.engine.torch.philox_kernel import PhiloxKey
         except ImportError:
             return None
-        return Key(self.device)
+        return PhiloxKey(self.device)
 
     def draws(self, payload: dict[str, Any]) -> bool:
         """True if an op's random numbers are made on the device, by the key in its memory."""
