@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-workers", type=limit(int), default=0, help="the most that a program may have, with exclusive")
     made.add_argument("--worker-token-file", type=Path, help="file with a secret that workers need beside the token")
     made.add_argument("--max-session-time", type=limit(float), default=0.0, help="seconds after which a session is ended")
-    made.add_argument("--memory-limit", default="", help="bytes that a session may hold on a worker, as 4GiB; default: any")
+    made.add_argument("--memory-limit", default="", help="bytes that a session may hold on a CPU worker, as 4GiB; default: any")
     return made
 
 

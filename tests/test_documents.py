@@ -248,6 +248,15 @@ def test_the_debugging_page_has_every_counter_and_error(one: None) -> None:
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
+def test_the_security_page_names_the_ops_that_trust_values() -> None:
+    from gt.ir.schema import FILE
+
+    rows = re.findall(r"^\w+\.(\w+)\..* trusts_values\b", FILE.read_text(), re.M)
+    section = (ROOT / "docs/security.md").read_text().partition("## Ops that trust index values")[2].partition("\n## ")[0]
+    listed = {name for line in section.splitlines() if line[:2] in ("- ", "  ") for name in re.findall(r"`(\w+)`", line)}
+    assert rows and listed == set(rows)
+
+
 def test_documents_are_linked_and_their_links_lead_somewhere() -> None:
     pages = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
     readme = (ROOT / "README.md").read_text()
