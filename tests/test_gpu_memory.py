@@ -6,10 +6,9 @@ import os
 
 import pytest
 import torch
+from conftest import started, wait_until
 from test_memory_clearing import dirty, leave_secrets
 from test_memory_limits import MIB, mib, refused
-
-from conftest import started, wait_until
 
 import gt
 from gt.launch import local
