@@ -45,7 +45,7 @@ def running(workers: int, unit: float) -> Iterator[str]:
     from gt.launch.process import fork
     from gt.worker import executor
     from gt.worker.engine.numpy import NumpyEngine
-    from gt.worker.loop import run
+    from gt.worker.loop import WorkerOptions, run
 
     bind, reduce = NumpyEngine.bind, executor.BIND["all_reduce"]
 
@@ -78,7 +78,8 @@ def running(workers: int, unit: float) -> Iterator[str]:
     pids = [fork("gt.server bench", dispatch)]
     port = int(os.read(end, 16))
     for n in range(workers):
-        pids.append(fork(f"gt.worker bench {n}", lambda n=n: run("127.0.0.1", port, "", f"w{n}", "numpy", "cpu")))
+        options = WorkerOptions("127.0.0.1", port, name=f"w{n}", backend="numpy", device="cpu")
+        pids.append(fork(f"gt.worker bench {n}", lambda options=options: run(options)))
     try:
         yield f"127.0.0.1:{port}"
     finally:

@@ -88,7 +88,7 @@ def _read(path: str) -> str:
 
 
 def _switches(stall_timeout: float | None) -> dict[str, Any]:
-    """What of torch's settings here changes the numbers there, and how long this program waits."""
+    """This process's settings of torch that change numbers, for its workers, and seconds that it waits for a stalled one."""
     limit = env.seconds("GT_STALL_TIMEOUT") if stall_timeout is None else float(stall_timeout)
     if not 0 <= limit <= LONGEST_STALL:
         raise ValueError(f"stall_timeout is {stall_timeout!r}, want seconds, 0 for no limit, or None for GT_STALL_TIMEOUT")

@@ -25,6 +25,7 @@ from typing import Any
 from gt.dispatcher.server import Server
 from gt.errors import GTError, WorkerStuck
 from gt.launch.process import fork
+from gt.worker.loop import WorkerOptions
 from gt.worker.loop import run as work
 from tests.limits import limit
 from tests.streams import CONFIGS, Stream
@@ -126,8 +127,8 @@ class Ground:
             self.port = self.dispatcher.over["port"]
         for number in range(WORKERS):
             if number not in self.workers:
-                how = ("127.0.0.1", self.port, "", f"w{number}", "numpy", "cpu", LIMIT)
-                self.workers[number] = start(f"gt.worker chaos {number}", lambda say, how=how: say(ended=work(*how)))
+                how = WorkerOptions("127.0.0.1", self.port, "", f"w{number}", "numpy", "cpu", LIMIT)
+                self.workers[number] = start(f"gt.worker chaos {number}", lambda say, how=how: say(ended=work(how)))
 
     def client(self) -> Child:
         rng = self.rng

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gt.dispatcher.core import Core
-from gt.dispatcher.events import Again, Malformed, PeerLost, Received, Send, Turn
+from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Turn, TurnWanted
 from gt.dispatcher.pace import Pace
 from gt.dispatcher.relay import Relay
 from gt.errors import ProtocolError
@@ -96,7 +96,7 @@ class Loop:
         while pending:
             again = False
             for action in pending.pop(0):
-                again |= isinstance(action, Again)
+                again |= isinstance(action, TurnWanted)
                 if isinstance(action, Send):
                     codec.pack(action.message)
                     follows = self._follows(action)
@@ -139,7 +139,7 @@ class Loop:
 
     def lose(self, peer: bytes) -> None:
         pending = [self._timed(lambda: self.core.handle(PeerLost(peer, "gone")))]
-        while any(isinstance(a, Again) for a in pending[-1]):
+        while any(isinstance(a, TurnWanted) for a in pending[-1]):
             pending.append(self._timed(lambda: self.core.handle(Turn(0.0))))
 
     def tensors(self, count: int, template: list = NEG) -> None:

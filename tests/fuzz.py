@@ -24,6 +24,7 @@ from gt.errors import GTError, ProtocolError
 from gt.wire import codec
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
+from gt.worker.loop import WorkerOptions
 from gt.worker.loop import run as work
 from tests import zmtp
 from tests.hostile import WILD, Field, Liar, mutated, rounds
@@ -102,10 +103,8 @@ def serving(workers: int = 2, backend: str = "numpy", heartbeat: float = 10.0) -
     server = Server(heartbeat=heartbeat)
     threads = [threading.Thread(target=server.run, name="gt-test-server")]
     address = (server.host, server.port)
-    threads += [
-        threading.Thread(target=work, args=(*address, "", f"w{n}", backend, "cpu"), name="gt-test-worker")
-        for n in range(workers)
-    ]
+    options = [WorkerOptions(*address, name=f"w{n}", backend=backend, device="cpu") for n in range(workers)]
+    threads += [threading.Thread(target=work, args=(each,), name="gt-test-worker") for each in options]
     for thread in threads:
         thread.start()
     try:

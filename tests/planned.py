@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from gt.client import runtime
 from gt.dispatcher.core import Core
-from gt.dispatcher.events import MARK, Again, Lines, Received, Send, Turn
+from gt.dispatcher.events import MARK, Lines, Received, Send, Turn, TurnWanted
 from gt.dispatcher.pace import Pace
 from gt.ir.text import PlanLine, parse
 from gt.wire.link import hello
@@ -43,7 +43,7 @@ class PlanSession:
         pending = [event]
         while pending:
             for action in self.core.handle(pending.pop(0)):
-                if isinstance(action, Again) and not pending:
+                if isinstance(action, TurnWanted) and not pending:
                     pending.append(Turn(0.0))
                 elif isinstance(action, Lines):
                     rows = action.text.split(MARK)[1:]

@@ -93,7 +93,7 @@ def program(seed: int) -> None:
 
 
 def test_lines_filled_in_are_those_formatted_anew(monkeypatch):
-    monkeypatch.setattr("gt.dispatcher.core.Scribe", Slow)
+    monkeypatch.setattr("gt.dispatcher.membership.Scribe", Slow)
     monkeypatch.setattr(scribe, "MOST", 40)
     monkeypatch.setattr(scribe, "MOST_ORIGINS", 3)
     for seed in range(4):

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from gt.dispatcher.core import Core
-from gt.dispatcher.events import Again, PeerLost, Received, Send, Turn
+from gt.dispatcher.events import PeerLost, Received, Send, Turn, TurnWanted
 from gt.dispatcher.pace import Pace
 from gt.dispatcher.relay import MOST, Alone, Relay
 from gt.ir.instr import DISCARD, RECORD
@@ -131,7 +131,7 @@ def test_a_recording_that_is_held_back_ends_beside_the_loop(gate, monkeypatch):
     assert [m.request for m in gate.give(b"d", Inspect(7, 1))] == [7]
     gate.open.set()
     gate.turn()
-    while any(isinstance(a, Again) for a in gate.core.handle(Turn(0.0))):
+    while any(isinstance(a, TurnWanted) for a in gate.core.handle(Turn(0.0))):
         pass
     assert 3 in gate.core.sessions[b"c"].table.rows and not gate.core.sessions[b"c"].stalled
 

@@ -17,7 +17,7 @@ from gt.cli import main as gt_command
 from gt.errors import ConfigError, UnsupportedOp
 from gt.ir import check
 from gt.ir.ops import GT_OPS, RANDOM
-from gt.ir.schema import FILE, LEFT_OUT, TABLE, Schema, Table
+from gt.ir.schema import FILE, LEFT_OUT, TABLE, OpTable, Schema
 from gt.ir.template import T, V
 from gt.wire.messages import Ops
 from gt.worker.engine.numpy import NumpyEngine
@@ -65,7 +65,7 @@ def test_the_table_is_what_its_tool_makes():
 
 
 def test_an_op_with_two_schemas_takes_arguments_of_either():
-    table = Table()
+    table = OpTable()
     table.add(
         ["aten.f.default(Tensor self) -> (Tensor)  # 2.11-2.11", "aten.f.default(Tensor self, int n) -> (Tensor)  # 2.12-2.13"]
     )
@@ -104,7 +104,7 @@ def test_every_op_that_gt_names_is_in_it():
 
 
 def test_its_owner_adds_a_schema_and_nobody_adds_what_is_left_out_for_what_it_does():
-    table = Table(FILE.read_text())
+    table = OpTable(FILE.read_text())
     with pytest.raises(UnsupportedOp, match=r"gt ops other\.nms\.default"):
         table.find("other.nms.default")
     assert table.add(["# a comment", "", "other.nms.default(Tensor boxes, float limit) -> (Tensor)  # 2.11-2.13 by_values"])

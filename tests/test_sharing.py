@@ -399,7 +399,7 @@ def test_a_session_that_is_refused_for_what_it_sends_gives_its_workers_back():
 
 def test_a_client_whose_welcome_fails_gives_its_workers_back(monkeypatch):
     shop = Shop(1)
-    monkeypatch.setattr("gt.dispatcher.core.Session", lambda *_: 1 / 0)
+    monkeypatch.setattr("gt.dispatcher.membership.Session", lambda *_: 1 / 0)
     shop.client(b"c")
     assert shop.to(b"c", Reject) and shop.to(b"w0", Renew)
 

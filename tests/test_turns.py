@@ -14,7 +14,7 @@ import gt
 from gt.client import runtime
 from gt.client.session import Session
 from gt.dispatcher.core import Core
-from gt.dispatcher.events import Again, PeerLost, Received, Send, Turn
+from gt.dispatcher.events import PeerLost, Received, Send, Turn, TurnWanted
 from gt.dispatcher.pace import Leavings, Pace
 from gt.dispatcher.server import Server
 from gt.ir.instr import FREE
@@ -43,7 +43,7 @@ def core_of(pace: Pace) -> Core:
 def turns(core: Core, actions: list) -> list[list]:
     """The actions of an event, and of the turns that it asks for."""
     rounds = [actions]
-    while any(isinstance(action, Again) for action in rounds[-1]):
+    while any(isinstance(action, TurnWanted) for action in rounds[-1]):
         core.check()
         rounds.append(core.handle(Turn(0.0)))
     core.check()
@@ -92,7 +92,7 @@ def test_a_batch_in_slices_is_the_batch():
 def test_others_are_heard_between_two_slices():
     core = core_of(hurried())
     actions = core.handle(Received(b"c", stream(4000), (bytes(64),)))
-    assert any(isinstance(action, Again) for action in actions)
+    assert any(isinstance(action, TurnWanted) for action in actions)
     core.handle(Received(b"c", Inspect(1, 5)))  # waits for what was sent before
     others = core.handle(Received(b"d", Ops(0, [[16, NEG], [17, UPLOAD]], [], [17, 0, 0, 1]), (bytes(64),)))
     answer = core.handle(Received(b"d", Inspect(1, 1)))

@@ -17,7 +17,7 @@ from gt.client.session import Session
 from gt.dispatcher.server import Server
 from gt.errors import DispatcherLost, Refused
 from gt.wire import approach, auth, runtime
-from gt.wire.auth import CURVE, NULL, PLAIN, Access, Entry
+from gt.wire.auth import CURVE, NULL, PLAIN, Access, AccessEntry
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
 from gt.wire.messages import Reject
@@ -122,7 +122,7 @@ OTHER = '{"mechanism": "x", "secret": "", "given": false}'
 @pytest.mark.parametrize("text", ["", "{}", "[]", OTHER, '{"mechanism": "PLAIN"}', "é"])
 def test_a_file_that_says_nothing_is_none(text):
     assert auth.read(text) is None
-    assert auth.read(Entry(PLAIN, "s", True).text()) == Entry(PLAIN, "s", True)
+    assert auth.read(AccessEntry(PLAIN, "s", True).text()) == AccessEntry(PLAIN, "s", True)
 
 
 def test_weak_tokens_are_warned_of():
@@ -316,7 +316,7 @@ def test_a_listener_at_another_loopback_address_is_told_nothing(folder):
 
 def test_a_dead_servers_secret_is_not_told_to_who_takes_its_port(folder):
     """Killed: its file is left, its lock is not."""
-    dead = runtime.publish(LOCAL, 5, Entry(PLAIN, auth.made()).text())
+    dead = runtime.publish(LOCAL, 5, AccessEntry(PLAIN, auth.made()).text())
     os.close(dead._descriptor)
     fake = Fake(PLAIN)
     os.rename(dead.path, dead.path.with_name(f"server-{LOCAL}-{fake.port}"))

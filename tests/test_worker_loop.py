@@ -90,7 +90,7 @@ def worker(dispatcher) -> Iterator[list[str]]:
     why: list[str] = []
 
     def main() -> None:
-        why.append(loop.run("127.0.0.1", dispatcher.router.port, "secret", "mine", "torch", "cpu"))
+        why.append(loop.run(loop.WorkerOptions("127.0.0.1", dispatcher.router.port, "secret", "mine", "torch", "cpu")))
 
     thread = threading.Thread(target=main, name="gt-test-worker")
     thread.start()
@@ -174,7 +174,9 @@ def test_a_worker_of_one_session_starts_afresh_at_once_when_that_has_ended(dispa
 
         thread = threading.Thread(
             target=lambda why=why, able=able, renew=renew: why.append(
-                loop.run("127.0.0.1", dispatcher.router.port, backend="numpy", renew=renew if able else None)
+                loop.run(
+                    loop.WorkerOptions("127.0.0.1", dispatcher.router.port, backend="numpy"), renew=renew if able else None
+                )
             )
         )
         thread.start()
@@ -188,8 +190,8 @@ def test_a_worker_of_one_session_starts_afresh_at_once_when_that_has_ended(dispa
 def test_a_worker_whose_device_cannot_be_used_any_more_starts_afresh_if_it_can(dispatcher, monkeypatch):
     monkeypatch.setattr(TorchEngine, "poisoned", lambda self, error: True)
     renewed: list[str] = []
-    port = dispatcher.router.port
-    thread = threading.Thread(target=lambda: loop.run("127.0.0.1", port, device="cpu", renew=renewed.append))
+    options = loop.WorkerOptions("127.0.0.1", dispatcher.router.port, device="cpu")
+    thread = threading.Thread(target=lambda: loop.run(options, renew=renewed.append))
     thread.start()
     dispatcher.greet()
     dispatcher.send(Run(0, 10, [ADD], [18, 0, 1, 1, 2]))

@@ -108,7 +108,7 @@ def worker(address: str, number: str, turn: str) -> int:
     import torch
 
     from gt import env
-    from gt.worker.loop import run
+    from gt.worker.loop import WorkerOptions, run
     from gt.worker.plane import base
 
     own, whose = int(number), Turn(Path(turn))
@@ -122,7 +122,8 @@ def worker(address: str, number: str, turn: str) -> int:
 
         torch.cuda.CUDAGraph.replay = in_turn  # type: ignore[method-assign]
     host, _, port = address.rpartition(":")
-    why = run(host, int(port), env.token(None), f"gt.worker {number}", joined=lambda name: print(end="+", flush=True))
+    options = WorkerOptions(host, int(port), env.token(None), f"gt.worker {number}")
+    why = run(options, joined=lambda name: print(end="+", flush=True))
     return int(bool(why))
 
 

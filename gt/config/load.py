@@ -265,7 +265,7 @@ class _Reader:
 
 
 def _plain_number(node: yaml.Node) -> bool:
-    """Whether it is a number as people write it, 0 to 9999: most of the values of a large config are."""
+    """True for a number as people write it, 0 to 9999: most of the values of a large config are."""
     if node.tag != "tag:yaml.org,2002:int" or len(node.value) > 4:
         return False
     return node.value.isdecimal() and node.value.isascii() and (node.value[0] != "0" or len(node.value) == 1)

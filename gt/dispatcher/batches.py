@@ -64,14 +64,14 @@ class Batches:
 
     @property
     def long(self) -> bool:
-        """Whether what comes next ends a recording that was held back, which takes long."""
+        """True if the next message ends a recording that was held back, which takes long."""
         batch = self.coming[0] if self.coming else None
         ends = batch is not None and batch.at < len(batch.code) and batch.code[batch.at] in (RECORD, DISCARD)
         return ends and self.s.programs.later.holds
 
     @property
     def busy(self) -> bool:
-        """Whether the turn was over before what came was planned: `go_on` goes on."""
+        """True if the turn was over before all that came was planned: `go_on` goes on."""
         return self._work is not None
 
     def take(self, message: Ops, frames: tuple) -> None:

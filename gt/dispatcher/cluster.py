@@ -130,7 +130,7 @@ class Cluster:
         return next((w for w in self.workers if w.name == name), None)
 
     def hosts(self) -> dict[str, int]:
-        """How many workers compute in a host's memory."""
+        """Numbers of workers that compute in their host's memory, by host."""
         return dict(Counter(w.info.get("host", "") for w in self.workers if not w.lost and w.info.get("device") == "cpu"))
     def finished(self, worker: Worker, run: int) -> None:
         """A worker has carried out its Runs up to this one: what waited for that is sent."""
@@ -149,7 +149,7 @@ class Cluster:
             unit.send()
 
     def check(self) -> None:
-        """What must be true between events."""
+        """Invariants between events; tests call it."""
         for worker in self.workers:
             assert not worker.code and not worker.cuts and not worker.defines, f"half a batch is left for {worker.name}"
             assert worker.done <= worker.runs

@@ -7,15 +7,14 @@ place is refused with an error that names the field, and everybody else goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from gt import errors
-from gt.dispatcher.admission import Admission, shared_out, worker_info
+from gt.dispatcher.admission import Admission
 from gt.dispatcher.batches import MOST_WAITING
 from gt.dispatcher.cluster import Cluster, Worker
 from gt.dispatcher.events import (
     Action,
-    Again,
     Close,
     Event,
     Examined,
@@ -28,24 +27,22 @@ from gt.dispatcher.events import (
     Send,
     Tick,
     Turn,
+    TurnWanted,
 )
-from gt.dispatcher.failures import op_failed, worker_lost
+from gt.dispatcher.failures import op_failed
 from gt.dispatcher.holders import holders
-from gt.dispatcher.intake import CREDIT
-from gt.dispatcher.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
+from gt.dispatcher.leases import Exclusive, Lease, Shared, Terms, workers
+from gt.dispatcher.membership import Membership
 from gt.dispatcher.pace import Pace
 from gt.dispatcher.requests import MOST
-from gt.dispatcher.scribe import Scribe
 from gt.dispatcher.sessions import Session
 from gt.dispatcher.times import tell
 from gt.dispatcher.turns import Turns
 from gt.dispatcher.watch import Survey, Watch, answer
 from gt.errors import GTError, ProtocolError, SystemFailure
-from gt.log import Sparse, plain
-from gt.wire.link import examine
+from gt.log import Sparse
 from gt.wire.messages import (
     THROUGH,
-    Abort,
     Describe,
     Described,
     Done,
@@ -57,26 +54,19 @@ from gt.wire.messages import (
     Host,
     Inspect,
     Message,
-    Notice,
     Ops,
     Piece,
     Reject,
-    Renew,
     Report,
     Run,
     Seal,
     Stats,
     Took,
     Trouble,
-    Welcome,
-    World,
 )
 
 log = logging.getLogger("gt.dispatcher")
-GOODBYE = "it said goodbye"
-SAID = 4000  # characters of another reason
-STALL = 300.0  # seconds, where a program says nothing of its stall_timeout
-OWN = frozenset({"workers", "stall_timeout"})  # of a client's switches those that no worker is told
+LONGEST_TEXT = 4000  # characters of what a worker says of a failure
 SPOKEN = 20  # refusals logged in a second
 
 
@@ -105,14 +95,14 @@ class Core:
         self.received = self.sent = self.relayed = 0
         self.admission = Admission(self.lending, most=self.terms.most)
         self.turns = Turns(self, self.pace)
+        self.membership = Membership(self)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
-        self._page: list[str] = []  # of the instruction log
-        self._next_session = 0
-        self._now = 0.0
+        self.page: list[str] = []  # of the instruction log
+        self.now = 0.0
         self._on: dict[type[Message], Callable] = {
-            Hello: self._hello, Ops: self._ops, Fetch: self._fetch, Describe: self._describe, Inspect: self._inspect,
-            Seal: self._seal, Stats: self._stats, Host: self._host, Goodbye: self._goodbye, Piece: self._piece,
+            Hello: self.membership.hello, Ops: self._ops, Fetch: self._fetch, Describe: self._describe, Inspect: self._inspect,
+            Seal: self._seal, Stats: self._stats, Host: self._host, Goodbye: self.membership.goodbye, Piece: self._piece,
             Described: self._described, Report: self._report, Done: self._done, Trouble: self._trouble, Took: self._took,
         }  # fmt: skip
 
@@ -131,26 +121,26 @@ class Core:
     def handle(self, event: Event) -> list[Action]:
         """What follows from one event, in the order in which it has to be done."""
         self._actions = []
-        self._now = event.at
+        self.now = event.at
         for lease in self.lending.leases:
             lease.cluster.now = event.at
         self.pace.begin()
         if isinstance(event, Received):
             self._receive(event)
         elif isinstance(event, PeerLost):
-            self._lost(event.peer, event.reason)
+            self.membership.remove(event.peer, event.reason)
         elif isinstance(event, Malformed):
-            self._refuse(event.peer, ProtocolError(event.reason))
+            self.refuse(event.peer, ProtocolError(event.reason))
         elif isinstance(event, Tick):
-            self._tick()
+            self.membership.tick()
         elif isinstance(event, Examined):
-            self._examined(event)
+            self.membership.examined(event)
         elif isinstance(event, Turn):
             self.turns.go_on()
         self.turns.leavings.clear()
         self._turn_page()
         if self.turns.pending:
-            self._actions.append(Again())
+            self._actions.append(TurnWanted())
         return self._actions
 
     def check(self) -> None:
@@ -173,20 +163,26 @@ class Core:
         self.sent += 1
         self._actions.append(Send(peer, message, frames))
         if self.logging and not isinstance(message, Run):
-            self._log("SEND", self._name(peer), type(message).__name__, bytes=sum(len(f) for f in frames))
+            self.log_line("SEND", self.name(peer), type(message).__name__, bytes=sum(len(f) for f in frames))
 
-    def _log(self, kind: str, peer: str, text: str = "", **fields: object) -> None:
+    def close(self, peer: Peer) -> None:
+        self._actions.append(Close(peer))
+
+    def act(self, actions: Iterable[Action]) -> None:
+        self._actions += actions
+
+    def log_line(self, kind: str, peer: str, text: str = "", **fields: object) -> None:
         if self.logging:
             self._turn_page()
             self._actions.append(Log(kind, peer, text, fields))
 
     def _turn_page(self) -> None:
         """What scribes have written so far comes before what comes next."""
-        if self._page:
-            self._actions.append(Lines("".join(self._page)))
-            self._page.clear()
+        if self.page:
+            self._actions.append(Lines("".join(self.page)))
+            self.page.clear()
 
-    def _name(self, peer: Peer) -> str:
+    def name(self, peer: Peer) -> str:
         if peer in self.workers:
             return self.workers[peer].name
         return f"client{self.sessions[peer].number}" if peer in self.sessions else self.lending.name(peer) or peer.hex()[:8]
@@ -196,45 +192,45 @@ class Core:
         if event.peer in self.lending.renewing:
             return
         if not self.turns.waits(event):
-            self._take(event.peer, event.message, event.frames)
+            self.take(event.peer, event.message, event.frames)
             self.turns.resume(event.peer)
 
-    def _take(self, peer: Peer, message: Message, frames: tuple) -> None:
+    def take(self, peer: Peer, message: Message, frames: tuple) -> None:
         """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
         handler = self._on.get(type(message))
         if handler is None:
-            self._refuse(peer, ProtocolError(f"{type(message).__name__} is not for the dispatcher"))
+            self.refuse(peer, ProtocolError(f"{type(message).__name__} is not for the dispatcher"))
         else:
-            self._attempt(peer, type(message).__name__, handler, peer, message, frames)
+            self.attempt(peer, type(message).__name__, handler, peer, message, frames)
 
-    def _attempt(self, peer: Peer, what: str, call: Callable, *args: object) -> None:
+    def attempt(self, peer: Peer, what: str, call: Callable, *args: object) -> None:
         """Do what a peer asked; it alone has the harm."""
         try:
             call(*args)
         except GTError as error:
-            self._refuse(peer, error)
+            self.refuse(peer, error)
         except Exception as error:
-            self._fault(peer, what, error)
+            self.fault(peer, what, error)
 
-    def _fault(self, peer: Peer, what: str, error: Exception) -> None:
+    def fault(self, peer: Peer, what: str, error: Exception) -> None:
         """A fault of ours, or of a message in a way that nobody thought of: it ends the one peer that it came with."""
-        if self._sparse.allows(self._now):
-            log.exception("%s: %s failed", self._name(peer), what)
+        if self._sparse.allows(self.now):
+            log.exception("%s: %s failed", self.name(peer), what)
         text = f"internal error of the server: {type(error).__name__}: {error!s:.500}"
-        self._refuse(peer, SystemFailure(f"{text} (at {what})"))
+        self.refuse(peer, SystemFailure(f"{text} (at {what})"))
 
-    def _guarded(self, session: Session, what: str, call: Callable, *args: object) -> None:
+    def guarded(self, session: Session, what: str, call: Callable, *args: object) -> None:
         """Do something for one of several sessions: its faults are its own."""
         try:
             call(*args)
         except Exception as error:
-            self._fault(session.peer, what, error)
+            self.fault(session.peer, what, error)
 
-    def _refuse(self, peer: Peer, error: GTError) -> None:
+    def refuse(self, peer: Peer, error: GTError) -> None:
         """Tell the peer what was wrong, and part from it: what it sends afterwards means nothing any more."""
-        if self._sparse.allows(self._now):
-            log.warning("%s: %s", self._name(peer), error)
-        self._log("ERROR", self._name(peer), str(error))
+        if self._sparse.allows(self.now):
+            log.warning("%s: %s", self.name(peer), error)
+        self.log_line("ERROR", self.name(peer), str(error))
         lease = self.lending.of(peer)
         for worker in lease.cluster.workers if lease is not None else ():
             worker.discard()
@@ -244,149 +240,8 @@ class Core:
         else:
             joined = peer in self.workers or self.lending.name(peer)
             self.send(peer, Exit(str(error)) if joined else Reject(errors.to_wire(error)))
-        self._lost(peer, str(error))
-        self._actions.append(Close(peer))
-
-    # ---- coming and going
-
-    def _hello(self, peer: Peer, hello: Hello, frames: tuple) -> None:
-        if peer in self.sessions or peer in self.workers or self.lending.name(peer) or self.admission.knows(peer):
-            raise ProtocolError("Hello came twice on one connection")
-        examine(hello)
-        if hello.role == "worker":
-            self._worker_joins(peer, hello)
-        else:
-            self.admission.expect(peer, hello, self._now)
-            self._admit_clients()
-
-    def _worker_joins(self, peer: Peer, hello: Hello) -> None:
-        info = worker_info(hello.info)
-        self.terms.admit(info)
-        name, lease = self.lending.join(peer, info)
-        worker = lease.cluster.named(name) if lease is not None else None
-        if lease is not None and worker is not None:
-            self.workers[peer] = worker
-            for session in lease.sessions.values():
-                session.regain(worker)
-        log.info("worker %s joined", name)
-        self._log("CONNECT", name, f"worker {name if worker is None else worker.index}, {info['backend']}")
-        names = [w.name for w in lease.cluster.workers] if lease else [name]
-        self.send(peer, Welcome(0, name, names, [], CREDIT, self.process))
-        if lease is not None:
-            self._tell_world(lease, lease.cluster.form(again=True) if lease.cluster.formed else ())
-        self._admit_clients()
-
-    def _tell_world(self, lease: Lease, members: Sequence[int] = ()) -> None:
-        """members: those whose devices are to share memory."""
-        cluster = lease.cluster
-        cluster.generation += 1
-        rows = [w.row() for w in workers(lease)]
-        name = cluster.workers[members[0]].info["unique_id"] if members else ""
-        for worker in workers(lease):
-            self.send(worker.peer, World(cluster.generation, rows, list(members), name, cluster.hosts()))
-
-    def _admit_clients(self) -> None:
-        """Welcome every waiting client whose workers are all here, and its own if they have to be."""
-        waiting, self.admission.waiting = self.admission.waiting, []
-        for client in waiting:
-            try:
-                if self.lending.ready(client, self.admission.waiting, self._now):
-                    self._welcome(client)
-                else:
-                    self.admission.waiting.append(client)
-                    if (news := self.lending.news(client, self._now)) is not None:
-                        self.send(client.peer, news)
-            except GTError as error:
-                self._refuse(client.peer, error)
-            except Exception as error:
-                self._fault(client.peer, "Hello", error)
-
-    def _welcome(self, client: Waiting) -> None:
-        config, lease = client.config, self.lending.grant(client, self._now)
-        cluster, switches = lease.cluster, {k: v for k, v in client.hello.switches.items() if k not in OWN}
-        self.workers.update({worker.peer: worker for worker in workers(lease)})
-        session = Session(self._next_session, client.peer, config, cluster, self.send)
-        session.memory, session.stall_timeout = self.terms.memory, client.hello.switches.get("stall_timeout", STALL)
-        session.switches = lambda worker: shared_out(switches, client.used, cluster, worker)
-        session.pace = self.pace
-        self._next_session += 1
-        self.sessions[client.peer] = lease.sessions[client.peer] = session
-        members = cluster.form()
-        if members or not cluster.generation:  # before the first program that may need it
-            self._tell_world(lease, members)
-        if self.logging:
-            session.scribe = session.emitter.scribe = Scribe(session, self._page)
-        self._log("CONNECT", self._name(client.peer), f"client with {len(config.groups)} groups")
-        names, name, groups = [w.name for w in cluster.workers], self._name(client.peer), list(config.groups)
-        self.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self.process))
-
-    def _goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
-        self._lost(peer, plain(message.reason, SAID) or GOODBYE)
-        self._actions.append(Close(peer))
-
-    def _lost(self, peer: Peer, reason: str) -> None:
-        self.admission.forget(peer)
-        session, worker, lease = self.sessions.pop(peer, None), self.workers.pop(peer, None), self.lending.of(peer)
-        if session is not None and lease is not None:
-            self._log("DISCONNECT", f"client{session.number}", reason)
-            lease.sessions.pop(peer, None)
-            lease.watch.forget(session)
-            lease.patience.forget(session)
-            self._guarded(session, "its end", session.close, self.turns.leavings)
-        if worker is None:
-            for own in self.lending.release(peer, self._now):
-                self.send(own, Renew("the session that it was lent to has ended"))
-                del self.workers[own]
-        self.lending.lose(peer, reason)
-        if worker is not None and lease is not None:
-            self._lose_worker(lease, worker, reason)
-
-    def _lose_worker(self, lease: Lease, worker: Worker, reason: str) -> None:
-        worker.lost = reason or "its process ended"
-        worker.discard()
-        log.log(logging.INFO if reason == GOODBYE else logging.WARNING, "worker %s is lost: %s", worker.name, worker.lost)
-        self._log("DISCONNECT", worker.name, worker.lost)
-        self._log("ERROR", worker.name, str(worker_lost(worker.name, worker.lost)))
-        for other in workers(lease):
-            self.send(other.peer, Abort(worker.index, worker.lost))
-        for session in list(lease.sessions.values()):
-            self._guarded(session, "the loss of a worker", session.lose, worker)
-            self.turns.resume(session.peer)
-        for survey in lease.watch.without(worker.index):
-            self._surveyed(survey)
-
-    def _tick(self) -> None:
-        for peer, said in self.terms.due(self.sessions, self._now):
-            self.send(peer, said) if isinstance(said, Notice) else self._refuse(peer, said)
-        for peer in self.lending.overdue(self._now):
-            self.send(peer, Exit("it was told to start afresh, and has not"))
-            self._actions.append(Close(peer))
-        if self.admission.waiting:
-            self._admit_clients()
-        for lease in list(self.lending.leases):
-            self._look(lease)
-
-    def _look(self, lease: Lease) -> None:
-        """Whether workers get on, and what is to be said of those that do not."""
-        queries, examinations = lease.watch.look(self._now)
-        for peer, query in queries:
-            self.send(peer, query)
-        self._actions += examinations
-        for index, halt in lease.watch.halted(1.0).items():
-            self._give_up(lease.cluster.workers[index], f"for {self.heartbeat:g} s {halt.how}")
-        lease.patience.tell(lease.sessions.values(), self._now)
-
-    def _examined(self, event: Examined) -> None:
-        lease, worker = self.lending.of(event.peer), self.workers.get(event.peer)
-        if lease is not None and worker is not None:
-            lease.watch.examined(worker, event)
-
-    def _give_up(self, worker: Worker, reason: str) -> None:
-        """A worker that cannot go on by itself: should it be let go on, it ends."""
-        peer = worker.peer
-        self.send(peer, Exit(reason))
-        self._lost(peer, reason)
-        self._actions.append(Close(peer))
+        self.membership.remove(peer, str(error))
+        self.close(peer)
 
     # ---- clients
 
@@ -398,12 +253,12 @@ class Core:
 
     def _ops(self, peer: Peer, message: Ops, frames: tuple) -> None:
         session = self._session(peer)
-        self._log("RECV", self._name(peer), f"Ops {message.seq}", bytes=sum(len(f) for f in frames))
+        self.log_line("RECV", self.name(peer), f"Ops {message.seq}", bytes=sum(len(f) for f in frames))
         session.batches.take(message, frames)
 
     def _fetch(self, peer: Peer, message: Fetch, frames: tuple) -> None:
         what = "of every device" if message.tensor == THROUGH else f"%{message.tensor}"
-        self._log("RECV", self._name(peer), f"Fetch {what}")
+        self.log_line("RECV", self.name(peer), f"Fetch {what}")
         self._session(peer).requests.fetch(message.request, message.tensor)
 
     def _describe(self, peer: Peer, message: Describe, frames: tuple) -> None:
@@ -425,7 +280,7 @@ class Core:
             self.send(worker, query)
         if not survey.left:
             for one in watch.without(-1):
-                self._surveyed(one)
+                self.surveyed(one)
 
     def _host(self, peer: Peer, message: Host, frames: tuple) -> None:
         session = self._session(peer)
@@ -451,7 +306,7 @@ class Core:
 
     def _piece(self, peer: Peer, message: Piece, frames: tuple) -> None:
         worker, session = self._worker(peer), self._session_of(peer, message.key)
-        self._log("WORKER_RECV", worker.name, f"Piece {message.key}", bytes=sum(len(f) for f in frames))
+        self.log_line("WORKER_RECV", worker.name, f"Piece {message.key}", bytes=sum(len(f) for f in frames))
         if session is not None:
             session.requests.piece(worker.index, message, frames)
 
@@ -477,10 +332,10 @@ class Core:
         sessions = lease.sessions.values()
         tell(sessions, message.times)
         lease.cluster.finished(worker, message.seq)
-        self._log("WORKER_RECV", worker.name, f"Done {message.seq}")
+        self.log_line("WORKER_RECV", worker.name, f"Done {message.seq}")
         for session in list(sessions):
             if worker.index in session.emitter.used:
-                self._guarded(session, "an acknowledgement", session.settle_batches)
+                self.guarded(session, "an acknowledgement", session.settle_batches)
 
     def _trouble(self, peer: Peer, message: Trouble, frames: tuple) -> None:
         """An instruction failed: the session that issued the op learns of it, with the op's origin."""
@@ -492,28 +347,28 @@ class Core:
                     return
                 continue
             if message.kind == "peer" and (loss := session.loss()) is not None:  # the loss itself has been told
-                self._guarded(session, "a failed op", session.taint, message.seq, loss, message.others)
+                self.guarded(session, "a failed op", session.taint, message.seq, loss, message.others)
                 return
             who = holders(session, worker, message.memory) if message.memory else ""
-            error = op_failed(row, message.seq, message.kind, message.message[:SAID] + who, worker.name)
+            error = op_failed(row, message.seq, message.kind, message.message[:LONGEST_TEXT] + who, worker.name)
             failed = row.at(message.seq)
-            self._log("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
+            self.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
             full = message.kind == "memory"
-            self._guarded(session, "a failed op", session.trouble, message.seq, error, message.others, full)
+            self.guarded(session, "a failed op", session.trouble, message.seq, error, message.others, full)
             return
-        if self._sparse.allows(self._now):
+        if self._sparse.allows(self.now):
             log.warning("worker %s: op %d failed: %s", worker.name, message.seq, message.message)
 
     def _report(self, peer: Peer, message: Report, frames: tuple) -> None:
         worker = self._worker(peer)
         survey = self._lease(peer).watch.answered(worker, message)
         if survey is not None:
-            self._surveyed(survey)
+            self.surveyed(survey)
 
-    def _surveyed(self, survey: Survey) -> None:
+    def surveyed(self, survey: Survey) -> None:
         """Every worker has answered a Stats request."""
         if survey.session.peer in self.sessions:
             body, said = answer(survey, self.sent, self.received, self.relayed)
             if said:
-                self._log("SCHEDULE", self._name(survey.session.peer), said)
+                self.log_line("SCHEDULE", self.name(survey.session.peer), said)
             self.send(survey.session.peer, Report(survey.number, body))

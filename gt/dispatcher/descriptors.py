@@ -1,4 +1,4 @@
-"""What the server does when its process has no file descriptors left: those connected are served, newcomers are told.
+"""A server whose process has no file descriptors left: it serves those who are connected, and tells newcomers.
 
 libzmq accepts connections by itself and can do so only where a descriptor is free, so a few are kept for that moment. Who is
 accepted then is told and leaves again; connections of peers that have said nothing for a while are ended.
@@ -41,7 +41,7 @@ class Reserve:
         self._keep(KEPT)
 
     def look(self, now: float) -> bool:
-        """Whether the process has too few descriptors, which is said once."""
+        """True while the process has too few descriptors, which is said once."""
         if not self.short:
             if self._keep(KEPT + 1):
                 os.close(self._kept.pop())
@@ -63,7 +63,7 @@ class Reserve:
         return self.short
 
     def admits(self) -> bool:
-        """Whether one more peer may come in: while there are too few, as many as connections were ended for."""
+        """True if one more peer may come in: while there are too few, as many as connections were ended for."""
         self._room -= self.short
         return not self.short or self._room >= 0
 
@@ -77,7 +77,7 @@ class Reserve:
         self._kept.clear()
 
     def _keep(self, count: int) -> bool:
-        """Whether there are so many to be had."""
+        """True if there are so many to be had."""
         with contextlib.suppress(OSError):
             while len(self._kept) < count:
                 self._kept.append(os.eventfd(0, os.EFD_CLOEXEC))
@@ -105,7 +105,7 @@ class Reserve:
         self._room = ended or self._room
 
     def _accepted(self, descriptor: int) -> bool:
-        """Whether it is a connection that came to the server's port."""
+        """True for a connection that came to the server's port."""
         connection = socket.socket(fileno=descriptor)
         try:
             if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:

@@ -56,8 +56,9 @@ class Examined:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Nothing else comes: time for what takes more than one turn. Sent after the events that are there, as long as Again is
-    answered."""
+    """Nothing else comes: time for what takes more than one turn. Sent after the events that are there, as long as the answer
+    has TurnWanted.
+    """
 
     at: float
 
@@ -90,7 +91,7 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class TurnWanted:
     """Something is left to do: a Turn is wanted."""
 
 
@@ -113,4 +114,4 @@ class Examine:
     home: str
 
 
-Action = Send | Close | Log | Lines | Again | Examine
+Action = Send | Close | Log | Lines | TurnWanted | Examine

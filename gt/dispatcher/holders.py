@@ -1,4 +1,4 @@
-"""Who holds a worker's memory, by line of the program: for the error of an op that found no room there.
+"""The part of an out-of-memory error that says which lines of the program hold a worker's memory.
 
 A session is told its own lines, and of other sessions how much they hold.
 """

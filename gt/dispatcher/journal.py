@@ -21,7 +21,7 @@ _OWN = frozenset({*COLUMNS, "seq", "origin"})
 
 
 def text(entry: Log, seq: Any) -> str:
-    """What follows the time: `seq kind peer op=.. group=.. layout=.. bytes=.. text @ file:line`. It is one line always."""
+    """The line after its time: `seq kind peer op=.. group=.. layout=.. bytes=.. text @ file:line`. It is one line always."""
     fields = {name: _field(value) for name, value in entry.fields.items()}
     parts = [f" {fields.get('seq', seq):>8} {entry.kind:<11} {_field(entry.peer):<10}"]
     parts += [f"{name}={fields[name]}" for name in COLUMNS if fields.get(name) not in (None, "")]

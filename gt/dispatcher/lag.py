@@ -1,4 +1,4 @@
-"""How long the dispatcher's loop takes from one look at its sockets to the next: whoever asks something waits for as long."""
+"""Lag of the dispatcher's loop, from one look at its sockets to the next: whoever asks something waits for as long."""
 
 from __future__ import annotations
 

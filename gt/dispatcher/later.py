@@ -127,7 +127,7 @@ class Later:
         return replace(one, rows=[row for row in rows if row[2] or row[3]], runs={})
 
     def _parts(self, tape: Tape, base: int, found: dict[int, Ends]) -> dict[int, tuple[list[dict], list[int]]]:
-        """Of each worker: programs that are carried out once, what is placed by the call first; and what is freed after it."""
+        """Each worker's part: programs that are carried out once, what the call places first; and what is freed after it."""
         s = self.s
         lasting = {i for ends in found.values() for i in ends.made}
         ahead: dict[int, list[Row]] = {}
@@ -148,7 +148,7 @@ class Later:
         return made_parts
 
     def _program(self, tape: Tape, base: int, found: dict[int, Ends], parts: dict[int, tuple[list[dict], list[int]]]) -> Held:
-        """What is left, as programs that are carried out once."""
+        """The rest, as programs that are carried out once."""
         s, emitter = self.s, self.s.emitter
         emitter.base = emitter.seq = base
         for index, ends in found.items():

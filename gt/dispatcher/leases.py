@@ -1,4 +1,4 @@
-"""Who has which workers: every session all of a shared server's, each session its own of an exclusive server's.
+"""Leases of workers: every session has all of a shared server's, each session its own of an exclusive server's.
 
 Pure bookkeeping: it says which processes have to start afresh and who comes next; whoever asks it sends the messages.
 """
@@ -135,7 +135,7 @@ class Shared:
         """Raise what no wait can mend."""
 
     def ready(self, client: Waiting, before: Sequence[Waiting], now: float) -> bool:
-        """Whether every worker is here that a client needs; Refused or ConfigError if it has waited long enough."""
+        """True once every worker is here that a client needs; Refused or ConfigError if it has waited long enough."""
         names, wanted = self._names(), client.wanted
         late = now >= client.until
         if not names or len(names) < wanted:
@@ -156,7 +156,7 @@ class Shared:
         return not gone
 
     def news(self, client: Waiting, now: float) -> Notice | None:
-        """What a client waits for, if that has changed since it was told."""
+        """The workers that a client waits for, if that has changed since it was told."""
         text = f"it has {len(self._names())} of the {max(client.wanted, client.named, 1)} workers that the program wants"
         client.told, before = (text,), client.told
         return Notice(text) if client.told != before else None
@@ -174,14 +174,14 @@ class Shared:
         return []
 
     def check(self) -> None:
-        """What must always be true between events."""
+        """Invariants between events; tests call it."""
 
     def _names(self) -> list[str]:
         return [w.name for w in self.common.cluster.workers if not w.lost]
 
 
 @dataclass(slots=True)
-class Slot:
+class WorkerSlot:
     """One worker of an exclusive server, by name: the process that is it now, and the lease that it is of. Lost: a lease's."""
 
     name: str
@@ -201,11 +201,11 @@ class Exclusive:
 
     def __init__(self, heartbeat: float, home: str, terms: Terms, renewal: float = RENEWAL) -> None:
         self.terms, self.heartbeat, self.home, self.renewal = terms, heartbeat, home, renewal
-        self.slots: dict[str, Slot] = {}
+        self.slots: dict[str, WorkerSlot] = {}
         self.leases: list[Lease] = []
         self.renewing: set[bytes] = set()  # their messages mean nothing any more
         self._of: dict[bytes, Lease] = {}
-        self._peers: dict[bytes, Slot] = {}  # of processes that are connected, those too that are to start afresh
+        self._peers: dict[bytes, WorkerSlot] = {}  # of processes that are connected, those too that are to start afresh
 
     def of(self, peer: bytes) -> Lease | None:
         return self._of.get(peer)
@@ -220,7 +220,7 @@ class Exclusive:
         slot = self.slots.get(info["name"]) if info["name"] else self._vacant()
         if slot is None:
             name = info["name"] or next(name for i in itertools.count() if (name := f"w{i}") not in self.slots)
-            slot = self.slots[name] = Slot(name)
+            slot = self.slots[name] = WorkerSlot(name)
         elif slot.state in (FREE, LENT):
             raise taken(slot.name)
         self._part(slot)  # of a process before it, whose end is not known yet
@@ -231,17 +231,17 @@ class Exclusive:
             slot.lease.cluster.add(peer, slot.info)
         return slot.name, slot.lease
 
-    def _vacant(self) -> Slot | None:
+    def _vacant(self) -> WorkerSlot | None:
         return next((slot for slot in self.slots.values() if slot.state == LOST), None)
 
-    def _drop(self, slot: Slot) -> None:
+    def _drop(self, slot: WorkerSlot) -> None:
         """Its process is gone: its place is kept for the session that has it, and for nobody else."""
         self._part(slot)
         slot.state = LOST
         if slot.lease is None:
             del self.slots[slot.name]
 
-    def _part(self, slot: Slot) -> None:
+    def _part(self, slot: WorkerSlot) -> None:
         self.renewing.discard(slot.peer)
         self._of.pop(slot.peer, None)
         self._peers.pop(slot.peer, None)
@@ -287,11 +287,11 @@ class Exclusive:
         return sum(slot.state == state if state else slot.state != LOST for slot in self.slots.values())
 
     def _share(self, client: Waiting) -> int:
-        """How many workers a client gets."""
+        """The number of workers that a client gets."""
         return client.wanted or min(filter(None, (self._count(), self.terms.workers)), default=0)
 
     def ready(self, client: Waiting, before: Sequence[Waiting], now: float) -> bool:
-        """Whether its turn has come and its workers are free; Refused if the server has had too few for too long."""
+        """True once its turn has come and its workers are free; Refused if the server has had too few for too long."""
         have, need = self._count(), max(client.wanted, client.named, 1)
         ahead = bool(before) and before[-1].queued
         client.place, client.fits = len(before) + 1, have >= need

@@ -119,7 +119,7 @@ class Lists:
         return part, plan
 
     def _wants(self, known: Known, layout: Layout, ins: list[Tensor]) -> list[Layout]:
-        """Where each operand has to lie: in a list as the leader does, numbers whole; what is written goes there for good."""
+        """Layout wanted of each operand: in a list the leader's, numbers whole; what is written goes there for good."""
         whole, lead = self.s.intern(replicated(layout.mesh)), known.columns[0].indices(T)
         wants = [layout if i in known.listed and t.spec.shape else whole for i, t in enumerate(ins)]
         for index in known.template.writes:

@@ -35,7 +35,7 @@ class Pace:
 
 
 class Leavings:
-    """What nobody needs any more and is too large to be freed at once: a slice of it at a time.
+    """Containers that nobody needs any more, too large to be freed at once: each turn frees a slice of them.
 
     emptied: called with each thing that is taken out of a container.
     """

@@ -1,4 +1,4 @@
-"""Who is told that a worker is slow, stopped, or does not get on.
+"""Programs are told of workers that are slow, stopped, or do not get on.
 
 Slow is a notice. An error is only what is proved: a process that is stopped, or a program of which no worker has got on for
 its whole stall_timeout. Nothing is lost by that error: whoever got it may wait again.
@@ -26,7 +26,7 @@ DOING = {COMPILE: "compiling", LOAD: "loading kernels for", DEVICE: "waiting for
 
 @dataclass(slots=True)
 class Told:
-    """What one program has been told of slow workers. key: the instruction that it was last told of, and its level in SLOW."""
+    """Notices that one program has had of slow workers. key: the instruction that the last was of; level: its place in SLOW."""
 
     lines: dict[str, float]  # when it was first told of a line
     key: tuple = ()
@@ -84,7 +84,7 @@ class Patience:
                 session.send(Failed(-1, errors.to_wire(self._error(session, waits, stopped, now))))
 
     def _stalled(self, session: Session, behind: set[int]) -> bool:
-        """Whether none of these has got on for a program's stall_timeout; 0 is no limit."""
+        """True if none of these has got on for a program's stall_timeout; 0 is no limit."""
         limit = session.stall_timeout
         return limit > 0 and all(self.watch.quiet(self.watch.places[i]) >= limit for i in behind)
 
@@ -124,7 +124,7 @@ class Patience:
         session.send(Notice(f"slow: {self._says(session, late, now)}; it goes on, Ctrl-C ends the wait"))
 
     def _blamed(self, waits: set[int]) -> dict[int, Place]:
-        """Of workers that are late those that wait for no other, if there are any."""
+        """Late workers that wait for no other; all of them where each waits for another."""
         places = {index: self.watch.places[index] for index in sorted(waits)}
         return {index: place for index, place in places.items() if not place.waits} or places
 
@@ -156,5 +156,5 @@ class Patience:
 
 
 def _level(seconds: float) -> int:
-    """How many times somebody who has waited so long has been told."""
+    """The number of notices in a wait of so many seconds."""
     return sum(seconds >= limit for limit in SLOW) + max(int(seconds // SLOW[-1]) - 1, 0)

@@ -16,6 +16,7 @@ from gt.dispatcher.plan.rules import decide_along
 from gt.dispatcher.plan.views import VIEWS
 from gt.dispatcher.tensors import Step, Storage, Tensor
 from gt.ir.layout import Layout, R, Shard, boxes, local_shape, replicated
+from gt.wire.messages import Release
 
 if TYPE_CHECKING:
     from gt.dispatcher.cluster import Worker
@@ -88,7 +89,7 @@ class Placer:
             self.host_uses[host] -= 1
             if not self.host_uses[host]:
                 del self.host_uses[host]
-                self.s.release_host(host)
+                self.s.send(Release([host]))
 
     # ---- carrying them out
 
@@ -209,7 +210,7 @@ class Placer:
             workers = [emitter.cluster.workers[layout.mesh.workers[r]] for r in ranks]
             local = dense(local_shape(layout, spec.shape, ranks[0]), spec)
             payload = {"shape": list(local.shape), "stride": list(local.stride), "dtype": spec.dtype}
-            key = self.s.upload(step.data, spec, boxes(layout, spec.shape, ranks[0]), workers)
+            key = self.s.uploads.begin(step.data, spec, boxes(layout, spec.shape, ranks[0]), workers)
             define = self._define(step.known, payload)
             tape = self.s.programs.tape
             if tape is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gt.dispatcher.failures import Planned
-from gt.dispatcher.fused import WEIGHTS, Unseen, lay_out_again, note_maker, parts_ahead, undecided
+from gt.dispatcher.fused import WEIGHTS, Unseen, lay_out_again, note_maker, undecided
 from gt.dispatcher.lowering import Lowering
 from gt.dispatcher.moving import same_terms
 from gt.dispatcher.plan.groups import COLUMN, ROW, Meaning
@@ -22,7 +22,8 @@ from gt.dispatcher.plan.rules import Decision, decide_along, whole
 from gt.dispatcher.plan.views import VIEWS, wanted_parts
 from gt.dispatcher.stream import Bound, lost_in
 from gt.dispatcher.tensors import Tensor
-from gt.ir.layout import Layout, Mesh, Partial, Placement, R, Shard, replicated
+from gt.dispatcher.weights import place_weights, split, weight
+from gt.ir.layout import Layout, Mesh, Partial, Placement, R, replicated
 
 if TYPE_CHECKING:
     from gt.dispatcher.sessions import Origin, Session
@@ -69,7 +70,7 @@ class Planner:
         if self.s.scribe is not None:
             self.s.scribe.received(known, origin, [t.id for t in ins])
         if self.s.placer.defers(known, ins, origin.meaning is not None):
-            self.s.placer.defer(known, ins, values, outs, self.s.upload_source(known, values, outs))
+            self.s.placer.defer(known, ins, values, outs, self.s.uploads.source(known, values, outs))
             return
         elif known.columns:
             self.s.lists.op(known, origin, ins, values, outs)
@@ -228,13 +229,13 @@ class Planner:
         """Where planning finds the inputs of an op that is no view and writes none of them."""
         meaning = _own(origin, mesh)
         if meaning is not None and known.name == "embedding":
-            self._place_weights(known, meaning, ins, [])
+            place_weights(self.s, known, meaning, ins, [])
         return self._starts(known, ins, mesh, meaning, False)
 
     def _plan(self, known: Known, origin: Origin, ins: list[Tensor], outs: list[int], mesh: Mesh) -> Plan:
         meaning = _own(origin, mesh)
         if meaning is not None:
-            self._place_weights(known, meaning, ins, outs)
+            place_weights(self.s, known, meaning, ins, outs)
         for index in known.template.writes:
             target = ins[index]
             if target.layout is not None and target.layout.partial and not self._terms_stay(known, ins):
@@ -266,10 +267,10 @@ class Planner:
         """Each input's; a weight that is at home on other workers comes as the group splits it, each worker's part alone."""
         starts = [self._start(t, mesh, meaning, stays) for t in ins]
         if meaning is not None and meaning.kind in (COLUMN, ROW) and known.name in WEIGHTS:
-            index, dim = _weight(known, meaning, ins) or (-1, 0)
+            index, dim = weight(known, meaning, ins) or (-1, 0)
             t = ins[index]
             if index >= 0 and t.layout is not None and t.layout.mesh != mesh:
-                starts[index] = list(self._split(meaning, len(t.spec.shape), dim, meaning.parts or 1, t).placements)
+                starts[index] = list(split(meaning, len(t.spec.shape), dim, meaning.parts or 1, t).placements)
         return starts
 
     def _start(self, t: Tensor, mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[Placement | None]:
@@ -335,59 +336,10 @@ class Planner:
         self._gathered(known, list(base.layout.placements))
         self.s.mover.relayout(base.storage, replicated(mesh))
 
-    # ---- weights of column and row parallel groups
-
-    def _place_weights(self, known: Known, meaning: Meaning, ins: list[Tensor], outs: list[int]) -> None:
-        """Split the parameter of a matmul or embedding as its group says, before its first use."""
-        if known.name not in WEIGHTS or meaning.kind not in (COLUMN, ROW):
-            for t in ins:
-                if t.storage.param and t.storage.default:
-                    self._settle_home(t, meaning.parameter(len(t.spec.shape), None))
-            return
-        found = _weight(known, meaning, ins)
-        if found is None:
-            return
-        index, dim = found
-        t, parts = ins[index], 1
-        if meaning.kind == COLUMN and known.name != "embedding" and not t.placed:
-            parts = meaning.parts or parts_ahead(self.s, outs)
-        self._settle_home(t, self._split(meaning, len(t.spec.shape), dim, parts, t))
-        if known.name == "addmm" and meaning.kind == COLUMN and ins[0].storage.param:
-            bias = ins[0]
-            tall = len(bias.spec.shape)
-            self._settle_home(bias, self._split(meaning, tall, tall - 1, parts, bias))
-
-    @staticmethod
-    def _split(meaning: Meaning, rank: int, dim: int, parts: int, t: Tensor) -> Layout:
-        layout = meaning.parameter(rank, dim if dim >= 0 else None)
-        if dim < 0 or parts == 1 or t.spec.shape[dim] % parts:
-            return layout
-        return Layout(layout.mesh, tuple(Shard(p.dim, parts) if isinstance(p, Shard) else p for p in layout.placements))
-
-    def _settle_home(self, t: Tensor, want: Layout) -> None:
-        """Place a parameter, or move one that was only placed for want of a group."""
-        storage = t.storage
-        if t.layout is None:
-            self.s.placer.place(storage, self.s.placer.root_layout(t, want))
-        elif storage.default:
-            self.s.mover.relayout(storage, self.s.placer.root_layout(t, want))
-        storage.default = False
-
 
 def _own(origin: Origin, mesh: Mesh) -> Meaning | None:
     """What the op's group means, if it is done on the group's mesh."""
     return origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None
-
-
-def _weight(known: Known, meaning: Meaning, ins: list[Tensor]) -> tuple[int, int] | None:
-    """Which operand of a matmul or look-up is the weight, and which of its dims a column or row parallel group splits."""
-    left, right = WEIGHTS[known.name]
-    index = next((i for i in (right, left) if i >= 0 and ins[i].storage.param), None)
-    if index is None:
-        return None
-    rank = len(ins[index].spec.shape)
-    stored = index == right or right < 0  # [in, out], an embedding's table likewise; else w @ x: [out, in]
-    return index, rank - 1 if stored == (meaning.kind == COLUMN) else rank - 2
 
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:

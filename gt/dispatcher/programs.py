@@ -213,7 +213,7 @@ class Programs:
         return [{**part, "once": True} for part in writer.parts]
 
     def _define(self, known: dict[str, Define], kind: str, payload: dict) -> Define:
-        """What arranging a tape adds, which all of its workers are to know. known: what it added so far."""
+        """Definitions that arranging a tape adds, which all of its workers are to know. known: those it added so far."""
         key = f"{kind} {payload}"
         if key not in known:
             known[key] = self.s.emitter.define(kind, payload)

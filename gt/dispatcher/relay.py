@@ -32,7 +32,7 @@ class Alone:
 
     @contextmanager
     def apart(self, over: Callable[[], bool]) -> Iterator[None]:
-        """What is done within touches nothing that others do. over: whether its result is still of use, asked afterwards."""
+        """Work within touches nothing that others do. over: true if its result is of no use any more; asked afterwards."""
         yield
 
     def go_on(self) -> None:

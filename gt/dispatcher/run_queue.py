@@ -78,14 +78,14 @@ class RunQueue:
             flight.seconds = 0.0
 
     def shared(self, owner: int) -> bool:
-        """Whether another session uses a worker of this one's."""
+        """True if another session uses a worker of this one's."""
         return owner in self._beside
 
     def free(self, owner: int) -> bool:
         return owner not in self._beside and not self._long.get(owner) and not self._lines.get(owner)
 
     def offer(self, unit: Unit) -> bool:
-        """Whether the unit may be sent at once; else it waits for its turn. One of a session that is over may."""
+        """True if the unit may be sent at once; else it waits for its turn. One of a session that is over may."""
         line = self._lines.get(unit.owner)
         if line is None or (not line and self._fits(unit)):
             return True

@@ -15,7 +15,6 @@ from gt import env
 from gt.dispatcher.descriptors import Reserve
 from gt.dispatcher.events import (
     Action,
-    Again,
     Close,
     Event,
     Examine,
@@ -28,6 +27,7 @@ from gt.dispatcher.events import (
     Send,
     Tick,
     Turn,
+    TurnWanted,
 )
 from gt.dispatcher.journal import Journal
 from gt.dispatcher.pace import Pace
@@ -128,7 +128,7 @@ class Server:
             self._close()
 
     def _serve(self, end: float) -> None:
-        """What came, until `end`, then a slice of what takes longer; notes what took longest."""
+        """Handle what came, until `end`, then a slice of what takes longer; note what took longest."""
         longest, last = 0.0, time.monotonic()
         while self._items and last < end:
             self._take(self._items.popleft())
@@ -262,7 +262,7 @@ class Server:
                 log.debug("%s %s %s", action.kind, action.peer, action.text)
             elif type(action) is Lines and self._journal is not None:
                 self._journal.write_lines(action, at)
-            elif type(action) is Again:
+            elif type(action) is TurnWanted:
                 self._again = True
         for peer, reason in unfit:
             log.warning("%s is given up: %s", peer.hex(), reason)

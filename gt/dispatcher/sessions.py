@@ -11,10 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
-
-import numpy as np
 
 from gt.config.schema import Config
 from gt.dispatcher.batches import Batches
@@ -36,10 +33,8 @@ from gt.dispatcher.stream import Emitter
 from gt.dispatcher.tensors import Storage, Table, Tensor
 from gt.dispatcher.uploads import Uploads
 from gt.errors import GTError, ProtocolError
-from gt.ir.boxes import shape, take
-from gt.ir.layout import Box, Layout, Mesh
-from gt.ir.spec import Spec
-from gt.wire.messages import CHUNK, Ack, Data, Message, Release, Run, Switch
+from gt.ir.layout import Layout, Mesh
+from gt.wire.messages import Ack, Data, Message, Run, Switch
 
 log = logging.getLogger("gt.dispatcher")
 
@@ -89,7 +84,6 @@ class Session:
         self.aside = False  # something of it goes on in a thread
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.held: list[Held] = []
-        self._unsent: list[tuple[int, list[Worker]]] = []  # uploads that nothing which is written takes yet, and for whom
         cluster.queue.enter(number)
         self.uses: set[int] = set()  # workers that it has sent something
         self.next_batch = 0
@@ -140,8 +134,8 @@ class Session:
         self.emitter.base = self.cluster.seq
         runs = {index: UNSENT for index in self.emitter.used}
         held = Held(base, rows, runs, self.programs.tape is not None, seconds)
-        if self._unsent:
-            held.uploads, self._unsent = self._unsent, []
+        if self.uploads.unsent:
+            held.uploads, self.uploads.unsent = self.uploads.unsent, []
         return held
 
     def dispatch(self, held: Held) -> None:
@@ -219,44 +213,6 @@ class Session:
         """Whether workers have come so far (one that is lost has come as far as it ever will)."""
         workers = self.cluster.workers
         return all(workers[index].done >= run or workers[index].lost for index, run in runs.items())
-
-    # ---- uploads
-
-    def upload_source(self, known: Known, values: tuple, outs: list[int]) -> Any:
-        """Where the bytes of an upload are: in this batch, or kept by the client under the tensor's id."""
-        if known.name != "gt.upload":
-            return None
-        spec, index, frames = known.template.outs[0].spec, values[0], self.batches.frames
-        if type(index) is not int or index >= len(frames):
-            raise ProtocolError(f"Ops.code uploads frame {index!r:.40} of {len(frames)}")
-        if index < 0:
-            return "host", outs[0]
-        if spec is None or len(frames[index]) != spec.nbytes:
-            raise ProtocolError(f"frame {index} has {len(frames[index])} bytes, want those of {spec and spec.text()}")
-        return "inline", frames[index]
-
-    def upload(self, source: tuple, spec: Spec, parts: list[Box], workers: list[Worker]) -> int:
-        """Key under which these workers will get the boxes of an upload."""
-        key = self.cluster.key()
-        kind, data = source
-        self.uploaded += spec.nbytes
-        self._unsent.append((key, workers))
-        if kind == "host":
-            total = prod(shape(parts)) * spec.itemsize
-            living = [w.index for w in workers if not w.lost]
-            self.uploads.expect(key, data, [[list(span) for span in box] for box in parts], total, living)
-            return key
-        flat = np.frombuffer(data, dtype=np.uint8).view(f"V{spec.itemsize}") if spec.nbytes else np.empty(0, "V1")
-        piece = take(flat.reshape(spec.shape), parts).reshape(-1) if spec.nbytes else flat
-        raw = memoryview(piece.view(np.uint8)).cast("B") if spec.nbytes else memoryview(b"")
-        for worker in workers:
-            for offset in range(0, 0 if worker.lost else max(len(raw), 1), CHUNK):
-                chunk = raw[offset : offset + CHUNK]
-                self.out(worker.peer, Data(key, offset, len(raw)), (chunk,) if len(chunk) else ())
-        return key
-
-    def release_host(self, tensor: int) -> None:
-        self.send(Release([tensor]))
 
     # ---- failures
 
@@ -350,7 +306,7 @@ class Session:
     # ---- small things
 
     def apart(self) -> AbstractContextManager[None]:
-        """What is done within takes long, and touches nothing but what is this session's: others go on. Nothing may be written
+        """Work within takes long, and touches nothing but what is this session's: others go on. Nothing may be written
         for workers and not be sent; numbers of ops are others' afterwards, so that `renumber` comes first.
         """
         return self.pace.relay.apart(lambda: self.ended)
@@ -391,7 +347,7 @@ class Session:
         self.discard()
         self.ended = True  # what follows frees, for which workers need no switches
         self.requests.close()
-        unsent = [row for rows in (self._unsent, *takes) for row in rows]
+        unsent = [row for rows in (self.uploads.unsent, *takes) for row in rows]
         orphans = {**self.uploads.close(), **{key: [w.index for w in workers] for key, workers in unsent}}
         for key, indices in orphans.items():
             for index in indices:

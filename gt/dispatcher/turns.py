@@ -1,4 +1,4 @@
-"""Whose turn it is: messages that wait for their session, and sessions that have more to do than fits one turn.
+"""Turns of sessions: messages that wait for their session, and sessions that have more to do than fits one turn.
 
 A session's messages are taken in order. While it is stalled they wait; what takes long is cut into slices, and between two of
 them every other peer is heard.
@@ -25,7 +25,7 @@ MOST_DEFERRED = CREDIT + MOST + 1
 
 
 class Turns:
-    """Of one core. `pending`: whether somebody has more to do, though nothing comes."""
+    """One core's. `pending`: somebody has more to do, though nothing comes."""
 
     def __init__(self, core: Core, pace: Pace) -> None:
         self._core, self._pace = core, pace
@@ -41,7 +41,7 @@ class Turns:
 
         def done() -> None:
             try:
-                self._core._attempt(session.peer, what, call)
+                self._core.attempt(session.peer, what, call)
             finally:
                 session.aside = False
                 self._note(session.peer)
@@ -50,13 +50,13 @@ class Turns:
         self._pace.relay.begin(done)
 
     def waits(self, event: Received) -> bool:
-        """Whether a message is kept for later, or means nothing any more as what came before it was refused."""
+        """True if a message is kept for later, or means nothing any more as what came before it was refused."""
         core, session = self._core, self._core.sessions.get(event.peer)
         if session is None or not isinstance(event.message, DEFERRED):
             return False
         if session.inbox or self._stalled(event.peer, session, event.message):
             if len(session.inbox) >= MOST_DEFERRED:
-                core._refuse(event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already"))
+                core.refuse(event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already"))
             elif event.peer in core.sessions:
                 session.inbox.append((event.message, event.frames))
                 self._note(event.peer)
@@ -70,7 +70,7 @@ class Turns:
             if self._stalled(peer, session, session.inbox[0][0]):
                 break
             if session.inbox:  # or the session has just ended
-                core._take(peer, *session.inbox.popleft())
+                core.take(peer, *session.inbox.popleft())
             if self._pace.spent:
                 break
         self._note(peer)
@@ -88,7 +88,7 @@ class Turns:
         if session is not None and session.batches.busy and session.batches.long:
             self.aside(session, "Ops", session.batches.go_on)
         elif session is not None and session.batches.busy:
-            self._core._attempt(peer, "Ops", session.batches.go_on)
+            self._core.attempt(peer, "Ops", session.batches.go_on)
             self._note(peer)
         else:
             self.resume(peer)
@@ -100,15 +100,15 @@ class Turns:
             self._waiting.setdefault(peer)
 
     def _stalled(self, peer: Peer, session: Session, message: Message) -> bool:
-        """Whether a message has to wait; a question ends the waiting of what was sent before it."""
+        """True if a message has to wait; a question ends the waiting of what was sent before it."""
         if not session.stalled and not isinstance(message, Ops):
-            self._core._attempt(peer, "Ops", session.batches.finish)
+            self._core.attempt(peer, "Ops", session.batches.finish)
             if not isinstance(message, Seal) and not session.batches.busy:
                 session.programs.later.let_go()
         return session.stalled
 
     def check(self) -> None:
-        """What must always be true between events."""
+        """Invariants between events; tests call it."""
         for session in self._core.sessions.values():
             assert len(session.inbox) <= MOST_DEFERRED
             assert session.stalled or not session.inbox or session.peer in self._waiting

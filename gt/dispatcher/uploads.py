@@ -1,4 +1,4 @@
-"""Host copies on their way from a client to workers: asked for a window at a time, so that no upload fills any queue.
+"""Uploads on their way from a client to workers. Host copies are asked for a window at a time, so that none fills a queue.
 
 A client sends what it was granted, in order; workers say how much they have taken in. What is under way between is bounded
 for each session, so what another session sends a worker never waits behind more than that.
@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gt.errors import ProtocolError
+from gt.ir.boxes import shape, take
+from gt.ir.layout import Box
+from gt.ir.spec import Spec
 from gt.wire.messages import CHUNK, Data, Host, More, Need
 
 if TYPE_CHECKING:
+    from gt.dispatcher.cluster import Worker
+    from gt.dispatcher.plan.known import Known
     from gt.dispatcher.sessions import Session
+
+Source = tuple[str, Any]  # "host" and the tensor whose copy the client keeps, or "inline" and its bytes
 
 SMALL = 64 << 10  # bytes of an upload of which workers do not say that they took it
 WINDOW = 2 * CHUNK  # bytes of one session between its client and the workers: at twice that, others wait twice as long
@@ -46,6 +56,40 @@ class Uploads:
         self.s = session
         self.open: dict[int, Upload] = {}  # oldest first
         self.awaited = 0  # of these, not all here yet
+        self.unsent: list[tuple[int, list[Worker]]] = []  # that nothing which is written takes yet, and for whom
+
+    def source(self, known: Known, values: tuple, outs: list[int]) -> Source | None:
+        """The bytes of an op that uploads: in this batch, or kept by the client under the tensor's id; None for another op."""
+        if known.name != "gt.upload":
+            return None
+        spec, index, frames = known.template.outs[0].spec, values[0], self.s.batches.frames
+        if type(index) is not int or index >= len(frames):
+            raise ProtocolError(f"Ops.code uploads frame {index!r:.40} of {len(frames)}")
+        if index < 0:
+            return "host", outs[0]
+        if spec is None or len(frames[index]) != spec.nbytes:
+            raise ProtocolError(f"frame {index} has {len(frames[index])} bytes, want those of {spec and spec.text()}")
+        return "inline", frames[index]
+
+    def begin(self, source: Source, spec: Spec, parts: list[Box], workers: list[Worker]) -> int:
+        """Key under which these workers will get the boxes of an upload."""
+        key = self.s.cluster.key()
+        kind, data = source
+        self.s.uploaded += spec.nbytes
+        self.unsent.append((key, workers))
+        if kind == "host":
+            total = prod(shape(parts)) * spec.itemsize
+            living = [w.index for w in workers if not w.lost]
+            self.expect(key, data, [[list(span) for span in box] for box in parts], total, living)
+            return key
+        flat = np.frombuffer(data, dtype=np.uint8).view(f"V{spec.itemsize}") if spec.nbytes else np.empty(0, "V1")
+        piece = take(flat.reshape(spec.shape), parts).reshape(-1) if spec.nbytes else flat
+        raw = memoryview(piece.view(np.uint8)).cast("B") if spec.nbytes else memoryview(b"")
+        for worker in workers:
+            for offset in range(0, 0 if worker.lost else max(len(raw), 1), CHUNK):
+                chunk = raw[offset : offset + CHUNK]
+                self.s.out(worker.peer, Data(key, offset, len(raw)), (chunk,) if len(chunk) else ())
+        return key
 
     def expect(self, key: int, tensor: int, boxes: list, total: int, workers: Iterable[int]) -> None:
         """Ask the client for a region, and for as much of it now as there is room for."""

@@ -36,7 +36,7 @@ class Survey:
 
 @dataclass(slots=True)
 class Place:
-    """Where a busy worker was last seen. came: when it came there; since: when it last got on; asked, heard: when it was asked
+    """A busy worker's last known place. came: when it came there; since: when it last got on; asked, heard: when it was asked
     last, and answered. work: CPU seconds that it told when it last got on, by itself and by the kernel. at: see Query.
     """
 
@@ -55,7 +55,7 @@ class Place:
 
     @property
     def waits(self) -> bool:
-        """Whether it may be waiting for another worker."""
+        """True if it may be waiting for another worker."""
         return self.kind in MEETING or self.kind == DEVICE
 
 
@@ -151,7 +151,7 @@ class Watch:
         return not worker.lost and worker.lives == life
 
     def examined(self, worker: Worker, event: Examined) -> None:
-        """What the kernel says of a worker's process. One that says nothing itself, and computes, gets on."""
+        """Take what the kernel says of a worker's process. One that says nothing itself, and computes, gets on."""
         index, place = worker.index, self.places.get(worker.index)
         if event.state == "" or event.state not in STOPPED:
             self.halts.pop(index, None)

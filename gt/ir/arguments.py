@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from gt.ir.schema import Argument, Schema, Value
+from gt.ir.schema import Argument, Schema, SchemaType
 from gt.ir.template import Arg, Const, Out, T, V
 
 INTEGERS = range(-(1 << 63), 1 << 63)
@@ -72,7 +72,7 @@ def _check(schema: Schema, argument: Argument, arg: Arg) -> None:
         raise ValueError(f"{argument.name} of {schema.op} is {shown(arg)}, want {argument.type.text}")
 
 
-def _fits(schema: Schema, want: Value, arg: Arg) -> bool:
+def _fits(schema: Schema, want: SchemaType, arg: Arg) -> bool:
     if arg is None:
         return want.optional
     if want.list:
@@ -81,7 +81,7 @@ def _fits(schema: Schema, want: Value, arg: Arg) -> bool:
     return _item(schema, want)(arg)
 
 
-def _item(schema: Schema, want: Value) -> Callable[[Arg], bool]:
+def _item(schema: Schema, want: SchemaType) -> Callable[[Arg], bool]:
     is_one = _IS[want.base]
     if want.base == "Tensor" and not want.alias and not want.list and "takes_numbers" in schema.flags:
         return lambda arg: is_one(arg) or _IS["Scalar"](arg)
@@ -123,7 +123,7 @@ def results(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], outs
             raise ValueError(f"output {number} of outs is {out.kind!r:.20} of operand {out.of}, {schema.op} gives {want.text}")
 
 
-def _wants(schema: Schema, count: int) -> Iterator[Value]:
+def _wants(schema: Schema, count: int) -> Iterator[SchemaType]:
     """The type of each flat output; lists of results are of one length."""
     lists = [value for value in schema.returns if value.list]
     rest = count - (len(schema.returns) - len(lists))

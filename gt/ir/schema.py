@@ -2,7 +2,7 @@
 
 `op_schemas.txt` beside this file holds a line an op, written by tools/op_schemas.py: torch's notation with real types, then
 the versions of torch that have it and flags. A line is parsed when its op is first looked up. What is not in the table is not
-carried out; only the owner of a process can extend it, when that process starts (`Table.add`).
+carried out; only the owner of a process can extend it, when that process starts (`OpTable.add`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TYPE = re.compile(r"(?P<base>\w+)(?:\((?P<alias>[a-z]?)(?P<mark>[!~]?)\))?(?P<s
 
 
 @dataclass(frozen=True)
-class Value:
+class SchemaType:
     """An argument's or a result's type. alias: torch's letter of the memory that it shares, "" for none."""
 
     text: str
@@ -58,7 +58,7 @@ class Value:
     may_write: bool
 
     @classmethod
-    def parse(cls, text: str) -> Value:
+    def parse(cls, text: str) -> SchemaType:
         """ValueError for what is no type of the table."""
         found = _TYPE.fullmatch(text)
         if found is None or found["base"] not in TYPES:
@@ -73,7 +73,7 @@ class Value:
 @dataclass(frozen=True)
 class Argument:
     name: str
-    type: Value
+    type: SchemaType
     required: bool
     by_name: bool  # keyword-only
 
@@ -84,7 +84,7 @@ class Schema:
 
     op: str
     arguments: tuple[Argument, ...]
-    returns: tuple[Value, ...]
+    returns: tuple[SchemaType, ...]
     since: str
     until: str
     flags: frozenset[str]
@@ -104,7 +104,7 @@ class Schema:
 
     @cached_property
     def aliases(self) -> bool:
-        """Whether a result shares memory with an argument that it does not write."""
+        """True if a result shares memory with an argument that it does not write."""
         return any(value.alias and not value.written for value in self.returns)
 
     @classmethod
@@ -123,12 +123,12 @@ class Schema:
                 continue
             kind, _, name = text.partition(" ")
             name, equals, _ = name.partition("=")
-            arguments.append(Argument(name, Value.parse(kind), not equals, by_name))
-        returns = tuple(Value.parse(text) for text in filter(None, found["returns"].split(", ")))
+            arguments.append(Argument(name, SchemaType.parse(kind), not equals, by_name))
+        returns = tuple(SchemaType.parse(text) for text in filter(None, found["returns"].split(", ")))
         return cls(found["op"], tuple(arguments), returns, found["since"], found["until"], flags)
 
 
-class Table:
+class OpTable:
     """Schemas by op's name. An op whose schema changed between versions of torch has several."""
 
     def __init__(self, text: str = "") -> None:
@@ -177,7 +177,7 @@ class Table:
             "GT_OPS=ops.txt for server, workers and program adds it"
         )
 
-    def add(self, lines: Iterable[str], source: str = "Table.add") -> list[str]:
+    def add(self, lines: Iterable[str], source: str = "OpTable.add") -> list[str]:
         """Extend the table of this process; names of the ops. For the process's owner, before it serves anybody.
 
         ConfigError names a line that is no schema, or an op that is left out for what it does.
@@ -200,8 +200,8 @@ class Table:
         return list(added)
 
 
-def _load() -> Table:
-    table = Table(FILE.read_text())
+def _load() -> OpTable:
+    table = OpTable(FILE.read_text())
     table.add(f"{op}{schema}  # 2.11-2.13" for op, (schema, _) in GT_OPS.items())
     own = env.get("GT_OPS")
     if own:

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpArguments:
     """An op's arguments by name, its tensors as shapes; what was not given is None."""
 
     given: Mapping[str, Arg]
@@ -33,15 +33,15 @@ class Call:
         return [self._shown(part) for part in arg] if isinstance(arg, (list, tuple)) else arg
 
     def same(self, *names: str) -> bool:
-        """Whether these tensors, as far as they are given, have one shape."""
+        """True if these tensors, as far as they are given, have one shape."""
         return len({shape for name in names if (shape := self[name]) is not None}) <= 1
 
     def each(self, shape: Shape, *names: str) -> bool:
-        """Whether these tensors, as far as they are given, have this shape."""
+        """True if these tensors, as far as they are given, have this shape."""
         return all(self[name] in (None, shape) for name in names)
 
 
-Rule = tuple[str, Callable[[Call], bool]]  # what has to hold, in words and as a test
+Rule = tuple[str, Callable[[OpArguments], bool]]  # what has to hold, in words and as a test
 
 
 def check(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], specs: Sequence[Spec]) -> None:
@@ -52,17 +52,17 @@ def check(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], specs:
     named = {argument.name: arg for argument, arg in zip(schema.positional, args)}
     text, holds = rule
     try:
-        good = holds(Call({**named, **kwargs}, specs))
+        good = holds(OpArguments({**named, **kwargs}, specs))
     except (IndexError, TypeError, ValueError):  # fewer dims than the rule speaks of
         good = False
     if not good:
         raise ValueError(f"{schema.op} of {', '.join(spec.text() for spec in specs[:8])} is refused: {text}")
 
 
-def _pooled(dims: int) -> Callable[[Call], bool]:
+def _pooled(dims: int) -> Callable[[OpArguments], bool]:
     """A gradient and the input of a pooling over the last dims: of one batch, nothing pooled of nothing."""
 
-    def holds(call: Call) -> bool:
+    def holds(call: OpArguments) -> bool:
         grad, x = call[next(iter(call.given))], call["self"]
         batch = len(x) - dims
         return (
@@ -72,14 +72,14 @@ def _pooled(dims: int) -> Callable[[Call], bool]:
     return holds
 
 
-def _indexed(dims: int) -> Callable[[Call], bool]:
-    def holds(call: Call) -> bool:
+def _indexed(dims: int) -> Callable[[OpArguments], bool]:
+    def holds(call: OpArguments) -> bool:
         return _pooled(dims)(call) and call["indices"] == call["grad_output"]
 
     return holds
 
 
-def _statistics(call: Call) -> bool:
+def _statistics(call: OpArguments) -> bool:
     """Statistics and weights have an element for each channel; what evaluation saved may be empty."""
     x = call["input"]
     channels, saved = (x[1],), ("save_mean", "save_var", "save_invstd")
@@ -96,17 +96,17 @@ def _statistics(call: Call) -> bool:
     return kept and known and grads and call.each(channels, "weight", "bias", "running_mean", "running_var")
 
 
-def _distances(call: Call) -> bool:
+def _distances(call: OpArguments) -> bool:
     grad, a, b, found = (call[name] for name in ("grad", "x1", "x2", "cdist"))
     return grad == found and len(found) >= 2 and found[-2:] == (a[-2], b[-2]) and a[-1] == b[-1]
 
 
-def _pairs(call: Call) -> bool:
+def _pairs(call: OpArguments) -> bool:
     n = call["self"][0]
     return len(call["self"]) == 2 and call.each((n * (n - 1) // 2,), "grad", "pdist")
 
 
-def _transformed(call: Call) -> bool:
+def _transformed(call: OpArguments) -> bool:
     """Dims of a Fourier transform are the tensor's own, each once; a real result has about twice the length."""
     x, dims = call["self"], call["dim"]
     own = [dim % len(x) for dim in dims if -len(x) <= dim < len(x)]
@@ -115,7 +115,7 @@ def _transformed(call: Call) -> bool:
     return len(set(own)) == len(dims) and call["normalization"] in (0, 1, 2) and bool(whole)
 
 
-def _normalized(call: Call) -> bool:
+def _normalized(call: OpArguments) -> bool:
     x, dims = call["input"], len(call["normalized_shape"])
     kept = (call["mean"], call["rstd"])
     rows = x[: len(x) - dims]
@@ -128,8 +128,8 @@ def _normalized(call: Call) -> bool:
     )
 
 
-def _padded(dims: int) -> Callable[[Call], bool]:
-    def holds(call: Call) -> bool:
+def _padded(dims: int) -> Callable[[OpArguments], bool]:
+    def holds(call: OpArguments) -> bool:
         grad, x, pad = call["grad_output"], call["self"], call["padding"]
         wide = [n + pad[2 * k] + pad[2 * k + 1] for k, n in enumerate(reversed(x[len(x) - dims :]))]
         return len(pad) == 2 * dims and len(x) in (dims + 1, dims + 2) and grad == x[: len(x) - dims] + tuple(reversed(wide))
@@ -137,12 +137,12 @@ def _padded(dims: int) -> Callable[[Call], bool]:
     return holds
 
 
-def _sampled(call: Call) -> bool:
+def _sampled(call: OpArguments) -> bool:
     x, grid = call["input"], call["grid"]
     return grid[0] == x[0] and grid[-1] == len(x) - 2 and call["grad_output"] == (*x[:2], *grid[1:-1])
 
 
-def _aligned(call: Call) -> bool:
+def _aligned(call: OpArguments) -> bool:
     """The backward of a CTC loss takes what the loss kept: alphas [N, T, 2 S + 1]."""
     log_probs, alpha, targets = call["log_probs"], call["log_alpha"], call["targets"]
     if len(targets) not in (1, 2) or (len(targets) == 2 and targets[0] != log_probs[1]):
@@ -162,12 +162,12 @@ def _aligned(call: Call) -> bool:
     )  # fmt: skip
 
 
-def _factored(call: Call) -> bool:
+def _factored(call: OpArguments) -> bool:
     lu = call["LU_data"]
     return len(lu) >= 2 and call["LU_pivots"] == (*lu[:-2], min(lu[-2:]))
 
 
-def _segmented(call: Call) -> bool:
+def _segmented(call: OpArguments) -> bool:
     """Lengths, or offsets, are of each row before the axis; what was reduced has a segment's value for each."""
     data, axis = call["data"], call["axis"] or 0
     lengths, offsets = call["lengths"], call["offsets"]
@@ -179,7 +179,7 @@ def _segmented(call: Call) -> bool:
     return lengths is not None or offsets is not None
 
 
-def _alike(call: Call) -> bool:
+def _alike(call: OpArguments) -> bool:
     """Lists of an optimizer have a tensor of each parameter's shape, or are empty; steps have one element."""
     parameters = call["self"]
     lists = [(name, call[name]) for name, arg in call.given.items() if isinstance(arg, (list, tuple))]

@@ -239,12 +239,13 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
 
 
 def _work(order: dict[str, Any], port: int, gpu: str) -> None:
-    from gt.worker.loop import run
+    from gt.worker.loop import WorkerOptions, run
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if gpu:
         env.export(CUDA_VISIBLE_DEVICES=gpu)
-    why = run("127.0.0.1", port, order["token"], "", order["backend"], "cuda:0" if gpu else "cpu")
+    device = "cuda:0" if gpu else "cpu"
+    why = run(WorkerOptions("127.0.0.1", port, order["token"], backend=order["backend"], device=device))
     if why:
         sys.stderr.write(f"gt.worker: {why}\n")
 

@@ -121,7 +121,7 @@ class Dry:
         journal.dry = self
         state.emitter, state.journal = emitter, journal
         state.programs.later.able = False
-        state.upload = self._upload  # type: ignore[method-assign]
+        state.uploads.begin = self._upload  # type: ignore[method-assign]
         self._release = state.mover.release
         state.mover.release = self._ending  # type: ignore[method-assign]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import zmq
 
 from gt.wire import auth, runtime, tcp
-from gt.wire.auth import CURVE, NULL, PLAIN, Key
+from gt.wire.auth import CURVE, NULL, PLAIN, Credentials
 from gt.wire.messages import MAX_BODY
 from gt.wire.socket import GONE, HANDSHAKE, QUEUE, descriptor_of, monitored, options, show
 
@@ -38,7 +38,7 @@ class Approach:
         self.monitor: zmq.Socket | None = None
         self.descriptor = -1
         self.pause = SHORTEST
-        self._key: Key | None = None  # of the last attempt
+        self._key: Credentials | None = None  # of the last attempt
         self._denied = self._broken = 0  # how many attempts in a row ended so, with the same key
         self._warned = ""
 
@@ -108,7 +108,7 @@ class Approach:
             self.sock.close(linger)
         self.sock = self.monitor = None
 
-    def _entry(self) -> auth.Entry | None:
+    def _entry(self) -> auth.AccessEntry | None:
         text = runtime.find(self._ip, self._port)
         return None if text is None else auth.read(text)
 
@@ -134,7 +134,7 @@ class Approach:
         return 0
 
     def _misfit(self, spoken: str = "") -> str:
-        """What does not agree. spoken: the server's mechanism, "" for ours."""
+        """Words for what does not agree. spoken: the server's mechanism, "" for ours."""
         mine = self._key.mechanism if self._key is not None else NULL
         spoken, at = spoken or mine, f"the server at {self.address}"
         if spoken == mine == NULL:

@@ -37,7 +37,7 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Entry:
+class AccessEntry:
     """A port's mechanism, and what it takes to be let in: the text of a runtime file.
 
     given: whether people gave the server a token, which clients then need besides. secret: "" where the token is all.
@@ -52,8 +52,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Key:
-    """What one side shows: for PLAIN the password; for CURVE the secret keys that server and clients have, of 32 bytes each."""
+class Credentials:
+    """Credentials of one side: for PLAIN the password; for CURVE the secret keys of server and clients, of 32 bytes each."""
 
     mechanism: str
     password: bytes = b""
@@ -83,43 +83,43 @@ def loopback(ip: str) -> bool:
     return ipaddress.ip_address(ip).is_loopback
 
 
-def entry(access: Access, ip: str, host: str = "") -> Entry:
-    """What a server bound to this address asks for. Refused if that would be nothing where it is not meant to be."""
+def entry(access: Access, ip: str, host: str = "") -> AccessEntry:
+    """The entry of a server bound to this address. Refused if it would ask for nothing where it is not meant to."""
     if access.token.startswith(MADE):
         raise Refused(f"a token that begins with {MADE} is another server's own: make one with `gt key FILE`")
     given = bool(access.token)
     if not loopback(ip):
         if given:
-            return Entry(CURVE, given=True)
+            return AccessEntry(CURVE, given=True)
         if access.insecure:
-            return Entry(NULL)
+            return AccessEntry(NULL)
         raise Refused(
             f"a server on {host or ip} needs a token: set GT_TOKEN or pass --token-file (`gt key FILE` makes one), "
             "or let anybody in with --insecure"
         )
     if access.encrypt:
-        return Entry(CURVE, "" if given else access.secret or made(), given)
-    return Entry(PLAIN, access.secret or made(), given)
+        return AccessEntry(CURVE, "" if given else access.secret or made(), given)
+    return AccessEntry(PLAIN, access.secret or made(), given)
 
 
-def read(text: str) -> Entry | None:
+def read(text: str) -> AccessEntry | None:
     """The entry of a runtime file; None for a text that is none."""
     try:
         row = json.loads(text)
-        found = Entry(row["mechanism"], row["secret"], row["given"])
+        found = AccessEntry(row["mechanism"], row["secret"], row["given"])
     except (ValueError, KeyError, TypeError):
         return None
     known = found.mechanism in (PLAIN, CURVE, NULL) and type(found.secret) is str and type(found.given) is bool
     return found if known else None
 
 
-def lock(found: Entry, token: str, ip: str, port: int) -> Key:
-    """What the server compares with what clients show. token: the one it was given."""
+def lock(found: AccessEntry, token: str, ip: str, port: int) -> Credentials:
+    """Credentials that the server compares with those that clients show. token: the one it was given."""
     return _cut(found, token, ip, port)
 
 
-def key(found: Entry | None, token: str, ip: str, port: int) -> Key | None:
-    """What a client or worker shows at this address; None while there is nothing that it could show safely.
+def key(found: AccessEntry | None, token: str, ip: str, port: int) -> Credentials | None:
+    """Credentials that a client or worker shows at this address; None while there are none that it could show safely.
 
     found: of the server's runtime file, if this user has one. Without it, a server's own secret opens that server on loopback,
     any other token is for CURVE, and no token is for a server that lets anybody in, which on loopback has a file.
@@ -127,14 +127,14 @@ def key(found: Entry | None, token: str, ip: str, port: int) -> Key | None:
     if found is not None:
         return _cut(found, token, ip, port)
     if loopback(ip) and token.startswith(MADE):
-        return _cut(Entry(PLAIN, token), "", ip, port)
+        return _cut(AccessEntry(PLAIN, token), "", ip, port)
     if token:
-        return _cut(Entry(CURVE, given=True), token, ip, port)
-    return None if loopback(ip) else Key(NULL)
+        return _cut(AccessEntry(CURVE, given=True), token, ip, port)
+    return None if loopback(ip) else Credentials(NULL)
 
 
-def opens(shown: Key, mechanism: str, credentials: list[bytes], client: bytes = b"") -> bool:
-    """Whether ZAP's credentials are those of a key. client: the public key that belongs to its `client`."""
+def opens(shown: Credentials, mechanism: str, credentials: list[bytes], client: bytes = b"") -> bool:
+    """True if ZAP's credentials are those of a key. client: the public key that belongs to its `client`."""
     if mechanism != shown.mechanism:
         return False
     if mechanism == PLAIN:
@@ -144,16 +144,16 @@ def opens(shown: Key, mechanism: str, credentials: list[bytes], client: bytes = 
     return True
 
 
-def _cut(found: Entry, token: str, ip: str, port: int) -> Key:
+def _cut(found: AccessEntry, token: str, ip: str, port: int) -> Credentials:
     """A password holds for one address only: a listener at another learns nothing from it."""
     own = token if found.given else ""
     if found.mechanism == PLAIN:
         text = f"gt {ip}:{port}\0{own}".encode("utf-8", "replace")
-        return Key(PLAIN, hmac.new(found.secret.encode(), text, hashlib.sha256).hexdigest().encode())
+        return Credentials(PLAIN, hmac.new(found.secret.encode(), text, hashlib.sha256).hexdigest().encode())
     if found.mechanism == CURVE:
         server, client = _derived(own or found.secret)
-        return Key(CURVE, server=server, client=client)
-    return Key(NULL)
+        return Credentials(CURVE, server=server, client=client)
+    return Credentials(NULL)
 
 
 @lru_cache(maxsize=8)

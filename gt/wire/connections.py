@@ -139,7 +139,7 @@ class Connections:
 
     @property
     def silent(self) -> bool:
-        """Whether some have said nothing yet."""
+        """True while some have said nothing yet."""
         return len(self._open) > len(self._peers)
 
     @property

@@ -338,7 +338,7 @@ class Dealer:
                     return self._flush(sock)
 
     def _watch(self, sock: zmq.Socket, monitor: zmq.Socket) -> bool:
-        """Whether the connection has ended; what it said last has then been taken in."""
+        """True once the connection has ended; what it said last has then been taken in."""
         if not any(event == GONE for event, _ in monitored(monitor)):
             return False
         self._user = threading.get_ident()
@@ -346,7 +346,7 @@ class Dealer:
         return True
 
     def _ended(self, cable: Cable) -> str:
-        """How the dispatcher's process is stopped, or its host gone, once that is certain, or ""."""
+        """Words for a dispatcher's process that is stopped, or a host that is gone, once that is certain, or ""."""
         if (now := time.monotonic()) < self._look:
             return ""
         self._look = now + self._heartbeat / LOOKS

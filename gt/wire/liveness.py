@@ -80,7 +80,7 @@ def _every() -> Iterator[tuple[int, list[str]]]:
 
 
 def _fields(pid: str) -> list[str]:
-    """Of /proc/PID/stat, from the state on; none for a process that has gone."""
+    """Fields of /proc/PID/stat, from the state on; none for a process that has gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()
@@ -115,7 +115,7 @@ class Cable:
         self._fd, self._limit, self._before = fd, max(seconds, SHORTEST), False
 
     def look(self) -> str:
-        """What was found, once that is certain, or ""."""
+        """The finding, once that is certain, or ""."""
         silent = unheard(self._fd)
         found, self._before = self._before and silent >= self._limit, silent >= self._limit
         return f"its host has acknowledged nothing for {silent:.0f} s" if found else ""
@@ -131,7 +131,7 @@ class Vigil:
         self._pid, self._where, self._wanted, self._found = pid, where, looks, 0
 
     def look(self) -> str:
-        """What was found, once that is certain, or ""."""
+        """The finding, once that is certain, or ""."""
         found = sight(self._pid, self._where)
         self._found = self._found + 1 if found.stopped else 0
         return describe(self._pid, found.state) if self._found >= self._wanted else ""

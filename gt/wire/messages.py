@@ -30,11 +30,10 @@ class Hello(Message):
     """Client or worker -> dispatcher, first. Answered by Welcome or Reject.
 
     role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool,
-    "cudnn_benchmark": bool, "cudnn_tf32": bool, "stall_timeout": seconds in which no worker gets on until that is an error, 0
-    for none, "workers": how many it wants, of its own where the server is exclusive, 0 for as many as there are}.
-    config (client): text of the YAML, "" for none; config_path only for messages. info (worker): {"name", "pid",
-    "host", "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home", "proof"}; name "" asks for the next
-    free one; home is that of wire.liveness; proof: of gt.wire.proof, "" where the server asks for none.
+    "cudnn_benchmark": bool, "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none,
+    "workers": how many it wants, of its own where the server is exclusive, 0 for all}. config (client): text of the YAML, ""
+    for none; config_path only for messages. info (worker): {"name", "pid", "host", "backend", "device", "heap_fd",
+    "heap_bytes", "doorbell", "unique_id", "home", "proof"}; name "" asks for the next free one; home, proof: of gt.wire.
     """
 
     version: int
@@ -91,8 +90,7 @@ class Seal(Message):
 
     schedule: name of the order in which micro-batches pass the stages, "" for that of the calls. backend: of ir.instr.BACKENDS.
     carried: [[read, made], ...]: the next replay reads what this one made. seed, counter: of random numbers when it began.
-    recompute: whether cheap values are made again rather than kept where that lowers the peak of memory: 0 none, 1 those that
-    save much for their time, 2 all.
+    recompute: cheap values are made again, not kept, where that lowers the peak of memory: 0 none, 1 if it saves much, 2 all.
     Report.body: {"why": "" or what prevents it, "ops": how many it has, "instructions": by worker, "schedule": what came of
     it, {} without one, "recomputed": by worker, how many values are made again, bytes it makes at most before and then}.
     """
@@ -242,7 +240,7 @@ class Report(Message):
 
 @dataclass(frozen=True, slots=True)
 class Notice(Message):
-    """Dispatcher -> client: what whoever wrote the program should know, and is no failure; that a worker is slow, say.
+    """Dispatcher -> client: news for the program's author that is no failure; that a worker is slow, say.
 
     place: in the queue for workers of its own, from 1, for a client that has no Welcome yet; 0: of no queue.
     """
@@ -305,9 +303,8 @@ class Switch(Message):
     """Dispatcher -> worker: the session whose Runs follow, and its torch switches (as Hello.switches).
 
     Sent before a session's Run wherever the Run before was another's, and never to a worker that the session does not use.
-    Switches change numbers, so they are each session's own; threads are the program's, shared out among its workers. A worker
-    that has served a second session clears memory before an op gets it. memory: bytes that the session may hold there, 0 for
-    no limit of its own.
+    Threads are the program's, shared out among its workers. A worker that has served a second session clears memory before an
+    op gets it. memory: bytes that the session may hold there, 0 for no limit of its own.
     """
 
     switches: dict
@@ -328,10 +325,10 @@ class Query(Message):
     """Dispatcher -> worker, answered by Report from its I/O thread.
 
     {"done": last Run carried out, "stats": {...}, "at": [Run, place in it, op's seq, kind, Runs that its GPU is through with]
-    of the instruction being carried out, or None, "work": seconds of CPU time that it has worked}: two answers with the same
-    `at` say that it is taking long, and with the same `work` that it does not get on. kind is that of the instruction, or
-    "compile", "load" (a GPU is given it for the first time) or "device" (its GPU is waited for). stats: whether they are
-    wanted; programs: the definitions whose last replay they are to tell of, and what of them is compiled.
+    of the instruction under way, or None, "work": seconds of CPU time that it has worked}: two answers with the same `at` say
+    that it takes long, with the same `work` that it does not get on. kind: the instruction's, or "compile", "load" (a GPU is
+    given it for the first time) or "device" (its GPU is waited for). stats: whether they are wanted; programs: the definitions
+    whose last replay they tell of, and what of them is compiled.
     """
 
     request: int
@@ -341,10 +338,7 @@ class Query(Message):
 
 @dataclass(frozen=True, slots=True)
 class Renew(Message):
-    """Dispatcher -> worker: the session that it was lent to has ended. It starts afresh, as a new process of the same name.
-
-    Nothing that it sends from here on is taken; the new process says Hello.
-    """
+    """Dispatcher -> worker: its session has ended. It starts afresh as a new process of its name; this one is heard no more."""
 
     reason: str
 
@@ -399,6 +393,5 @@ class Took(Message):
 
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, Host, Goodbye, Welcome, Reject, Ack, Need, Release, Value, Piece, Described,
-    Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble, More, Took, Seal, Notice,
-    Renew,
+    Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble, More, Took, Seal, Notice, Renew,
 )  # fmt: skip

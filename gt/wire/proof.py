@@ -18,5 +18,5 @@ def proof(secret: str, info: Mapping[str, Any]) -> str:
 
 
 def proves(secret: str, info: Mapping[str, Any]) -> bool:
-    """Whether a worker's info has the proof."""
+    """True if a worker's info has the proof."""
     return hmac.compare_digest(proof(secret, info).encode(), str(info.get("proof", "")).encode("utf-8", "replace"))

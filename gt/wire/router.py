@@ -227,7 +227,7 @@ class Router:
             self._porter.send_multipart([asker, empty, version, number, code, b"", name, b""], zmq.NOBLOCK)
 
     def _receive(self, found: list[Arrived | Gone], burst: int) -> bool:
-        """Whether all that was there has been received."""
+        """True if all that was there has been received."""
         sock = self._sock
         for _ in range(burst):
             try:

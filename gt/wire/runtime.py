@@ -79,7 +79,7 @@ def find(ip: str, port: int) -> str | None:
 
 
 def _text(descriptor: int) -> str | None:
-    """What a file says, if it is ours and its server has the port, of this network."""
+    """Text of a file, if it is ours and its server has the port, of this network."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077 or not _held(descriptor):
         return None
@@ -88,7 +88,7 @@ def _text(descriptor: int) -> str | None:
 
 
 def _held(descriptor: int) -> bool:
-    """Whether a server has the lock. A shared one is asked for, so that those who look do not take one another for a server."""
+    """True if a server has the lock. A shared one is asked for, so that those who look do not take one another for a server."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -125,7 +125,7 @@ def _name(ip: str, port: int) -> str:
 
 
 def _folders() -> list[Path]:
-    """Where servers of this user keep their files, wherever they were started from."""
+    """The directory in which servers of this user keep their files, wherever they were started from."""
     user = os.geteuid()
     given = env.runtime_folder()
     homes = [Path(given) / "gt"] if given else []

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from gt.errors import DispatcherLost, SystemFailure
-from gt.wire.auth import CURVE, PLAIN, USER, Key
+from gt.wire.auth import CURVE, PLAIN, USER, Credentials
 
 Frames = Sequence[Any]  # bytes-like, each of at most messages.CHUNK bytes
 QUEUE = 64  # messages that libzmq itself holds for a Dealer; more wait in our deque, where they cost a reference
@@ -48,7 +48,7 @@ def resolve(host: str) -> str:
 
 
 def options(sock: zmq.Socket, heartbeat: float, longest: int) -> None:
-    """What both ends set: a silent peer is dropped after PATIENCE heartbeats (seconds); a frame has `longest` bytes at most."""
+    """Set what both ends have: a silent peer is dropped after PATIENCE heartbeats (seconds), frames have `longest` bytes."""
     sock.setsockopt(zmq.MAXMSGSIZE, longest + SEALED)
     sock.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(heartbeat * 200)))
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(heartbeat * PATIENCE * 1000)))
@@ -56,7 +56,7 @@ def options(sock: zmq.Socket, heartbeat: float, longest: int) -> None:
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
 
 
-def show(sock: zmq.Socket, key: Key) -> None:
+def show(sock: zmq.Socket, key: Credentials) -> None:
     """Make a socket that connects show a key, and for CURVE insist on the server's."""
     if key.mechanism == PLAIN:
         sock.setsockopt(zmq.PLAIN_USERNAME, USER)
@@ -67,7 +67,7 @@ def show(sock: zmq.Socket, key: Key) -> None:
         sock.setsockopt(zmq.CURVE_SECRETKEY, key.client)
 
 
-def ask(sock: zmq.Socket, key: Key) -> None:
+def ask(sock: zmq.Socket, key: Credentials) -> None:
     """Make a socket that listens ask for a key, whose holders ZAP lets in."""
     sock.setsockopt(zmq.ZAP_DOMAIN, b"gt")
     if key.mechanism == PLAIN:

@@ -46,7 +46,7 @@ def end(fd: int) -> None:
 
 
 def mechanism(ip: str, port: int, seconds: float = 1.0) -> str | None:
-    """What a port speaks by its ZMTP greeting: PLAIN, CURVE or NULL; "" if it is no ZMTP; None if nothing answers."""
+    """The mechanism that a port's ZMTP greeting names: PLAIN, CURVE or NULL; "" if it is no ZMTP; None if nothing answers."""
     try:
         with socket.create_connection((ip, port), seconds) as sock:
             sock.settimeout(seconds)
@@ -65,7 +65,7 @@ def mechanism(ip: str, port: int, seconds: float = 1.0) -> str | None:
 
 
 def listens(ip: str, port: int, seconds: float = 1.0) -> bool:
-    """Whether anything takes connections at an address."""
+    """True if anything takes connections at an address."""
     try:
         with socket.create_connection((ip, port), seconds):
             return True

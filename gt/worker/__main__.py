@@ -12,7 +12,7 @@ from typing import NoReturn
 from gt import env
 from gt.errors import ConfigError
 from gt.worker.engine.base import ENGINES
-from gt.worker.loop import run
+from gt.worker.loop import WorkerOptions, run
 from gt.worker.renewal import Renewal
 
 
@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     renew = Renewal(files).start if own else None
     backend = args.backend or env.get("GT_BACKEND")
     try:
-        rest = args.wait, _joined, renew, secret, limit
-        why = run(args.host, args.port, token, args.name, backend, args.device, *rest)
+        options = WorkerOptions(args.host, args.port, token, args.name, backend, args.device, args.wait, secret, limit)
+        why = run(options, _joined, renew)
     except KeyboardInterrupt:
         why = "interrupted"
     if why:

@@ -1,4 +1,4 @@
-"""How much a worker has worked, in seconds of CPU time: the sign that a long instruction gets on."""
+"""A worker's work in seconds of CPU time: the sign that a long instruction gets on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPILING = ("compile", "load")
 
 
 class Effort:
-    """Of the thread that calls `begin`, as any thread may ask.
+    """CPU time of the thread that calls `begin`, as any thread may ask.
 
     host: whether ops are computed by that thread. It takes its part in what its pools of threads do, and sleeps where it waits
     for another worker. Where a device computes, it may spin while it waits: then its time says nothing, but for compilation.

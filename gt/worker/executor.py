@@ -107,7 +107,7 @@ class Executor:
         return bounded(step, made, self.budget)
 
     def _fits(self, nbytes: int) -> bool:
-        """Whether there is room for what several instructions make; if not they are carried out one by one."""
+        """True if there is room for what several instructions make; if not they are carried out one by one."""
         return not self._careful and self.budget.fits(nbytes)
 
     def formed(self) -> None:

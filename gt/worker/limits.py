@@ -36,7 +36,7 @@ Bound = Mapping[int, tuple[Step, int]]
 
 
 class OutOfMemory(MemoryError):
-    """What an op needs is more than there is room for."""
+    """An op needs more than there is room for."""
 
 
 class _Mallinfo(ctypes.Structure):
@@ -99,7 +99,7 @@ class Budget:
             self._left = self._room()
 
     def serve(self, session: int, limit: int) -> None:
-        """What follows is this session's, which may hold so many bytes here, 0 for any number."""
+        """Serve this session from here on, which may hold so many bytes here, 0 for any number."""
         before, self.session, self.session_limit = self.session_limit, session, limit
         if (limit or before) and self._bound:
             self._slack = UNSET
@@ -140,7 +140,7 @@ class Budget:
         return False
 
     def unsure(self) -> None:
-        """What was made was not planned."""
+        """Results were made whose bytes were not planned."""
         self._left = -1
 
     def admit(self, nbytes: int) -> None:

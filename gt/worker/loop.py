@@ -15,6 +15,7 @@ import socket as bsd
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from gt import env, errors
@@ -234,28 +235,43 @@ class Loop:
             self._untold = 0
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """One worker's, as its operator or the program that starts it says. host, port: of the server.
+
+    name: wanted, "" for the next free one. device: "" takes a GPU if the engine has one. wait: seconds to look for the server,
+    None for ever. secret: of the server's workers, "" where it asks for none. memory: bytes it may take, 0 for GT_MEMORY_LIMIT,
+    else its share of the host's; of a GPU bytes of the device, and no limit by itself.
+    """
+
+    host: str
+    port: int
+    token: str = ""
+    name: str = ""
+    backend: str = "torch"
+    device: str = ""
+    wait: float | None = 10.0
+    secret: str = ""
+    memory: int = 0
+
+    @property
+    def limit(self) -> int:
+        """Bytes that are asked for, 0 for none; ConfigError if GT_MEMORY_LIMIT is no size."""
+        return self.memory or env.size("GT_MEMORY_LIMIT", 0)
+
+
 def run(
-    host: str,
-    port: int,
-    token: str = "",
-    name: str = "",
-    backend: str = "torch",
-    device: str = "",
-    wait: float | None = 10.0,
+    options: WorkerOptions,
     joined: Callable[[str], None] | None = None,
     renew: Callable[[str], object] | None = None,
-    secret: str = "",
-    memory: int = 0,
 ) -> str:
     """Be a worker until the server says Exit, SIGTERM comes or the link ends: why it ended, "" if it was asked to.
 
-    device "" takes a GPU if the engine has one. wait: seconds to look for the server, None for ever. joined: told the name
-    that the server gave. renew: starts the process afresh under that name, where a session that had it to itself has ended, or
-    left its device useless; without it the worker ends then. secret: of the server's workers, "" where it asks for none.
-    memory: bytes it may take, 0 for GT_MEMORY_LIMIT, else its share of the host's; of a GPU bytes of the device, and no limit
-    by itself. May be called in a forked child, from its main thread.
+    joined: told the name that the server gave. renew: starts the process afresh under that name, where a session that had it
+    to itself has ended, or left its device useless; without it the worker ends then. May be called in a forked child, from its
+    main thread.
     """
-    logs.setup("worker", f"gt.worker {name}".strip())
+    logs.setup("worker", f"gt.worker {options.name}".strip())
     main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _terminated) if main else None
     if main:
@@ -265,8 +281,8 @@ def run(
     budget = Budget()
     loop, why, spoiled = None, "", False
     try:
-        limit = memory or env.size("GT_MEMORY_LIMIT", 0)
-        engine = open_engine(backend, device)
+        limit = options.limit
+        engine = open_engine(options.backend, options.device)
         plane = open_plane(env.get("GT_TRANSPORT"), engine)
         info = plane.open()
         if main and engine.kind == "cpu":
@@ -274,13 +290,7 @@ def run(
         elif limit:
             engine.bound(limit)
         loop = Loop(engine, plane, joined, renew, budget)
-        # on_message comes from a thread that starts here: the link is in place before anything is answered.
-        loop.link = Dealer(f"{host}:{port}", loop.receive, loop.lost, wait=wait, token=token)
-        about = {"name": name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
-        about.update(backend=backend, device=engine.kind, **info)
-        if secret:
-            about["proof"] = proof(secret, about)
-        loop.send(hello("worker", info=about))
+        _join(loop, options, {"device": engine.kind, **info})
         return loop.serve()
     except Terminated:
         return ""
@@ -301,6 +311,17 @@ def run(
         log.warning("%s; it starts afresh", why)
         renew(loop.name)
     return why
+
+
+def _join(loop: Loop, options: WorkerOptions, info: dict[str, Any]) -> None:
+    """Connect and say Hello. The link's thread starts here: the link is in place before anything is answered."""
+    address = f"{options.host}:{options.port}"
+    loop.link = Dealer(address, loop.receive, loop.lost, wait=options.wait, token=options.token)
+    about = {"name": options.name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
+    about.update(backend=options.backend, **info)
+    if options.secret:
+        about["proof"] = proof(options.secret, about)
+    loop.send(hello("worker", info=about))
 
 
 def _leave(loop: Loop | None, plane: Plane | None, why: str) -> None:

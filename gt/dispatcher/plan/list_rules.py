@@ -50,7 +50,7 @@ REDUCTIONS: dict[str, Callable[[Any], str]] = {
 
 
 def combination(known: Known, values: tuple) -> str | None:
-    """How a reduction's results over pieces are combined, "" if they cannot be; None for what is no reduction."""
+    """The op that combines a reduction's results over pieces, "" if they cannot be; None for what is no reduction."""
     rule = REDUCTIONS.get(known.name)
     if rule is None:
         return None
@@ -59,13 +59,13 @@ def combination(known: Known, values: tuple) -> str | None:
 
 
 def cut(known: Known) -> bool:
-    """Whether the op may be done over some of its indices: an operand beside the lists could have a row for each of them."""
+    """True if the op may be done over some of its indices: an operand beside the lists could have a row for each of them."""
     beside = [spec.shape for index, spec in enumerate(known.template.ins) if index not in known.listed]
     return (known.name in ELEMENTWISE or known.name in REDUCTIONS) and not any(beside)
 
 
 def on_pieces(known: Known, place: int, layout: Layout, combined: str | None) -> bool:
-    """Whether the tensors at a place of the lists are worked on as the first of them is split."""
+    """True if the tensors at a place of the lists are worked on as the first of them is split."""
     if not any(isinstance(p, Shard) for p in layout.placements):
         return True
     ins, outs = known.template.ins, known.template.outs

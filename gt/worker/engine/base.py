@@ -37,7 +37,7 @@ class Compiled(Protocol):
 
     @property
     def writes(self) -> bool:
-        """Whether a call that fails may leave inputs changed."""
+        """True if a call that fails may leave inputs changed."""
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]: ...
 
@@ -83,7 +83,7 @@ class Recorder(Protocol):
         """Whether an `op` definition, unless it draws new random numbers, only issues work, the same each time."""
 
     def draws(self, payload: dict[str, Any]) -> bool:
-        """Whether the device makes an op's random numbers, by a key in its memory that each replay sets anew."""
+        """True if the device makes an op's random numbers, by a key in its memory that each replay sets anew."""
 
     def program(self, held: dict[int, Tensor], each: Each, strictly: Strictly, lent: Lent, dropped: set[int]) -> Replays:
         """each: carries out rows; strictly: the same, and raises where one fails. lent: is told what a replay leaves where the

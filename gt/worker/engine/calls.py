@@ -20,7 +20,7 @@ Look = Callable[[dict[str, Any], str, Spec], Callable[[Any], None]]
 
 
 def finish(outs: Sequence[Sequence[Any]]) -> list[tuple[int, bool, Spec | None]]:
-    """Of the outputs that get an id: its place, whether it is a view, and the spec that it has to have.
+    """Outputs that get an id: the place of each, whether it is a view, and the spec that it has to have.
 
     None for outputs whose shape depends on values.
     """

@@ -51,15 +51,15 @@ class TorchEngine:
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True))
 
     def _key(self) -> Any:
-        """Where a GPU's kernels read the key of what they draw; None where there is no Triton, and the host draws."""
+        """The key from which a GPU's kernels draw, in its memory; None where there is no Triton, and the host draws."""
         try:
-            from gt.worker.engine.torch.philox_kernel import Key
+            from gt.worker.engine.torch.philox_kernel import PhiloxKey
         except ImportError:
             return None
-        return Key(self.device)
+        return PhiloxKey(self.device)
 
     def draws(self, payload: dict[str, Any]) -> bool:
-        """Whether an op's random numbers are made on the device, by the key in its memory."""
+        """True if an op's random numbers are made on the device, by the key in its memory."""
         if self.key is None:
             return False
         from gt.worker.engine.torch.device_random import DRAW
@@ -69,7 +69,7 @@ class TorchEngine:
         return drawn and not any(out[1] is not None and out[1][3] in wide for out in payload["outs"])
 
     def draw_from(self, seed: int, counter: int) -> None:
-        """Of a program: the key from which its draws count, in the device's order of work."""
+        """Set the key from which a program's draws count, in the device's order of work."""
         if self.key is not None:
             self.key.set(seed, counter)
 
@@ -87,7 +87,7 @@ class TorchEngine:
         return Source(self._bound(schema, payload), payload, self._constant, checked, shown, unless)
 
     def resolve(self, payload: dict[str, Any]) -> Callable:
-        """What carries an `op` definition out; UnsupportedOp if there is none here."""
+        """The function that carries an `op` definition out; UnsupportedOp if there is none here."""
         return self._bound(fitting(payload)[0], payload)
 
     def _bound(self, schema: Schema, payload: dict[str, Any]) -> Callable:

@@ -23,7 +23,7 @@ SMALL = 64  # channels: with no more of them on either side the layout gains not
 
 
 def gains(kernels: Sequence[tuple[torch.Size, int, torch.dtype]]) -> bool:
-    """Whether convolutions with these weights (shape, groups, dtype) are faster channels last.
+    """True if convolutions with these weights (shape, groups, dtype) are faster channels last.
 
     The rule is that of Inductor's layout optimization: 2-D, not grouped with several channels a group, some of them large.
     """

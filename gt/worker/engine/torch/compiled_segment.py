@@ -17,16 +17,16 @@ SNAPSHOT = 64 << 20  # bytes on the device that may be copied there while code i
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class InputPattern:
     """Inputs: shape, strides and dtype of each, and which share memory."""
 
     specs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     alike: tuple[tuple[int, int], ...]  # of each: the first input in the same memory, and its offset if there are several
 
-    def where(self, written: frozenset[int]) -> Seen:
+    def where(self, written: frozenset[int]) -> InputPattern:
         """Without what does not matter: only of memory that is written it does who shares it."""
         firsts = {self.alike[n][0] for n in written}
-        return Seen(self.specs, tuple(row if row[0] in firsts else (n, 0) for n, row in enumerate(self.alike)))
+        return InputPattern(self.specs, tuple(row if row[0] in firsts else (n, 0) for n, row in enumerate(self.alike)))
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Traced:
 class Code:
     """An engine.base.Compiled."""
 
-    def __init__(self, traced: Traced, run: Callable, seen: Seen, written: frozenset[int], key: Hashable) -> None:
+    def __init__(self, traced: Traced, run: Callable, seen: InputPattern, written: frozenset[int], key: Hashable) -> None:
         self.key = key
         self.specs: Sequence[Spec] = traced.specs
         self._written = [place for place, n in enumerate(traced.given) if n in traced.changed]
@@ -81,7 +81,7 @@ class Code:
 
     @property
     def writes(self) -> bool:
-        """Whether a call that fails may leave behind what it has changed: the first one undoes that."""
+        """True if a call that fails may leave behind what it has changed: the first one undoes that."""
         return bool(self._written) and self._mends is not None
 
     def _first(self, given: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -108,7 +108,7 @@ class Code:
         return made
 
     def _mend(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> dict[int, Callable]:
-        """What to do with results that share memory, which the ops' own would not, or lie otherwise."""
+        """Functions that mend results, by place: those that share memory, which the ops' own would not, or lie otherwise."""
         held = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
         mends: dict[int, Callable] = {}
         for n, (result, (shape, stride, dtype)) in enumerate(zip(results, self._wanted, strict=True)):
@@ -132,9 +132,9 @@ _SHAPE, _STRIDE, _OFFSET, _ADDRESS = torch.Tensor.size, torch.Tensor.stride, tor
 
 
 class _Alike:
-    """Whether inputs share memory as those did that were seen: what is written lies apart, or with the same as then."""
+    """True for inputs that share memory as those did that were seen: what is written lies apart, or with the same as then."""
 
-    def __init__(self, seen: Seen, written: frozenset[int]) -> None:
+    def __init__(self, seen: InputPattern, written: frozenset[int]) -> None:
         self._sizes = [dtype.itemsize for _, _, dtype in seen.specs]
         apart = {seen.alike[n][0] for n in written}
         self._labels = [  # of inputs that have elements: the memory if it is written, else -1

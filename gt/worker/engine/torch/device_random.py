@@ -19,7 +19,7 @@ from gt.worker.engine.torch.calls import NAME
 SINGLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
-def uniform(key: kernel.Key, words: Words, target: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+def uniform(key: kernel.PhiloxKey, words: Words, target: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
     if low > high:
         raise ValueError(f"uniform expects from <= to, got {low} and {high}")
     drawn = kernel.uniform(key, words, target.shape, draws.DIGITS[NAME[target.dtype]])
@@ -30,19 +30,21 @@ def uniform(key: kernel.Key, words: Words, target: torch.Tensor, low: float = 0.
     return target.copy_(drawn)
 
 
-def normal(key: kernel.Key, words: Words, target: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+def normal(key: kernel.PhiloxKey, words: Words, target: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
     if std < 0:
         raise ValueError(f"normal expects std >= 0, got {std}")
     return target.copy_(kernel.normal(key, words, target.shape).mul_(std).add_(mean))
 
 
-def bernoulli(key: kernel.Key, words: Words, target: torch.Tensor, p: float = 0.5) -> torch.Tensor:
+def bernoulli(key: kernel.PhiloxKey, words: Words, target: torch.Tensor, p: float = 0.5) -> torch.Tensor:
     if not 0 <= p <= 1:
         raise ValueError(f"bernoulli expects a probability in [0, 1], got {p}")
     return target.copy_(kernel.hits(key, words, target.shape, p))
 
 
-def dropout(key: kernel.Key, words: Words, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout(
+    key: kernel.PhiloxKey, words: Words, x: torch.Tensor, p: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
@@ -60,5 +62,5 @@ DRAW: dict[str, Callable[..., Any]] = {
 
 
 def draws_here(target: Any) -> bool:
-    """Whether kernels draw for this tensor."""
+    """True if kernels draw for this tensor."""
     return isinstance(target, torch.Tensor) and target.is_cuda and target.dtype in SINGLE

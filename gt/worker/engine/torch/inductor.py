@@ -26,7 +26,7 @@ from gt.worker.engine.calls import finish, fitting
 from gt.worker.engine.torch import channels_last
 from gt.worker.engine.torch.bounds import BOUNDS
 from gt.worker.engine.torch.calls import NAME
-from gt.worker.engine.torch.compiled_segment import Code, Seen, Traced
+from gt.worker.engine.torch.compiled_segment import Code, InputPattern, Traced
 from gt.worker.engine.torch.overloads import OVERLOADS
 from gt.worker.segments import Form, Wired
 
@@ -73,16 +73,17 @@ class Inductor:
             return False
         return not ({tag.name for tag in OVERLOADS[name].tags} & UNFIT or (self._engine.host and name.split(".")[1] in BOUNDS))
 
-    def seen(self, inputs: Sequence[torch.Tensor]) -> Seen:
+    def seen(self, inputs: Sequence[torch.Tensor]) -> InputPattern:
         specs = tuple((tuple(t.shape), t.stride(), t.dtype) for t in inputs)
         bases = [t.untyped_storage().data_ptr() if t.numel() else -n - 1 for n, t in enumerate(inputs)]
         first = [bases.index(base) for base in bases]
         offsets = [t.storage_offset() for t in inputs]
-        return Seen(specs, tuple((n, offset if first.count(n) > 1 else 0) for n, offset in zip(first, offsets, strict=True)))
+        alike = tuple((n, offset if first.count(n) > 1 else 0) for n, offset in zip(first, offsets, strict=True))
+        return InputPattern(specs, alike)
 
     # ---- compiling
 
-    def compile(self, wired: Wired, seen: Seen) -> Compiled:
+    def compile(self, wired: Wired, seen: InputPattern) -> Compiled:
         written = _written(wired)
         seen = seen.where(written)
         settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
@@ -100,7 +101,7 @@ class Inductor:
             raise UnsupportedOp(found)
         return found
 
-    def _compile(self, wired: Wired, seen: Seen, written: frozenset[int], key: Hashable) -> Compiled:
+    def _compile(self, wired: Wired, seen: InputPattern, written: frozenset[int], key: Hashable) -> Compiled:
         import torch._inductor.config as settings
         from torch._inductor.compile_fx import compile_fx
 
@@ -112,7 +113,7 @@ class Inductor:
             run = compile_fx(traced.graph, traced.fakes)
         return Code(traced, run, seen, written, key)
 
-    def _trace(self, wired: Wired, seen: Seen, written: frozenset[int]) -> Traced:
+    def _trace(self, wired: Wired, seen: InputPattern, written: frozenset[int]) -> Traced:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -152,8 +153,8 @@ class Inductor:
         return Traced(graph, fakes, taken.given, outs, specs, changed)
 
 
-def _kernels(wired: Wired, seen: Seen) -> list[tuple[torch.Size, int, torch.dtype]]:
-    """Of each convolution of a segment: shape, groups and dtype of the weight, where that is an input."""
+def _kernels(wired: Wired, seen: InputPattern) -> list[tuple[torch.Size, int, torch.dtype]]:
+    """Shape, groups and dtype of each convolution's weight in a segment, where that is an input."""
     found = []
     for call, payload in zip(wired.form.calls, wired.payloads, strict=True):
         if payload["op"] in channels_last.NAMES:
@@ -189,7 +190,7 @@ def _writes(payload: dict[str, Any]) -> list[int]:
 class _Taken:
     """What the graph is given. Where inputs share memory that is written it gets the one that holds the others."""
 
-    seen: Seen
+    seen: InputPattern
     written: frozenset[int]
     given: list[int] = field(default_factory=list)  # inputs that the graph takes
     bases: list[int] = field(default_factory=list)  # of each input, the one taken for it

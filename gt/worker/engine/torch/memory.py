@@ -27,7 +27,7 @@ _SWITCH = "FLAGS_caffe2_cpu_allocator_do_zero_fill"
 
 @cache
 def switch() -> Any:
-    """What has the host's allocator clear memory, a bool of C; None where this torch has none."""
+    """The allocator's switch that has it clear memory, a bool of C; None where this torch has none."""
     try:
         return ctypes.c_bool.in_dll(ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so")), _SWITCH)
     except (OSError, ValueError):

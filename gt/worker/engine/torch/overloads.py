@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gt.errors import UnsupportedOp
-from gt.ir.schema import MAY, TABLE, Schema, Table
+from gt.ir.schema import MAY, TABLE, OpTable, Schema
 
 # torch's real types in the table's words, where these differ
 _WORDS = {"number": "Scalar"}
@@ -23,7 +23,7 @@ _TAKE_NUMBERS = ("add", "sub", "mul", "div", "floor_divide", "remainder")
 class Overloads(dict[str, torch._ops.OpOverload]):
     """An overload is looked up in torch when it is first asked for. The keys are the table's: no other name gets that far."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: OpTable) -> None:
         self._table = table
 
     def __missing__(self, name: str) -> torch._ops.OpOverload:

@@ -100,7 +100,7 @@ def _piece(  # type: ignore[no-untyped-def]
     _put(out, x, kept, at, at < count, word, threshold, scale, shift, kind)
 
 
-class Key:
+class PhiloxKey:
     """(seed, counter) in a device's memory, and what that is: kernels are told how far from it a draw's counter is."""
 
     def __init__(self, device: torch.device) -> None:
@@ -131,7 +131,7 @@ def _signed(word: int) -> int:
 
 
 def draw(
-    key: Key, words: Words, out: torch.Tensor, kind: int, threshold: int = 0, scale: float = 1.0, digits: int = 0,
+    key: PhiloxKey, words: Words, out: torch.Tensor, kind: int, threshold: int = 0, scale: float = 1.0, digits: int = 0,
     x: torch.Tensor | None = None, kept: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill a contiguous `out`, which is the piece of `words`. x, kept: of DROPOUT, contiguous and of the same shape."""
@@ -171,7 +171,7 @@ def _row(box: Box, at: int, n: int) -> Box:
 
 
 def _launch(
-    key: Key, relative: int, tensors: Sequence[torch.Tensor], numbers: tuple[int, float], kind: tuple[int, int],
+    key: PhiloxKey, relative: int, tensors: Sequence[torch.Tensor], numbers: tuple[int, float], kind: tuple[int, int],
     strides: tuple[int, ...] | None,
 ) -> None:  # fmt: skip
     count = tensors[0].numel()
@@ -211,28 +211,28 @@ def _strides(whole: tuple[int, ...], box: Box) -> tuple[int, ...]:
 # ---- what ops draw
 
 
-def hits(key: Key, words: Words, shape: Sequence[int], p: float) -> torch.Tensor:
+def hits(key: PhiloxKey, words: Words, shape: Sequence[int], p: float) -> torch.Tensor:
     """True with probability p, bool of this shape."""
     out = torch.empty(tuple(shape), dtype=torch.bool, device=key.memory.device)
     draw(key, words, out, HIT, threshold=ceil(p * 2.0**53))
     return out
 
 
-def uniform(key: Key, words: Words, shape: Sequence[int], digits: int) -> torch.Tensor:
+def uniform(key: PhiloxKey, words: Words, shape: Sequence[int], digits: int) -> torch.Tensor:
     """[0, 1) as float32, with so many binary digits, 24 at most."""
     out = torch.empty(tuple(shape), dtype=torch.float32, device=key.memory.device)
     draw(key, words, out, UNIFORM, scale=2.0**-digits, digits=digits)
     return out
 
 
-def normal(key: Key, words: Words, shape: Sequence[int]) -> torch.Tensor:
+def normal(key: PhiloxKey, words: Words, shape: Sequence[int]) -> torch.Tensor:
     """Standard normal float32: the host's formula, whose logarithm and cosine differ from a GPU's in the last digits."""
     out = torch.empty(tuple(shape), dtype=torch.float32, device=key.memory.device)
     draw(key, words, out, NORMAL, scale=2 * pi * 2.0**-32)
     return out
 
 
-def dropout(key: Key, words: Words, x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout(key: PhiloxKey, words: Words, x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x where it is kept, over 1 - p, and where that is (bool); 0 < p < 1."""
     x = x.contiguous()
     out, kept = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
