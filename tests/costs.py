@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from gt.dispatcher.background import Background
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Turn, TurnWanted
 from gt.dispatcher.pace import Pace
-from gt.dispatcher.relay import Relay
 from gt.errors import ProtocolError
 from gt.ir.instr import DISCARD, DROP, FREE, LAUNCH, PARAM, RECORD
 from gt.wire import codec
@@ -71,8 +71,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._call = threading.Event()
-        self.relay = Relay(self._call.set)
-        self.core = Core(pace=Pace(time.monotonic, relay=self.relay))
+        self.background = Background(self._call.set)
+        self.core = Core(pace=Pace(time.monotonic, background=self.background))
         self.gates: dict[bytes, Gate] = {}
         self.batch = 0
         self.needs: list[Need] = []
@@ -102,7 +102,7 @@ class Loop:
                     follows = self._follows(action)
                     if follows is not None:
                         pending.append(self.core.handle(Received(action.peer, follows)))
-            while (again or self.relay._legs) and not pending:
+            while (again or self.background._legs) and not pending:
                 if not again:
                     self._call.wait(0.05)
                     self._call.clear()
@@ -637,7 +637,7 @@ def as_in_the_server() -> Iterator[None]:
 def measured(name: str) -> tuple[float, int, list[str]]:
     """CPU milliseconds of the longest turn of a case, its turns, and what was refused."""
     loop = CASES[name]()
-    loop.relay.close()
+    loop.background.close()
     return loop.longest * 1e3, loop.count, loop.errors
 
 

@@ -151,7 +151,7 @@ class Batches:
                 self.due = at + LOOK
             number = code[at]
             if number < FIRST:
-                if number in (RECORD, DISCARD) and s.programs.later.holds and s.pace.relay.beside and not s.aside:
+                if number in (RECORD, DISCARD) and s.programs.later.holds and s.pace.background.beside and not s.aside:
                     batch.at, batch.spent = at, True  # begins a slice, which is done aside
                     return False
                 at = self._special(number, code, at)

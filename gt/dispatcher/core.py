@@ -30,14 +30,14 @@ from gt.dispatcher.events import (
     TurnWanted,
 )
 from gt.dispatcher.failures import op_failed
-from gt.dispatcher.holders import holders
 from gt.dispatcher.leases import Exclusive, Lease, Shared, Terms, workers
 from gt.dispatcher.membership import Membership
+from gt.dispatcher.memory_report import memory_report
 from gt.dispatcher.pace import Pace
 from gt.dispatcher.requests import MOST
+from gt.dispatcher.round_robin import RoundRobin
 from gt.dispatcher.sessions import Session
 from gt.dispatcher.times import tell
-from gt.dispatcher.turns import Turns
 from gt.dispatcher.watch import Survey, Watch, answer
 from gt.errors import GTError, ProtocolError, SystemFailure
 from gt.log import Sparse
@@ -94,7 +94,7 @@ class Core:
         self.workers: dict[Peer, Worker] = {}
         self.received = self.sent = self.relayed = 0
         self.admission = Admission(self.lending, most=self.terms.most)
-        self.turns = Turns(self, self.pace)
+        self.round_robin = RoundRobin(self, self.pace)
         self.membership = Membership(self)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
@@ -136,10 +136,10 @@ class Core:
         elif isinstance(event, Examined):
             self.membership.examined(event)
         elif isinstance(event, Turn):
-            self.turns.go_on()
-        self.turns.leavings.clear()
+            self.round_robin.go_on()
+        self.round_robin.leavings.clear()
         self._turn_page()
-        if self.turns.pending:
+        if self.round_robin.pending:
             self._actions.append(TurnWanted())
         return self._actions
 
@@ -149,7 +149,7 @@ class Core:
             session.table.check()
             assert len(session.batches.coming) <= MOST_WAITING
             session.uploads.check()
-        self.turns.check()
+        self.round_robin.check()
         for lease in self.lending.leases:
             lease.cluster.check()
             assert all(self.workers[w.peer] is w and self.lending.of(w.peer) is lease for w in workers(lease))
@@ -191,9 +191,9 @@ class Core:
         self.received += 1
         if event.peer in self.lending.renewing:
             return
-        if not self.turns.waits(event):
+        if not self.round_robin.waits(event):
             self.take(event.peer, event.message, event.frames)
-            self.turns.resume(event.peer)
+            self.round_robin.resume(event.peer)
 
     def take(self, peer: Peer, message: Message, frames: tuple) -> None:
         """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
@@ -269,7 +269,7 @@ class Core:
 
     def _seal(self, peer: Peer, message: Seal, frames: tuple) -> None:
         session = self._session(peer)
-        self.turns.aside(session, "Seal", lambda: session.send(Report(message.request, session.programs.seal(message))))
+        self.round_robin.aside(session, "Seal", lambda: session.send(Report(message.request, session.programs.seal(message))))
 
     def _stats(self, peer: Peer, message: Stats, frames: tuple) -> None:
         session, watch = self._session(peer), self._lease(peer).watch
@@ -349,7 +349,7 @@ class Core:
             if message.kind == "peer" and (loss := session.loss()) is not None:  # the loss itself has been told
                 self.guarded(session, "a failed op", session.taint, message.seq, loss, message.others)
                 return
-            who = holders(session, worker, message.memory) if message.memory else ""
+            who = memory_report(session, worker, message.memory) if message.memory else ""
             error = op_failed(row, message.seq, message.kind, message.message[:LONGEST_TEXT] + who, worker.name)
             failed = row.at(message.seq)
             self.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)

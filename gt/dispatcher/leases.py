@@ -14,8 +14,8 @@ from typing import Any
 from gt.config.load import check_workers
 from gt.config.schema import Config
 from gt.dispatcher.cluster import Cluster, Worker
-from gt.dispatcher.patience import Patience
 from gt.dispatcher.sessions import Session
+from gt.dispatcher.stragglers import Stragglers
 from gt.dispatcher.watch import Watch
 from gt.errors import ConfigError, GTError, Refused, SessionExpired
 from gt.wire.messages import Hello, Notice
@@ -93,7 +93,7 @@ class Lease:
 
     cluster: Cluster
     watch: Watch
-    patience: Patience
+    stragglers: Stragglers
     sessions: dict[bytes, Session] = field(default_factory=dict)
 
     @classmethod
@@ -101,7 +101,7 @@ class Lease:
         """One of no workers yet. home: of the dispatcher's process, see wire.liveness."""
         cluster = Cluster()
         watch = Watch(cluster, heartbeat, home)
-        return cls(cluster, watch, Patience(watch), {} if sessions is None else sessions)
+        return cls(cluster, watch, Stragglers(watch), {} if sessions is None else sessions)
 
 
 class Shared:

@@ -124,8 +124,8 @@ class Membership:
             self._core.log_line("DISCONNECT", f"client{session.number}", reason)
             lease.sessions.pop(peer, None)
             lease.watch.forget(session)
-            lease.patience.forget(session)
-            self._core.guarded(session, "its end", session.close, self._core.turns.leavings)
+            lease.stragglers.forget(session)
+            self._core.guarded(session, "its end", session.close, self._core.round_robin.leavings)
         if worker is None:
             for own in self._lending.release(peer, self._core.now):
                 self._core.send(own, Renew("the session that it was lent to has ended"))
@@ -144,7 +144,7 @@ class Membership:
             self._core.send(other.peer, Abort(worker.index, worker.lost))
         for session in list(lease.sessions.values()):
             self._core.guarded(session, "the loss of a worker", session.lose, worker)
-            self._core.turns.resume(session.peer)
+            self._core.round_robin.resume(session.peer)
         for survey in lease.watch.without(worker.index):
             self._core.surveyed(survey)
 
@@ -167,7 +167,7 @@ class Membership:
         self._core.act(examinations)
         for index, halt in lease.watch.halted(1.0).items():
             self._give_up(lease.cluster.workers[index], f"for {self._core.heartbeat:g} s {halt.how}")
-        lease.patience.tell(lease.sessions.values(), self._core.now)
+        lease.stragglers.tell(lease.sessions.values(), self._core.now)
 
     def examined(self, event: Examined) -> None:
         lease, worker = self._lending.of(event.peer), self._workers.get(event.peer)

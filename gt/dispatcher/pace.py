@@ -9,19 +9,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from gt.dispatcher.background import Inline
 from gt.dispatcher.lag import Lag
-from gt.dispatcher.relay import Alone
 
 SLICE = 0.01  # seconds
 STEP = 128  # things that are dropped between looks at the clock
 
 
 class Pace:
-    """Says when a turn has taken long enough. `clock`: seconds; without one a turn has no end. relay: for long passes."""
+    """Says when a turn has taken long enough. `clock`: seconds; without one a turn has no end. background: for long passes."""
 
-    def __init__(self, clock: Callable[[], float] | None = None, seconds: float = SLICE, relay: Alone | None = None) -> None:
+    def __init__(
+        self, clock: Callable[[], float] | None = None, seconds: float = SLICE, background: Inline | None = None
+    ) -> None:
         self._clock, self._seconds = clock, seconds
-        self.relay = relay or Alone()
+        self.background = background or Inline()
         self._end = float("inf")
         self.lag = Lag()
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from gt import env
+from gt.dispatcher.background import Background
 from gt.dispatcher.descriptors import Reserve
 from gt.dispatcher.events import (
     Action,
@@ -31,7 +32,6 @@ from gt.dispatcher.events import (
 )
 from gt.dispatcher.journal import Journal
 from gt.dispatcher.pace import Pace
-from gt.dispatcher.relay import Relay
 from gt.errors import ProtocolError, Refused, to_wire
 from gt.wire import codec, liveness
 from gt.wire.auth import Access, weakness
@@ -66,8 +66,8 @@ class Server:
     ) -> None:
         self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # a thread wants the baton
         self._called = False
-        self._relay = Relay(self._wake)
-        self._pace = Pace(time.monotonic, relay=self._relay)
+        self._background = Background(self._wake)
+        self._pace = Pace(time.monotonic, background=self._background)
         if core is None:
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
@@ -136,7 +136,7 @@ class Server:
             if now - last > longest:
                 longest, self._busiest = now - last, self._event
             last = now
-        if self._again or self._relay.pending:
+        if self._again or self._background.pending:
             self._again = False
             self._handle(Turn(self._now()))
             if time.monotonic() - last > longest:
@@ -165,7 +165,7 @@ class Server:
         for peer, gate in self._gates.items():
             if gate.role:
                 self._router.send(peer, Exit(self._reason or "it failed"))
-        self._relay.close()
+        self._background.close()
         self._router.close()
         self._reserve.close()
         with self._ringing:

@@ -311,7 +311,7 @@ class Session:
         """Work within takes long, and touches nothing but what is this session's: others go on. Nothing may be written
         for workers and not be sent; numbers of ops are others' afterwards, so that `renumber` comes first.
         """
-        return self.pace.relay.apart(lambda: self.ended)
+        return self.pace.background.apart(lambda: self.ended)
 
     def renumber(self) -> None:
         """Write from here on what comes after all that others have sent meanwhile."""

@@ -1,7 +1,7 @@
 """What workers are asked while they work: the counters of a Stats request, and whether they get on.
 
 A worker gets on while it comes to other instructions, uses CPU time where that means work, or its device comes further. How
-its process stands is the kernel's to say, where it can be seen. Who is told of all this, and when, is patience.py's.
+its process stands is the kernel's to say, where it can be seen. Who is told of all this, and when, is stragglers.py's.
 """
 
 from __future__ import annotations

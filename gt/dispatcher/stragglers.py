@@ -33,7 +33,7 @@ class Told:
     level: int = 0
 
 
-class Patience:
+class Stragglers:
     def __init__(self, watch: Watch) -> None:
         self.watch, self.cluster = watch, watch.cluster
         self._told: dict[int, Told] = {}  # by session

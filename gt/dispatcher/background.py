@@ -1,7 +1,9 @@
-"""Long passes over what is one session's alone, in threads beside the loop. One thread at a time has the baton, and touches
-what sessions share: a thread that goes apart hands it on, and takes it back before it returns.
+"""Background work: long passes over what is one session's alone, in threads beside the loop.
 
-The core needs neither: `Alone` does everything where it is called.
+One thread at a time has the baton, and touches what sessions share: a thread that goes apart hands it on, and takes it back
+before it returns.
+
+The core needs neither: `Inline` does everything where it is called.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ MOST = 4  # threads at once; who comes later waits, and its session with it
 PATIENCE = 1.0  # seconds that closing waits for them
 
 
-class Over(BaseException):
+class Abandoned(BaseException):
     """Nobody wants what a thread does any more."""
 
 
-class Alone:
-    """No threads: a call is done at once, and nothing is ever apart. The base of Relay."""
+class Inline:
+    """No threads: a call is done at once, and nothing is ever apart. The base of Background."""
 
     beside = False  # whether there are threads
     pending = False  # whether one waits for the baton
@@ -51,7 +53,7 @@ class _Leg:
         self.thread: threading.Thread | None = None
 
 
-class Relay(Alone):
+class Background(Inline):
     """wake: called by a thread that waits for the baton, to have `go_on` called by the one that began."""
 
     beside = True
@@ -107,7 +109,7 @@ class Relay(Alone):
                 leg.go.wait()
                 leg.go.clear()
             if self._closed or over():
-                raise Over
+                raise Abandoned
 
     def _main(self, leg: _Leg) -> None:
         self._here.leg = leg
@@ -116,7 +118,7 @@ class Relay(Alone):
         try:
             if not self._closed:
                 leg.call()
-        except Over:
+        except Abandoned:
             pass
         finally:
             self._legs.pop(leg, None)

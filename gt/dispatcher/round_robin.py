@@ -1,4 +1,4 @@
-"""Turns of sessions: messages that wait for their session, and sessions that have more to do than fits one turn.
+"""Round robin of sessions: messages that wait for their session, and sessions that have more to do than fits one turn.
 
 A session's messages are taken in order. While it is stalled they wait; what takes long is cut into slices, and between two of
 them every other peer is heard.
@@ -24,7 +24,7 @@ DEFERRED = (Ops, Fetch, Describe, Inspect, Seal, Stats)  # what a stalled sessio
 MOST_DEFERRED = CREDIT + MOST + 1
 
 
-class Turns:
+class RoundRobin:
     """One core's. `pending`: somebody has more to do, though nothing comes."""
 
     def __init__(self, core: Core, pace: Pace) -> None:
@@ -34,7 +34,7 @@ class Turns:
 
     @property
     def pending(self) -> bool:
-        return bool(self._waiting or self.leavings or self._pace.relay.pending)
+        return bool(self._waiting or self.leavings or self._pace.background.pending)
 
     def aside(self, session: Session, what: str, call: Callable[[], None]) -> None:
         """Do what may take long for a session, which is stalled meanwhile."""
@@ -47,7 +47,7 @@ class Turns:
                 self._note(session.peer)
 
         session.aside = True
-        self._pace.relay.begin(done)
+        self._pace.background.begin(done)
 
     def waits(self, event: Received) -> bool:
         """True if a message is kept for later, or means nothing any more as what came before it was refused."""
@@ -77,7 +77,7 @@ class Turns:
 
     def go_on(self) -> None:
         """One slice for the session whose turn it is."""
-        self._pace.relay.go_on()
+        self._pace.background.go_on()
         if not self._waiting:
             return
         peer = next(iter(self._waiting))

@@ -22,7 +22,7 @@ LINES = 5  # of the program, those that hold most
 COUNTS = ("limit", "session_limit", "used", "session", "others")
 
 
-def holders(session: Session, worker: Worker, memory: dict[str, Any]) -> str:
+def memory_report(session: Session, worker: Worker, memory: dict[str, Any]) -> str:
     """Lines of an error, from Trouble.memory; "" for what is no such thing: what a worker says is not trusted."""
     top = memory.get("top")
     if any(type(memory.get(name)) is not int for name in COUNTS) or type(top) is not list or not all(map(_named, top)):

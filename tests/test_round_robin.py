@@ -121,7 +121,7 @@ def test_a_client_that_leaves_between_two_slices_leaves_nothing():
     core.handle(Received(b"c", stream(4000), (bytes(64),)))
     core.handle(Received(b"c", Inspect(1, 5)))
     turns(core, core.handle(PeerLost(b"c", "gone")))
-    assert b"c" not in core.sessions and not core.turns.pending
+    assert b"c" not in core.sessions and not core.round_robin.pending
 
 
 def test_an_error_in_a_later_slice_ends_the_session_alone():

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
+from gt.dispatcher.background import MOST, Background, Inline
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import PeerLost, Received, Send, Turn, TurnWanted
 from gt.dispatcher.pace import Pace
-from gt.dispatcher.relay import MOST, Alone, Relay
 from gt.ir.instr import DISCARD, RECORD
 from gt.wire.link import hello
 from gt.wire.messages import Inspect, Ops, Report, Seal
@@ -19,15 +19,15 @@ UPLOAD, NEG = TEMPLATES[0], TEMPLATES[3]
 
 
 class Gate:
-    """A relay whose threads wait where they are apart, until they are let go."""
+    """Background work whose threads wait where they are apart, until they are let go."""
 
     def __init__(self, monkeypatch) -> None:
         self.called = threading.Event()
-        self.relay = Relay(self.called.set)
+        self.background = Background(self.called.set)
         self.open, self.inside = threading.Event(), threading.Event()
         monkeypatch.setattr("gt.dispatcher.programs.early", self._wait)
         monkeypatch.setattr("gt.dispatcher.later._plain", lambda rows: True)
-        self.core = Core(pace=Pace(relay=self.relay))
+        self.core = Core(pace=Pace(background=self.background))
         self.core.handle(Received(b"w0", hello("worker", info={"name": "w0", "heap_bytes": 1 << 30})))
         for peer in (b"c", b"d"):
             self.core.handle(Received(peer, hello("client", switches={"workers": 1})))
@@ -57,7 +57,7 @@ def gate(monkeypatch):
     made = Gate(monkeypatch)
     yield made
     made.open.set()
-    made.relay.close()
+    made.background.close()
 
 
 RECORDED = [16, 0, 0, 1, 17, 0, 1, 5, RECORD, 1, 0, 1, 1, 17, 0, 1, 2]
@@ -89,7 +89,7 @@ def test_a_client_that_leaves_meanwhile_leaves_nothing(gate):
     gate.core.handle(PeerLost(b"c", "gone"))
     gate.open.set()
     assert not [m for m in gate.turn() if isinstance(m, Report)]
-    assert not gate.relay._legs and not gate.relay.pending
+    assert not gate.background._legs and not gate.background.pending
 
 
 def test_a_worker_lost_meanwhile_makes_it_no_program(gate):
@@ -107,7 +107,7 @@ def test_a_seal_that_is_none_is_refused_and_others_go_on(gate):
     record(gate, b"c")
     gate.give(b"c", Seal(1, 0, "", "nothing", [], 0, 0, 0))
     assert b"c" not in gate.core.sessions and b"d" in gate.core.sessions
-    assert not gate.relay._legs
+    assert not gate.background._legs
 
 
 def test_a_fault_in_a_pass_ends_one_session(gate, monkeypatch):
@@ -137,7 +137,7 @@ def test_a_recording_that_is_held_back_ends_beside_the_loop(gate, monkeypatch):
 
 
 def test_one_thread_at_a_time_has_the_baton():
-    relay, wake = Relay(lambda: wake.set()), threading.Event()
+    background, wake = Background(lambda: wake.set()), threading.Event()
     inside, order = [], []
 
     def call(number: int) -> None:
@@ -146,32 +146,32 @@ def test_one_thread_at_a_time_has_the_baton():
             assert inside == [number]
             order.append(number)
             inside.clear()
-            with relay.apart(lambda: False):
+            with background.apart(lambda: False):
                 pass
 
     for number in range(2 * MOST):
-        relay.begin(lambda number=number: call(number))
-    while relay._legs or relay.pending:
-        if relay.pending:
-            relay.go_on()
+        background.begin(lambda number=number: call(number))
+    while background._legs or background.pending:
+        if background.pending:
+            background.go_on()
         else:
             wake.wait(0.01)
     assert len(order) == 40 * MOST
-    relay.close()
+    background.close()
 
 
 def test_what_is_apart_when_the_server_ends_ends_with_it():
-    relay, go = Relay(lambda: None), threading.Event()
+    background, go = Background(lambda: None), threading.Event()
     after: list[int] = []
 
     def call() -> None:
-        with relay.apart(lambda: False):
+        with background.apart(lambda: False):
             go.wait(20)
         after.append(1)
 
-    relay.begin(call)
+    background.begin(call)
     go.set()
-    relay.close()
+    background.close()
     assert not after
 
 
@@ -179,8 +179,8 @@ def test_without_threads_a_call_is_done_at_once():
     done: list[int] = []
 
     def call() -> None:
-        with Alone().apart(lambda: True):
+        with Inline().apart(lambda: True):
             done.append(1)
 
-    Alone().begin(call)
+    Inline().begin(call)
     assert done == [1]
