@@ -187,7 +187,7 @@ def test_what_did_not_arrive_from_a_lost_worker_is_never_a_value():
 
 
 class Uploading:
-    """A client that sends what it is granted of its host copies, and workers that take it in unless they are stopped."""
+    """A client that sends what it is granted of its host copies, and workers that take it in, unless stopped."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.stopped = bench, set[bytes]()
