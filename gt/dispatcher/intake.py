@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gt.config.load import hint
+from gt.dispatcher.plan import forms
 from gt.dispatcher.plan.groups import Meaning
-from gt.dispatcher.plan.known import Known
 from gt.errors import ProtocolError, UnsupportedOp
 from gt.ir import check
 from gt.ir.instr import FIRST
@@ -63,7 +63,7 @@ def define(session: Session, row: Any) -> None:
     if type(number) is not int or not FIRST <= number < FIRST + MOST_TEMPLATES:
         raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
     try:
-        known = Known(check.template(form))
+        known = forms.known(check.template(form))
     except UnsupportedOp as error:
         raise UnsupportedOp(f"Ops.templates: template {number}: {error}") from None
     except (TypeError, ValueError, KeyError) as error:
