@@ -189,7 +189,7 @@ def _alike(call: OpArguments) -> bool:
     ) and all(prod(shape) == 1 for shape in call["state_steps"] or ())
 
 
-def _attended(call: Call) -> bool:
+def _attended(call: OpArguments) -> bool:
     """Queries [..., L, E], keys [..., S, E] and values [..., S, V]."""
     q, k, v = call["query"], call["key"], call["value"]
     return min(len(q), len(k), len(v)) > 1 and q[-1] == k[-1] and k[-2] == v[-2]
