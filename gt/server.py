@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         sys.stderr.write(f"gt.server: --token-file {error.filename} cannot be read: {error.strerror}\n")
         return 2
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: server.stop(f"it got {signal.Signals(got).name}"))
     sys.stdout.write(f"gt.server: listening on {server.address}\n")
     sys.stdout.flush()

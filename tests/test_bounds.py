@@ -10,14 +10,16 @@ import torch
 
 import gt
 from gt.client import recorder, runtime
-from gt.dispatcher import moving
+from gt.dispatcher import intake, moving
 from gt.dispatcher.events import PeerLost, Received, Send
 from gt.ir.instr import FIRST, FORGET, Define
 from gt.wire.link import hello
-from gt.wire.messages import AHEAD, CHUNK, Ack, Done, Exit, Fetch, More, Piece, Run, Took, Value
+from gt.wire.messages import AHEAD, CHUNK, Ack, Done, Exit, Fetch, More, Ops, Piece, Run, Took, Value
 from gt.worker.lives import made
 from gt.worker.outgoing import Outgoing
 from tests.planned import planned
+from tests.test_hostile import Bench as HostileBench
+from tests.test_run_queue import ONES
 
 PAIR = """
 a: {shard: {axis: 0, workers: [0]}}
@@ -243,3 +245,29 @@ def test_a_list_op_is_planned_once():
         runtime.current().flush()
         assert plan.core.sessions[b"client"].planner.hits == hits + 1
         assert [run.defines for _, run in plan.runs[sent:]] == [[]]
+
+
+# ---- what a session may define in all
+
+
+def origins(names: list[tuple[str, str]]) -> Ops:
+    return Ops(0, [], [[n + 1, file, 1, group, False, -1] for n, (file, group) in enumerate(names)], [])
+
+
+def test_names_of_a_session_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "MOST_NAMES", 1000)
+    bench = HostileBench()
+    bench.give(b"c", origins([("file.py", "")] * 2000))  # the same name again and again costs nothing
+    assert b"c" in bench.core.sessions
+    names = [("x" * 90 + str(n), "") for n in range(20)]
+    assert "names have" in HostileBench().refusal(b"c", origins(names))
+
+
+def test_groups_within_one_another_are_bounded() -> None:
+    assert "groups are within one another, at most 32" in HostileBench().refusal(b"c", origins([("f", "/".join("x" * 40))]))
+
+
+def test_templates_of_a_session_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "HEAVIEST", 200)
+    rows = [[16 + n, ONES.wire()] for n in range(40)]
+    assert "at most 200 are taken" in HostileBench().refusal(b"c", Ops(0, rows, [], []))

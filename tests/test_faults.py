@@ -5,15 +5,35 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import deque
+from math import prod
 from pathlib import Path
 
 import pytest
 
 from gt.dispatcher.cluster import Cluster, HeapFull
 from gt.dispatcher.events import PeerLost
+from gt.dispatcher.uploads import SMALL, WINDOW
 from gt.wire.link import hello
-from gt.wire.messages import Abort, Done, Failed, Fetch, Goodbye, Ops, Run, Trouble, World
-from tests.hostile import TEMPLATES
+from gt.wire.messages import (
+    CHUNK,
+    Abort,
+    Ack,
+    Data,
+    Done,
+    Failed,
+    Fetch,
+    Goodbye,
+    Host,
+    More,
+    Need,
+    Ops,
+    Run,
+    Took,
+    Trouble,
+    World,
+)
+from tests.hostile import TEMPLATES, row, spec
 from tests.limits import limit
 from tests.test_hostile import Bench
 
@@ -161,3 +181,70 @@ def test_what_did_not_arrive_from_a_lost_worker_is_never_a_value():
     bench.give(b"w0", Done(bench.core.cluster.workers[0].runs))
     bench.give(b"c", Fetch(1, 20))
     assert "worker w1 is lost: killed" in bench.to(b"c", Failed)[0].error["message"]
+
+
+# ---- a worker that is lost in the middle of an upload
+
+
+class Uploading:
+    """A client that sends what it is granted of its host copies, and workers that take it in, unless stopped."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.stopped = bench, set[bytes]()
+        self.totals: dict[int, int] = {}  # by key of an upload
+        self.at: dict[int, int] = {}  # bytes sent
+        self.told: list = []  # to the client
+
+    def give(self, peer: bytes, message: object, frames: tuple = (), most: int = 1 << 30) -> None:
+        """A message, and what follows from it, `most` of the client's chunks at most."""
+        self.go_on(self.bench.give(peer, message, frames), most)
+
+    def go_on(self, sent: list, most: int = 1 << 30) -> None:
+        coming = deque(sent)
+        while coming:
+            peer, message = coming.popleft()
+            if peer == b"c":
+                self.told.append(message)
+            if isinstance(message, Need):
+                self.totals[message.key] = 4 * prod(stop - start for start, stop in message.boxes[0])
+                self.at[message.key] = 0
+            if isinstance(message, (Need, More)) and peer == b"c":
+                while (at := self.at[message.key]) < message.upto and most > 0:
+                    size = min(CHUNK, self.totals[message.key] - at)
+                    self.at[message.key], most = at + size, most - 1
+                    coming += self.bench.give(b"c", Host(message.key, at, self.totals[message.key]), (bytes(size),))
+            elif isinstance(message, Data) and message.total > SMALL and peer not in self.stopped:
+                coming += self.bench.give(peer, Took(message.key, message.offset + min(CHUNK, message.total - message.offset)))
+            elif isinstance(message, Run) and peer not in self.stopped:
+                coming += self.bench.give(peer, Done(message.seq))
+
+
+LARGE = 3 * WINDOW  # bytes on each worker
+
+
+@pytest.mark.parametrize("worker", [b"w0", b"w1"])
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("chunks", [0, 1, WINDOW // CHUNK, 2 * WINDOW // CHUNK])
+def test_an_upload_whose_worker_is_lost_ends_and_its_program_goes_on(worker: bytes, stopped: bool, chunks: int) -> None:
+    """Of the two uploads one is for nobody any more: the window is not its own for ever."""
+    bench = Bench()
+    client = Uploading(bench)
+    client.stopped = {worker} if stopped else set()
+    form = row("gt.upload.default", [], [], [spec(LARGE // 16, 4)], 1)
+    neg = row("aten.neg.default", [{"t": 0}], [spec(LARGE // 16, 4)], [spec(LARGE // 16, 4)])
+    origins = [[1, "m.py", 1, "a", False, -1], [2, "m.py", 2, "b", False, -1]]
+    code = [16, 1, -1, 1, 17, 1, 1, 2, 16, 2, -1, 3, 17, 2, 3, 4]
+    client.give(b"c", Ops(0, [[16, form], [17, neg]], origins, code), most=chunks)
+    client.give(b"c", Fetch(1, 4), most=0)
+    session = bench.core.sessions[b"c"]
+    assert session.stalled and len(client.at) == 2
+    client.stopped.add(worker)
+    client.go_on(bench.feed(PeerLost(worker, "killed")))
+    for key, at in client.at.items():  # what it was granted before
+        client.go_on([(b"c", More(key, session.uploads.open[key].granted))] if at < LARGE else [])
+    assert "WorkerLost" in [message.error["kind"] for message in client.told if isinstance(message, Failed)]
+    assert not session.uploads.open and not session.stalled and set(client.at.values()) == {LARGE}
+    client.told.clear()
+    client.give(b"c", Ops(1, [[18, TEMPLATES[1]]], [[3, "m.py", 3, "", False, -1]], [18, 3, 5]))
+    client.give(b"c", Fetch(2, 5))
+    assert Ack(1) in client.told and 2 in session.requests.open

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from conftest import started, wait_until
 from test_memory_clearing import dirty, leave_secrets
 from test_memory_limits import MIB, mib, refused
 
@@ -42,6 +43,8 @@ def test_nothing_of_another_session_is_in_a_new_tensor_of_a_gpu_in_ops_and_in_re
     finally:
         gt.shutdown()
         running.stop()
+        # Processes of Inductor that are still starting see the end of the worker only then.
+        assert wait_until(lambda: not any("compile_worker" in line for line in started().values()), 60)
 
 
 def test_a_gpu_that_is_full_is_an_error_of_the_op_and_goes_on_when_there_is_room():

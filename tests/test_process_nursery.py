@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import selectors
 import signal
@@ -18,6 +19,7 @@ import pytest
 from gt.client.session import Session
 from gt.errors import SystemFailure
 from gt.launch import local, nursery, process
+from tests.limits import limit
 
 PROGRAM = """
 import json, os, sys, gt.launch.local as local
@@ -111,6 +113,57 @@ def test_ctrl_c_in_the_terminal_is_the_programs_alone():
 def test_a_worker_that_dies_at_start_is_reported_with_its_last_words():
     with pytest.raises(SystemFailure, match=r"worker \d died while starting.*nonsense"):
         local.start(2, backend="nonsense")
+
+
+STARTING = """
+import os, signal, sys
+from gt.launch import nursery
+setattr(nursery, sys.argv[1], lambda *_: os.kill(os.getpid(), getattr(signal, sys.argv[2])))
+sys.exit(nursery.main())
+"""
+
+
+def starting(what: str, how: str, heartbeat: float) -> subprocess.Popen:
+    """A nursery whose dispatcher, or workers, are sent a signal at once."""
+    command = [sys.executable, "-c", STARTING, what, how]
+    made = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    order = {"token": "secret", "workers": 2, "gpu": False, "backend": "numpy", "heartbeat": heartbeat}
+    made.stdin.write(json.dumps(order).encode() + b"\n")
+    made.stdin.flush()
+    return made
+
+
+@pytest.mark.parametrize(("what", "how", "says"), [
+    ("_dispatch", "SIGSTOP", r"^the dispatcher does not start: its process \d+ is stopped .*\(state T\)"),
+    ("_dispatch", "SIGKILL", r"^the dispatcher died while starting \(signal SIGKILL\)"),
+    ("_work", "SIGSTOP", r"^worker [01] does not start: its process \d+ is stopped .*\(state T\)"),
+    ("_work", "SIGKILL", r"^worker [01] died while starting \(signal SIGKILL\)"),
+])  # fmt: skip
+def test_what_does_not_start_is_named_with_the_cause(what, how, says):
+    nursery = starting(what, how, heartbeat=0.5)
+    said: dict = {}
+    while "failed" not in said and select.select([nursery.stdout], [], [], limit(60))[0]:
+        said = json.loads(nursery.stdout.readline())
+    nursery.communicate(timeout=limit(60))
+    assert re.search(says, said["failed"])
+
+
+@pytest.mark.parametrize("what", ["_dispatch", "_work"])
+def test_a_nursery_ends_with_its_program_also_while_what_it_starts_is_stopped(what):
+    nursery = starting(what, "SIGSTOP", heartbeat=1000.0)
+    nursery.communicate(timeout=limit(60))  # its stdin ends
+    assert nursery.returncode == 0
+
+
+def test_a_nursery_that_is_stopped_is_named(monkeypatch):
+    monkeypatch.setattr(local, "LOOK", 0.05)
+    monkeypatch.setattr(local, "STOP", 0.1)
+    with pytest.raises(SystemFailure, match=r"process \d+, which starts dispatcher and workers, is stopped"):
+        local.start(1, backend="numpy", meanwhile=lambda: os.kill(children()[-1], signal.SIGSTOP))
+
+
+def children() -> list[int]:
+    return sorted(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 
 def test_workers_of_a_dispatcher_that_is_ending_have_nothing_to_say(monkeypatch, capfd):

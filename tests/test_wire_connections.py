@@ -11,7 +11,20 @@ import time
 import pytest
 
 from gt.wire import codec, connections, router
-from gt.wire.connections import ALL_EARLY, EARLY, LEAVE, PARTED, PARTS, SILENT, SPEAK, UNFINISHED, Connection, Connections, cut
+from gt.wire.connections import (
+    ALL_EARLY,
+    EARLY,
+    FIRST,
+    LEAVE,
+    PARTED,
+    PARTS,
+    SILENT,
+    SPEAK,
+    UNFINISHED,
+    Connection,
+    Connections,
+    cut,
+)
 from gt.wire.link import hello
 from gt.wire.messages import CHUNK, Stats
 from gt.wire.router import Arrived, Gone, Router
@@ -300,4 +313,4 @@ def test_a_message_in_parts_is_bounded():
     assert "came in parts of" in said and sent <= PARTED + CHUNK
     connection = Connection(3, 1, 0.0, heard=True)
     assert f"at most {PARTED} and {PARTS}" in connection.join(connections.PART, (b"",) * (PARTS + 1))
-    assert f"the first message has {EARLY + 1} bytes" in Connection(3, 1, 0.0).join(bytes(EARLY + 1), ())
+    assert f"the first message has {FIRST + 1} bytes" in Connection(3, 1, 0.0).join(bytes(FIRST + 1), ())

@@ -101,6 +101,7 @@ BOXES = {  # global shape, boxes that the worker holds
     "rows": [[6, 10, 8], [[[2, 5], [0, 10], [0, 8]]]],
     "columns": [[6, 10, 8], [[[0, 6], [0, 10], [3, 7]]]],
     "middle": [[6, 10, 8], [[[1, 6], [2, 9], [3, 7]]]],
+    "middle of four dims": [[4, 6, 5, 8], [[[1, 3], [2, 5], [1, 4], [3, 7]]]],
     "two": [[6, 10, 8], [[[0, 2], [0, 10], [0, 8]], [[4, 6], [0, 10], [0, 8]]]],
 }
 DRAWN = {
@@ -122,8 +123,8 @@ def test_random_values_are_those_of_the_cpu(name, boxes, dtype):
     for device in ("cpu", "cuda:0"):
         held = x.to(device).clone()
         if name.startswith("native"):
-            out = [*shape, *torch.empty(shape).stride()]
-            specs = [["new", [list(out[:3]), list(out[3:]), 0, str(kind)[6:]], -1] for kind in (dtype, torch.bool)]
+            strides = list(torch.empty(shape).stride())
+            specs = [["new", [list(shape), strides, 0, str(kind)[6:]], -1] for kind in (dtype, torch.bool)]
             payload = op(f"aten.{name}", [T(0), *DRAWN[name]], 1, specs, values=2)
         else:
             payload = op(f"aten.{name}", [T(0), *DRAWN[name]], 1, [["same", None, 0]], values=2)

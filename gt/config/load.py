@@ -145,7 +145,7 @@ class _Reader:
         if kind is int and _plain_number(node):
             return int(node.value)
         if isinstance(node, yaml.ScalarNode):
-            with contextlib.suppress(ValueError, yaml.YAMLError):  # a tag that its text does not fit
+            with contextlib.suppress(ValueError, OverflowError, yaml.YAMLError):  # a tag that its text does not fit
                 value = self.scalars.construct_object(node)
         if type(value) is not kind:
             self.fail(group, _line(node), f"{key} is {self.show(node)}, want {want}")

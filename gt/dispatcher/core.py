@@ -148,7 +148,7 @@ class Core:
         for session in self.sessions.values():
             session.table.check()
             assert len(session.batches.coming) <= MOST_WAITING
-            assert session.uploads.awaited <= len(session.uploads.open)
+            session.uploads.check()
         self.round_robin.check()
         for lease in self.lending.leases:
             lease.cluster.check()

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gt.config.load import hint
+from gt.dispatcher.plan import forms
 from gt.dispatcher.plan.groups import Meaning
-from gt.dispatcher.plan.known import Known
 from gt.errors import ProtocolError, UnsupportedOp
 from gt.ir import check
 from gt.ir.instr import FIRST
+from gt.ir.template import weight
 from gt.wire.messages import Notice, Ops
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ LONGEST = 1 << 18  # numbers of one batch
 MOST_OPS = 1 << 18  # ops under way before another batch
 MOST_TEMPLATES, MOST_ORIGINS = 1 << 16, 1 << 20
 LONGEST_NAME = 4096  # characters of a file's name, and of a group's: contexts within one another
+DEEPEST = 32  # signal contexts within one another
+MOST_NAMES = 4 << 20  # characters of all different names of a session
+HEAVIEST = 1 << 21  # parts of all templates of a session
 MOST_WARNINGS = 100  # of groups that the config lacks
 SHORT = 80  # characters of a name in such a warning
 
@@ -59,13 +63,17 @@ def define(session: Session, row: Any) -> None:
     if type(number) is not int or not FIRST <= number < FIRST + MOST_TEMPLATES:
         raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
     try:
-        known = Known(check.template(form))
+        known = forms.known(check.template(form))
     except UnsupportedOp as error:
         raise UnsupportedOp(f"Ops.templates: template {number}: {error}") from None
     except (TypeError, ValueError, KeyError) as error:
         raise ProtocolError(f"Ops.templates: template {number}: {error}") from error
     if number in session.templates:  # the client's table has started again
         session.templates[number].plans.clear()
+        session.template_parts = 0 if number == FIRST else session.template_parts
+    session.template_parts += weight(form)
+    if session.template_parts > HEAVIEST:
+        raise ProtocolError(f"Ops.templates: all of them have {session.template_parts} parts, at most {HEAVIEST} are taken")
     session.templates[number] = known
 
 
@@ -77,6 +85,9 @@ def origin(session: Session, row: Any) -> None:
     number, file, line, group, backward, micro = row
     if not 0 < number < MOST_ORIGINS:
         raise ProtocolError(f"Ops.origins: number {number} is not from 1 to {MOST_ORIGINS - 1}")
+    if group.count("/") >= DEEPEST:
+        raise ProtocolError(f"Ops.origins: {group.count('/') + 1} groups are within one another, at most {DEEPEST} are taken")
+    file, group = _name(session, file), _name(session, group)
     meaning, missing = session.groups.find(group, backward)
     for name in missing:
         if name not in session.known_names and session.groups and len(session.known_names) < MOST_WARNINGS:
@@ -86,3 +97,15 @@ def origin(session: Session, row: Any) -> None:
     leads = (session.groups.destination(name, backward) for name in reversed(group.split("/")))
     target = next((found for found in leads if found is not None), None)
     session.origins[number] = Origin(file, line, group, backward, micro, meaning, target)
+
+
+def _name(session: Session, text: str) -> str:
+    """One object for equal names."""
+    known = session.names.get(text)
+    if known is not None:
+        return known
+    session.name_characters += len(text)
+    if session.name_characters > MOST_NAMES:
+        raise ProtocolError(f"Ops.origins: names have {session.name_characters} characters, at most {MOST_NAMES} are taken")
+    session.names[text] = text
+    return text

@@ -47,7 +47,7 @@ class Placer:
         if not self.s.groups or sum(len(t.storage.recipe or ()) for t in ins) >= LONGEST:
             return False
         if not ins:
-            return True
+            return known.results == len(template.outs)
         if grouped or not (known.overwrites or template.pointwise or known.name in ELEMENTWISE):
             return False
         return self.s.programs.tape is None or self.s.programs.tape.defers(ins)

@@ -100,6 +100,8 @@ class Session:
         self.scribe: Scribe | None = None  # where an instruction log is kept
         self._layouts: dict[Layout, Layout] = {}
         self.known_names: set[str] = set()
+        self.names: dict[str, str] = {}  # of files and groups
+        self.name_characters = self.template_parts = 0
         self._losses: dict[int, Cause] = {}
         self._lost: Cause | None = None  # the last of them, also when all are back
         self._failed_ops: set[int] = set()

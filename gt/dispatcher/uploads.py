@@ -135,7 +135,7 @@ class Uploads:
         if upload.arrived:
             self.awaited -= 1
             self._settle(upload)
-            self.pump()
+        self.pump()  # also before its end: what no worker takes any more is under way no longer than until here
 
     def took(self, index: int, key: int, upto: int) -> None:
         """A worker has taken in so many bytes. ProtocolError if it was not sent them."""
@@ -156,6 +156,12 @@ class Uploads:
     def _settle(self, upload: Upload) -> None:
         if upload.arrived and upload.done >= upload.total:
             del self.open[upload.key]
+
+    def check(self) -> None:
+        """No upload stands still while there is room for it: nobody else would have it go on."""
+        assert self.awaited == sum(not upload.arrived for upload in self.open.values())
+        assert self._room() <= 0 or all(upload.granted == upload.total for upload in self.open.values())
+        assert not any(self.s.cluster.workers[index].lost for upload in self.open.values() for index in upload.taken)
 
     def close(self) -> dict[int, list[int]]:
         """The client is gone: keys that nobody will send the rest of, and the workers they were for."""

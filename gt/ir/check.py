@@ -13,6 +13,7 @@ from gt.ir.schema import TABLE
 from gt.ir.template import T, Template, V, weight
 
 HEAVIEST = 80 << 10  # numbers and names of one template: everybody waits while it is looked at
+UPLOAD = "gt.upload.default"
 OUT_KINDS = frozenset({"new", "view", "same", "none"})
 
 
@@ -35,18 +36,32 @@ def template(row: Any) -> Template:
         raise ValueError(f"writes {writes!r:.80} do not name operands of {len(ins)}")
     made = Template.from_wire(row)
     _outs(made)
-    for hole in _holes([*made.args, *(value for _, value in made.kwargs)]):
-        if hole.index >= (len(made.ins) if isinstance(hole, T) else made.values):
-            raise ValueError(f"hole {hole} is beyond {len(made.ins)} tensors and {made.values} values")
     named = dict(made.kwargs)
     schema = arguments.bind(schemas, made.args, named)
     arguments.results(schema, made.args, named, made.outs, made.writes)
+    _numbered(made)
     shapes.check(schema, made.args, named, made.ins)
-    if op in ops.RANDOM and values < 2:
-        raise ValueError(f"{op} has no seed and counter")
-    if op == "gt.upload.default" and (ins or values != 1 or [out.kind for out in made.outs] != ["new"] or made.dynamic):
+    if op == UPLOAD and (ins or values != 1 or [out.kind for out in made.outs] != ["new"] or made.dynamic):
         raise ValueError(f"{op} takes one frame index and makes one tensor")
     return made
+
+
+def _numbered(made: Template) -> None:
+    """Operands are numbered as they come in arguments, each once: rules know them by their numbers."""
+    due = {T: 0, V: 0}
+    for hole in _holes([*made.args, *(value for _, value in made.kwargs)]):
+        kind = type(hole)
+        if hole.index != due[kind]:
+            count = len(made.ins) if kind is T else made.values
+            raise ValueError(f"{arguments.shown(hole)} of {count} comes in {made.op} where number {due[kind]} is due")
+        due[kind] += 1
+    seeds = 2 if made.op in ops.RANDOM else 0
+    if due[T] != len(made.ins):
+        raise ValueError(f"{made.op} has {len(made.ins)} tensors, its arguments take {due[T]}")
+    if due[V] + seeds != made.values and made.op != UPLOAD:
+        raise ValueError(f"{made.op} has {made.values} values, its arguments take {due[V]}, seed and counter {seeds}")
+    if not made.ins and not made.outs:
+        raise ValueError(f"{made.op} has neither tensors nor outputs: there is nothing to do")
 
 
 def _outs(made: Template) -> None:

@@ -189,7 +189,14 @@ def _alike(call: OpArguments) -> bool:
     ) and all(prod(shape) == 1 for shape in call["state_steps"] or ())
 
 
+def _attended(call: OpArguments) -> bool:
+    """Queries [..., L, E], keys [..., S, E] and values [..., S, V]."""
+    q, k, v = call["query"], call["key"], call["value"]
+    return min(len(q), len(k), len(v)) > 1 and q[-1] == k[-1] and k[-2] == v[-2]
+
+
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(("sdpa", "sdpa_backward"), ("want query [..., L, E], key [..., S, E] and value [..., S, V]", _attended)),
     "_adaptive_avg_pool2d_backward": ("gradient and input want one batch and as many channels", _pooled(2)),
     "_adaptive_avg_pool3d_backward": ("gradient and input want one batch and as many channels", _pooled(3)),
     **{

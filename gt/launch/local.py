@@ -19,11 +19,13 @@ from typing import Any
 from gt import env
 from gt.errors import SystemFailure
 from gt.wire import auth
+from gt.wire.liveness import Vigil, home
 
 log = logging.getLogger("gt.launch")
 
 START = 120.0  # seconds until everything has to be up: a cold disk takes long to import torch
 STOP = 6.0
+LOOK, STILL = 1.0, 5  # seconds between looks at the nursery, and looks that find it stopped until that is an error
 
 
 @dataclass
@@ -90,11 +92,15 @@ def _wait(process: subprocess.Popen, workers: int) -> tuple[int, int]:
     assert process.stdout is not None
     known: dict[str, Any] = {}
     deadline, rest = time.monotonic() + START, b""
+    vigil = Vigil(process.pid, home(), STILL)
     while "port" not in known or (workers and "ready" not in known):
         left = deadline - time.monotonic()
         if left <= 0:
             raise SystemFailure(f"{workers} workers did not start within {START:g} s: run with GT_VERBOSE=1 to see why")
-        if not select.select([process.stdout], [], [], left)[0]:
+        if not select.select([process.stdout], [], [], min(left, LOOK))[0]:
+            if vigil.look():
+                how = f"process {process.pid}, which starts dispatcher and workers, is stopped by a signal or a debugger"
+                raise SystemFailure(f"{how}; start again")
             continue
         data = os.read(process.stdout.fileno(), 1 << 16)
         if not data:

@@ -23,12 +23,13 @@ from typing import Any
 from gt import env, log
 from gt.launch import machine
 from gt.launch.process import ending, fork
-from gt.wire.liveness import LOOKS, Vigil, home
+from gt.wire.liveness import LOOKS, Vigil, home, sight
 
 POLL = 0.2  # seconds between looks at parent and children
 ASK, GRACE = 0.5, 1.0  # seconds that children get to end when the dispatcher says so, and after SIGTERM
 AGAIN, WITHIN = 3, 60.0  # times that a worker is started again within so many seconds
 GIVEN_UP = 2  # heartbeats in which a worker's process is stopped until another takes its place
+NEVER_UP = 0.5  # heartbeats in which a process that starts is stopped until that is an error
 WORDS = 12  # lines of stderr kept from each worker, for when it dies at start
 
 
@@ -47,25 +48,25 @@ class Nursery:
         self._again: dict[int, deque[float]] = {}  # number -> when it was started again
         self._start: Callable[[int], None] = lambda number: None
         self._ready = self._stopping = self._silent = False
+        self._port = 0  # once the dispatcher has told it
         self._status = b""  # of the dispatcher, the start of a line
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stopping", True))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def run(self) -> None:
-        status, port = os.pipe(), 0
+        status = os.pipe()
         self._dispatcher = fork("gt.server", lambda: _dispatch(self._order, status[1]))
         os.close(status[1])
+        self._watch(self._dispatcher)
         gpus = _preload(self._order["backend"]) if self._order["workers"] else []
-        with os.fdopen(os.dup(status[0]), "rb", buffering=0) as first:
-            line = first.readline()
+        self._select.register(0, selectors.EVENT_READ, self._on_stdin)
+        self._select.register(status[0], selectors.EVENT_READ, self._on_status)
         try:
-            port = json.loads(line or b"{}").get("port", 0)
-            if not port:
-                raise RuntimeError(json.loads(line or b"{}").get("failed", "the dispatcher died at start"))
-            self._fork_workers(port, gpus if self._order["gpu"] else [])
-            self._report(port=port, gpus=len(gpus))
-            self._select.register(0, selectors.EVENT_READ, self._on_stdin)
-            self._select.register(status[0], selectors.EVENT_READ, self._on_status)
+            while not (self._port or self._stopping):
+                self._turn(POLL)
+            if not self._stopping:
+                self._fork_workers(self._port, gpus if self._order["gpu"] else [])
+                self._report(port=self._port, gpus=len(gpus))
             while not self._stopping:
                 self._turn(POLL)
         except RuntimeError as error:
@@ -80,6 +81,8 @@ class Nursery:
         self._start = partial(self._fork_worker, port, gpus)
         for number in range(self._order["workers"]):
             self._start(number)
+        if not self._order["workers"]:
+            self._up()
 
     def _fork_worker(self, port: int, gpus: list[str], number: int) -> None:
         end, start = os.pipe()
@@ -87,9 +90,19 @@ class Nursery:
         pid = fork(f"gt.worker {number}", partial(_work, self._order, port, gpu), stderr=start)
         os.close(start)
         self._workers[pid] = number
-        self._vigils[pid] = Vigil(pid, home(), GIVEN_UP * LOOKS)
+        self._watch(pid)
         self._words[number] = deque(maxlen=WORDS)
         self._select.register(end, selectors.EVENT_READ, partial(self._on_stderr, number=number))
+
+    def _watch(self, pid: int) -> None:
+        self._vigils[pid] = Vigil(pid, home(), int((GIVEN_UP if self._ready else NEVER_UP) * LOOKS))
+
+    def _up(self) -> None:
+        """All have started. From here on the dispatcher is the program's to look at."""
+        self._ready = True
+        self._vigils.clear()
+        for pid in self._workers:
+            self._watch(pid)
 
     def _lost_worker(self, number: int) -> None:
         """Another in its place, unless it keeps dying. What it held is lost; the dispatcher tells whom that concerns."""
@@ -112,6 +125,10 @@ class Nursery:
         for pid, code in dead:
             if pid == self._dispatcher:
                 self._dispatcher, self._stopping = 0, True
+                self._vigils.pop(pid, None)
+                if not self._ready:
+                    self._drain()
+                    raise RuntimeError(f"the dispatcher died while starting{_how(code)}")
             elif pid in self._workers:
                 number = self._workers.pop(pid)
                 del self._vigils[pid]
@@ -123,13 +140,18 @@ class Nursery:
         self._end_stopped()
 
     def _end_stopped(self) -> None:
-        """End workers that the dispatcher has given up: they are of no use, should they go on."""
+        """End workers that the dispatcher has given up: they are of no use, should they go on. RuntimeError at the start."""
         now = time.monotonic()
         if self._vigils and now >= self._look:
             self._look = now + self._order["heartbeat"] / LOOKS
             for pid, vigil in self._vigils.items():
-                if vigil.look():
-                    _signal(pid, signal.SIGKILL)
+                if not vigil.look():
+                    continue
+                if not self._ready:
+                    name = f"worker {self._workers[pid]}" if pid in self._workers else "the dispatcher"
+                    how = f"its process {pid} is stopped by a signal or a debugger (state {sight(pid, home()).state})"
+                    raise RuntimeError(f"{name} does not start: {how}; start again")
+                _signal(pid, signal.SIGKILL)
 
     def _drain(self) -> None:
         """What dead workers still had to say."""
@@ -172,9 +194,12 @@ class Nursery:
             self._select.unregister(fd)
             return
         *lines, self._status = (self._status + data).split(b"\n")
-        for line in lines:
-            if json.loads(line).get("workers") == self._order["workers"] and not self._ready:
-                self._ready = True
+        for row in map(json.loads, lines):
+            if "failed" in row:
+                raise RuntimeError(row["failed"])
+            self._port = row.get("port", self._port)
+            if row.get("workers") == self._order["workers"] and not self._ready:
+                self._up()
                 self._report(ready=self._order["workers"])
 
     def _on_stderr(self, fd: int, number: int) -> None:
@@ -286,6 +311,9 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _last_words(number: int, code: int, words: deque[str]) -> str:
-    how = f" (signal {signal.Signals(-code).name})" if code < 0 else f" (exit code {code})" if code else ""
     said = ": " + " | ".join(words) if words else ", and said nothing: run with GT_VERBOSE=1 to see why"
-    return f"worker {number} died while starting{how}{said}"
+    return f"worker {number} died while starting{_how(code)}{said}"
+
+
+def _how(code: int) -> str:
+    return f" (signal {signal.Signals(-code).name})" if code < 0 else f" (exit code {code})" if code else ""

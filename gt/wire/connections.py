@@ -13,12 +13,14 @@ from gt.wire.messages import CHUNK, MAX_BODY
 
 SPEAK = 15.0  # seconds in which a connection has to say something that counts
 LEAVE = 5.0  # seconds that a refused peer has to read why
-SILENT = 256  # connections that have said nothing yet, at most: fewer where descriptors are few
-EARLY = 256 << 10  # bytes that one of them may send, and
-ALL_EARLY = 16 << 20  # all of them together
+SILENT = 128  # connections that have said nothing yet, at most: fewer where descriptors are few
+EARLY = 64 << 10  # bytes that one of them may send, and
+ALL_EARLY = 4 << 20  # all of them together
 UNFINISHED = 3 * CHUNK  # bytes of a message on the wire whose end has not come: the longest that a Dealer sends has two
 PARTS = 4096  # frames of a message that comes in several, and
 PARTED = 2 * MAX_BODY + 16 * CHUNK  # its bytes
+ALL_PARTED = 128 << 20  # bytes of such messages on all connections together
+FIRST = 256 << 10  # bytes of a first message
 BEATS = 640  # bytes of heartbeats, encrypted, that either side sends while it is silent for as long as it may be
 PART = b"\xc1"  # begins what is only a part of a message: no msgpack does
 
@@ -45,8 +47,8 @@ class Connection:
     def join(self, body: bytes, frames: tuple) -> tuple[bytes, tuple] | str | None:
         """A whole message, as body and frames; None if more of it is to come; or what is wrong with it."""
         first, self.heard = not self.heard, True
-        if first and len(body) > EARLY:
-            return f"the first message has {len(body)} bytes, at most {EARLY} are taken"
+        if first and len(body) > FIRST:
+            return f"the first message has {len(body)} bytes, at most {FIRST} are taken"
         if body[:1] != PART:
             if not self.parted:
                 return body, frames
@@ -170,6 +172,12 @@ class Connections:
                 break
             total -= sent.get(connection, 0)
             out[connection] = f"connections that have said nothing sent more than {ALL_EARLY} bytes"
+        held = sum(connection.parted for connection in self._open.values())
+        for connection in sorted(self._open.values(), key=lambda connection: -connection.parted):
+            if held <= ALL_PARTED:
+                break
+            held -= connection.parted
+            out[connection] = f"messages that have not ended have more than {ALL_PARTED} bytes"
         for ticket in [ticket for ticket, (_, given) in self._tickets.items() if now - given > 2 * SPEAK]:
             del self._tickets[ticket]
         return out

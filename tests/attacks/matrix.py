@@ -54,7 +54,8 @@ class Cell:
 
     @property
     def good(self) -> bool:
-        return not self.hang and not self.left and self.cause != "no" and self.again >= 0
+        goes_on = self.on >= 0 or not self.error or "worker" not in self.target or self.moment == "starting"
+        return not self.hang and not self.left and self.cause != "no" and self.again >= 0 and goes_on
 
 
 def _seconds(value: float) -> str:
@@ -65,6 +66,13 @@ def footprint(runtime: Path) -> set[str]:
     """Files of ours in shared memory and in the user's runtime directory."""
     found = {str(path) for path in Path("/dev/shm").iterdir() if "gt" in path.name}
     return found | {str(path) for path in runtime.rglob("*") if not path.is_dir()}
+
+
+def at_work(pid: int) -> int:
+    """Nanoseconds of CPU that a process's main thread has had."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0])
+    return 0
 
 
 class Victims:
@@ -184,6 +192,7 @@ class Matrix:
 
     def _working(self, cell: Cell) -> None:
         ground = self.ground
+        before = {pid: at_work(pid) for pid in ground.processes()}
         victim = self.victims.begin(moment=cell.moment, address=ground.address, token=ground.token, size=self.size)
         if victim.wait("mark", LIMIT, 2) is None:
             cell.hang, cell.text = True, "it did not come to the moment"
@@ -191,7 +200,7 @@ class Matrix:
             return
         if cell.moment in ("eager", "replay", "schedule", "all-reduce"):
             victim.wait("mark", LIMIT, 5)
-        pids = self._targets(cell.target, victim.pid)
+        pids = self._targets(cell.target, victim.pid, before)
         self.pause.wait({"upload": 0.05, "fetch": 0.02}.get(cell.moment, 0.0))
         self._harm(cell, victim, pids)
         if cell.target == "dispatcher" or (not ground.whole and cell.signal != "STOP" and cell.target == "all workers"):
@@ -204,11 +213,13 @@ class Matrix:
             cell.again = answer["again"] if answer else cell.again
         self.victims.end(victim)
 
-    def _targets(self, target: str, client: int) -> list[int]:
+    def _targets(self, target: str, client: int, before: dict[int, int]) -> list[int]:
+        """Pids. The one worker is that which did most for the client: others may not be its concern."""
         if target == "client":
             return [client]
-        role = "gt.server" if target == "dispatcher" else "gt.worker 0" if target == "worker" else "gt.worker"
-        return [pid for pid, name in self.ground.processes().items() if name.startswith(role)]
+        role = "gt.server" if target == "dispatcher" else "gt.worker"
+        found = [pid for pid, name in self.ground.processes().items() if name.startswith(role)]
+        return [max(found, key=lambda pid: at_work(pid) - before.get(pid, 0))] if target == "worker" else found
 
     def _harm(self, cell: Cell, victim: Victim, pids: list[int]) -> None:
         """Send the signal and wait for what the client says."""

@@ -15,6 +15,9 @@ OVERWRITES = frozenset(
 )  # fmt: skip
 
 
+LISTS = ("_foreach_", "_fused_", "_amp_foreach")  # how list ops are called
+
+
 @dataclass(eq=False)
 class Known:
     template: Template
@@ -32,7 +35,7 @@ class Known:
             self.name = "view.dtype"
         self.random = op in RANDOM
         self.overwrites = self.name in OVERWRITES
-        if self.name.startswith(("_foreach_", "_fused_", "_amp_foreach")):
+        if self.name.startswith(LISTS):
             self.columns = _columns(self.template)
         kwargs = [v for _, arg in self.template.kwargs for v in (arg if isinstance(arg, (list, tuple)) else [arg])]
         self.given_outs = any(isinstance(v, T) and v.index in self.template.writes for v in kwargs)  # out=

@@ -17,6 +17,7 @@ SIZES = {
     "new_empty_strided": 1, "select_backward": 1, "slice_backward": 1, "diagonal_backward": 1, "unfold_backward": 1,
 }  # fmt: skip
 STRIDES = {"empty_strided": 1, "new_empty_strided": 2}
+ATTENTION = {"gt.sdpa.default": 0, "gt.sdpa_backward.default": 1}  # place of the query
 
 WORKER_OPS = {"gt.move.default": "aten.clone.default"}  # a move is carried out by bringing its input
 
@@ -143,7 +144,7 @@ def _whole_slice(known: Known, args: list, ins: Sequence[Layout], rank: int) -> 
 
 def _drawn(known: Known, ins: Sequence[Layout], outs: Sequence[Layout], rank: int) -> list:
     """Global shape of what is drawn, and the boxes of it that this worker holds."""
-    if known.name in ("gt.sdpa", "gt.sdpa_backward"):
+    if known.template.op in ATTENTION:
         return _attention_drawn(known, ins, rank)
     if known.template.writes:
         at = known.template.writes[0]
@@ -156,7 +157,7 @@ def _drawn(known: Known, ins: Sequence[Layout], outs: Sequence[Layout], rank: in
 
 def _attention_drawn(known: Known, ins: Sequence[Layout], rank: int) -> list:
     """Dropout's mask is drawn over [..., heads, L, S]; batch and heads lie as q does."""
-    at = 0 if known.name == "gt.sdpa" else 1
+    at = ATTENTION[known.template.op]
     q, k = known.template.ins[at].shape, known.template.ins[at + 1].shape
     held = boxes(ins[at], q, rank)[0]
     box = [list(span) for span in held[:-1]] + [[0, k[-2]]]

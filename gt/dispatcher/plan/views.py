@@ -12,6 +12,7 @@ from gt.dispatcher.plan.known import Known
 from gt.ir.layout import Partial, Placement, Replicate, Shard
 
 MOST_PARTS = 4096  # of a split dim: each is a box on every worker; beyond, gathering is cheaper
+OTHER_VIEW = "a view of another form"  # see plan.forms
 Split = Callable[[Known, Shard, int], Shard | None]
 
 
@@ -225,7 +226,7 @@ VIEWS: dict[str, Split] = {
     "view": reshape, "_unsafe_view": reshape, "reshape": reshape, "expand": expand,
     "permute": permute, "transpose": transpose, "t": transpose, "unsqueeze": unsqueeze, "squeeze": squeeze,
     "slice": along, "narrow": along, "select": select, "unbind": unbind, "split": split, "split_with_sizes": split,
-    "alias": same, "detach": same, "as_strided": never, "diagonal": never, "unfold": never, "view_as_real": same,
-    "view_as_complex": as_complex, "_conj": same, "_neg_view": same, "view.dtype": retyped,
+    "alias": same, "detach": same, OTHER_VIEW: never, "as_strided": never, "diagonal": never, "unfold": never,
+    "view_as_real": same, "view_as_complex": as_complex, "_conj": same, "_neg_view": same, "view.dtype": retyped,
 }  # fmt: skip
 RESHAPES = frozenset(name for name, split_of in VIEWS.items() if split_of is reshape)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Callable
+from typing import IO
 
 PAGE = 4096
+NAME = "gt-heap"  # of the memory, as /proc shows it
 
 
 def full_fence() -> Callable[[], None]:
@@ -60,7 +63,7 @@ class OwnHeap(Heap):
     def __init__(self, size: int) -> None:
         if size <= 0 or size % PAGE:
             raise ValueError(f"heap of {size} bytes, want a multiple of {PAGE}")
-        self.fd = os.memfd_create("gt-heap")
+        self.fd = os.memfd_create(NAME)
         os.ftruncate(self.fd, size + PAGE)
         super().__init__(self.fd, size)
         # 61 bits and never 0: tells this worker's flags from those of one that had its place before
@@ -91,6 +94,9 @@ class PeerHeap(Heap):
     def __init__(self, pid: int, fd: int, size: int, doorbell: str) -> None:
         rope, mark = parse(doorbell)
         with os.fdopen(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), "rb", buffering=0) as file:
+            # What a worker says of itself may be a lie: nothing is written to but a heap's own memory, and a pipe.
+            if not os.readlink(f"/proc/self/fd/{file.fileno()}").startswith(f"/memfd:{NAME}"):
+                raise OSError(f"/proc/{pid}/fd/{fd} is no heap of a worker")
             if os.fstat(file.fileno()).st_size != size + PAGE:
                 raise OSError(f"/proc/{pid}/fd/{fd} is not a heap of {size} bytes")
             super().__init__(file.fileno(), size)
@@ -98,7 +104,7 @@ class PeerHeap(Heap):
         if self.words[self.owner] != mark:
             self.close()
             raise OSError(f"/proc/{pid}/fd/{fd} is another worker's heap")
-        self._rope = open(f"/proc/{pid}/fd/{rope}", "wb", buffering=0, opener=_nonblocking)  # noqa: SIM115
+        self._rope = _pipe(f"/proc/{pid}/fd/{rope}")
 
     def ring(self) -> None:
         """Wakes the owner. One that has gone needs no waking, and what waits on it is told by the dispatcher."""
@@ -115,10 +121,18 @@ def parse(doorbell: str) -> tuple[int, int]:
     """(fd, mark) of a doorbell."""
     fd, _, mark = doorbell.partition("-")
     try:
-        return int(fd), int(mark, 16)
+        found = int(fd), int(mark, 16)
     except ValueError:
         raise OSError(f"{doorbell!r} is not a doorbell of this plane") from None
+    if not found[1]:
+        raise OSError(f"{doorbell!r} has no mark, which every heap has")
+    return found
 
 
-def _nonblocking(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
+def _pipe(path: str) -> IO[bytes]:
+    """A pipe's end to write to. OSError for anything else, which is left as it is."""
+    fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(f"{path} is no worker's bell")
+    return os.fdopen(fd, "wb", buffering=0)

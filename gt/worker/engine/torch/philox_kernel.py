@@ -6,7 +6,7 @@ keyed by (seed, counter). The key is read from memory, so what is recorded in a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil, pi, prod
 
 import torch
@@ -18,6 +18,7 @@ from gt.worker.engine.philox import MASK, Words
 from gt.worker.pieces import as_boxes, index, local
 
 BLOCK = 512  # Philox blocks of one program, of four words each
+DIMS = 3  # of a box that one launch draws
 FAR = 1 << 30  # counters beyond the key's that are still told as an argument
 # What a kernel makes of a word.
 WORD, HIT, UNIFORM, NORMAL, DROPOUT = range(5)
@@ -142,15 +143,31 @@ def draw(
     size, places = local(boxes)
     if size != tuple(out.shape):
         raise ValueError(f"a random tensor of shape {tuple(out.shape)} was planned as {size} of {whole}")
-    for box, place in zip(boxes, places, strict=True):
+    pieces = [piece for box, place in zip(boxes, places, strict=True) for piece in _pieces(whole, box, place)]
+    for box, place in pieces:
         strides = None if _extent(box) == whole else _strides(whole, box)
-        if len(boxes) == 1:
+        if len(pieces) == 1:
             _launch(key, relative, tensors, (threshold, scale), (64 - digits, kind), strides)
             continue
         parts = [tensor[index(place)].contiguous() for tensor in tensors]
         _launch(key, relative, parts, (threshold, scale), (64 - digits, kind), strides)
         for tensor, part in zip(tensors, parts, strict=True):
             tensor[index(place)] = part
+
+
+def _pieces(whole: tuple[int, ...], box: Box, place: Box) -> Iterator[tuple[Box, Box]]:
+    """A box, and where it lies in the tensor, as boxes that a kernel can draw: of three dims that lie apart, at most."""
+    if len(_dims(whole, box)) <= DIMS:
+        yield box, place
+        return
+    at = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
+    for n in range(box[at][1] - box[at][0]):
+        yield from _pieces(whole, _row(box, at, n), _row(place, at, n))
+
+
+def _row(box: Box, at: int, n: int) -> Box:
+    first = box[at][0] + n
+    return (*box[:at], (first, first + 1), *box[at + 1 :])
 
 
 def _launch(
@@ -171,19 +188,23 @@ def _extent(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def _strides(whole: tuple[int, ...], box: Box) -> tuple[int, ...]:
-    """(start, n1, n2, s0, s1, s2) of a box as one of three dims: neighbours of which the inner one is whole are one."""
-    steps = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
-    start = sum(first * step for (first, _), step in zip(box, steps, strict=True))
-    dims: list[list[int]] = []  # [extent, step], the outermost first
-    for n, step, size in zip(_extent(box), steps, whole, strict=True):
+def _dims(whole: tuple[int, ...], box: Box) -> list[list[int]]:
+    """[extent, step in the whole] of a box, the outermost first: neighbours of which the inner one is whole are one."""
+    dims: list[list[int]] = []
+    for at, (n, size) in enumerate(zip(_extent(box), whole, strict=True)):
+        step = prod(whole[at + 1 :])
         if dims and dims[-1][1] == step * size and n == size:
             dims[-1] = [dims[-1][0] * n, step]
         elif n != 1 or not dims:
             dims.append([n, step])
-    if len(dims) > 3:
-        raise NotImplementedError(f"a piece of {len(dims)} apart dims of {whole}")
-    dims = [[1, 0]] * (3 - len(dims)) + dims
+    return dims
+
+
+def _strides(whole: tuple[int, ...], box: Box) -> tuple[int, ...]:
+    """(start, n1, n2, s0, s1, s2) of a box as one of three dims."""
+    start = sum(first * prod(whole[at + 1 :]) for at, (first, _) in enumerate(box))
+    dims = _dims(whole, box)
+    dims = [[1, 0]] * (DIMS - len(dims)) + dims
     return start, dims[1][0], dims[2][0], dims[0][1], dims[1][1], dims[2][1]
 
 
