@@ -39,7 +39,7 @@ class Shapes:
 
 
 def known(template: Template) -> Known:
-    """What planning knows of a client's template: its rule only if it has the form that the rule is for."""
+    """A client's template as planning knows it, with a rule only if it has the form that the rule is for."""
     met = Known(template)
     if regular(met):
         return met
@@ -50,7 +50,7 @@ def known(template: Template) -> Known:
 
 
 def regular(known: Known) -> bool:
-    """Whether no rule is surprised by its shapes."""
+    """True if its shapes are those that its rule is for."""
     template = known.template
     if known.name == "gt.upload":
         return True
@@ -94,7 +94,7 @@ def _without(shape: Shape, dims: Iterable[int]) -> Shape:
 
 
 def _same_but(a: Shape, b: Shape | None, dims: Iterable[int]) -> bool:
-    """Whether two shapes differ along these dims at most."""
+    """True if two shapes differ along these dims at most."""
     return b is not None and len(a) == len(b) and all(x == y or d in dims for d, (x, y) in enumerate(zip(a, b, strict=True)))
 
 
