@@ -158,12 +158,13 @@ def test_a_nursery_ends_with_its_program_also_while_what_it_starts_is_stopped(wh
 def test_a_nursery_that_is_stopped_is_named(monkeypatch):
     monkeypatch.setattr(local, "LOOK", 0.05)
     monkeypatch.setattr(local, "STOP", 0.1)
+    before = children()
     with pytest.raises(SystemFailure, match=r"process \d+, which starts dispatcher and workers, is stopped"):
-        local.start(1, backend="numpy", meanwhile=lambda: os.kill(children()[-1], signal.SIGSTOP))
+        local.start(1, backend="numpy", meanwhile=lambda: os.kill((children() - before).pop(), signal.SIGSTOP))
 
 
-def children() -> list[int]:
-    return sorted(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+def children() -> set[int]:
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 
 def test_workers_of_a_dispatcher_that_is_ending_have_nothing_to_say(monkeypatch, capfd):
