@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import wait_until
 
 from gt import errors
 from gt.client.session import Session
 from gt.server import main as server_main
-from tests.conftest import wait_until
 
 SECRET = "a token of this test's own"
 CLIENT = """
@@ -101,7 +101,7 @@ def site(tmp_path: Path, *names: str, options: tuple[str, ...] = ()) -> Iterator
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[Site]:
     """An exclusive server with two workers, a and b, whose token file is gone once they have read it."""
-    from tests import conftest
+    import conftest
 
     before = set(conftest.started())
     with site(tmp_path_factory.mktemp("site"), "a", "b") as here:
