@@ -98,6 +98,15 @@ def site(tmp_path: Path, *names: str, options: tuple[str, ...] = ()) -> Iterator
             worker.wait(20)
 
 
+@pytest.fixture(autouse=True)
+def workers_started_again(nothing_left) -> Iterator[None]:
+    """A worker's successor lives as long as the site; what is left in the end is looked for when all tests are over."""
+    import conftest
+
+    yield
+    conftest._ours.update(conftest.started())
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[Site]:
     """An exclusive server with two workers, a and b, whose token file is gone once they have read it."""
