@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import wait_until
 
 from gt import errors
 from gt.client.session import Session
 from gt.server import main as server_main
+from tests.conftest import wait_until
 
 SECRET = "a token of this test's own"
 CLIENT = """
@@ -98,19 +98,10 @@ def site(tmp_path: Path, *names: str, options: tuple[str, ...] = ()) -> Iterator
             worker.wait(20)
 
 
-@pytest.fixture(autouse=True)
-def workers_started_again(nothing_left) -> Iterator[None]:
-    """A worker's successor lives as long as the site; what is left in the end is looked for when all tests are over."""
-    import conftest
-
-    yield
-    conftest._ours.update(conftest.started())
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[Site]:
     """An exclusive server with two workers, a and b, whose token file is gone once they have read it."""
-    import conftest
+    from tests import conftest
 
     before = set(conftest.started())
     with site(tmp_path_factory.mktemp("site"), "a", "b") as here:
