@@ -28,11 +28,11 @@ def leave_secrets(address: str, token: str) -> None:
         templates, code, number = [], [], 1
         for n, spec in enumerate(specs):
             upload = ["gt.upload.default", [], {}, [], 1, [["new", spec, -1]], [], False, False]
-            both = ["aten.bitwise_or.Tensor", [{"t": 0}, {"t": 0}], {}, [spec], 0, [["new", spec, -1]], [], True, False]
+            both = ["aten.bitwise_or.Tensor", [{"t": 0}, {"t": 1}], {}, [spec, spec], 0, [["new", spec, -1]], [], True, False]
             templates += [[100 + n, upload], [200 + n, both]]
         for _ in range(8):
             for n in range(len(SIZES)):
-                code += [100 + n, 0, n, number, 200 + n, 0, number, number + 1]
+                code += [100 + n, 0, n, number, 200 + n, 0, number, number, number + 1]
                 number += 2
         session.submit(templates, [], code, [bytes([SECRET]) * n for n in SIZES])
         assert bytes(session.fetch(number - 1)[2]) == bytes([SECRET]) * SIZES[-1]
