@@ -16,20 +16,21 @@ import pytest
 from conftest import read, wait_until
 
 from gt import env
-from gt.dispatcher.events import Close, Examine, Examined, Tick
+from gt.dispatcher.events import Close, Examine, Examined, PeerLost, Tick
 from gt.dispatcher.intake import CREDIT
+from gt.dispatcher.uploads import WINDOW
 from gt.errors import ConfigError, DispatcherLost, WorkerLost, WorkerStuck
 from gt.launch import local
 from gt.launch.process import fork
 from gt.wire import liveness
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
-from gt.wire.messages import THROUGH, Done, Exit, Failed, Fetch, Notice, Ops, Query, Report
+from gt.wire.messages import CHUNK, THROUGH, Done, Exit, Failed, Fetch, Host, More, Need, Notice, Ops, Query, Report, Seal, Took
 from gt.worker.effort import Effort
 from gt.worker.engine.numpy import NumpyEngine
 from tests import load
 from tests.fuzz import serving
-from tests.hostile import TEMPLATES
+from tests.hostile import TEMPLATES, row, spec
 from tests.limits import limit
 from tests.streams import NEG, Stream
 from tests.test_hostile import TWO, Bench
@@ -274,6 +275,76 @@ def test_a_client_that_waits_for_credit_is_told_of_a_stopped_worker():
         bench.give(b"c", Ops(n, [], [], [17, 1, 1, 10 + n]))
     rows = told(bench, lambda now: {}, until=9, halts=lambda now: {b"w0": ("T", 0.0)})
     assert [kind for _, _, kind, _ in rows] == ["WorkerStuck"]  # once
+
+
+# ---- behind an upload
+
+
+def uploading(bench: Bench, peer: bytes = b"c") -> Need:
+    """A host copy for worker w0, of which the client has sent all that it was granted, and w0 has taken in nothing."""
+    size = spec(WINDOW // 8, 4)
+    form, neg = row("gt.upload.default", [], [], [size], 1), row("aten.neg.default", [{"t": 0}], [size], [size])
+    bench.give(peer, Ops(0, [[16, form], [17, neg]], [[1, "m.py", 1, "a", False, -1]], [16, 1, -1, 1, 17, 1, 1, 2]))
+    (need,) = bench.to(peer, Need)
+    for at in range(0, need.upto, CHUNK):
+        bench.give(peer, Host(need.key, at, 2 * WINDOW), (bytes(CHUNK),))
+    return need
+
+
+def test_a_stopped_worker_is_named_to_who_waits_behind_an_upload():
+    bench = Bench()
+    seen(bench)
+    uploading(bench)
+    bench.give(b"c", Fetch(1, 2))
+    bench.give(b"c", Seal(2, 1, "", "", [], 0, 0, 0))
+    rows = told(bench, lambda now: {}, until=12, halts=lambda now: {b"w0": ("T" if now > 3 else "R", 0.0)})
+    ((when, peer, kind, text),) = rows
+    assert 8 <= when <= 10 and (peer, kind) == (b"c", "WorkerStuck")
+    assert text.startswith("worker w0 is stopped: its process 100 is stopped (state T; `kill -CONT 100` lets it go on)")
+    bench.core.check()
+    assert [type(message) for message, _ in bench.core.sessions[b"c"].inbox] == [Seal], "its call is not to be made again"
+    bench.feed(PeerLost(b"w0", "given up"))
+    assert not bench.core.sessions.get(b"c") or not bench.core.sessions[b"c"].inbox
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_upload_that_nobody_takes_in_ends_what_waits_behind_it_after_the_stall_timeout(busy: bool):
+    bench = Bench()
+    if busy:
+        begun(bench)
+    bench.client(b"d")
+    need = uploading(bench, b"d")
+    bench.give(b"d", Fetch(1, 2))
+
+    def still(now: float) -> dict:
+        return {b"w0": ([1, 0, 1, "op", 0], min(now, 100.0))}  # of the other program's op, at first
+
+    rows = [row for row in told(bench, still, until=500) if row[1:3] == (b"d", "WorkerStuck")]
+    ((when, _, _, text),) = rows
+    assert 300 + 100 * busy <= when <= 303 + 100 * busy
+    assert "worker w0 is alive; nothing of an upload has been taken in for " in text and "Nothing is lost" in text
+    bench.give(b"d", Fetch(2, 2), at=500)
+    assert [row[1] for row in told(bench, still, start=500, until=720) if row[2] != "Notice"] == [b"d"], "as long again"
+    bench.give(b"w0", Took(need.key, need.upto), at=720)
+    assert bench.to(b"d", More) == [More(need.key, 2 * WINDOW)]
+
+
+def test_a_client_without_credit_is_told_of_a_stopped_worker_behind_an_upload():
+    bench = Bench()
+    seen(bench)
+    uploading(bench)
+    for n in range(1, CREDIT):
+        bench.give(b"c", Ops(n, [], [], [17, 1, 1, 10 + n]))
+    rows = told(bench, lambda now: {}, until=9, halts=lambda now: {b"w0": ("T", 0.0)})
+    assert [kind for _, _, kind, _ in rows] == ["WorkerStuck"]  # once
+
+
+def test_a_client_that_does_not_send_what_it_was_granted_is_nobody_elses_fault():
+    bench = Bench()
+    need = uploading(bench)
+    bench.give(b"w0", Took(need.key, need.upto))
+    bench.give(b"c", Fetch(1, 2))
+    assert told(bench, lambda now: {}) == []
 
 
 def test_a_dispatcher_that_was_asleep_itself_blames_nobody():

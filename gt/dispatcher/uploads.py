@@ -46,11 +46,13 @@ class Uploads:
         self.s = session
         self.open: dict[int, Upload] = {}  # oldest first
         self.awaited = 0  # of these, not all here yet
+        self.moved = 0.0  # when something of them came, or was taken
 
     def expect(self, key: int, tensor: int, boxes: list, total: int, workers: Iterable[int]) -> None:
         """Ask the client for a region, and for as much of it now as there is room for."""
         upload = self.open[key] = Upload(key, total, dict.fromkeys(workers, 0))
         self.awaited += 1
+        self.moved = self.s.cluster.now
         upload.granted = max(0, min(self._room(), total))
         self.s.send(Need(tensor, key, boxes, upload.granted))
 
@@ -82,6 +84,7 @@ class Uploads:
                 f"Host.offset is {message.offset} with {size} bytes, want {upload.received}, up to {upload.granted} at most"
             )
         upload.received += size
+        self.moved = self.s.cluster.now
         upload.empty_came = True
         for index in upload.taken:
             worker = self.s.cluster.workers[index]
@@ -99,8 +102,13 @@ class Uploads:
         if index not in upload.taken or not upload.taken[index] <= upto <= upload.received:
             raise ProtocolError(f"Took.upto is {upto} of upload {key}, of which {upload.received} bytes were sent")
         upload.taken[index] = upto
+        self.moved = self.s.cluster.now
         self._settle(upload)
         self.pump()
+
+    def waits(self) -> set[int]:
+        """Workers that have still to take in what came of uploads."""
+        return {index for upload in self.open.values() for index, upto in upload.taken.items() if upto < upload.received}
 
     def lose(self, index: int) -> None:
         """A worker is gone: nothing is on its way to it."""
