@@ -25,7 +25,28 @@ from gt.launch.process import fork
 from gt.wire import liveness
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
-from gt.wire.messages import CHUNK, THROUGH, Done, Exit, Failed, Fetch, Host, More, Need, Notice, Ops, Query, Report, Seal, Took
+from gt.wire.messages import (
+    AHEAD,
+    CHUNK,
+    THROUGH,
+    Describe,
+    Done,
+    Exit,
+    Failed,
+    Fetch,
+    Host,
+    More,
+    Need,
+    Notice,
+    Ops,
+    Piece,
+    Query,
+    Report,
+    Seal,
+    Stats,
+    Took,
+    Value,
+)
 from gt.worker.effort import Effort
 from gt.worker.engine.numpy import NumpyEngine
 from tests import load
@@ -92,6 +113,7 @@ def test_a_slow_worker_is_a_notice_at_10_30_and_60_s_and_then_seldom_and_never_a
     assert len(rows) == len(want) and all(w <= when <= w + 2 for w, (when, *_) in zip(want, rows)), rows
     said = "slow: worker w0 is alive and has been at m.py:1: gt.upload.default, group a for "
     assert all(text.startswith(said) for *_, text in rows), rows
+    bench.give(b"w0", Piece(next(iter(bench.core.sessions[b"c"].requests.by_key)), 0, 64), (bytes(64),), at=2000)
     bench.give(b"w0", Done(bench.core.cluster.workers[0].runs), at=2000)
     assert told(bench, lambda now: {}, start=2000, until=2700) == []
 
@@ -277,6 +299,71 @@ def test_a_client_that_waits_for_credit_is_told_of_a_stopped_worker():
     assert [kind for _, _, kind, _ in rows] == ["WorkerStuck"]  # once
 
 
+# ---- answers that do not come, though all work is done
+
+
+def stuck(bench: Bench, until: float, start: float = 0.0, peer: bytes = b"c", work: float = 0.0) -> list[float]:
+    """When errors are told, by workers that have nothing to do, or w0 something for another until it has worked so long."""
+    rows = told(bench, lambda now: {b"w0": ([9, 0, 99, "op", 0], min(now, work))}, start=start, until=until)
+    assert {kind for _, _, kind, _ in rows} <= {"WorkerStuck", "Notice"}
+    return [when for when, who, kind, _ in rows if (who, kind) == (peer, "WorkerStuck")]
+
+
+def finished(bench: Bench, at: float = 0.0) -> list:
+    """Workers have done all that was sent; what the client is told."""
+    return [bench.give(worker.peer, Done(worker.runs), at=at) for worker in bench.core.cluster.workers]
+
+
+def test_a_value_that_is_not_sent_is_an_error_after_the_stall_timeout_and_may_be_asked_for_again():
+    bench = Bench()
+    begun(bench)
+    bench.give(b"c", Fetch(1, 2))
+    assert stuck(bench, until=250, work=1000) == []
+    finished(bench, at=250)
+    assert [550 <= when <= 552 for when in stuck(bench, start=250, until=700)] == [True]
+    bench.give(b"c", Fetch(2, 2), at=700)
+    (key,) = bench.core.sessions[b"c"].requests.by_key
+    bench.give(b"w0", Piece(key, 0, 64), (bytes(64),), at=700)
+    assert [m.request for sent in finished(bench, at=700) for _, m in sent if isinstance(m, Value)] == [2]
+    assert stuck(bench, start=700, until=1100) == []
+
+
+@pytest.mark.parametrize("sends", [0, 1, AHEAD // CHUNK])
+def test_of_a_large_value_each_part_may_take_as_long_and_who_does_not_take_it_blames_nobody(sends: int):
+    bench = Bench()
+    size = spec(AHEAD // 8, 4)
+    form, neg = row("aten.zeros.default", [[AHEAD // 8, 4]], [], [size]), row("aten.neg.default", [{"t": 0}], [size], [size])
+    bench.give(b"c", Ops(0, [[16, form], [17, neg]], [[1, "m.py", 1, "a", False, -1]], [16, 1, 1, 17, 1, 1, 2]))
+    bench.give(b"c", Fetch(1, 2))
+    finished(bench)
+    (key,) = bench.core.sessions[b"c"].requests.by_key
+    for n in range(sends):
+        bench.give(b"w0", Piece(key, n * CHUNK, 2 * AHEAD), (bytes(CHUNK),), at=200.0)
+    whole = sends == AHEAD // CHUNK
+    begin = 200 if sends else 0
+    assert [begin + 300 <= when <= begin + 302 for when in stuck(bench, start=begin, until=900)] == ([] if whole else [True])
+    if whole:
+        bench.give(b"c", Took(key, CHUNK), at=900.0)
+        assert [1200 <= when <= 1202 for when in stuck(bench, start=900, until=1300)] == [True]
+
+
+def test_shapes_and_statistics_that_are_not_told_are_errors_after_the_stall_timeout():
+    bench = Bench()
+    begun(bench)
+    finished(bench)
+    form = [*row("aten.nonzero.default", [{"t": 0}], [spec(4, 4)], [("new", None, -1)])[:7], True, False]
+    bench.give(b"c", Ops(1, [[19, form]], [], [19, 1, 2, 9]))
+    bench.give(b"c", Describe(1, [9]))
+    bench.give(b"c", Stats(2))
+    finished(bench)
+    assert [300 <= when <= 302 for when in stuck(bench, until=400)] == [True, True]
+    assert not bench.core.watch.surveys and not bench.core.sessions[b"c"].requests.open
+    bench.give(b"c", Stats(3), at=400)
+    bench.client(b"d")
+    begun(bench, b"d")
+    assert [998 <= when <= 1002 for when in stuck(bench, start=400, until=1100, work=700)] == [True], "w0 got on until 700"
+
+
 # ---- behind an upload
 
 
@@ -322,7 +409,7 @@ def test_an_upload_that_nobody_takes_in_ends_what_waits_behind_it_after_the_stal
     rows = [row for row in told(bench, still, until=500) if row[1:3] == (b"d", "WorkerStuck")]
     ((when, _, _, text),) = rows
     assert 300 + 100 * busy <= when <= 303 + 100 * busy
-    assert "worker w0 is alive; nothing of an upload has been taken in for " in text and "Nothing is lost" in text
+    assert "worker w0 is alive and has taken in nothing of an upload for " in text and "Nothing is lost" in text
     bench.give(b"d", Fetch(2, 2), at=500)
     assert [row[1] for row in told(bench, still, start=500, until=720) if row[2] != "Notice"] == [b"d"], "as long again"
     bench.give(b"w0", Took(need.key, need.upto), at=720)

@@ -48,6 +48,7 @@ class Patience:
         for session in sessions:
             if session.uploads.awaited:
                 self._end_held(session, halted, now)
+            self._end_unanswered(session, now)
             behind = self._behind(session)
             if behind:
                 self._end(session, behind, halted, now)
@@ -87,14 +88,12 @@ class Patience:
 
     def _end_held(self, session: Session, halted: dict[int, str], now: float) -> None:
         """End questions behind an upload that a stopped worker has to take in, or only such as do not get on."""
-        waits, uploads, places = session.uploads.waits(), session.uploads, self.watch.places
+        uploads, waits = session.uploads, session.uploads.waits()
         stopped = {i: halted[i] for i in waits & set(halted)}
-        since = max(uploads.moved, self.watch.awake, *(places[i].since for i in waits if i in places), 0.0)
-        stalled = 0 < session.stall_timeout <= now - since
+        stalled = self._silent(session, waits, uploads.moved, now)
         if not waits or not (stopped or stalled):
             return
-        alive = [f"worker {self.cluster.workers[i].name} is alive" for i in sorted(waits)[:NAMED]]
-        said = f"{'; '.join(alive)}; nothing of an upload has been taken in for {now - uploads.moved:.1f} s"
+        said = f"{self._alive(waits)} taken in nothing of an upload for {now - uploads.moved:.1f} s"
         error = self._error(session, stopped, said)
         if self._without_credit(session):
             self._tell_stuck(session, error)
@@ -108,6 +107,32 @@ class Patience:
         session.inbox = left
         if stalled:
             uploads.moved = now  # who asks again waits as long again
+
+    def _end_unanswered(self, session: Session, now: float) -> None:
+        """End questions that workers have done all work for, and of which an answer does not come."""
+        surveys = self.watch.surveys
+        for request in [r for r in session.requests.open.values() if r.moved >= 0]:
+            if error := self._unanswered(session, request.owed, request.moved, now):
+                session.requests.give_up(request, error)
+        for key, survey in [(key, survey) for key, survey in surveys.items() if survey.session is session]:
+            if error := self._unanswered(session, survey.left, survey.since, now):
+                session.send(Failed(surveys.pop(key).number, errors.to_wire(error)))
+
+    def _unanswered(self, session: Session, waits: set[int], moved: float, now: float) -> WorkerStuck | None:
+        if not waits or not self._silent(session, waits, moved, now):
+            return None
+        return self._error(session, {}, f"{self._alive(waits)} answered nothing for {now - moved:.1f} s")
+
+    def _silent(self, session: Session, waits: set[int], moved: float, now: float) -> bool:
+        """Whether nothing came for a program's stall_timeout from workers which do not get on with anything else either."""
+        places = self.watch.places
+        since = max(moved, self.watch.awake, *(places[i].since for i in waits if i in places), 0.0)
+        return 0 < session.stall_timeout <= now - since
+
+    def _alive(self, waits: set[int]) -> str:
+        names = ", ".join(self.cluster.workers[i].name for i in sorted(waits)[:NAMED])
+        more = f" and {len(waits) - NAMED} more" if len(waits) > NAMED else ""
+        return f"workers {names}{more} are alive and have" if len(waits) > 1 else f"worker {names} is alive and has"
 
     @staticmethod
     def _without_credit(session: Session) -> bool:
