@@ -16,20 +16,42 @@ import pytest
 from conftest import read, wait_until
 
 from gt import env
-from gt.dispatcher.events import Close, Examine, Examined, Tick
+from gt.dispatcher.events import Close, Examine, Examined, PeerLost, Tick
 from gt.dispatcher.intake import CREDIT
+from gt.dispatcher.uploads import WINDOW
 from gt.errors import ConfigError, DispatcherLost, WorkerLost, WorkerStuck
 from gt.launch import local
 from gt.launch.process import fork
 from gt.wire import liveness
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
-from gt.wire.messages import THROUGH, Done, Exit, Failed, Fetch, Notice, Ops, Query, Report
+from gt.wire.messages import (
+    AHEAD,
+    CHUNK,
+    THROUGH,
+    Describe,
+    Done,
+    Exit,
+    Failed,
+    Fetch,
+    Host,
+    More,
+    Need,
+    Notice,
+    Ops,
+    Piece,
+    Query,
+    Report,
+    Seal,
+    Stats,
+    Took,
+    Value,
+)
 from gt.worker.effort import Effort
 from gt.worker.engine.numpy import NumpyEngine
 from tests import load
 from tests.fuzz import serving
-from tests.hostile import TEMPLATES
+from tests.hostile import TEMPLATES, row, spec
 from tests.limits import limit
 from tests.streams import NEG, Stream
 from tests.test_hostile import TWO, Bench
@@ -91,6 +113,7 @@ def test_a_slow_worker_is_a_notice_at_10_30_and_60_s_and_then_seldom_and_never_a
     assert len(rows) == len(want) and all(w <= when <= w + 2 for w, (when, *_) in zip(want, rows)), rows
     said = "slow: worker w0 is alive and has been at m.py:1: gt.upload.default, group a for "
     assert all(text.startswith(said) for *_, text in rows), rows
+    bench.give(b"w0", Piece(next(iter(bench.core.sessions[b"c"].requests.by_key)), 0, 64), (bytes(64),), at=2000)
     bench.give(b"w0", Done(bench.core.cluster.workers[0].runs), at=2000)
     assert told(bench, lambda now: {}, start=2000, until=2700) == []
 
@@ -274,6 +297,141 @@ def test_a_client_that_waits_for_credit_is_told_of_a_stopped_worker():
         bench.give(b"c", Ops(n, [], [], [17, 1, 1, 10 + n]))
     rows = told(bench, lambda now: {}, until=9, halts=lambda now: {b"w0": ("T", 0.0)})
     assert [kind for _, _, kind, _ in rows] == ["WorkerStuck"]  # once
+
+
+# ---- answers that do not come, though all work is done
+
+
+def stuck(bench: Bench, until: float, start: float = 0.0, peer: bytes = b"c", work: float = 0.0) -> list[float]:
+    """When errors are told, by workers that have nothing to do, or w0 something for another until it has worked so long."""
+    rows = told(bench, lambda now: {b"w0": ([9, 0, 99, "op", 0], min(now, work))}, start=start, until=until)
+    assert {kind for _, _, kind, _ in rows} <= {"WorkerStuck", "Notice"}
+    return [when for when, who, kind, _ in rows if (who, kind) == (peer, "WorkerStuck")]
+
+
+def finished(bench: Bench, at: float = 0.0) -> list:
+    """Workers have done all that was sent; what the client is told."""
+    return [bench.give(worker.peer, Done(worker.runs), at=at) for worker in bench.core.cluster.workers]
+
+
+def test_a_value_that_is_not_sent_is_an_error_after_the_stall_timeout_and_may_be_asked_for_again():
+    bench = Bench()
+    begun(bench)
+    bench.give(b"c", Fetch(1, 2))
+    assert stuck(bench, until=250, work=1000) == []
+    finished(bench, at=250)
+    assert [550 <= when <= 552 for when in stuck(bench, start=250, until=700)] == [True]
+    bench.give(b"c", Fetch(2, 2), at=700)
+    (key,) = bench.core.sessions[b"c"].requests.by_key
+    bench.give(b"w0", Piece(key, 0, 64), (bytes(64),), at=700)
+    assert [m.request for sent in finished(bench, at=700) for _, m in sent if isinstance(m, Value)] == [2]
+    assert stuck(bench, start=700, until=1100) == []
+
+
+@pytest.mark.parametrize("sends", [0, 1, AHEAD // CHUNK])
+def test_of_a_large_value_each_part_may_take_as_long_and_who_does_not_take_it_blames_nobody(sends: int):
+    bench = Bench()
+    size = spec(AHEAD // 8, 4)
+    form, neg = row("aten.zeros.default", [[AHEAD // 8, 4]], [], [size]), row("aten.neg.default", [{"t": 0}], [size], [size])
+    bench.give(b"c", Ops(0, [[16, form], [17, neg]], [[1, "m.py", 1, "a", False, -1]], [16, 1, 1, 17, 1, 1, 2]))
+    bench.give(b"c", Fetch(1, 2))
+    finished(bench)
+    (key,) = bench.core.sessions[b"c"].requests.by_key
+    for n in range(sends):
+        bench.give(b"w0", Piece(key, n * CHUNK, 2 * AHEAD), (bytes(CHUNK),), at=200.0)
+    whole = sends == AHEAD // CHUNK
+    begin = 200 if sends else 0
+    assert [begin + 300 <= when <= begin + 302 for when in stuck(bench, start=begin, until=900)] == ([] if whole else [True])
+    if whole:
+        bench.give(b"c", Took(key, CHUNK), at=900.0)
+        assert [1200 <= when <= 1202 for when in stuck(bench, start=900, until=1300)] == [True]
+
+
+def test_shapes_and_statistics_that_are_not_told_are_errors_after_the_stall_timeout():
+    bench = Bench()
+    begun(bench)
+    finished(bench)
+    form = [*row("aten.nonzero.default", [{"t": 0}], [spec(4, 4)], [("new", None, -1)])[:7], True, False]
+    bench.give(b"c", Ops(1, [[19, form]], [], [19, 1, 2, 9]))
+    bench.give(b"c", Describe(1, [9]))
+    bench.give(b"c", Stats(2))
+    finished(bench)
+    assert [300 <= when <= 302 for when in stuck(bench, until=400)] == [True, True]
+    assert not bench.core.watch.surveys and not bench.core.sessions[b"c"].requests.open
+    bench.give(b"c", Stats(3), at=400)
+    bench.client(b"d")
+    begun(bench, b"d")
+    assert [998 <= when <= 1002 for when in stuck(bench, start=400, until=1100, work=700)] == [True], "w0 got on until 700"
+
+
+# ---- behind an upload
+
+
+def uploading(bench: Bench, peer: bytes = b"c") -> Need:
+    """A host copy for worker w0, of which the client has sent all that it was granted, and w0 has taken in nothing."""
+    size = spec(WINDOW // 8, 4)
+    form, neg = row("gt.upload.default", [], [], [size], 1), row("aten.neg.default", [{"t": 0}], [size], [size])
+    bench.give(peer, Ops(0, [[16, form], [17, neg]], [[1, "m.py", 1, "a", False, -1]], [16, 1, -1, 1, 17, 1, 1, 2]))
+    (need,) = bench.to(peer, Need)
+    for at in range(0, need.upto, CHUNK):
+        bench.give(peer, Host(need.key, at, 2 * WINDOW), (bytes(CHUNK),))
+    return need
+
+
+def test_a_stopped_worker_is_named_to_who_waits_behind_an_upload():
+    bench = Bench()
+    seen(bench)
+    uploading(bench)
+    bench.give(b"c", Fetch(1, 2))
+    bench.give(b"c", Seal(2, 1, "", "", [], 0, 0, 0))
+    rows = told(bench, lambda now: {}, until=12, halts=lambda now: {b"w0": ("T" if now > 3 else "R", 0.0)})
+    ((when, peer, kind, text),) = rows
+    assert 8 <= when <= 10 and (peer, kind) == (b"c", "WorkerStuck")
+    assert text.startswith("worker w0 is stopped: its process 100 is stopped (state T; `kill -CONT 100` lets it go on)")
+    bench.core.check()
+    assert [type(message) for message, _ in bench.core.sessions[b"c"].inbox] == [Seal], "its call is not to be made again"
+    bench.feed(PeerLost(b"w0", "given up"))
+    assert not bench.core.sessions.get(b"c") or not bench.core.sessions[b"c"].inbox
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_upload_that_nobody_takes_in_ends_what_waits_behind_it_after_the_stall_timeout(busy: bool):
+    bench = Bench()
+    if busy:
+        begun(bench)
+    bench.client(b"d")
+    need = uploading(bench, b"d")
+    bench.give(b"d", Fetch(1, 2))
+
+    def still(now: float) -> dict:
+        return {b"w0": ([1, 0, 1, "op", 0], min(now, 100.0))}  # of the other program's op, at first
+
+    rows = [row for row in told(bench, still, until=500) if row[1:3] == (b"d", "WorkerStuck")]
+    ((when, _, _, text),) = rows
+    assert 300 + 100 * busy <= when <= 303 + 100 * busy
+    assert "worker w0 is alive and has taken in nothing of an upload for " in text and "Nothing is lost" in text
+    bench.give(b"d", Fetch(2, 2), at=500)
+    assert [row[1] for row in told(bench, still, start=500, until=720) if row[2] != "Notice"] == [b"d"], "as long again"
+    bench.give(b"w0", Took(need.key, need.upto), at=720)
+    assert bench.to(b"d", More) == [More(need.key, 2 * WINDOW)]
+
+
+def test_a_client_without_credit_is_told_of_a_stopped_worker_behind_an_upload():
+    bench = Bench()
+    seen(bench)
+    uploading(bench)
+    for n in range(1, CREDIT):
+        bench.give(b"c", Ops(n, [], [], [17, 1, 1, 10 + n]))
+    rows = told(bench, lambda now: {}, until=9, halts=lambda now: {b"w0": ("T", 0.0)})
+    assert [kind for _, _, kind, _ in rows] == ["WorkerStuck"]  # once
+
+
+def test_a_client_that_does_not_send_what_it_was_granted_is_nobody_elses_fault():
+    bench = Bench()
+    need = uploading(bench)
+    bench.give(b"w0", Took(need.key, need.upto))
+    bench.give(b"c", Fetch(1, 2))
+    assert told(bench, lambda now: {}) == []
 
 
 def test_a_dispatcher_that_was_asleep_itself_blames_nobody():

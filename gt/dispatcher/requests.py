@@ -47,6 +47,16 @@ class Request:
     verified: bool = False
     since: float = 0.0
     seq: int = -1  # of what was asked of the workers
+    granted: dict[int, int] = field(default_factory=dict)  # bytes of a large piece that may come, once more than AHEAD
+    moved: float = -1.0  # when something of the answer came last, or could come at last; below 0: it has to be worked for
+
+    @property
+    def owed(self) -> set[int]:
+        """Workers that have still to send what they may."""
+        if self.kind == "describe":
+            return {index for key, index in self.keys.items() if key not in self.specs}
+        ends = {key: self.sizes[key] - left + min(left, CHUNK) for key, left in self.left.items() if left}
+        return {self.keys[key] for key, end in ends.items() if end <= self.granted.get(key, AHEAD)}
 
     @property
     def name(self) -> str:
@@ -230,6 +240,7 @@ class Requests:
         request.left[message.key] -= size if total else 1
         self.fetched += size
         if request.verified:
+            request.moved = self.s.cluster.now
             self.s.send(message, frames)
             self._finish(request)
         else:
@@ -243,6 +254,7 @@ class Requests:
         if not 0 <= upto <= request.sizes[key] - request.left[key]:
             sent = request.sizes[key] - request.left[key]
             raise ProtocolError(f"Took.upto is {upto} of piece {key}, of which {sent} bytes were sent")
+        request.granted[key], request.moved = upto + AHEAD, self.s.cluster.now
         self._tell(request, key, upto + AHEAD)
 
     def _tell(self, request: Request, key: int, upto: int) -> None:
@@ -292,6 +304,8 @@ class Requests:
         for request in list(self.open.values()):
             if request.verified or not self.s.reached(request.runs):
                 continue
+            if request.moved < 0:
+                request.moved = self.s.cluster.now
             cause = next((t.storage.failed for t in request.tensors if t.storage.failed), None)
             if cause is None and self.s.unreported:
                 cause = self.s.unreported.popleft()

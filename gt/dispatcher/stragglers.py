@@ -6,6 +6,7 @@ its whole stall_timeout. Nothing is lost by that error: whoever got it may wait 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from gt.dispatcher.intake import CREDIT
 from gt.dispatcher.sessions import Session
 from gt.dispatcher.watch import COMPILE, DEVICE, LOAD, MEETING, Place, Watch
 from gt.errors import WorkerStuck
-from gt.wire.messages import Failed, Notice
+from gt.wire.messages import Describe, Failed, Fetch, Inspect, Message, Notice, Ops, Seal, Stats
 
 SLOW = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0)  # seconds at one instruction after which a program is told, then every 600
 SAME = 60.0  # seconds in which a program is not told for the second time that it has come to a slow instruction at one line
@@ -43,10 +44,11 @@ class Stragglers:
 
     def tell(self, sessions: Iterable[Session], now: float) -> None:
         """Notices and errors for the programs that wait for workers."""
-        if not self.watch.places:
-            return
         halted = {i: halt.how for i, halt in self.watch.halted(HALTED).items()}
         for session in sessions:
+            if session.uploads.awaited:
+                self._end_held(session, halted, now)
+            self._end_unanswered(session, now)
             behind = self._behind(session)
             if behind:
                 self._end(session, behind, halted, now)
@@ -74,28 +76,89 @@ class Stragglers:
             waits, waited = self._waits(request.runs), now - max(request.since, self.watch.awake)
             stopped = {i: halted[i] for i in waits & set(halted)}
             if stopped or (stalled and waits and waited >= session.stall_timeout):
-                session.requests.give_up(request, self._error(session, waits, stopped, now))
-        pending, coming = session.batches.pending, session.batches.coming
-        if pending and len(pending) + len(coming) >= CREDIT and not session.told_stuck:
+                said = self._says(session, self._blamed(waits), now)
+                session.requests.give_up(request, self._error(session, stopped, said))
+        pending = session.batches.pending
+        if pending and self._without_credit(session):
             waits = self._waits(pending[0].runs)
             stopped = {i: halted[i] for i in waits & set(halted)}
             if stopped or (stalled and waits):
-                session.told_stuck = True
-                session.send(Failed(-1, errors.to_wire(self._error(session, waits, stopped, now))))
+                said = self._says(session, self._blamed(waits), now)
+                self._tell_stuck(session, self._error(session, stopped, said))
+
+    def _end_held(self, session: Session, halted: dict[int, str], now: float) -> None:
+        """End questions behind an upload that a stopped worker has to take in, or only such as do not get on."""
+        uploads, waits = session.uploads, session.uploads.waits()
+        stopped = {i: halted[i] for i in waits & set(halted)}
+        stalled = self._silent(session, waits, uploads.moved, now)
+        if not waits or not (stopped or stalled):
+            return
+        said = f"{self._alive(waits)} taken in nothing of an upload for {now - uploads.moved:.1f} s"
+        error = self._error(session, stopped, said)
+        if self._without_credit(session):
+            self._tell_stuck(session, error)
+        left: deque[tuple[Message, tuple]] = deque()
+        for message, frames in session.inbox:
+            # A Seal ends a call whose ops are sent, which is not to be called again: it waits until the worker is lost.
+            if isinstance(message, (Fetch, Describe, Inspect, Stats)) or (stalled and isinstance(message, Seal)):
+                session.send(Failed(message.request, errors.to_wire(error)))
+            else:
+                left.append((message, frames))
+        session.inbox = left
+        if stalled:
+            uploads.moved = now  # who asks again waits as long again
+
+    def _end_unanswered(self, session: Session, now: float) -> None:
+        """End questions that workers have done all work for, and of which an answer does not come."""
+        surveys = self.watch.surveys
+        for request in [r for r in session.requests.open.values() if r.moved >= 0]:
+            if error := self._unanswered(session, request.owed, request.moved, now):
+                session.requests.give_up(request, error)
+        for key, survey in [(key, survey) for key, survey in surveys.items() if survey.session is session]:
+            if error := self._unanswered(session, survey.left, survey.since, now):
+                session.send(Failed(surveys.pop(key).number, errors.to_wire(error)))
+
+    def _unanswered(self, session: Session, waits: set[int], moved: float, now: float) -> WorkerStuck | None:
+        if not waits or not self._silent(session, waits, moved, now):
+            return None
+        return self._error(session, {}, f"{self._alive(waits)} answered nothing for {now - moved:.1f} s")
+
+    def _silent(self, session: Session, waits: set[int], moved: float, now: float) -> bool:
+        """Whether nothing came for a program's stall_timeout from workers which do not get on with anything else either."""
+        places = self.watch.places
+        since = max(moved, self.watch.awake, *(places[i].since for i in waits if i in places), 0.0)
+        return 0 < session.stall_timeout <= now - since
+
+    def _alive(self, waits: set[int]) -> str:
+        names = ", ".join(self.cluster.workers[i].name for i in sorted(waits)[:NAMED])
+        more = f" and {len(waits) - NAMED} more" if len(waits) > NAMED else ""
+        return f"workers {names}{more} are alive and have" if len(waits) > 1 else f"worker {names} is alive and has"
+
+    @staticmethod
+    def _without_credit(session: Session) -> bool:
+        """Whether a program may wait until a batch is acknowledged, and has not been told why."""
+        batches = len(session.batches.pending) + len(session.batches.coming)
+        batches += sum(isinstance(message, Ops) for message, _ in session.inbox)
+        return batches >= CREDIT and not session.told_stuck
+
+    @staticmethod
+    def _tell_stuck(session: Session, error: WorkerStuck) -> None:
+        session.told_stuck = True
+        session.send(Failed(-1, errors.to_wire(error)))
 
     def _stalled(self, session: Session, behind: set[int]) -> bool:
         """True if none of these has got on for a program's stall_timeout; 0 is no limit."""
         limit = session.stall_timeout
         return limit > 0 and all(self.watch.quiet(self.watch.places[i]) >= limit for i in behind)
 
-    def _error(self, session: Session, waits: set[int], stopped: dict[int, str], now: float) -> WorkerStuck:
+    def _error(self, session: Session, stopped: dict[int, str], slow: str) -> WorkerStuck:
+        """slow: of workers that are not stopped."""
         again = "Nothing is lost: wait again (fetch the value once more)"
         if stopped:
             said = "; ".join(f"worker {self.cluster.workers[i].name} is stopped: {stopped[i]}" for i in sorted(stopped)[:NAMED])
             return WorkerStuck(f"{said}. {again}; one that stays so for {self.watch.heartbeat:g} s is given up")
         limit = f"no worker of this program has got on for {session.stall_timeout:g} s"
-        said = self._says(session, self._blamed(waits), now)
-        return WorkerStuck(f"{limit}: {said}. {again}, or give a longer stall_timeout= or GT_STALL_TIMEOUT")
+        return WorkerStuck(f"{limit}: {slow}. {again}, or give a longer stall_timeout= or GT_STALL_TIMEOUT")
 
     # ---- notices
 

@@ -57,6 +57,7 @@ class Uploads:
         self.open: dict[int, Upload] = {}  # oldest first
         self.awaited = 0  # of these, not all here yet
         self.unsent: list[tuple[int, list[Worker]]] = []  # that nothing which is written takes yet, and for whom
+        self.moved = 0.0  # when something of them came, or was taken
 
     def source(self, known: Known, values: tuple, outs: list[int]) -> Source | None:
         """The bytes of an op that uploads: in this batch, or kept by the client under the tensor's id; None for another op."""
@@ -95,6 +96,7 @@ class Uploads:
         """Ask the client for a region, and for as much of it now as there is room for."""
         upload = self.open[key] = Upload(key, total, dict.fromkeys(workers, 0))
         self.awaited += 1
+        self.moved = self.s.cluster.now
         upload.granted = max(0, min(self._room(), total))
         self.s.send(Need(tensor, key, boxes, upload.granted))
 
@@ -126,6 +128,7 @@ class Uploads:
                 f"Host.offset is {message.offset} with {size} bytes, want {upload.received}, up to {upload.granted} at most"
             )
         upload.received += size
+        self.moved = self.s.cluster.now
         upload.empty_came = True
         for index in upload.taken:
             worker = self.s.cluster.workers[index]
@@ -143,8 +146,13 @@ class Uploads:
         if index not in upload.taken or not upload.taken[index] <= upto <= upload.received:
             raise ProtocolError(f"Took.upto is {upto} of upload {key}, of which {upload.received} bytes were sent")
         upload.taken[index] = upto
+        self.moved = self.s.cluster.now
         self._settle(upload)
         self.pump()
+
+    def waits(self) -> set[int]:
+        """Workers that have still to take in what came of uploads."""
+        return {index for upload in self.open.values() for index, upto in upload.taken.items() if upto < upload.received}
 
     def lose(self, index: int) -> None:
         """A worker is gone: nothing is on its way to it."""

@@ -31,6 +31,7 @@ class Survey:
     session: Session
     number: int
     left: set[int]
+    since: float
     reports: dict[int, dict] = field(default_factory=dict)
 
 
@@ -87,7 +88,7 @@ class Watch:
         numbers = session.programs.newest if told is None else told.numbers
         key = self.cluster.key()
         alive = [w for w in self.cluster.workers if not w.lost]
-        self.surveys[key] = Survey(session, number, {w.index for w in alive})
+        self.surveys[key] = Survey(session, number, {w.index for w in alive}, self.cluster.now)
         return self.surveys[key], [(w.peer, Query(key, True, numbers.get(w.index, []))) for w in alive]
 
     def answered(self, worker: Worker, report: Report) -> Survey | None:
