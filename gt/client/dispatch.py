@@ -15,9 +15,9 @@ from gt.client.infer import (
     ASK,
     CONST,
     FIRST,
+    INTO,
     LIST,
     ONE,
-    RESIZE,
     TENSOR,
     TENSORS,
     TYPED,
@@ -28,6 +28,7 @@ from gt.client.infer import (
     _infos,
     info_of,
     miss,
+    without_out,
 )
 from gt.client.runtime import Live, check, current
 from gt.client.tensor import _AUTOCAST, LAZY, Alias, Ref, RemoteTensor, make, rebind
@@ -187,8 +188,8 @@ def announce(buffer: RemoteTensor) -> None:
 
 def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, row: list) -> Any:
     """The calls that are not one new tensor or one in-place target."""
-    if entry.mode == RESIZE:
-        return call(info, *_with_new_outs(info, entry, args, kwargs), extra)
+    if entry.mode == INTO:
+        return _into(info, entry, args, kwargs)
     recorder, origin = current(), row[1]
     numbers = [recorder.new_id() for _ in entry.metas]
     if recorder.lives.ended and any(meta is not None and meta.large for meta in entry.metas):
@@ -238,12 +239,22 @@ def _gather(trees: Any, found: list[RemoteTensor]) -> None:
             _gather(tree.values(), found)
 
 
-def _with_new_outs(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """out= tensors of another shape become new ones; the same objects then name these."""
-    named = [kwargs[n] if n in kwargs else args[info.names.index(n)] for n in info.writes]
-    for target, meta in zip(_tensors(named), entry.metas, strict=True):
-        rebind(target, empty(meta))
-    return args, kwargs
+def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
+    """out=: the results are copied there. Tensors of another shape become new ones; the same objects then name these."""
+    named = [kwargs[name] for name in info.outs]
+    targets, given = _tensors(named), {name: a for name, a in kwargs.items() if name not in info.outs}
+    op = without_out(info)
+    for name, value in (("dtype", targets[0].dtype if targets else None), ("device", LAZY)):
+        if name in info_of(op).named and given.get(name) is None:
+            given[name] = value
+    made = _tensors(op(*args, **given))
+    looks = entry.metas or [metas.contiguous(tuple(m.shape), t.dtype) for m, t in zip(made, targets, strict=True)]
+    for target, result, look in zip(targets, made, looks, strict=True):
+        if target.shape != look.shape:
+            rebind(target, empty(look))
+        torch.ops.aten.copy_.default(target, result)
+    returned = named if info.func._schema.returns else []
+    return tuple(returned) if len(returned) != 1 else returned[0]
 
 
 def empty(meta: metas.Meta) -> RemoteTensor:

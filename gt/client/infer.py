@@ -27,7 +27,7 @@ _KINDS = {
     "Optional[float]": VALUE, "List[Tensor]": TENSORS, "List[Optional[Tensor]]": TENSORS, "List[number]": VALUES,
 }  # fmt: skip
 # Modes of an entry
-ONE, FIRST, MANY, RESIZE, ASK = range(5)
+ONE, FIRST, MANY, INTO, ASK = range(5)
 # Ops whose output shape depends on a Scalar
 _SHAPED_BY_VALUE = ("aten.arange", "aten.range")
 # Ops in place over lists that have no meta kernel: their outputs are their inputs
@@ -97,7 +97,7 @@ class OpInfo:
         self.names = [a.name for a in schema.arguments]
         self.random = self.name in ops.RANDOM
         self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-        self.resizes = torch.Tag.out in func.tags if hasattr(torch.Tag, "out") else "out" in func._overloadname
+        self.outs = [a.name for a in schema.arguments if a.is_out]
         self.dynamic = torch.Tag.dynamic_output_shape in func.tags
         self.pointwise = torch.Tag.pointwise in func.tags
         self.handler: Callable | None = None
@@ -188,7 +188,7 @@ def constant(a: Any) -> Arg:
 
 def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     """Infer a call, define its template and return the entry (the caller keeps it)."""
-    if info.name not in TABLE:
+    if info.name not in TABLE and not info.outs:
         raise UnsupportedOp(f"{TABLE.refusal(info.name)}; or compute it on the CPU and move the result with .to('remote')")
     encoder = _Encoder()
     pairs = [encoder.encode(kind, a) for kind, a in zip(info.kinds, args, strict=False)]
@@ -199,8 +199,9 @@ def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     _check_dtypes(info, args, kwargs)
     entry = Entry()
     found, known = _run_meta(info, stand_ins, stand_named)
-    if known and info.resizes and (changed := _changed_outs(info, args, kwargs, stand_ins, stand_named)):
-        entry.mode, entry.metas = RESIZE, changed
+    if info.outs:
+        entry.mode = INTO
+        entry.metas = _changed_outs(info, kwargs, stand_named) if known else []
         return entry
     positions = _operands(info, args, kwargs)
     outs = _outs(info, entry, found, known, positions)
@@ -288,14 +289,11 @@ def _flat(found: Any) -> list:
     return [found]
 
 
-def _changed_outs(info: OpInfo, args: tuple, kwargs: dict, stand_ins: list, stand_named: dict) -> list[Meta]:
+def _changed_outs(info: OpInfo, kwargs: dict, stand_named: dict) -> list[Meta]:
     """New metas of out= tensors, if the op gave any of them another shape; else nothing."""
     changed, after = False, []
-    for name in info.writes:
-        place = info.names.index(name)
-        real = kwargs[name] if name in kwargs else args[place]
-        stand = stand_named[name] if name in kwargs else stand_ins[place]
-        for tensor, result in zip(_flat(real), _flat(stand), strict=True):
+    for name in info.outs:
+        for tensor, result in zip(_flat(kwargs[name]), _flat(stand_named[name]), strict=True):
             after.append(metas.of(result))
             given = tensor._ref.meta
             if given.shape != tuple(result.shape):
@@ -306,6 +304,21 @@ def _changed_outs(info: OpInfo, args: tuple, kwargs: dict, stand_ins: list, stan
                         "is the same memory; clone() it first"
                     )
     return after if changed else []
+
+
+def without_out(info: OpInfo) -> Any:
+    """The overload that gives new tensors what this one writes to out=: of the same arguments, with dtype and device at most."""
+    wanted = {(a.name, str(a.real_type)) for a in info.func._schema.arguments if not a.is_out}
+    packet = getattr(torch.ops.aten, info.name.split(".")[1])
+    found = []
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        arguments = overload._schema.arguments
+        given = {(a.name, str(a.real_type)) for a in arguments}
+        if not any(a.is_out for a in arguments) and wanted <= given:
+            found.append((len(given), overload))
+    if not found:
+        raise UnsupportedOp(f"{info.name} has no form without out=, which alone has a remote one")
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def _operands(info: OpInfo, args: tuple, kwargs: dict) -> dict[str, list[int]]:
