@@ -34,7 +34,7 @@ LEFT_OUT = {
     "returns": "it returns something besides tensors",
     "argument": "it takes what cannot be sent",
     "random": "it draws from the generator of the worker's process, which all sessions share",
-    "out": "it writes its results to tensors that are given (out=), which it resizes: programs send the op without, and a copy",
+    "out": "its results are written to tensors that are given (out=), which it resizes: programs send the op without, and a copy",
     "metadata": "it changes its operand's shape, strides or storage in place",
 }
 _NAME = re.compile(r"[A-Za-z_]\w{0,60}\.\w{1,80}\.\w{1,60}", re.ASCII)
