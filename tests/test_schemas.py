@@ -43,7 +43,7 @@ def within(schema: Schema) -> bool:
 
 def test_the_installed_torch_has_the_tables_ops_as_it_says():
     aten = [name for name in TABLE if name.startswith("aten.")]
-    assert len(aten) > 1500
+    assert len(aten) > 1000
     for name in aten:
         if any(map(within, TABLE.find(name))):
             found = Schema.parse(line(OVERLOADS[name]))
@@ -111,7 +111,8 @@ def test_its_owner_adds_a_schema_and_nobody_adds_what_is_left_out_for_what_it_do
     assert table.find("other.nms.default")[0].positional[1].type.base == "float"
     with pytest.raises(ConfigError, match=r"mine, line 1: aten._reshape_alias.default cannot be added: it checks neither"):
         table.add(["aten._reshape_alias.default(Tensor(a) self, int[] size, int[] stride) -> (Tensor(a))  # 2.13-2.13"], "mine")
-    for bad in ("aten.x.y(Storage s) -> (Tensor)  # 2.13-2.13", "aten.x.y", "aten.x.y() -> (Tensor)  # 2.13-2.13 quick"):
+    given = "aten.x.y(*, Tensor(a!) out) -> (Tensor(a!))  # 2.13-2.13"
+    for bad in ("aten.x.y(Storage s) -> (Tensor)  # 2.13-2.13", "aten.x.y", given, "aten.x.y() -> (Tensor)  # 2.13-2.13 quick"):
         with pytest.raises(ConfigError, match="line 1"):
             table.add([bad])
 
@@ -170,7 +171,7 @@ def refused(form: list) -> str:
         (row("aten.view.default", [T0, [4]], [F4], [F4]), "output 0 of outs is 'new'"),
         (row("aten.add_.Tensor", [T0, T1], [F4, F4], [("same", None, 1)], 0, (0,)), "output 0 of outs is 'same' of operand 1"),
         (row("aten.add_.Tensor", [T0, T1], [F4, F4], [("same", None, 0)]), "writes is [], aten.add_.Tensor writes [0]"),
-        (row("aten.add.out", [T0, T1], [F4, F4], [F4]), "lack out of aten.add.out"),
+        (row("aten.add.out", [T0, T1], [F4] * 3, [("same", None, 2)], 0, (2,), out={"t": 2}), "it writes to tensors"),
         (row("aten.uniform_.default", [T0], [F4], [("same", None, 0)], 2, (0,), generator=1), "want Generator?"),
         (row("gt.sdpa.default", [T0], [F4], [F4]), "lack key, value, attn_mask"),
     ],
@@ -245,14 +246,6 @@ def test_a_result_sized_by_values_is_compared_with_the_plan_each_time():
     assert not bench.sent
     bench.executor.run([bench.number, 0, 1, 3, 5], 100)
     assert "the result is float32[4], want f32[2]" in bench.sent[0][0].message
-
-
-@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-def test_out_keeps_the_shape_that_it_was_planned_with():
-    bench = Executing()
-    bench.put(_1=torch.ones(64), _2=torch.ones(2))
-    bench.do("op", op("aten.neg.out", [T(0)], 2, [["same", None, 1]], out=T(1)), 1, 2)
-    assert "the result of aten.neg.out has shape [64], out has [2]" in bench.sent[0][0].message and bench[2].shape == (2,)
 
 
 def test_members_of_a_collective_take_part_with_what_was_planned():

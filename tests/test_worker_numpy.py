@@ -193,7 +193,7 @@ def test_what_the_engine_can_do_is_torchs() -> None:
     names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     found = supported([f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names])
     assert set(TABLE) - {"gt.move.default"} <= set(found)
-    assert len(found) > 700
+    assert len(found) > 600
 
 
 # ---- GT's own ops and random numbers

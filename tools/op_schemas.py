@@ -109,6 +109,8 @@ def judged(op: str, schema: Any, keys: Iterable[str], tags: Iterable[str]) -> st
         return "- metadata"
     if not kernels & DENSE:
         return "- composite" if "CompositeImplicitAutograd" in kernels else "- kernel"
+    if any(argument.is_out for argument in schema.arguments):
+        return "- out"
     if any(str(value.real_type) not in ("Tensor", "List[Tensor]") for value in schema.returns):
         return "- returns"
     if "nondeterministic_seeded" in tags and op not in RANDOM:

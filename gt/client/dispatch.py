@@ -15,9 +15,10 @@ from gt.client.infer import (
     ASK,
     CONST,
     FIRST,
+    INTO,
     LIST,
+    LONG,
     ONE,
-    RESIZE,
     TENSOR,
     TENSORS,
     TYPED,
@@ -31,6 +32,7 @@ from gt.client.infer import (
 )
 from gt.client.runtime import Live, check, current
 from gt.client.tensor import _AUTOCAST, LAZY, Alias, Ref, RemoteTensor, make, rebind
+from gt.errors import UnsupportedOp
 from gt.ir.instr import PARAM
 
 _wrap = torch.Tensor._make_wrapper_subclass
@@ -187,8 +189,12 @@ def announce(buffer: RemoteTensor) -> None:
 
 def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, row: list) -> Any:
     """The calls that are not one new tensor or one in-place target."""
-    if entry.mode == RESIZE:
-        return call(info, *_with_new_outs(info, entry, args, kwargs), extra)
+    if entry.mode == INTO:
+        return _into(info, entry, args, kwargs)
+    if entry.mode == LONG:
+        from gt.client.chunks import in_chunks
+
+        return in_chunks(info, entry.number, args, kwargs)
     recorder, origin = current(), row[1]
     numbers = [recorder.new_id() for _ in entry.metas]
     if recorder.lives.ended and any(meta is not None and meta.large for meta in entry.metas):
@@ -238,12 +244,37 @@ def _gather(trees: Any, found: list[RemoteTensor]) -> None:
             _gather(tree.values(), found)
 
 
-def _with_new_outs(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """out= tensors of another shape become new ones; the same objects then name these."""
-    named = [kwargs[n] if n in kwargs else args[info.names.index(n)] for n in info.writes]
-    for target, meta in zip(_tensors(named), entry.metas, strict=True):
-        rebind(target, empty(meta))
-    return args, kwargs
+def _without_out(info: OpInfo) -> Any:
+    """The overload that returns what this one writes to out=: of the same arguments, with dtype and device at most."""
+    wanted = {(a.name, str(a.real_type)) for a in info.func._schema.arguments if not a.is_out}
+    packet = getattr(torch.ops.aten, info.name.split(".")[1])
+    found = []
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        arguments = overload._schema.arguments
+        given = {(a.name, str(a.real_type)) for a in arguments}
+        if not any(a.is_out for a in arguments) and wanted <= given:
+            found.append((len(given), overload))
+    if not found:
+        raise UnsupportedOp(f"{info.name} has no form without out=, which alone has a remote one")
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
+    """out=: the results are copied there. Tensors of another shape become new ones; the same objects then name these."""
+    named = [kwargs[name] for name in info.outs]
+    targets, given = _tensors(named), {name: a for name, a in kwargs.items() if name not in info.outs}
+    op = _without_out(info)
+    for name, value in (("dtype", targets[0].dtype if targets else None), ("device", LAZY)):
+        if name in info_of(op).named and given.get(name) is None:
+            given[name] = value
+    made = _tensors(op(*args, **given))
+    looks = entry.metas or [metas.contiguous(tuple(m.shape), t.dtype) for m, t in zip(made, targets, strict=True)]
+    for target, result, look in zip(targets, made, looks, strict=True):
+        if target.shape != look.shape:
+            rebind(target, empty(look))
+        torch.ops.aten.copy_.default(target, result)
+    returned = named if info.func._schema.returns else []
+    return tuple(returned) if len(returned) != 1 else returned[0]
 
 
 def empty(meta: metas.Meta) -> RemoteTensor:

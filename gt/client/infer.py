@@ -15,7 +15,7 @@ from gt.client import runtime
 from gt.client.meta import Meta, dtype_name
 from gt.client.tensor import RemoteTensor, Shown
 from gt.errors import UnsupportedOp
-from gt.ir import ops
+from gt.ir import check, ops
 from gt.ir.schema import TABLE
 from gt.ir.template import DEVICE, Arg, Const, Out, T, Template, V
 from gt.wire.signals import uninterrupted
@@ -27,7 +27,7 @@ _KINDS = {
     "Optional[float]": VALUE, "List[Tensor]": TENSORS, "List[Optional[Tensor]]": TENSORS, "List[number]": VALUES,
 }  # fmt: skip
 # Modes of an entry
-ONE, FIRST, MANY, RESIZE, ASK = range(5)
+ONE, FIRST, MANY, INTO, ASK, LONG = range(6)
 # Ops whose output shape depends on a Scalar
 _SHAPED_BY_VALUE = ("aten.arange", "aten.range")
 # Ops in place over lists that have no meta kernel: their outputs are their inputs
@@ -97,7 +97,7 @@ class OpInfo:
         self.names = [a.name for a in schema.arguments]
         self.random = self.name in ops.RANDOM
         self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-        self.resizes = torch.Tag.out in func.tags if hasattr(torch.Tag, "out") else "out" in func._overloadname
+        self.outs = [a.name for a in schema.arguments if a.is_out]
         self.dynamic = torch.Tag.dynamic_output_shape in func.tags
         self.pointwise = torch.Tag.pointwise in func.tags
         self.handler: Callable | None = None
@@ -105,7 +105,7 @@ class OpInfo:
 
 
 class Entry:
-    """The answer for one kind of call: a template and how to build what torch expects back."""
+    """The answer for one kind of call: a template's number (of LONG, of chunks) and how to build what torch expects back."""
 
     __slots__ = ("metas", "mode", "number", "result", "written")
 
@@ -188,7 +188,7 @@ def constant(a: Any) -> Arg:
 
 def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     """Infer a call, define its template and return the entry (the caller keeps it)."""
-    if info.name not in TABLE:
+    if info.name not in TABLE and not info.outs:
         raise UnsupportedOp(f"{TABLE.refusal(info.name)}; or compute it on the CPU and move the result with .to('remote')")
     encoder = _Encoder()
     pairs = [encoder.encode(kind, a) for kind, a in zip(info.kinds, args, strict=False)]
@@ -199,8 +199,9 @@ def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     _check_dtypes(info, args, kwargs)
     entry = Entry()
     found, known = _run_meta(info, stand_ins, stand_named)
-    if known and info.resizes and (changed := _changed_outs(info, args, kwargs, stand_ins, stand_named)):
-        entry.mode, entry.metas = RESIZE, changed
+    if info.outs:
+        entry.mode = INTO
+        entry.metas = _changed_outs(info, kwargs, stand_named) if known else []
         return entry
     positions = _operands(info, args, kwargs)
     outs = _outs(info, entry, found, known, positions)
@@ -216,7 +217,10 @@ def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
         not known,
         info.pointwise,
     )
-    entry.number = runtime.current().define(template)
+    if (chunks := check.chunks(template)) > 1:
+        entry.number, entry.mode = chunks, LONG
+    else:
+        entry.number = runtime.current().define(template)
     return entry
 
 
@@ -288,14 +292,11 @@ def _flat(found: Any) -> list:
     return [found]
 
 
-def _changed_outs(info: OpInfo, args: tuple, kwargs: dict, stand_ins: list, stand_named: dict) -> list[Meta]:
+def _changed_outs(info: OpInfo, kwargs: dict, stand_named: dict) -> list[Meta]:
     """New metas of out= tensors, if the op gave any of them another shape; else nothing."""
     changed, after = False, []
-    for name in info.writes:
-        place = info.names.index(name)
-        real = kwargs[name] if name in kwargs else args[place]
-        stand = stand_named[name] if name in kwargs else stand_ins[place]
-        for tensor, result in zip(_flat(real), _flat(stand), strict=True):
+    for name in info.outs:
+        for tensor, result in zip(_flat(kwargs[name]), _flat(stand_named[name]), strict=True):
             after.append(metas.of(result))
             given = tensor._ref.meta
             if given.shape != tuple(result.shape):

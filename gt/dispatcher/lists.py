@@ -80,11 +80,12 @@ class Lists:
 
     def _home(self, known: Known, origin: Origin, ins: list[Tensor], place: int) -> Layout | None:
         """An unplaced leader goes where another list has a tensor beside it, else where its group says, if it has one."""
+        shape = known.template.ins[known.columns[0].indices(T)[place]].shape
         for column in known.columns[1:]:
             items = column.indices(T)
             beside = ins[items[place]] if place < len(items) else None
             if beside is not None and beside.layout is not None:
-                return beside.layout
+                return beside.layout if beside.spec.shape == shape else replicated(beside.layout.mesh)
         return replicated(origin.meaning.mesh) if origin.meaning else None
 
     def _cut(

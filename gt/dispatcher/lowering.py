@@ -33,7 +33,7 @@ class Lowering:
             if parts > 1:
                 self._part_of_mean(*share(known, parts), origin, ins, values, outs)
             return parts > 1
-        if known.name not in (*LOWERINGS, *LOOK_UPS) or known.values or known.given_outs:
+        if known.name not in (*LOWERINGS, *LOOK_UPS) or known.values:
             return False
         starts = self._planner.starts(known, origin, ins, mesh)
         if known.name == "_log_softmax_backward_data" and (sums := self._sums(ins[0], mesh)) is not None:

@@ -12,8 +12,9 @@ from gt.ir import arguments, ops, shapes
 from gt.ir.schema import TABLE
 from gt.ir.template import T, Template, V, weight
 
-HEAVIEST = 80 << 10  # numbers and names of one template: everybody waits while it is looked at
+HEAVIEST = 24 << 10  # numbers and names of one template: everybody waits while it is looked at
 UPLOAD = "gt.upload.default"
+LIGHT = 256  # operands and outputs of a template that is never heavier
 OUT_KINDS = frozenset({"new", "view", "same", "none"})
 
 
@@ -62,6 +63,14 @@ def _numbered(made: Template) -> None:
         raise ValueError(f"{made.op} has {made.values} values, its arguments take {due[V]}, seed and counter {seeds}")
     if not made.ins and not made.outs:
         raise ValueError(f"{made.op} has neither tensors nor outputs: there is nothing to do")
+
+
+def chunks(made: Template) -> int:
+    """In how many calls, of fewer tensors each, an op has to be done; 1 for all but long lists."""
+    if len(made.ins) + len(made.outs) <= LIGHT:
+        return 1
+    parts = weight(made.wire())
+    return 1 if parts <= HEAVIEST else 2 * parts // HEAVIEST + 1
 
 
 def _outs(made: Template) -> None:

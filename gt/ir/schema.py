@@ -34,6 +34,7 @@ LEFT_OUT = {
     "returns": "it returns something besides tensors",
     "argument": "it takes what cannot be sent",
     "random": "it draws from the generator of the worker's process, which all sessions share",
+    "out": "it writes to tensors that are given (out=), which it resizes: programs send the op without, and a copy",
     "metadata": "it changes its operand's shape, strides or storage in place",
 }
 _NAME = re.compile(r"[A-Za-z_]\w{0,60}\.\w{1,80}\.\w{1,60}", re.ASCII)
@@ -124,6 +125,8 @@ class Schema:
             kind, _, name = text.partition(" ")
             name, equals, _ = name.partition("=")
             arguments.append(Argument(name, SchemaType.parse(kind), not equals, by_name))
+            if by_name and arguments[-1].type.written:
+                raise ValueError(f"{found['op']} writes its result to {name}, which may not fit: no worker does that")
         returns = tuple(SchemaType.parse(text) for text in filter(None, found["returns"].split(", ")))
         return cls(found["op"], tuple(arguments), returns, found["since"], found["until"], flags)
 

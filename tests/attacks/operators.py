@@ -215,11 +215,11 @@ class Call:
         """An operand: most often like the first, so that shapes agree."""
         rng = self.rng
         place = self.base if rng.random() < 0.5 else rng.randrange(len(self.operands))
-        if place not in self.ins or rng.random() < 0.5:
+        if place in self.ins and rng.random() < 0.01:  # a hole that comes twice
+            index = self.ins.index(place)
+        else:
             self.ins.append(place)
             index = len(self.ins) - 1
-        else:
-            index = self.ins.index(place)
         if kind.written:
             self.writes.append(index)
         return {"t": index}

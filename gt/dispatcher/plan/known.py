@@ -26,7 +26,6 @@ class Known:
     columns: tuple[Column, ...] = ()  # list arguments, if it is a list op
     overwrites: bool = False
     random: bool = False
-    given_outs: bool = False
 
     def __post_init__(self) -> None:
         op = self.template.op
@@ -37,8 +36,6 @@ class Known:
         self.overwrites = self.name in OVERWRITES
         if self.name.startswith(LISTS):
             self.columns = _columns(self.template)
-        kwargs = [v for _, arg in self.template.kwargs for v in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        self.given_outs = any(isinstance(v, T) and v.index in self.template.writes for v in kwargs)  # out=
         self.specs = list(self.template.ins)
         self.tensors = len(self.specs)
         self.values = self.template.values

@@ -359,7 +359,7 @@ def decide(known: Known, places: list[Place], size: int) -> Decision | None:
     if rule is None and known.template.pointwise:
         rule = pointwise
     moved = [p for p in places if isinstance(p, (Shard, Partial))]
-    if rule is None or known.template.dynamic or (known.given_outs and rule is not pointwise):
+    if rule is None or known.template.dynamic:
         return whole(known) if not moved else None
     return rule(known, places, size)
 

@@ -26,15 +26,17 @@ from gt.worker.engine.numpy import (
 from gt.worker.engine.numpy.arrays import Array, write
 
 Function = Callable[..., Any]
-_OUT = {**pointwise.TABLE, **activations.TABLE, **products.TABLE}  # of these there is an out= form
 TABLE: dict[str, Function] = {
     **{
         f"aten.{name}": run
-        for table in (_OUT, reductions.TABLE, views.TABLE, layers.TABLE, indexing.TABLE, factories.TABLE, lists.TABLE)
+        for table in (
+            pointwise.TABLE, activations.TABLE, products.TABLE, reductions.TABLE, views.TABLE, layers.TABLE, indexing.TABLE,
+            factories.TABLE, lists.TABLE,
+        )
         for name, run in table.items()
     },
     "gt.move.default": lambda x: x.copy(),
-}
+}  # fmt: skip
 _BY_BASE = {name.split(".")[1]: run for name, run in reversed(TABLE.items())}  # the first overload of each
 _VIEWS = {f"aten.{name}" for name in views.VIEWS}  # in place they change metadata, not values
 
@@ -46,7 +48,7 @@ def resolve(name: str, place: list | None) -> Function:
     for kind in (attention.OPS, random.DRAW):
         if name in kind:
             return (attention if kind is attention.OPS else random).bind(name, place)
-    for find in (TABLE.get, _in_place, _out_of_place, _with_out, _foreach):
+    for find in (TABLE.get, _in_place, _out_of_place, _foreach):
         found = find(name)
         if found is not None:
             return found
@@ -94,21 +96,9 @@ def _on_copy(run: Function) -> Function:
     return lambda self, *args, **kwargs: run(self.copy("K"), *args, **kwargs)
 
 
-def _with_out(name: str) -> Function | None:
-    base, _, overload = name.rpartition(".")
-    if not overload.endswith("out"):
-        return None
-    given = overload.removesuffix("out").removesuffix("_")
-    runs = (_OUT.get(f"{base.removeprefix('aten.')}.{o}") for o in ([given] if given else ["default", "Tensor", "self"]))
-    run = next(filter(None, runs), None)
-    if run is None:
-        return None
-    return lambda *args, out, **kwargs: write(out, run(*args, **kwargs))
-
-
 def _foreach(name: str) -> Function | None:
     rest = name.removeprefix(lists.FOREACH)
-    if rest == name or rest.endswith("out") or rest in lists.OTHERS:
+    if rest == name or rest in lists.OTHERS:
         return None
     base = rest.partition(".")[0]
     run = _BY_BASE.get(base)

@@ -22,7 +22,7 @@ from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
 from gt.worker.engine.calls import Source, fitting
 from gt.worker.engine.torch import attention, memory, norms, random
 from gt.worker.engine.torch.bounds import BOUNDS, bounded
-from gt.worker.engine.torch.calls import CONSTANTS, DTYPE, NAME, UNLESS, checked, conform, outs_given, shown, steady
+from gt.worker.engine.torch.calls import CONSTANTS, DTYPE, NAME, UNLESS, checked, conform, shown
 from gt.worker.engine.torch.cuda import Cuda, Events
 from gt.worker.engine.torch.direct import direct
 from gt.worker.engine.torch.graphs import Graphs
@@ -104,7 +104,7 @@ class TorchEngine:
         op = op if self.host and memory.switch() is not None else memory.cleared(base, op)
         if self.host:
             op = bounded(op, schema) if base in BOUNDS else norms.host(name, op)
-        return steady(op, schema) if outs_given(schema) else op
+        return op
 
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:
         """What compiles segments, and why that is not what was asked for."""

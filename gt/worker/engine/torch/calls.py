@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from gt.ir.schema import Schema
 from gt.ir.spec import DTYPES, Spec
 from gt.worker.engine.torch.memory import laid_out
 
@@ -61,34 +60,3 @@ def shown(scope: dict[str, Any], shape: str, spec: Spec) -> Callable[[torch.Tens
         scope[shape] = out.shape
 
     return check
-
-
-def outs_given(schema: Schema) -> tuple[str, ...]:
-    """Names of the arguments that results are written to, out=."""
-    return tuple(argument.name for argument in schema.arguments if argument.by_name and argument.type.written)
-
-
-def steady(op: Callable, schema: Schema) -> Callable:
-    """An op with out=, which torch would give the result's shape: here a tensor keeps the one it was planned with."""
-    names = outs_given(schema)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        targets = list(_tensors(kwargs.get(name) for name in names))
-        before = [(target.shape, target.stride(), target.storage_offset()) for target in targets]
-        result = op(*args, **kwargs)
-        for target, (shape, stride, offset) in zip(targets, before, strict=True):
-            if target.shape != shape:
-                found = list(target.shape)
-                target.as_strided_(shape, stride, offset)
-                raise ValueError(f"the result of {schema.op} has shape {found}, out has {list(shape)}")
-        return result
-
-    return call
-
-
-def _tensors(items: Any) -> Iterator[torch.Tensor]:
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _tensors(item)
