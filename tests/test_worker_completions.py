@@ -1,4 +1,4 @@
-"""A worker whose device is slow: a Run is done when the device is through with it where sessions share the worker, else at once."""
+"""A worker with a slow device: where sessions share it a Run is done once the device has carried it out, else at once."""
 
 from __future__ import annotations
 

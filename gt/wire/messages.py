@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 Numbers = list  # of numbers only: a stream
 
-VERSION = 3
+VERSION = 4
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has taken any in
 TIMES = 4096  # definitions that one Done tells of, at most
