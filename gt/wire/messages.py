@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 Numbers = list  # of numbers only: a stream
 
-VERSION = 3
+VERSION = 4
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has taken any in
 TIMES = 4096  # definitions that one Done tells of, at most
@@ -304,12 +304,14 @@ class Switch(Message):
 
     Sent before a session's Run wherever the Run before was another's, and never to a worker that the session does not use.
     Threads are the program's, shared out among its workers. A worker that has served a second session clears memory before an
-    op gets it. memory: bytes that the session may hold there, 0 for no limit of its own.
+    op gets it. memory: bytes that the session may hold there, 0 for no limit of its own. shared: other sessions use the worker
+    too. Then a GPU worker says Done of the Runs that follow once its device has carried them out, else once they are issued.
     """
 
     switches: dict
     session: int = 0
     memory: int = 0
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
