@@ -303,6 +303,18 @@ def test_a_message_that_is_cut_is_joined_again(body, frames):
     assert not connection.parted and not connection.body and not connection.frames
 
 
+@pytest.mark.parametrize("byte", [b"\x00", connections.PART])
+@pytest.mark.parametrize("size", [99, 100, 101, 300])
+def test_a_message_that_is_cut_may_have_any_bytes(byte, size):
+    whole = b"\x90" + byte * size, (byte * 100, byte * 100)
+    connection = Connection(3, 1, 0.0)
+    assert connection.join(b"\x90", ()) == (b"\x90", ())
+    *parts, (last, *rest) = cut(*whole, 100)
+    for first, *frames in parts:
+        assert connection.join(first, tuple(frames)) is None
+    assert connection.join(last, tuple(rest)) == whole
+
+
 def test_a_message_in_parts_is_bounded():
     connection = Connection(3, 1, 0.0)
     assert "not msgpack" in connection.join(connections.PART + b"x", ())

@@ -137,8 +137,10 @@ class Core:
             self.membership.examined(event)
         elif isinstance(event, Turn):
             self.round_robin.go_on()
-        self.round_robin.leavings.clear()
-        self._turn_page()
+        if self.round_robin.leavings:
+            self.round_robin.leavings.clear()
+        if self.page:
+            self._turn_page()
         if self.round_robin.pending:
             self._actions.append(TurnWanted())
         return self._actions
@@ -191,9 +193,13 @@ class Core:
         self.received += 1
         if event.peer in self.lending.renewing:
             return
-        if not self.round_robin.waits(event):
+        if event.peer not in self.sessions:
             self.take(event.peer, event.message, event.frames)
-            self.round_robin.resume(event.peer)
+        elif not self.round_robin.waits(event):
+            self.take(event.peer, event.message, event.frames)
+            session = self.sessions.get(event.peer)
+            if session is not None and (session.inbox or session.batches.busy):
+                self.round_robin.resume(event.peer)
 
     def take(self, peer: Peer, message: Message, frames: tuple) -> None:
         """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
@@ -330,7 +336,8 @@ class Core:
             raise ProtocolError(f"Done.seq is {message.seq}, of {worker.runs} Runs {worker.done} were done")
         lease = self._lease(peer)
         sessions = lease.sessions.values()
-        tell(sessions, message.times)
+        if message.times:
+            tell(sessions, message.times)
         lease.cluster.finished(worker, message.seq)
         self.log_line("WORKER_RECV", worker.name, f"Done {message.seq}")
         for session in list(sessions):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gt.dispatcher.core import Core
     from gt.dispatcher.sessions import Session
 
-DEFERRED = (Ops, Fetch, Describe, Inspect, Seal, Stats)  # what a stalled session keeps for later, in order
+DEFERRED = frozenset({Ops, Fetch, Describe, Inspect, Seal, Stats})  # what a stalled session keeps for later, in order
 MOST_DEFERRED = CREDIT + MOST + 1
 
 
@@ -50,10 +50,10 @@ class RoundRobin:
         self._pace.background.begin(done)
 
     def waits(self, event: Received) -> bool:
-        """True if a message is kept for later, or means nothing any more as what came before it was refused."""
-        core, session = self._core, self._core.sessions.get(event.peer)
-        if session is None or not isinstance(event.message, DEFERRED):
+        """True if a session's message is kept for later, or means nothing any more as what came before it was refused."""
+        if type(event.message) not in DEFERRED:
             return False
+        core, session = self._core, self._core.sessions[event.peer]
         if session.inbox or self._stalled(event.peer, session, event.message):
             if len(session.inbox) >= MOST_DEFERRED:
                 core.refuse(event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already"))

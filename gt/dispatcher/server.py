@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from gt import env
@@ -122,27 +121,33 @@ class Server:
                     self._called = False
                     os.eventfd_read(self._call)
                 begin = time.monotonic()
-                self._serve(begin + BUSY)
-                if time.monotonic() >= next_tick:
-                    next_tick = time.monotonic() + TICK
+                self._serve(begin)
+                now = time.monotonic()
+                if now >= next_tick:
+                    next_tick = now + TICK
                     self._tick()
-                self._pace.lag.turn(time.monotonic() - begin, partial(self._says, self._busiest), self._now())
+                    now = time.monotonic()
+                self._pace.lag.turn(now - begin, self._blame, now - self._start)
         finally:
             self._close()
 
-    def _serve(self, end: float) -> None:
-        """Handle what came, until `end`, then a slice of what takes longer; note what took longest."""
-        longest, last = 0.0, time.monotonic()
-        while self._items and last < end:
-            self._take(self._items.popleft())
+    def _serve(self, begin: float) -> None:
+        """Handle what came, for BUSY seconds, then a slice of what takes longer; note what took longest."""
+        items = self._items
+        longest, last, end = 0.0, begin, begin + BUSY
+        if len(items) == 1:
+            self._take(items.popleft())
+            self._busiest = self._event
+        while items and last < end:
+            self._take(items.popleft())
             now = time.monotonic()
             if now - last > longest:
                 longest, self._busiest = now - last, self._event
             last = now
         if self._again or self._background.pending:
-            self._again = False
+            self._again, before = False, time.monotonic()
             self._handle(Turn(self._now()))
-            if time.monotonic() - last > longest:
+            if time.monotonic() - before > max(longest, before - last):
                 self._busiest = self._event
 
     def _wake(self) -> None:
@@ -158,8 +163,9 @@ class Server:
         if self._journal is not None:
             self._journal.flush()
 
-    def _says(self, event: Event | None) -> str:
-        """An event, and whom it came from."""
+    def _blame(self) -> str:
+        """The event that took longest in the last turn, and whom it came from."""
+        event = self._busiest
         peer = getattr(event, "peer", b"")
         what = type(event.message if isinstance(event, Received) else event).__name__
         return f"{what} of {self._names.get(peer) or peer.hex()}" if peer else what
@@ -208,25 +214,27 @@ class Server:
             return
         if item.peer in self._parted:
             return
-        gate = self._gates.setdefault(item.peer, Gate())
+        gate = self._gates.get(item.peer)
+        if gate is None:
+            gate = self._gates[item.peer] = Gate()
+        frames = item.frames
         try:
             if item.fault:
                 raise ProtocolError(item.fault)
             codec.weigh(item.body)
             message = codec.unpack(item.body)
-            gate.admit(message, len(item.frames), max(map(len, item.frames), default=0))
+            gate.admit(message, len(frames), max(map(len, frames)) if frames else 0)
         except ProtocolError as error:
             self._handle(Malformed(item.peer, str(error), self._now()))
             return
-        if isinstance(message, Hello) and not self._reserve.admits():
+        if type(message) is Hello and not self._reserve.admits():
             self._router.send(item.peer, Reject(to_wire(Refused(self._reserve.reason()))))
             self._part(item.peer)
             return
-        if isinstance(message, Goodbye):
+        if type(message) is Goodbye:
             self._part(item.peer)
-            self._handle(Received(item.peer, message, (), self._now()))
-            return
-        self._handle(Received(item.peer, message, item.frames, self._now()))
+            frames = ()
+        self._handle(Received(item.peer, message, frames, self._now()))
 
     def _handle(self, event: Event) -> None:
         self._event = event
@@ -253,8 +261,8 @@ class Server:
                     unfit.append((action.peer, str(error)))
                 if type(action.message) is Welcome:
                     self._names[action.peer] = action.message.name
-                if type(action.message) is Welcome and (gate := self._gates.get(action.peer)) and gate.role == "worker":
-                    self._count(self._workers | {action.peer})
+                    if (gate := self._gates.get(action.peer)) and gate.role == "worker":
+                        self._count(self._workers | {action.peer})
             elif type(action) is Examine:
                 examine.append(action)
             elif type(action) is Close:

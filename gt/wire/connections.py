@@ -205,6 +205,9 @@ def cut(body: bytes, frames: tuple, limit: int) -> list[list]:
     starts = range(0, len(body) - limit, limit)
     parts: list[list] = [[PART + body[start : start + limit]] for start in starts]
     rest = body[len(starts) * limit :]
+    if rest[:1] == PART:  # the last part may not begin so
+        parts.append([PART + rest])
+        rest = b""
     group: list = []
     size = len(rest)
     for frame in frames:

@@ -27,6 +27,7 @@ from gt.wire.socket import (
     QUEUE,
     Frames,
     ask,
+    descriptor_of,
     frames_of,
     monitored,
     options,
@@ -79,6 +80,7 @@ class Router:
         self._packed: tuple[Message | None, bytes] = (None, b"")
         self._sparse = Sparse(log, SPOKEN)
         self._next_look = 0.0
+        self._again = False  # the porter may have been asked more
         self._context = zmq.Context(io_threads=1)
         self._sock = self._context.socket(zmq.ROUTER)
         self._porter = self._context.socket(zmq.ROUTER)  # asked by libzmq who may come in: ZAP
@@ -90,8 +92,11 @@ class Router:
             self._shut(0)
             raise
         self._poller = zmq.Poller()
-        for sock in (self._sock, self._porter, self._monitor):
-            self._poller.register(sock, zmq.POLLIN)
+        self._poller.register(self._sock, zmq.POLLIN)
+        # By their descriptors, which cost less to look at. What comes is received until there is no more.
+        self._asked, self._seen = descriptor_of(self._porter), descriptor_of(self._monitor)
+        for descriptor in (self._asked, self._seen):
+            self._poller.register(descriptor, zmq.POLLIN)
 
     def watch(self, fd: int) -> None:
         """Let poll return when this descriptor can be read; whoever registered it reads it."""
@@ -101,17 +106,18 @@ class Router:
         """What came within `timeout` seconds; a peer's messages always come before its end."""
         if self._connections:
             timeout = min(timeout, max(0.0, self._next_look - time.monotonic()))
-        if self._connections.unsettled:
+        if self._connections.unsettled or self._again:
             timeout = 0.0
         ready = dict(self._poller.poll(int(timeout * 1000 + 0.999)))
         found: list[Arrived | Gone] = []
         # In this order: a connection's beginning is known before it is let in, its end after all it brought is in our queue,
         # and what was read of a message before messages are received is received with them, or has no end.
-        requests = self._requests() if self._porter in ready else []
-        if requests or self._monitor in ready:
+        requests = self._requests() if self._again or self._asked in ready else []
+        if requests or self._seen in ready:
             self._follow()
         for request in requests:
             self._let_in(request)
+        self._again = bool(requests)  # an answer takes the signal of what came meanwhile
         now = time.monotonic()
         look = self._connections and now >= self._next_look
         sent = {connection: tcp.received(connection.fd) for connection in self._connections} if look else {}
@@ -240,15 +246,17 @@ class Router:
             if connection is not None:
                 body = sock.recv()
             else:
-                frame = sock.recv(copy=False)
-                body = frame.bytes
+                first = sock.recv(copy=False)
+                body = first.bytes
                 if peer not in self._dead:
-                    connection = self._meet(peer, frame)
+                    connection = self._meet(peer, first)
             frames = frames_of(sock)
             if connection is None or peer in self._dead:
                 self._turn_away(peer)
                 continue
-            connection.taken += sum([on_wire(len(part), self._sealed) for part in (body, *frames)])
+            connection.taken += on_wire(len(body), self._sealed)
+            for frame in frames:
+                connection.taken += on_wire(len(frame), self._sealed)
             whole = connection.join(body, frames)
             if isinstance(whole, str):
                 found.append(Arrived(peer, b"", (), whole))

@@ -8,7 +8,6 @@ much longer: on a loaded machine those threads wait for their turn too.
 
 from __future__ import annotations
 
-import contextlib
 import socket as bsd
 import struct
 import threading
@@ -119,9 +118,8 @@ def descriptor_of(sock: zmq.Socket) -> int:
 def monitored(monitor: zmq.Socket) -> list[tuple[int, int]]:
     """(event, value) of all that a socket's monitor has seen since."""
     found = []
-    with contextlib.suppress(zmq.Again):
-        while True:
-            data = monitor.recv(zmq.NOBLOCK)
-            monitor.recv()  # the address, which is the listener's
-            found.append(struct.unpack("=Hi", data))
+    while events_of(monitor) & zmq.POLLIN:
+        data = monitor.recv(zmq.NOBLOCK)
+        monitor.recv()  # the address, which is the listener's
+        found.append(struct.unpack("=Hi", data))
     return found
