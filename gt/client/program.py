@@ -224,7 +224,7 @@ class Compiled:
             if program.answer["backend"] != "eager":
                 told = backends.lines(program.recorder.session, program.number, program.answer["backend"])
                 lines += [f"    {line}" for line in told]
-        label = "an earlier call was not kept" if self._programs else "not a program"
+        label = "an earlier call was not kept" if self._programs else "a call was not kept"
         lines += [f"  {label}: {reason.replace(OUTSIDE, '') if self._programs else reason}" for reason in self._reasons]
         return "\n".join(lines)
 
