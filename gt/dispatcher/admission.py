@@ -111,9 +111,8 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
             )
     whole = {**defaults, **info}
     if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > LONGEST_NAME:
-        raise ProtocolError(
-            f"Hello.info: heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}, want -1 or more, and {LONGEST_NAME} letters"
-        )
+        got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"
+        raise ProtocolError(f"Hello.info: {got}, want -1 or more, and {LONGEST_NAME} printable characters at most")
     return whole
 
 

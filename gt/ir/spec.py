@@ -72,7 +72,7 @@ class Spec:
         numbers = [*shape, *stride, offset]
         if any(type(n) is not int or not 0 <= n < LARGEST for n in numbers):
             raise ValueError(
-                f"shape {shape!r:.80}, stride {stride!r:.80} or offset {offset!r:.40} has values that are no sizes, want whole numbers from 0 up"
+                f"shape {shape!r:.80}, stride {stride!r:.80} or offset {offset!r:.40} has no whole number from 0 up"
             )
         spec = interned(tuple(shape), tuple(stride), offset, dtype)
         if spec.nbytes >= LARGEST:
