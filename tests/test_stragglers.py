@@ -139,7 +139,8 @@ def test_no_progress_of_any_worker_for_the_stall_timeout_is_an_error_and_waiting
     rows = [row for row in told(bench, still, until=400) if row[2] != "Notice"]
     ((when, peer, kind, text),) = rows
     assert 300 <= when <= 303 and peer == b"c" and kind == "WorkerStuck"
-    assert text.startswith("no worker of this program has made progress for 300 s: worker w0 is alive and has been at m.py:1: gt.up")
+    limit = "no worker of this program has made progress for 300 s"
+    assert text.startswith(f"{limit}: worker w0 is alive and has been at m.py:1: gt.up")
     assert "Nothing is lost" in text and "GT_STALL_TIMEOUT" in text
     bench.give(b"c", Fetch(2, 2), at=400)
     rows = [row for row in told(bench, still, start=400, until=800) if row[2] != "Notice"]

@@ -174,7 +174,7 @@ def train(args: argparse.Namespace, groups: Sequence[str]) -> list[float]:
 def reference(argv: Sequence[str], seconds: float) -> list[float]:
     """The losses of the same program in one plain torch process, for which it has so many seconds.
 
-    The process has one thread: a tiny model gains nothing by more, and on busy cores threads that wait for each other cost much.
+    The process has one thread: a tiny model gains nothing by more, and on busy cores they wait for each other.
     """
     print("the same in one plain torch process:", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -184,7 +184,7 @@ def reference(argv: Sequence[str], seconds: float) -> list[float]:
         try:
             subprocess.run(command, check=True, timeout=seconds, start_new_session=True)  # a Ctrl-C is told once, here
         except subprocess.TimeoutExpired:
-            said = f"--check: the plain torch process did not end within {seconds:.0f} s; try fewer --steps, or leave --check out"
+            said = f"--check: the plain torch process did not end within {seconds:.0f} s: try fewer --steps"
             raise SystemExit(f"train.py: {said}") from None
         return json.loads(path.read_text())
 
@@ -211,7 +211,7 @@ def verdict(losses: list[float], wanted: list[float] | None, workers: int) -> in
 
 
 def main(argv: Sequence[str] | None = None, start: Callable[[], None] | None = None) -> int:
-    """The exit code: 130 after a Ctrl-C, which ends the workers too. start: starts workers, where none are to be connected to."""
+    """The exit code: 130 after a Ctrl-C, which ends the workers too. start: starts workers, unless --connect is given."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         return run(argv, start)

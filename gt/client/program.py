@@ -40,7 +40,7 @@ from gt.client.dispatch import call, info_of
 from gt.client.guard import Guard
 from gt.client.reach import Reach, reach
 from gt.client.recorder import Recorder
-from gt.client.tape import Difference, Tape, difference
+from gt.client.tape import SAME, Difference, Tape, difference
 from gt.client.tensor import RemoteTensor
 from gt.ir.instr import BACKENDS, DISCARD, DROP, FREE, LAUNCH, RECORD
 from gt.ir.schedules import asked
@@ -225,7 +225,8 @@ class Compiled:
                 told = backends.lines(program.recorder.session, program.number, program.answer["backend"])
                 lines += [f"    {line}" for line in told]
         label = "an earlier call was not kept" if self._programs else "a call was not kept"
-        lines += [f"  {label}: {reason.replace(OUTSIDE, '') if self._programs else reason}" for reason in self._reasons]
+        for reason in self._reasons:
+            lines.append(f"  {label}: {reason.replace(OUTSIDE, '').replace(SAME, '') if self._programs else reason}")
         return "\n".join(lines)
 
     # ---- recording

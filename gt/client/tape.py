@@ -17,6 +17,8 @@ from gt.ir.instr import DROP, FIRST, FREE, PARAM
 from gt.ir.ops import RANDOM
 from gt.ir.template import T, to_wire
 
+SAME = "; have the function do the same ops at each call"
+
 if TYPE_CHECKING:
     from gt.client.origin import Origins
     from gt.client.recorder import Recorder
@@ -179,7 +181,7 @@ def difference(a: Tape, b: Tape, names_a: dict[int, Any], names_b: dict[int, Any
     for n, (old, new) in enumerate(zip(a.ops, b.ops, strict=False)):
         if old.template is not new.template or old.origin != new.origin:
             text = f"op {n} differs from the call before: {_change(old, new, b.origins)}"
-            return Difference(where(new.origin), f"{text}; have the function do the same ops at each call")
+            return Difference(where(new.origin), text + SAME)
         for k, (i, j) in enumerate(zip(old.ins, new.ins, strict=True)):
             was, now = (made_a.get(i) or names_a.get(i)), (made_b.get(j) or names_b.get(j))
             if was != now:
