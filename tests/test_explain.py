@@ -72,7 +72,7 @@ def test_explain_names_the_operand_that_is_another(session: Callable) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return x + held[NOW["value"]]
 
-    for NOW["value"] in (0, 1):  # noqa: B007
+    for NOW["value"] in (0, 1):
         step(x)
     assert "operand 1 of aten.add.Tensor is held[1], and was held[0] in the call before" in step.explain()
 

@@ -80,7 +80,7 @@ def _outs(made: Template) -> None:
                 f"outs has kind {out.kind!r:.40} and operand {out.of!r:.40}, want one of {', '.join(OUT_KINDS)} and a number"
             )
         if out.kind in ("view", "same") and not 0 <= out.of < len(made.ins):
-            raise ValueError(f"outs has a {out.kind} of operand {out.of}, want one from 0 to {len(made.ins) - 1}")
+            raise ValueError(f"outs has a {out.kind} of operand {out.of}, want one of {len(made.ins)} operands")
         if out.kind == "view" and len(made.ins) != 1:
             raise ValueError(f"outs has a view of an op with {len(made.ins)} operands, want 1")
         if out.kind in ("new", "view") and out.spec is None and not made.dynamic:
