@@ -551,7 +551,7 @@ def test_a_worker_that_waits_for_ever_in_an_op_is_an_error_after_the_stall_timeo
     with serving(2) as server:
         stream = Stream(server.address, TWO, ("a",), switches={"stall_timeout": 1.0})
         made = stream.op(NEG, stream.upload(ONES), value=-ONES)
-        with pytest.raises(WorkerStuck, match=r"made progress for 1 s: worker w\d is alive and has been at stream.py:1: aten\.neg"):
+        with pytest.raises(WorkerStuck, match=r"made progress for 1 s: worker w\d.* at stream.py:1: aten\.neg"):
             stream.fetch(made)
         free.set()
         np.testing.assert_array_equal(stream.fetch(made), -ONES)
