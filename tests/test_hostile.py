@@ -151,7 +151,7 @@ def test_a_mutated_template_is_one_or_a_value_error(seed):
         (Ops(0, [[16, [*NEG[:3], [[[1 << 62, 4], [4, 1], 0, "float32"]], *NEG[4:]]]], [], []), "more than any memory holds"),
         (Ops(0, [[16, row("aten.neg.default", [{"t": 4}], [spec(2)], [spec(2)])]], [], []), "tensor 4 of 1"),
         (Ops(0, [[16, row("aten.neg.default", [], [], [("view", spec(2), 9)])]], [], []), "view of operand 9, want one"),
-        (Ops(0, [[16, row("aten.t.default", [{"t": 0}], [spec(2)] * 2, [("view", spec(2), 0)])]], [], []), "op with 2 operands"),
+        (Ops(0, [[16, row("aten.t.default", [{"t": 0}], [spec(2)] * 2, [("view", spec(2), 0)])]], [], []), "with 2 operands"),
         (Ops(0, [], [[1, "f", "1", "", False]], []), "Ops.origins"),
         (Ops(0, [], [[1, "f", 1, "g" * 5000, False]], []), "Ops.origins"),
         (Ops(0, [], [], [FREE, -2]), "Ops.code frees -2 tensors"),
