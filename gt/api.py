@@ -63,7 +63,7 @@ def connect(
     from gt.client.session import Session
 
     if type(workers) is not int or not 0 <= workers <= 1 << 16:
-        raise ValueError(f"workers={workers!r}, want how many the program is to have, or 0 for all")
+        raise ValueError(f"workers is {workers!r}, want the number of workers as a whole number, or 0 for all")
     switches = {**_switches(stall_timeout), "workers": workers}
     disconnect()
     if name:
@@ -109,7 +109,7 @@ def gpu_workers(n: int, config: str | None = None, *, name: bool = True, stall_t
     """
     have = torch.cuda.device_count()
     if have < n:
-        log.warning("%d workers asked for and %s here: using CPU workers", n, f"{have} GPUs" if have else "no GPU")
+        log.warning("gt.gpu_workers(%d) found %s: it uses %d CPU workers instead", n, f"{have} GPUs" if have else "no GPU", n)
     _start_local(n, have >= n, config, name, stall_timeout)
 
 
@@ -125,7 +125,7 @@ def _start_local(n: int, gpu: bool, config: str | None, name: bool, stall_timeou
     from gt.launch import local
 
     if n < 1:
-        raise ValueError(f"want at least one worker, got {n}")
+        raise ValueError(f"the number of workers is {n}, want at least 1")
     _switches(stall_timeout)
     if _Started.plan is None:
         _fits(env.get("GT_CONFIG") if config is None else config, n)
@@ -228,7 +228,8 @@ def tracing(path: str | Path) -> Iterator[dict[str, Any]]:
 def inspect(tensor: torch.Tensor) -> dict[str, Any]:
     """Layout, mesh, and each piece's worker, shape and bytes. Waits for the plan, not for the values."""
     if not isinstance(tensor, RemoteTensor):
-        raise TypeError(f"gt.inspect takes a remote tensor, got one on {tensor.device}")
+        got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else f"{type(tensor).__name__}"
+        raise TypeError(f"gt.inspect takes a remote tensor, got {got}")
     runtime.check(tensor)
     recorder = runtime.current()
     recorder.flush()

@@ -28,15 +28,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("-p", "--port", type=port, default=12345, help="port to listen on; 0 picks a free one")
     made.add_argument("--host", default="127.0.0.1", help="address to listen on; off loopback a token is needed")
     made.add_argument("--token-file", type=Path, help="file with the token that clients and workers need; default: GT_TOKEN")
-    made.add_argument("--encrypt", action="store_true", help="encrypt on loopback too, which lets in all who have the token")
+    made.add_argument("--encrypt", action="store_true", help="encrypt on loopback too; anybody with the token may connect then")
     made.add_argument("--insecure", action="store_true", help="without a token, let anybody in off loopback, unencrypted")
     made.add_argument("--heartbeat", type=float, default=10.0, help="seconds until a stopped worker counts as lost")
     sharing = "shared: every program has all workers; exclusive: each has workers of its own, in processes started afresh"
     made.add_argument("--sharing", choices=("shared", "exclusive"), default="shared", help=sharing)
-    made.add_argument("--max-workers", type=limit(int), default=0, help="the most that a program may have, with exclusive")
-    made.add_argument("--worker-token-file", type=Path, help="file with a secret that workers need beside the token")
+    made.add_argument("--max-workers", type=limit(int), default=0, help="most workers of a program, with --sharing exclusive")
+    made.add_argument("--worker-token-file", type=Path, help="file with a secret that workers need besides the token")
     made.add_argument("--max-session-time", type=limit(float), default=0.0, help="seconds after which a session is ended")
-    made.add_argument("--memory-limit", default="", help="bytes that a session may hold on a CPU worker, as 4GiB; default: any")
+    made.add_argument("--memory-limit", default="", help="most memory of a session on a CPU worker, as 4GiB; default: no limit")
     return made
 
 
@@ -46,7 +46,7 @@ def limit(kind: type[int] | type[float]) -> Callable[[str], float]:
     def read(text: str) -> float:
         number = kind(text)
         if not 0 < number < 1 << 31:
-            raise argparse.ArgumentTypeError(f"{text} is no limit: want more than 0")
+            raise argparse.ArgumentTypeError(f"{text} is no limit, want a number above 0")
         return number
 
     return read

@@ -195,7 +195,7 @@ def test_a_list_of_groups_cuts_modules_into_runs_and_a_suffix_is_of_the_stage_ar
     assert placed["net.up"] == Rule("*.up", "s0_colpar", 2, 10) and "head" not in placed and "net.h" not in placed
     with pytest.raises(ConfigError, match=r"modules 'net.h.\*': 1 modules for 2 stages"):
         assign(load(STAGED).modules, ["net", "net.h.0", "net.h.0.up"])
-    with pytest.raises(ConfigError, match=r"head.up is in no stage whose _colpar it could be in; give 'head' a stage"):
+    with pytest.raises(ConfigError, match=r"head.up is in no stage, so _colpar means no group there; give 'head' a stage"):
         assign(load(STAGED).modules, ["head", "head.up"])
 
 

@@ -132,7 +132,7 @@ def test_the_runner_tells_equal_from_wrong() -> None:
     assert difference([one], [one.double()], False).startswith("dtype")
     assert difference([one.int()], [one.int() + 1], True).startswith("values")
     assert difference([one], [one, one], True) and difference([1], [2], True) and difference([one], [1], True)
-    assert outcome(UnsupportedOp("aten.x has no remote form"), False)[0] == UNSUPPORTED
+    assert outcome(UnsupportedOp("aten.x is not supported on remote"), False)[0] == UNSUPPORTED
     assert outcome(OpFailed("aten.x failed"), False)[0] == WRONG
     assert outcome(RuntimeError("torch's"), False)[0] == WRONG
     assert outcome(OpFailed("aten.x failed"), True)[0] == EQUAL

@@ -148,17 +148,17 @@ def test_a_mutated_template_is_one_or_a_value_error(seed):
         (Ops(5, [], [], []), "Ops.seq is 5, want 0"),
         (Ops(0, [[3, NEG]], [], []), "numbers from 16"),
         (Ops(0, [[16, row("os.system.default", [], [], [])]], [], []), "os.system.default is not an op of the table"),
-        (Ops(0, [[16, [*NEG[:3], [[[1 << 62, 4], [4, 1], 0, "float32"]], *NEG[4:]]]], [], []), "more than there can be"),
-        (Ops(0, [[16, row("aten.neg.default", [{"t": 4}], [spec(2)], [spec(2)])]], [], []), "tensor 4 of 1 comes in aten.neg"),
-        (Ops(0, [[16, row("aten.neg.default", [], [], [("view", spec(2), 9)])]], [], []), "view of operand 9 of 0"),
-        (Ops(0, [[16, row("aten.t.default", [{"t": 0}], [spec(2)] * 2, [("view", spec(2), 0)])]], [], []), "a view, which"),
+        (Ops(0, [[16, [*NEG[:3], [[[1 << 62, 4], [4, 1], 0, "float32"]], *NEG[4:]]]], [], []), "more than any memory holds"),
+        (Ops(0, [[16, row("aten.neg.default", [{"t": 4}], [spec(2)], [spec(2)])]], [], []), "tensor 4 of 1"),
+        (Ops(0, [[16, row("aten.neg.default", [], [], [("view", spec(2), 9)])]], [], []), "view of operand 9, want one"),
+        (Ops(0, [[16, row("aten.t.default", [{"t": 0}], [spec(2)] * 2, [("view", spec(2), 0)])]], [], []), "with 2 operands"),
         (Ops(0, [], [[1, "f", "1", "", False]], []), "Ops.origins"),
         (Ops(0, [], [[1, "f", 1, "g" * 5000, False]], []), "Ops.origins"),
         (Ops(0, [], [], [FREE, -2]), "Ops.code frees -2 tensors"),
         (Ops(0, [], [], [FREE, 1 << 40, 1]), "Ops.code frees"),
-        (Ops(0, [], [], [7, 7]), "names nothing"),
+        (Ops(0, [], [], [7, 7]), "no template and no control code"),
         (Ops(0, [], [], [1, 99]), "tensor %99 is not of this session"),
-        (Ops(0, [[16, NEG]], [], [16, 0, 1, 2]), "names nothing of this session"),
+        (Ops(0, [[16, NEG]], [], [16, 0, 1, 2]), "names what this session does not have"),
         (Ops(0, [[16, UPLOAD]], [], [16, 0]), "ends within an op"),
         (Ops(0, [[16, UPLOAD]], [], [16, 0, 0, 1]), "uploads frame 0 of 0"),
         (Ops(0, [[16, UPLOAD]], [], [16, 0, -1, 1 << 41]), "as the id of a new tensor"),
@@ -226,7 +226,7 @@ def test_requests_under_way_are_bounded(bench):
     bench.give(b"c", Ops(0, [[16, UPLOAD]], [], [16, 0, 0, 1]), (bytes(64),))
     for n in range(MOST):
         bench.give(b"c", Fetch(n, 1))
-    assert "one of more than 256" in bench.refusal(b"c", Fetch(MOST, 1))
+    assert "more than 256 requests are open" in bench.refusal(b"c", Fetch(MOST, 1))
     bench.client(b"d")
     for n in range(MOST):
         bench.give(b"d", Stats(n))
@@ -338,7 +338,7 @@ def test_a_piece_of_another_size_is_the_clients_lie(bench):
     key = fetching(bench)
     bench.give(b"w0", Piece(key, 0, 10 << 30), (bytes(64),))
     (failed,) = bench.to(b"c", Failed)
-    assert "%2 is not the f32[4,4] that the client said" in failed.error["message"]
+    assert "%2 was declared as f32[4,4] by the client" in failed.error["message"]
     assert b"w0" in bench.core.workers and b"c" in bench.core.sessions
 
 

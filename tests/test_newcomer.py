@@ -230,3 +230,19 @@ def test_there_is_one_remote_device(session, device: str) -> None:
     for make in (lambda: torch.ones(2, device=device), lambda: here.to(device), lambda: model.to(device)):
         with pytest.raises(RuntimeError, match=f"there is no {device}: all workers are one device"):
             make()
+
+
+def test_a_ctrl_c_ends_the_demo_with_one_line() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "tuning_demo" / "train_simple.py")]
+    demo = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with demo:
+        assert demo.stdout is not None
+        try:
+            assert any(line.startswith("step   2") for line in demo.stdout)
+            os.killpg(demo.pid, signal.SIGINT)
+            _, err = demo.communicate(timeout=limit(60))
+        finally:
+            demo.kill()
+    assert (demo.returncode, err.splitlines()[-1]) == (130, "train.py: interrupted") and "Traceback" not in err

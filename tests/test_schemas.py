@@ -151,7 +151,7 @@ def refused(form: list) -> str:
         (row("aten._reshape_alias.default", [T0, [9], [1]], [F4], [("view", spec(9), 0)]), "checks neither sizes nor strides"),
         (row("aten.view_copy.dtype", [T0, 100], [F4], [F4]), "dtype of aten.view_copy.dtype is 100, want ScalarType"),
         (row("aten.neg.default", [1.0], [], [F4]), "self of aten.neg.default is 1.0, want Tensor"),
-        (row("aten.neg.default", [T0, T0], [F4], [F4]), "args has 2 values, aten.neg.default takes 1"),
+        (row("aten.neg.default", [T0, T0], [F4], [F4]), "args has 2 values, aten.neg.default takes at most 1"),
         (row("aten.neg.default", [], [], [F4]), "args and kwargs lack self of aten.neg.default"),
         (row("aten.neg.default", [T0], [F4], [F4], other=1), "kwargs has 'other', which aten.neg.default does not take"),
         (row("aten.neg.default", [T0], [F4], [F4], self=T0), "kwargs has 'self', which aten.neg.default has already"),

@@ -139,7 +139,8 @@ def test_no_progress_of_any_worker_for_the_stall_timeout_is_an_error_and_waiting
     rows = [row for row in told(bench, still, until=400) if row[2] != "Notice"]
     ((when, peer, kind, text),) = rows
     assert 300 <= when <= 303 and peer == b"c" and kind == "WorkerStuck"
-    assert text.startswith("no worker of this program has got on for 300 s: worker w0 is alive and has been at m.py:1: gt.up")
+    limit = "no worker of this program has made progress for 300 s"
+    assert text.startswith(f"{limit}: worker w0 is alive and has been at m.py:1: gt.up")
     assert "Nothing is lost" in text and "GT_STALL_TIMEOUT" in text
     bench.give(b"c", Fetch(2, 2), at=400)
     rows = [row for row in told(bench, still, start=400, until=800) if row[2] != "Notice"]
@@ -258,7 +259,7 @@ def test_a_worker_that_cannot_answer_and_computes_gets_on_as_the_kernel_says():
     bench.give(b"w1", Done(1))
     bench.give(b"c", Fetch(1, 2))
     rows = told(bench, lambda now: {}, until=ENOUGH, halts=lambda now: {b"w0": ("R", now / 20)})
-    assert {kind for _, _, kind, _ in rows} == {"Notice"} and "has not said" in rows[0][3]
+    assert {kind for _, _, kind, _ in rows} == {"Notice"} and "has not reported" in rows[0][3]
     silent = told(bench, lambda now: {}, start=ENOUGH, until=2 * ENOUGH, halts=lambda now: {b"w0": ("S", 99.0)})
     assert [kind for _, _, kind, _ in silent if kind != "Notice"] == ["WorkerStuck"]
 
@@ -550,7 +551,7 @@ def test_a_worker_that_waits_for_ever_in_an_op_is_an_error_after_the_stall_timeo
     with serving(2) as server:
         stream = Stream(server.address, TWO, ("a",), switches={"stall_timeout": 1.0})
         made = stream.op(NEG, stream.upload(ONES), value=-ONES)
-        with pytest.raises(WorkerStuck, match=r"got on for 1 s: worker w\d is alive and has been at stream.py:1: aten\.neg"):
+        with pytest.raises(WorkerStuck, match=r"made progress for 1 s: worker w\d.* at stream.py:1: aten\.neg"):
             stream.fetch(made)
         free.set()
         np.testing.assert_array_equal(stream.fetch(made), -ONES)

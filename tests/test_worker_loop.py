@@ -264,7 +264,7 @@ def test_a_worker_in_the_foreground_ends_on_a_signal(dispatcher, number, code, s
         process.send_signal(number)
         dispatcher.next(Goodbye)
         heard = process.communicate(timeout=limit(20))[1]
-        assert heard.partition("\n")[0].startswith("gt.worker: for the server at 127.0.0.1:")
+        assert heard.partition("\n")[0].startswith("gt.worker: waiting for the server at 127.0.0.1:")
         assert heard.partition("\n")[2] == "gt.worker: connected as w0\n" + said
         assert process.returncode == code
     finally:

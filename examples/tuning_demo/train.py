@@ -34,6 +34,7 @@ DEFAULTS = {
     "seed": {"steps": 10, "batch_size": 32, "seq_len": 128, "microbatches": 8, "lr": 3e-4},
     "512m": {"steps": 10, "batch_size": 32, "seq_len": 128, "microbatches": 8, "lr": 3e-4},
 }
+PATIENCE, FACTOR = 120.0, 10.0  # --check waits so many seconds for the reference, or so many times as long as GT took
 TOLERANCE = 1e-5  # relative, over the first 20 steps; later fp32 training is chaotic
 
 
@@ -52,6 +53,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="compare with one plain torch process")
     parser.add_argument("--connect", default="", metavar="HOST:PORT", help="of a running server")
     parser.add_argument("--device", choices=["remote", "cpu"], default="remote")
+    parser.add_argument("--threads", type=int, help="of torch with --device cpu; default: one a core, and 1 for --check")
     parser.add_argument("--losses", type=Path, help="write the losses here as JSON")
     args = parser.parse_args(argv)
     for name, value in DEFAULTS[args.preset].items():
@@ -169,13 +171,21 @@ def train(args: argparse.Namespace, groups: Sequence[str]) -> list[float]:
 # ---- the comparison and the verdict
 
 
-def reference(argv: Sequence[str]) -> list[float]:
-    """The losses of the same program in one plain torch process."""
+def reference(argv: Sequence[str], seconds: float) -> list[float]:
+    """The losses of the same program in one plain torch process, for which it has so many seconds.
+
+    The process has one thread: a tiny model gains nothing by more, and on busy cores they wait for each other.
+    """
     print("the same in one plain torch process:", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "losses.json"
-        command = [sys.executable, str(HERE / "train.py"), *argv, "--device", "cpu", "--losses", str(path)]
-        subprocess.run(command, check=True)
+        threads = ["--threads", "1"] if "--threads" not in argv else []
+        command = [sys.executable, str(HERE / "train.py"), *argv, *threads, "--device", "cpu", "--losses", str(path)]
+        try:
+            subprocess.run(command, check=True, timeout=seconds, start_new_session=True)  # a Ctrl-C is told once, here
+        except subprocess.TimeoutExpired:
+            said = f"--check: the plain torch process did not end within {seconds:.0f} s: try fewer --steps"
+            raise SystemExit(f"train.py: {said}") from None
         return json.loads(path.read_text())
 
 
@@ -200,14 +210,29 @@ def verdict(losses: list[float], wanted: list[float] | None, workers: int) -> in
     return 0 if ok else 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, start: Callable[[], None] | None = None) -> int:
+    """The exit code: 130 after a Ctrl-C, which ends the workers too. start: starts workers, unless --connect is given."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = arguments(argv)
+    try:
+        return run(argv, start)
+    except KeyboardInterrupt:
+        print("train.py: interrupted", file=sys.stderr)
+        return 130
+    finally:
+        gt.shutdown()
+
+
+def run(argv: Sequence[str], start: Callable[[], None] | None) -> int:
+    args, began = arguments(argv), time.perf_counter()
     if args.device == "cpu":
+        if args.threads:
+            torch.set_num_threads(args.threads)
         losses = train(args, ())
     else:
         if args.connect:
             gt.connect(args.connect)
+        elif start is not None:
+            start()
         losses = train(args, gt.signal.groups())
     if args.losses:
         args.losses.write_text(json.dumps(losses))
@@ -215,7 +240,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     workers = len(gt.stats()["workers"])
     gt.shutdown()
-    return verdict(losses, reference(argv) if args.check else None, workers)
+    limit = max(PATIENCE, FACTOR * (time.perf_counter() - began))
+    return verdict(losses, reference(argv, limit) if args.check else None, workers)
 
 
 if __name__ == "__main__":

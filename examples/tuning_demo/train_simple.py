@@ -16,6 +16,4 @@ sys.path.insert(0, str(HERE))
 import train  # noqa: E402
 
 if __name__ == "__main__":
-    if "--help" not in sys.argv and "-h" not in sys.argv:
-        gt.gpu_workers(8)  # CPU workers where there are fewer GPUs
-    sys.exit(train.main())
+    sys.exit(train.main(start=lambda: gt.gpu_workers(8)))  # CPU workers where there are fewer GPUs

@@ -15,13 +15,13 @@ from gt.errors import GTError
 
 def main(args: list[str], text: str) -> int:
     parser = argparse.ArgumentParser(prog="gt plan", description=text)
-    parser.add_argument("--workers", type=int, default=0, help="how many there would be; by default what script or config ask")
+    parser.add_argument("--workers", type=int, default=0, help="number of workers; default: as the script or config has")
     parser.add_argument(
         "--config", action="append", help="YAML of signal groups, instead of the script's or GT_CONFIG; several are compared"
     )
     parser.add_argument("--json", action="store_true", help="print data instead of text")
     parser.add_argument("script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     given = parser.parse_args(args)
     from gt.api import planning
 
@@ -29,6 +29,7 @@ def main(args: list[str], text: str) -> int:
     if len(configs) > 1:
         return compare(configs, given.workers, given.script, given.args, given.json)
     try:
+        print("gt plan: no op is run: every value that the script reads, such as a loss, is 0 while planning", file=sys.stderr)
         with planning(given.workers, configs[0] if configs else None) as made:
             run(given.script, given.args)
         plan = made(Path(given.script).name)
@@ -51,6 +52,6 @@ def run(script: str, args: list[str]) -> None:
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):
-            print(f"{script} ended with {end.code}", file=sys.stderr)
+            print(f"{script} ended with exit code {end.code}, as it may where it checks values", file=sys.stderr)
     finally:
         sys.argv, sys.path[0] = argv, path

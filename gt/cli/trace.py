@@ -13,9 +13,9 @@ from gt.errors import GTError
 
 def main(args: list[str], text: str) -> int:
     parser = argparse.ArgumentParser(prog="gt trace", description=text)
-    parser.add_argument("out", help="the trace, for chrome://tracing or ui.perfetto.dev")
+    parser.add_argument("out", help="file to write the trace to, for chrome://tracing or ui.perfetto.dev")
     parser.add_argument("script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     given = parser.parse_args(args)
     folder = Path(given.out).absolute().parent
     if not folder.is_dir():
@@ -37,7 +37,7 @@ def main(args: list[str], text: str) -> int:
     finally:
         shutdown()
     if not order:
-        print(f"gt trace: {given.script} did nothing with remote tensors", file=sys.stderr)
+        print(f"gt trace: {given.script} did nothing with remote tensors, so there is nothing to trace", file=sys.stderr)
         return 1
     print(f"{given.out}: {timeline.said(order)}")
     return 0

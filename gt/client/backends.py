@@ -22,7 +22,7 @@ def lines(session: Session, program: int, asked: str) -> list[str]:
     try:
         workers = session.stats(program)["workers"]
     except GTError as error:
-        return [f"backend {asked}: workers cannot be asked, {error}"]
+        return [f"backend {asked}: the workers did not answer: {error}"]
     finally:
         if failed is not None:
             session.put_off(failed)
@@ -54,7 +54,7 @@ def _worker(plans: list[dict[str, Any]]) -> list[str]:
     count = {key: sum(plan[key] for plan in plans) for key in ("segments", "distinct", "compiled")}
     text = f"{count['segments']} segments, {count['compiled']} compiled, {count['distinct']} distinct"
     if not all(plan["ready"] or not plan["segments"] for plan in plans):
-        text = f"{count['segments']} segments, compiled when its first replay is over"
+        text = f"{count['segments']} segments, compiled after the first replay"
     graphs = sum(plan["graphs"] for plan in plans)
     if graphs:
         text += f", {graphs} CUDA graph{'s' if graphs > 1 else ''}"

@@ -14,13 +14,13 @@ import torch
 
 from gt.client import hostops
 from gt.client.dispatch import call, info_of
-from gt.client.reach import Reach, exact, look, plain, same
+from gt.client.reach import Item, Reach, exact, look, plain, same
 from gt.client.signal import stack
 from gt.client.tape import Difference, Tape
 from gt.client.tensor import RemoteTensor, Shown
 from gt.errors import CaptureError
 
-OUTSIDE = ", and Python does not run in a replay: do it outside"
+OUTSIDE = ", and Python does not run in a replay: do it outside the function"
 aten = torch.ops.aten
 
 
@@ -84,7 +84,7 @@ def other(old: tuple, new: tuple) -> str:
     for k in range(old[0].num_leaves):
         if old[1 + k] != new[1 + k]:
             return f"argument {k}, which was {_said(old[1 + k])} and is {_said(new[1 + k])}"
-    return "another mode (grad, autocast, dtype or device by default, signal group) or session"
+    return "another mode (grad, autocast, default dtype or device, signal group) or session"
 
 
 def _said(key: Any) -> str:
@@ -107,7 +107,9 @@ def given(leaves: list, last: Call | None) -> tuple[list, dict[int, RemoteTensor
             if last is None or last.leaves[k] is leaf:
                 continue
             if leaf.requires_grad:
-                raise CaptureError(f"argument {k} requires grad and is another tensor at each call: copy into one instead")
+                raise CaptureError(
+                    f"argument {k} requires grad and is a new tensor at each call: pass the same one, and copy_() into it"
+                )
             inputs[k] = taken[k] = call(info_of(aten.clone.default), (leaf,))
         else:
             if leaf.requires_grad:
@@ -127,23 +129,39 @@ def side_effect(entry: Reach, leaving: Reach, made: int) -> Difference | None:
     """Python state that the call changed: a replay would not."""
     before = {item.path: item for item in entry.items}
     after = {item.path: item for item in leaving.items}
+    states = {id(holder) for o in entry.optimizers for holder in (o.state, *o.state.values())}
     empty = {path for _, n, path in entry.sized if not n} & {path for _, n, path in leaving.sized if not n}
     for path in [*before, *after]:
         if path not in after or path not in before:
-            return Difference("", f"it {'adds' if path in after else 'removes'} {path}{OUTSIDE}")
+            return Difference("", _grown(path, after.get(path) or before[path], path in after, states))
         old, new = before[path], after[path]
         if isinstance(new.value, RemoteTensor):
             if new.value is not old.value and new.value._ref.id < made:
-                return Difference("", f"it assigns to {path} a tensor that was there before; copy_() into it instead")
+                return Difference(
+                    "", f"the function assigns to {path} a tensor from before the call; copy_() into the old one instead"
+                )
         elif not same(old.value, new.value) and not (path in empty and type(old.value) is type(new.value)):
-            return Difference("", f"it changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}")
+            return Difference("", f"the function changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}")
     for path, (_, then) in entry.stamps.items():
         if path not in leaving.stamps or leaving.stamps[path][1] != then:
-            return Difference("", f"it changes {path}{OUTSIDE}")
+            return Difference("", f"the function changes {path}{OUTSIDE}")
     for path, (tensor, then) in entry.looks.items():
         if look(tensor) != then:
-            return Difference("", f"it gives {path} other memory, requires_grad or hooks{OUTSIDE}; values are set by copy_()")
+            text = f"the function changes memory, requires_grad or hooks of {path}{OUTSIDE}; to set values, use copy_()"
+            return Difference("", text)
     return None
+
+
+def _grown(path: str, item: Item, added: bool, states: set[int]) -> str:
+    """An entry that a call added or removed; states: identities of what optimizers keep their state in."""
+    if id(item.holder) in states and added:
+        return "the optimizer makes its state in this call; the next calls can become a program"
+    inside, _, key = path.rpartition("[")
+    if not inside or not path.endswith("]"):
+        return f"the function {'sets' if added else 'deletes'} {path}{OUTSIDE}"
+    if isinstance(item.holder, list):
+        return f"the function {'appends to' if added else 'removes elements of'} `{inside}`{OUTSIDE}"
+    return f"the function {'adds' if added else 'removes'} the entry [{key} of `{inside}`{OUTSIDE}"
 
 
 def settings(entry: Reach) -> dict[str, tuple[dict, str, Any]]:
@@ -171,7 +189,7 @@ def cure(last: Call, now: Call) -> str:
         told = f"; {path} was {_short(old)} and is {_short(new)}"
         if key != "lr":
             cycled = _CYCLED if key == "momentum" or "'betas'" in path else ""
-            others = others or f"{told}: each value is a program of its own{cycled}"
+            others = others or f"{told}: each value needs a program of its own{cycled}"
         elif not rates:
             fused = "" if "capturable" in group or "fused" not in group else " and fused=True"
             first = group.get("initial_lr", new)  # as a scheduler keeps it
@@ -194,7 +212,8 @@ def carried(now: Call, entry: Reach, leaving: Reach) -> tuple[list[tuple[int, in
         if old == new or old not in read or path.endswith(".grad"):
             continue
         if new is None or new not in made or pairs.get(old, new) != new:
-            return [], Difference("", f"{path} is read, and what it names afterwards is not made by this call alone")
+            text = f"the function reads {path} and leaves a tensor there that it did not make alone; copy_() into the old one"
+            return [], Difference("", text)
         pairs[old] = new
     return list(pairs.items()), None
 

@@ -35,7 +35,7 @@ def in_chunks(info: OpInfo, count: int, args: tuple, kwargs: dict) -> Any:
 
 
 def _too_long(info: OpInfo) -> UnsupportedOp:
-    return UnsupportedOp(f"{info.name} has more tensors than one op may have: call it with fewer, several times")
+    return UnsupportedOp(f"{info.name} has more tensors than one op may have: call it several times, with fewer tensors each")
 
 
 def _ranges(info: OpInfo, length: int, count: int) -> Iterator[slice]:

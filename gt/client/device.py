@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from gt.client import lazymodules, module
+from gt.client import lazymodules, module, refusals
 from gt.client.attention import attention
 from gt.client.autocast import register as register_autocast
 from gt.client.dispatch import dispatch, fallback
@@ -124,6 +124,7 @@ def prepare() -> None:
     _capturing()
     extend_load()
     lazymodules.prepare()
+    refusals.prepare()
     if not _cuda():
         register()
 

@@ -202,7 +202,7 @@ def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, 
     recorder.code.extend(row + numbers)
     if entry.mode == ASK:
         if recorder.tape is not None:
-            recorder.tape.refuse(f"{info.name} has a shape that depends on values", origin)
+            recorder.tape.refuse(f"the shape of {info.name}'s result depends on values, which a replay does not know", origin)
         recorder.flush()
         found = [metas.of_spec(spec) for spec in recorder.session.describe(numbers)]
     else:
@@ -255,7 +255,9 @@ def _without_out(info: OpInfo) -> Any:
         if not any(a.is_out for a in arguments) and wanted <= given:
             found.append((len(given), overload))
     if not found:
-        raise UnsupportedOp(f"{info.name} has no form without out=, which alone has a remote one")
+        raise UnsupportedOp(
+            f"{info.name} is not supported on remote with out=: call the op without out=, and copy_() its result"
+        )
     return min(found, key=lambda pair: pair[0])[1]
 
 

@@ -88,7 +88,8 @@ class Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, RemoteTensor):
-            raise TypeError(f"gt.signal.move takes a remote tensor, got one on {x.device}")
+            got = f"one on {x.device}" if isinstance(x, torch.Tensor) else f"{type(x).__name__}"
+            raise TypeError(f"gt.signal.move takes a remote tensor, got {got}")
         return record("gt.move.default", (x,), lambda: (_cloned(x._ref.meta),))[0]
 
     @staticmethod

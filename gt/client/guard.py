@@ -54,20 +54,22 @@ class Guard:
                 and all(map(is_, [getattr(holder, key) for holder, key in self._named], self._named_values))
             )
         except (LookupError, AttributeError, ValueError, TypeError):
-            return _changed(self._items) or "something that it uses is gone"
+            return _changed(self._items) or "an object that the function uses is gone"
         if not same and (why := _changed(self._items)):
             return why
         if any(self._empty) or list(map(len, self._sized)) != self._lengths:
             path, old, new = next((path, n, len(thing)) for thing, n, path in self._reach.sized if len(thing) != n)
             return f"{path} had {old} elements and has {new}"
         if self._look() != self._looks:
-            return f"{self._other()} names other memory, or its requires_grad or hooks are not what they were"
+            return f"{self._other()} has other memory, requires_grad or hooks than before"
         if [list(map(id, thing)) for thing in self._ordered] != self._keys:
             return next(
-                f"{path} is in another order" for path, thing, keys in self._reach.orders if list(map(id, thing)) != keys
+                f"the keys of {path} are in another order"
+                for path, thing, keys in self._reach.orders
+                if list(map(id, thing)) != keys
             )
         if list(map(type, self._kinds)) != self._types:
-            return next(f"{path} is of another class" for path, thing, kind in self._reach.kinds if type(thing) is not kind)
+            return next(f"{path} has another class" for path, thing, kind in self._reach.kinds if type(thing) is not kind)
         for path, (thing, then) in self._reach.stamps.items():
             if stamp(thing) != then:
                 return f"{path} was changed in place"
@@ -91,5 +93,5 @@ def _changed(items: list[Item]) -> str:
         if not same(item.value, value):
             if plain(item.value) and plain(value):
                 return f"{item.path} was {item.value!r:.60} and is {value!r:.60}"
-            return f"{item.path} is another {type(value).__name__}"
+            return f"{item.path} is another {type(value).__name__} than before"
     return ""

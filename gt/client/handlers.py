@@ -36,7 +36,7 @@ def decompose(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 
         return attention(*args, **kwargs)
     if kwargs.get("layout") not in (None, torch.strided):
-        raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor: remote tensors are strided; send x.to_dense()")
+        raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor, and remote tensors are strided: send x.to_dense()")
     found = info.func.decompose(*args, **kwargs)
     return call(info, args, kwargs) if found is NotImplemented else found
 
@@ -111,7 +111,7 @@ def rrelu(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 
 
 def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    raise UnsupportedOp(f"{info.name} has no remote form: compute it on the CPU and move the result with .to('remote')")
+    raise UnsupportedOp(f"{info.name} is not supported on remote: compute it on the CPU and move the result with .to('remote')")
 
 
 def is_pinned(info: OpInfo, args: tuple, kwargs: dict) -> bool:

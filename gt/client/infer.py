@@ -1,6 +1,6 @@
 """What an op gives, found once for each kind of call: torch's meta kernels run, and the answer is kept as an Entry.
 
-Everything here is off the hot path. Shape and dtype errors are torch's own, raised on the user's line.
+Everything here is off the hot path. Shape and dtype errors are torch's own, with the CPU's text, raised on the user's line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gt.client import meta as metas
-from gt.client import runtime
+from gt.client import refusals, runtime
 from gt.client.meta import Meta, dtype_name
 from gt.client.tensor import RemoteTensor, Shown
 from gt.errors import UnsupportedOp
@@ -269,10 +269,10 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
         return found, True
     except NotImplementedError:
         return None, False
-    except RuntimeError as error:
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
         if "meta tensor" in str(error):
             return None, False
-        raise
+        raise refusals.as_on_cpu(info, args, kwargs, error) from None
 
 
 def _by_values(info: OpInfo, args: list, kwargs: dict) -> bool:
@@ -330,7 +330,7 @@ def _outs(info: OpInfo, entry: Entry, found: Any, known: bool, positions: dict[s
     for declared, value in zip(schema.returns, values, strict=True):
         alias = declared.alias_info
         if not known and str(declared.type) != "Tensor":
-            raise UnsupportedOp(f"{info.name}: neither its result's shape nor how many there are can be known here")
+            raise UnsupportedOp(f"{info.name}: the number of its results depends on values; compute it on x.cpu()")
         if alias is not None and alias.is_write:
             names = [n for n in info.writes if _alias_set(info, n) == alias.before_set] or info.writes
             results.append(_same(outs, positions[names[0]][0]))
@@ -374,7 +374,7 @@ def _made(info: OpInfo, entry: Entry, outs: list[Out], value: Any, known: bool, 
         return ("new", len(entry.metas) - 1)
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
-            raise UnsupportedOp(f"{info.name} makes a {value.layout} tensor: remote tensors are strided")
+            raise UnsupportedOp(f"{info.name} makes a {value.layout} tensor, and remote tensors are strided")
         meta = metas.of(value)
         outs.append(Out(kind, meta.spec, of))
         entry.metas.append(meta)

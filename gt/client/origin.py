@@ -88,6 +88,13 @@ class Origins:
         """`file:line` of an origin, "" if unknown."""
         return self._places.get(number, "")
 
+    def text(self, number: int) -> str:
+        """Line, group and micro-batch of an origin, for an error that compares two."""
+        file, line, group, backward, micro = next((row for row, n in self._rows.items() if n == number), ("", 0, "", False, -1))
+        said = [f"at {file}:{line}", f"in group {group}" if group else "in no group"]
+        said += ["in the backward pass"] * backward + [f"in micro-batch {micro}"] * (micro >= 0)
+        return " ".join(said)
+
     def mark(self, node: Any, number: int) -> None:
         """Remember in an autograd node where its forward op came from."""
         node.metadata[MARK] = number if number > 0 else self.here()

@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from gt.client import backends, hostops, random, runtime
 from gt.client.carry import (
+    OUTSIDE,
     Call,
     Draws,
     carried,
@@ -39,7 +40,7 @@ from gt.client.dispatch import call, info_of
 from gt.client.guard import Guard
 from gt.client.reach import Reach, reach
 from gt.client.recorder import Recorder
-from gt.client.tape import Difference, Tape, difference
+from gt.client.tape import SAME, Difference, Tape, difference
 from gt.client.tensor import RemoteTensor
 from gt.ir.instr import BACKENDS, DISCARD, DROP, FREE, LAUNCH, RECORD
 from gt.ir.schedules import asked
@@ -111,10 +112,11 @@ class Program:
         """Why it cannot serve this call, or ""."""
         for k, tensor in self.same.items():
             if leaves[k] is not tensor:
-                return f"argument {k} is another tensor"
+                return f"argument {k} is another tensor than in the recorded call"
         for leaf, had, _, _ in self.grads:
             if (leaf.grad is not None) != had:
-                return f"a leaf of shape {list(leaf.shape)} {'had' if had else 'had no'} gradient at the start"
+                then, now = ("a gradient", "none") if had else ("no gradient", "one")
+                return f"a parameter of shape {list(leaf.shape)} had {then} when the step was recorded, and has {now} now"
         return self.guard.broken()
 
     def replay(self, leaves: list) -> Any:
@@ -214,7 +216,7 @@ class Compiled:
         lines = [f"{name}: {len(self._programs)} program{'' if len(self._programs) == 1 else 's'}"]
         for program in self._programs:
             ops, order = program.answer["ops"], program.answer["schedule"]
-            lines.append(f"  program {program.number}: {ops} ops, {program.replays} replays; made for {program.why}")
+            lines.append(f"  program {program.number}: {ops} ops, {program.replays} replays; recorded for: {program.why}")
             if order:
                 lines.append(f"    schedule {order['name']}: {order['why'] or _bubbles(order)}")
                 lines += [f"    {line}" for line in order.get("said", ())]
@@ -222,7 +224,9 @@ class Compiled:
             if program.answer["backend"] != "eager":
                 told = backends.lines(program.recorder.session, program.number, program.answer["backend"])
                 lines += [f"    {line}" for line in told]
-        lines += [f"  before: {reason}" for reason in self._reasons]
+        label = "an earlier call was not kept" if self._programs else "a call was not kept"
+        for reason in self._reasons:
+            lines.append(f"  {label}: {reason.replace(OUTSIDE, '').replace(SAME, '') if self._programs else reason}")
         return "\n".join(lines)
 
     # ---- recording
@@ -318,29 +322,27 @@ class Compiled:
         del self._programs[MOST:]
         self._made += 1
         if self._made == MOST:
-            hint = (
-                "; with lr=torch.tensor(..., device='remote') one does for all learning rates" if "['lr']" in self._why else ""
-            )
-            self._warn(f"{MOST} programs were made by now, each at the cost of two eager calls; the last for {self._why}{hint}")
+            hint = "; with lr=torch.tensor(..., device='remote') one program serves all rates" if "['lr']" in self._why else ""
+            self._warn(f"{MOST} programs were recorded, each at the cost of two eager calls; the last for: {self._why}{hint}")
         return program
 
     def _prevented(self, now: Call, entry: Reach, leaving: Reach, draws: Draws) -> Difference | None:
         """What this call did that a replay would not do, or could not see."""
         tape = now.tape
         if not tape.ops:
-            return Difference("", "it does nothing with remote tensors")
+            return Difference("", "the function does nothing with remote tensors")
         if tape.prevents:
             return tape.prevents[0]
         if entry.overflow or leaving.overflow:
-            return Difference("", "it can reach too many objects to see whether they change")
+            return Difference("", "the function reaches too many Python objects to compare at each call; have it use fewer")
         if entry.opaque or leaving.opaque:
-            return Difference("", f"{(entry.opaque or leaving.opaque)[0]}; pass what it needs of it as an argument")
+            return Difference("", f"{(entry.opaque or leaving.opaque)[0]}; pass the part that is needed as an argument")
         if draws.found():
-            return Difference("", f"it draws from {draws.found()}, and Python does not run in a replay: draw outside")
+            return Difference("", f"the function draws random numbers from {draws.found()}{OUTSIDE}")
         for tensor, n in tape.read().items():
             if tensor not in now.names:
                 op = tape.ops[n]
-                text = f"{op.name} uses a tensor that is not found from arguments, closure or globals; pass it as an argument"
+                text = f"{op.name} uses a tensor that is not in arguments, closure or globals; pass it as an argument"
                 return Difference(tape.origins.where(op.origin), text)
         return side_effect(entry, leaving, tape.first)
 

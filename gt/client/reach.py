@@ -167,7 +167,7 @@ class Walk:
         elif not isinstance(thing, RemoteTensor) and stamp(thing) is not None:
             self._stamp(path, thing)
         elif hasattr(kind, "__next__") and foreign(kind.__module__):
-            self.found.opaque.append(f"{path} is a {kind.__name__}, and where it stands cannot be seen")
+            self.found.opaque.append(f"{path} is an iterator ({kind.__name__}), whose position cannot be compared")
         elif not isinstance(thing, (types.BuiltinFunctionType, torch.Tensor)):
             self._object(path, thing)
         if isinstance(thing, (dict, list, tuple, set, frozenset, deque, functools.partial)) and kind.__module__ not in FOREIGN:

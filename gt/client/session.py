@@ -120,7 +120,9 @@ class Session:
         heard = 0
         while not self._greeting.done.wait(wait + WELCOME):
             if heard == self._notices:
-                raise DispatcherLost(f"the server at {address} does not answer (tried for {wait + WELCOME:g} s)")
+                raise DispatcherLost(
+                    f"the server at {address} does not answer (tried for {wait + WELCOME:g} s): check that it runs"
+                )
             heard = self._notices
         if self.failure:
             raise self.failure
@@ -209,7 +211,7 @@ class Session:
 
     def _check(self) -> None:
         if self._pid != os.getpid():
-            raise SystemFailure("remote tensors cannot be used in a forked process (a DataLoader worker?): fetch them first")
+            raise SystemFailure("remote tensors cannot be used in a forked process (a DataLoader worker?): use x.cpu() first")
         if self.failure is not None:
             raise errors.from_wire(errors.to_wire(self.failure))
 

@@ -15,6 +15,9 @@ from gt.client.constants import Constants
 from gt.errors import CaptureError
 from gt.ir.instr import DROP, FIRST, FREE, PARAM
 from gt.ir.ops import RANDOM
+from gt.ir.template import T, to_wire
+
+SAME = "; have the function do the same ops at each call"
 
 if TYPE_CHECKING:
     from gt.client.origin import Origins
@@ -91,7 +94,7 @@ class Tape:
             if template.op == "gt.upload.default":
                 values = [frames[values[0]] if values[0] >= 0 else b""]
                 if code[two] < 0:
-                    self.refuse("data of more than 256 KiB is uploaded in it; pass it as an argument", code[at + 1])
+                    self.refuse("the function uploads more than 256 KiB of data; pass the data as an argument", code[at + 1])
             self.ops.append(Op(template, code[at + 1], code[one:two], values, code[three:end]))
             at = end
         return self.defer(freed)
@@ -126,7 +129,9 @@ class Tape:
         where = self.origins.where(self.origins.here())
         if self._was_asked and not self.strict:
             self.strict_next = True
-            self.prevents.append(Difference(where, "a value is read to choose a way; the next recording forbids that"))
+            self.prevents.append(
+                Difference(where, "a library reads a value to choose an algorithm; the next recording forbids that")
+            )
             return None
         raise CaptureError(
             f"{where}: the value of a remote tensor of shape {list(tensor.shape)} is asked for inside a compiled function, "
@@ -144,7 +149,7 @@ class Tape:
         for source, where in self._sources:
             if not source.expired():
                 self.prevents.append(
-                    Difference(where, "a CPU tensor from outside is used; pass it as an argument, or move it to remote once")
+                    Difference(where, "the function uses a CPU tensor; pass it as an argument, or move it to remote once")
                 )
         self._sources.clear()
 
@@ -175,27 +180,51 @@ def difference(a: Tape, b: Tape, names_a: dict[int, Any], names_b: dict[int, Any
     where = b.origins.where
     for n, (old, new) in enumerate(zip(a.ops, b.ops, strict=False)):
         if old.template is not new.template or old.origin != new.origin:
-            text = f"op {n} is {new.name}, and was {old.name}" + (
-                f" (at {where(old.origin)})" if old.origin != new.origin else _looks(old, new)
-            )
-            return Difference(where(new.origin), text + ": what the function does differs from call to call")
+            text = f"op {n} differs from the call before: {_change(old, new, b.origins)}"
+            return Difference(where(new.origin), text + SAME)
         for k, (i, j) in enumerate(zip(old.ins, new.ins, strict=True)):
-            if (made_a.get(i) or names_a.get(i)) != (made_b.get(j) or names_b.get(j)):
-                return Difference(where(new.origin), f"operand {k} of {new.name} is another tensor than in the call before")
+            was, now = (made_a.get(i) or names_a.get(i)), (made_b.get(j) or names_b.get(j))
+            if was != now:
+                text = f"operand {k} of {new.name} is {_tensor(now)}, and was {_tensor(was)} in the call before"
+                return Difference(where(new.origin), text)
         found = _constants(a, b, old, new)
         if found is not None:
             return Difference(where(new.origin), found)
     if len(a.ops) != len(b.ops):
-        longer, which = (a, "more") if len(a.ops) > len(b.ops) else (b, "fewer")
+        longer = a if len(a.ops) > len(b.ops) else b
         extra = longer.ops[min(len(a.ops), len(b.ops))]
-        text = f"the call before had {which} ops: {len(a.ops)} and {len(b.ops)}, from {extra.name}"
+        text = f"this call has {len(b.ops)} ops, the call before had {len(a.ops)}; {extra.name} is the first that only one has"
         return Difference(where(extra.origin), text)
     return None
 
 
-def _looks(old: Op, new: Op) -> str:
-    ins = [" ".join(spec.text() for spec in op.template.ins) for op in (old, new)]
-    return f" ({ins[1]}; {ins[0]})" if old.name == new.name else ""
+def _change(old: Op, new: Op, origins: Origins) -> str:
+    """Say which part of an op differs: its name, operands, constants, line, group or micro-batch."""
+    before, now = old.template, new.template
+    if before.op != now.op:
+        return f"it was {old.name}, and is {new.name}"
+    if before.ins != now.ins:
+        was, is_ = (" ".join(spec.text() for spec in template.ins) for template in (before, now))
+        return f"the operands of {new.name} were {was}, and are {is_}"
+    if (before.args, before.kwargs) != (now.args, now.kwargs):
+        was, is_ = (_constants_of(template) for template in (before, now))
+        return f"the constant arguments of {new.name} were {was}, and are {is_}"
+    if old.origin != new.origin:
+        return f"{new.name} was called {origins.text(old.origin)}, and is called {origins.text(new.origin)}"
+    return f"{new.name} has other results or writes other operands"
+
+
+def _constants_of(template: Template) -> str:
+    shown = [str(to_wire(arg)) for arg in template.args if not isinstance(arg, T)]
+    shown += [f"{name}={to_wire(arg)}" for name, arg in template.kwargs if not isinstance(arg, T)]
+    return f"({', '.join(shown)})"
+
+
+def _tensor(name: Any) -> str:
+    """A tensor that was there before, or output k of op n, in words."""
+    if isinstance(name, tuple):
+        return f"a result of op {name[0]}"
+    return str(name) if name else "a tensor that nothing names"
 
 
 def _constants(a: Tape, b: Tape, old: Op, new: Op) -> str | None:
@@ -206,13 +235,13 @@ def _constants(a: Tape, b: Tape, old: Op, new: Op) -> str | None:
         del pairs[-2:]
         drawn = max(seed_a, seed_b) >= 0  # attention without dropout draws nothing, and says so
         if drawn and (seed_a != a.seed or seed_b != b.seed):
-            return f"{new.name} draws from a generator of its own; leave it out"
+            return f"{new.name} draws from a generator of its own, which a replay does not have: leave generator= out"
         if drawn and one - a.counter != two - b.counter:
-            return f"{new.name} draws other random numbers: the generator was seeded inside; seed it outside"
+            return f"{new.name} draws other random numbers, as the function seeds the generator: seed it outside the function"
     for x, y in pairs:
         if isinstance(x, bytes):
             if x != y:
-                return "the data that is uploaded here differs from call to call; pass it as an argument"
+                return "the data that the function uploads here differs from call to call; pass it as an argument"
         elif type(x) is not type(y) or repr(x) != repr(y):  # the sign of zero counts, and one NaN is like another
-            return f"a constant of {new.name} was {x!r} and is {y!r}: Python does not run in a replay, so it would stay"
+            return f"a number in {new.name} was {x!r} and is {y!r}, which a replay would not see: pass it as a remote tensor"
     return None

@@ -95,7 +95,7 @@ class RemoteTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, RemoteTensor):
             raise RuntimeError(
-                f"cannot set data of a remote tensor to one on {value.device}; use .to({str(Shown.device.type)!r})"
+                f"cannot set the data of a remote tensor to one on {value.device}: use .to({Shown.device.type!r}) first"
             )
         rebind(self, value)
 
@@ -173,8 +173,8 @@ class RemoteTensor(torch.Tensor):
 
     def _typed_storage(self) -> Any:  # that storage(), is_shared() and share_memory_() ask
         raise UnsupportedOp(
-            "a remote tensor has no storage in this process: share or look at a copy, x.cpu(), which a data set has to hold "
-            "whose DataLoader has worker processes"
+            "a remote tensor has no storage in this process: use a copy, x.cpu(); a data set whose DataLoader has worker "
+            "processes has to hold CPU tensors"
         )
 
     def untyped_storage(self) -> Memory:  # type: ignore[override]
@@ -184,7 +184,7 @@ class RemoteTensor(torch.Tensor):
         return Memory(self).data_ptr() + self.storage_offset() * self.itemsize if self.numel() else 0
 
     def pin_memory(self, device: Any = None) -> torch.Tensor:
-        raise RuntimeError(f"cannot pin 'torch.remote.{self.dtype}' only dense CPU tensors can be pinned")
+        raise RuntimeError(f"cannot pin {self.type()!r}: only dense CPU tensors can be pinned; leave pin_memory() out")
 
 
 class Memory:

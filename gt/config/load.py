@@ -35,7 +35,7 @@ LONGEST_WORD, MOST_WORDS = 64, 64  # characters and number of names among which 
 SHOWN, SHORT = 20, 80  # names that an error lists, and characters of each value
 _NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MOST_NESTED}}}")  # libyaml reads each by a call within a call
 _COMPOSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
-BROKEN = "check the indentation (spaces, no tabs) and the brackets there and in the lines above"
+BROKEN = "check the indentation (spaces, no tabs) and the brackets there and above, and the space after each colon"
 
 
 def load(text: str, path: str = "") -> Config:
@@ -66,7 +66,7 @@ def check_workers(config: Config, names: list[str]) -> None:
                 have = f"there are {len(names)}: {', '.join(names)}" if names else "there is none"
                 raise ConfigError(
                     f"{config.where(group.name)} names worker {worker}, but {have}; workers are counted from 0: "
-                    f"start more, or name fewer"
+                    "start more, or name fewer"
                 )
 
 
@@ -111,7 +111,7 @@ class _Reader:
             line = mark.line + 1 if mark else 1
             self.fail("", line, f"not YAML: {error.problem or error.context!s:.200}; {BROKEN}")
         except yaml.YAMLError as error:
-            raise ConfigError(f"{self.file}: not YAML: {error!s:.200}; {BROKEN}") from error
+            raise ConfigError(f"{self.file}: not YAML: {' '.join(str(error).split()):.200}; {BROKEN}") from error
 
     def entries(self, node: yaml.Node, what: str, group: str = "") -> list[tuple[str, yaml.Node, yaml.Node]]:
         """(key, its node, the value's node) of a mapping whose keys are names, each once."""
@@ -159,6 +159,8 @@ class _Reader:
 
     def group(self, name: str, key: yaml.Node, node: yaml.Node) -> Group:
         line = _line(key)
+        if isinstance(node, yaml.ScalarNode) and not node.value:
+            self.fail(name, line, "the group is empty, want a mapping: write workers: [0, 1]")
         found = self.known(node, GROUP_KEYS, "the group", name)
         if "shard" in found and "workers" in found:
             self.fail(name, _line(found["workers"]), "workers both in the group and in its shard; keep one")
@@ -197,7 +199,7 @@ class _Reader:
 
     def workers(self, name: str, node: yaml.Node) -> tuple[tuple[tuple[int, ...], ...], bool]:
         """[0, 1] -> ((0, 1),), False; [[0, 1], [2, 3]] -> ((0, 1), (2, 3)), True."""
-        want = "a list of worker numbers, or a list of such lists of one length"
+        want = "a list of worker numbers such as [0, 1], or a list of such lists of one length"
         if not isinstance(node, yaml.SequenceNode) or not node.value:
             shown = "an empty list" if isinstance(node, yaml.SequenceNode) else self.show(node)
             self.fail(name, _line(node), f"workers is {shown}, want {want}")

@@ -59,7 +59,7 @@ def assign(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
             outer = next((placed[at] for at in around(name) if at in placed), None)
             if outer is None:
                 hint = f"give {name.partition('.')[0]!r} a stage, or name a whole group"
-                raise ConfigError(f"modules {rule.pattern!r}: {name} is in no stage whose {group} it could be in; {hint}")
+                raise ConfigError(f"modules {rule.pattern!r}: {name} is in no stage, so {group} means no group there; {hint}")
             group = stem(outer.group) + group
         placed[name] = replace(rule, group=group, stages=())
     return placed
@@ -71,7 +71,8 @@ def cut(rule: Rule, names: Sequence[str]) -> dict[str, str]:
     outermost = [name for name in names if name in matched and not any(at in matched for at in around(name))]
     count, extra = divmod(len(outermost), len(rule.stages))
     if matched and not count:
-        raise ConfigError(f"modules {rule.pattern!r}: {len(outermost)} modules for {len(rule.stages)} stages; name fewer")
+        modules = f"{len(outermost)} modules for {len(rule.stages)} stages"
+        raise ConfigError(f"modules {rule.pattern!r}: {modules}, want a module or more for each; name fewer stages")
     lengths = [count + (n < extra) for n in range(len(rule.stages))]
     order = [stage for stage, length in zip(rule.stages, lengths) for _ in range(length)]
     return dict(zip(outermost, order))

@@ -34,7 +34,7 @@ class Admission:
         if len(hello.config) > LONGEST_CONFIG:
             raise ConfigError(f"{hello.config_path or 'config'} has {len(hello.config)} characters, at most {LONGEST_CONFIG}")
         if len(self.waiting) >= MOST_WAITING:
-            raise Refused(f"{MOST_WAITING} programs are waiting for workers already")
+            raise Refused(f"{MOST_WAITING} programs wait for workers already, and no more can: try again later")
         if _nesting(hello.config) > MOST_NESTED:
             raise ConfigError(f"{hello.config_path or 'config'} has more than {MOST_NESTED} brackets within one another")
         try:
@@ -84,7 +84,7 @@ def _switches(switches: dict[str, Any]) -> None:
     }
     for name, value in switches.items():
         if name not in allowed or isinstance(value, (list, dict)) or not allowed[name](value):
-            raise ProtocolError(f"Hello.switches.{name:.40} is {value!r:.40}")
+            raise ProtocolError(f"Hello.switches.{name:.40} is {value!r:.40}, which is no switch or no value of it")
 
 
 def worker_info(info: dict[str, Any]) -> dict[str, Any]:
@@ -104,12 +104,15 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
     }
     for key, value in info.items():
         if key not in defaults:
-            raise ProtocolError(f"Hello.info.{key:.40} is nothing that a worker says of itself")
+            raise ProtocolError(f"Hello.info.{key:.40} is not a known field, want one of {', '.join(defaults)}")
         if type(value) is not type(defaults[key]) or (isinstance(value, str) and len(value) > 255):
-            raise ProtocolError(f"Hello.info.{key} is {value!r:.40}")
+            raise ProtocolError(
+                f"Hello.info.{key} is {value!r:.40}, want a {type(defaults[key]).__name__} up to 255 characters"
+            )
     whole = {**defaults, **info}
     if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > LONGEST_NAME:
-        raise ProtocolError(f"Hello.info: heap_bytes {whole['heap_bytes']} or name {whole['name']!r:.80} cannot be")
+        got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"
+        raise ProtocolError(f"Hello.info: {got}, want -1 or more, and {LONGEST_NAME} printable characters at most")
     return whole
 
 

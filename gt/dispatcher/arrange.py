@@ -111,7 +111,7 @@ def _stages(journal: Sequence[Planned]) -> Stages:
                 found.meshes.append(origin.meaning.mesh.workers)
         visits[row.seq] = (origin.backward, origin.micro, len(path) - 1)
     if not found.meshes:
-        raise NoPipeline("no op lies in a signal group within gt.microbatches")
+        raise NoPipeline("no op runs in a signal group within gt.microbatches: put the stages in groups there")
     found.micro = 1 + max(micro for _, micro in paths)
     names, count = paths[False, 0], len(found.meshes)
     found.names = names
@@ -120,7 +120,8 @@ def _stages(journal: Sequence[Planned]) -> Stages:
     for (backward, micro), path in paths.items():
         if path != (names[::-1] if backward else names):
             way = "backward" if backward else "forward"
-            raise Unfit(f"micro-batch {micro} passes {' -> '.join(path)} {way}; the first passes {' -> '.join(names)} forward")
+            order = f"{' -> '.join(path)}, want {' -> '.join(names[::-1] if backward else names)}"
+            raise Unfit(f"micro-batch {micro} runs stages {order} in its {way} pass, as micro-batch 0 does or in reverse")
     for seq, (backward, micro, visit) in visits.items():
         found.keys[seq] = Key(count - 1 - visit if backward else visit, backward, micro)
     return found

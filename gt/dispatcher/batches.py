@@ -168,7 +168,7 @@ class Batches:
                 ins = [rows[i] for i in code[first:second]]
                 at = self._at = third + known.results
             except (IndexError, KeyError, TypeError) as error:
-                raise ProtocolError(f"Ops.code names nothing of this session at {at}: {error!r}") from error
+                raise ProtocolError(f"Ops.code at {at} names what this session does not have: {error!r}") from error
             if at > end:
                 raise ProtocolError(f"Ops.code ends within an op, at {end}")
             if [t.spec for t in ins] != known.specs:
@@ -222,7 +222,7 @@ class Batches:
         if number == DROP and at + 2 <= len(code):
             programs.drop(code[at + 1])
             return at + 2
-        raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, which names nothing")
+        raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, which is no template and no control code")
 
 
 def _alike(known: Known, ins: Sequence[Tensor]) -> None:

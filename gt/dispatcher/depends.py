@@ -25,7 +25,7 @@ def check(worker: int, old: Sequence[Row], new: Sequence[Row], ops: dict[int, Pl
         row = next(row for row in old if was[id(row)] != now[id(row)])
         op = ops.get(row.seq)
         where = f"{op.origin.file}:{op.origin.line} {op.known.name}" if op is not None else row.define.kind
-        raise Unfit(f"{where} on worker {worker} uses what another micro-batch or stage has written: the order matters")
+        raise Unfit(f"{where} on worker {worker} uses a tensor that another micro-batch or stage writes: the order matters")
 
 
 def _seen(rows: Sequence[Row], ops: dict[int, Planned]) -> dict[int, list]:
@@ -86,7 +86,8 @@ def flow(code: dict[int, list[Row]]) -> None:
             able += [m for m in members if m != worker]
     stuck = {worker: steps[-1] for worker, steps in todo.items() if steps}
     if stuck:
-        raise Unfit(f"workers would wait for each other: {stuck}")
+        waits = "; ".join(f"worker {worker} waits in a {step[1]} of workers {list(step[0])}" for worker, step in stuck.items())
+        raise Unfit(f"workers would wait for each other for ever: {waits}")
 
 
 def _steps(worker: int, row: Row) -> list[tuple]:

@@ -124,23 +124,27 @@ def op_failed(row: Planned | None, seq: int, kind: str, message: str, worker: st
         return OpFailed(f"an op failed on worker {worker}: {message}", worker=worker)
     replay = ""
     if isinstance(row, Launched):
-        replay = f"\n  this was replay {row.number} of a program: what it writes is now of no one step"
+        replay = f"\n  this was replay {row.number} of a program: its outputs mix two steps; restore them from a checkpoint"
     row = row.at(seq)
     origin, op = row.origin, row.known.template.op
     where = f"{origin.file}:{origin.line}" if origin.file else "an op"
     group = f", group {origin.group}" if origin.group else ""
-    ins = " ".join(spec.text() for spec in row.known.template.ins[:8])
-    text = f"{where}: {op} {ins} failed on worker {worker}{group}: {message}"
+    ins = "".join(f" {spec.text()}" for spec in row.known.template.ins[:8])
+    text = f"{where}: {op}{ins} failed on worker {worker}{group}: {message}"
     if kind == "unsupported":
         return UnsupportedOp(f"{where}: {message} (worker {worker}{group})")
-    text += replay + "\n  what was computed from it fails too; assigning a fresh value heals, other tensors are unharmed"
+    text += replay + "\n  tensors computed from its result fail too, until they get a new value; other tensors are unharmed"
     return OpFailed(text, op=op, worker=worker, group=origin.group, origin=f"{origin.file}:{origin.line}")
 
 
 def worker_lost(name: str, reason: str, replay: int = 0) -> WorkerLost:
     """replay: number of a program's replay that was under way."""
-    half = f"Replay {replay} of a program was under way, so what it writes elsewhere is of no one step. " if replay else ""
+    half = (
+        f"Replay {replay} of a program was under way, and its outputs elsewhere mix two steps: load these too. "
+        if replay
+        else ""
+    )
     return WorkerLost(
-        f"worker {name} is lost: {reason}; its tensors are gone: make anew what was lost, or load it from a checkpoint. {half}"
-        "A worker that GT started is there again soon, empty; one that was started by hand has to be started again"
+        f"worker {name} is lost: {reason}; its tensors are gone: create them again, or load a checkpoint. {half}"
+        "GT restarts a worker that it started, empty; if you started it by hand, start it again"
     )

@@ -49,7 +49,7 @@ class Terms:
     def admit(self, info: dict) -> None:
         """Refused unless a worker proves to be the operator's."""
         if self.secret and not proves(self.secret, info):
-            raise Refused("this server takes workers of its operator alone: start it with the server's --worker-token-file")
+            raise Refused("this server takes only its operator's workers: start one with the server's --worker-token-file")
 
     def due(self, sessions: Mapping[bytes, Session], now: float) -> Iterator[tuple[bytes, GTError | Notice]]:
         """Sessions whose time is over, with the error that ends them, and those that are to be warned of it."""
@@ -152,7 +152,7 @@ class Shared:
         gone = [w for w in self.common.cluster.workers if w.lost and w.index in client.used]
         if gone and late:
             lost = f"worker {gone[0].name} is lost ({gone[0].lost:.200}), and {len(names)} are here"
-            raise Refused(f"{lost}: start another in its place with `gt worker`, or name others in the config")
+            raise Refused(f"{lost}: start another one with `gt worker`, or name others in the config")
         return not gone
 
     def news(self, client: Waiting, now: float) -> Notice | None:
@@ -262,7 +262,7 @@ class Exclusive:
         hung = []
         for slot in list(self.slots.values()):
             if slot.state == RENEWING and now - slot.since >= self.renewal:
-                log.warning("worker %s is lost: it was to start afresh, and has not within %g s", slot.name, self.renewal)
+                log.warning("worker %s is lost: it did not restart within %g s", slot.name, self.renewal)
                 hung += [slot.peer] if slot.peer else []
                 self._drop(slot)
         return hung
@@ -309,7 +309,7 @@ class Exclusive:
             share = self._share(client)
             text = f"place {client.place} in its queue, for {share} worker{'s' * (share > 1)} of its own"
             text += f"; {free} of {have} are free"
-            text += f", {afresh} start afresh" * bool(afresh)
+            text += f", {afresh} restart" * bool(afresh)
             text += f"; a session may take {self.terms.seconds:g} s" * bool(self.terms.seconds)
         else:
             need = max(client.wanted, client.named, 1)

@@ -150,7 +150,7 @@ class Programs:
         if tape is None:
             raise ProtocolError(f"Seal.program is {number}, and nothing was recorded")
         if number in self.all or len(self.all) >= MOST:
-            raise ProtocolError(f"Seal.program is {number}, which there is already, or one of more than {MOST}")
+            raise ProtocolError(f"Seal.program is {number}, want a number that is not in use, and at most {MOST} programs")
         if message.backend not in BACKENDS:
             raise ProtocolError(f"Seal.backend is {message.backend!r:.40}, want one of {', '.join(BACKENDS)}")
         if message.recompute not in (0, *BOUNDS):
@@ -241,28 +241,30 @@ class Programs:
     def _prevents(self, tape: Tape, pairs: list[tuple[int, int]]) -> str:
         """Why this tape cannot be a program, or "" if it can."""
         if self.kept + tape.size > MOST_ROWS:
-            return f"it has too many instructions: {tape.size}, {self.kept} are kept already and at most {MOST_ROWS} can be"
+            return f"it has too many instructions: {tape.size}, and {self.kept} of at most {MOST_ROWS} are in other programs"
         if tape.late:
-            return "an op on a tensor that lies nowhere yet was put off"
+            return "it defers an op on a tensor that is not placed yet"
         if not tape.journal:
-            return "no op was recorded"
+            return "the function did no op"
         if self.s.troubled:
             return TROUBLED
         for tensor_id, layout in tape.before.items():
             tensor = self.s.table.rows.get(tensor_id)
             if tensor is not None and tensor.layout != layout:
-                return f"%{tensor_id} came to lie {tensor.layout}, it lay {layout or 'nowhere'}"
+                return (
+                    f"tensor %{tensor_id} changed its layout in the call: it was {layout or 'not placed'}, now {tensor.layout}"
+                )
         for pair in pairs:
             read, made = (self.s.table.rows[i].spec for i in pair)
             if (read.shape, read.dtype) != (made.shape, made.dtype):
-                return f"%{pair[1]}, which the next call reads, is {made.text():.80}, and %{pair[0]} was {read.text():.80}"
+                return f"the call replaces a tensor {read.text():.80} by {made.text():.80}, which the next call reads"
             have, want = (self.s.table.rows[i].layout for i in pair)
             if have is None or have != want:
-                return f"%{pair[1]}, which the next call reads, lies {want}, and %{pair[0]}, which this one read, {have}"
+                return f"the call replaces a tensor with layout {have} by one with {want}, which the next call reads"
         for rows in tape.code.values():
             bad = next((row.define.kind for row in rows if row.define.kind in ("fetch", "describe")), None)
             if bad is not None:
-                return "a value is read within it"
+                return "the function reads a value of a remote tensor: return the tensor and read it outside"
         return ""
 
     def _make(self, tape: Tape, pairs: list[tuple[int, int]], message: Seal, parts: dict[int, list[dict]]) -> None:

@@ -158,7 +158,7 @@ class Requests:
             return
         for row in rows:
             if row.layout is None:
-                raise ProtocolError(f"Describe.tensors: nothing about %{row.id} depends on values")
+                raise ProtocolError(f"Describe.tensors: the shape of %{row.id} does not depend on values, so it is known")
             if (lost := lost_in(self.s.cluster, row.layout.mesh)) is not None:
                 self._fail(number, self.s.cause_of_loss(lost))
                 return
@@ -177,7 +177,7 @@ class Requests:
 
     def _check(self, number: int) -> None:
         if number in self.open or len(self.open) >= MOST:
-            raise ProtocolError(f"request {number} is under way already, or is one of more than {MOST}")
+            raise ProtocolError(f"request {number} is in use, or more than {MOST} requests are open")
 
     def _begin(self, request: Request) -> None:
         request.since = self.s.cluster.now
@@ -284,7 +284,7 @@ class Requests:
     def _misfit(self, request: Request, how: str) -> None:
         """An op gave another shape than the client said."""
         self._drop(request)
-        error = OpFailed(f"{request.name} is not the {request.spec} that the client said: {how}")
+        error = OpFailed(f"{request.name} was declared as {request.spec} by the client and is another: {how}")
         self.s.send(Failed(request.number, errors.to_wire(error)))
 
     def described(self, index: int, key: int, specs: list) -> None:

@@ -156,8 +156,8 @@ class Stragglers:
         again = "Nothing is lost: wait again (fetch the value once more)"
         if stopped:
             said = "; ".join(f"worker {self.cluster.workers[i].name} is stopped: {stopped[i]}" for i in sorted(stopped)[:NAMED])
-            return WorkerStuck(f"{said}. {again}; one that stays so for {self.watch.heartbeat:g} s is given up")
-        limit = f"no worker of this program has got on for {session.stall_timeout:g} s"
+            return WorkerStuck(f"{said}. {again}; a worker that is stopped for {self.watch.heartbeat:g} s counts as lost")
+        limit = f"no worker of this program has made progress for {session.stall_timeout:g} s"
         return WorkerStuck(f"{limit}: {slow}. {again}, or give a longer stall_timeout= or GT_STALL_TIMEOUT")
 
     # ---- notices
@@ -184,7 +184,7 @@ class Stragglers:
             told.lines[line] = now
             if len(told.lines) > REMEMBERED:
                 del told.lines[next(iter(told.lines))]
-        session.send(Notice(f"slow: {self._says(session, late, now)}; it goes on, Ctrl-C ends the wait"))
+        session.send(Notice(f"slow: {self._says(session, late, now)}; the wait goes on, Ctrl-C ends it"))
 
     def _blamed(self, waits: set[int]) -> dict[int, Place]:
         """Late workers that wait for no other; all of them where each waits for another."""
@@ -199,7 +199,7 @@ class Stragglers:
     def _one(self, session: Session, index: int, place: Place, now: float) -> str:
         name, seconds = self.cluster.workers[index].name, now - place.came
         if place.at is None:
-            return f"worker {name} is alive and has not said for {seconds:.1f} s what it is doing"
+            return f"worker {name} is alive and has not reported its work for {seconds:.1f} s"
         doing = f"{DOING[place.kind]} " if place.kind in DOING else ""
         kind = f" ({place.kind})" if place.kind in MEETING else ""
         return f"worker {name} is alive and has been at {doing}{self._line(session, place)}{kind} for {seconds:.1f} s"

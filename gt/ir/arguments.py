@@ -50,7 +50,7 @@ def bind(schemas: Sequence[Schema], args: Sequence[Arg], kwargs: Mapping[str, Ar
 def _bound(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> Schema:
     positional = schema.positional
     if len(args) > len(positional):
-        raise ValueError(f"args has {len(args)} values, {schema.op} takes {len(positional)}")
+        raise ValueError(f"args has {len(args)} values, {schema.op} takes at most {len(positional)}")
     for argument, arg in zip(positional, args):
         _check(schema, argument, arg)
     given = {argument.name for argument in positional[: len(args)]}

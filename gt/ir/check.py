@@ -21,9 +21,9 @@ OUT_KINDS = frozenset({"new", "view", "same", "none"})
 def template(row: Any) -> Template:
     """The template of a wire form; ValueError says which of its parts is wrong, UnsupportedOp that no worker has its op."""
     if type(row) is not list or len(row) != 9:
-        raise ValueError(f"{row!r:.80} has not the 9 parts of a template")
+        raise ValueError(f"{row!r:.80} is not a template, want a list of 9 parts")
     if weight(row, HEAVIEST) > HEAVIEST:
-        raise ValueError(f"it has more than {HEAVIEST} parts")
+        raise ValueError(f"a template has at most {HEAVIEST} parts, and this one has more")
     op, args, kwargs, ins, values, outs, writes, *flags = row
     if type(op) is not str:
         raise ValueError(f"op is {op!r:.80}, want a name")
@@ -32,9 +32,9 @@ def template(row: Any) -> Template:
         if type(part) is not kind:
             raise ValueError(f"{name} is a {type(part).__name__}, want a {kind.__name__}")
     if type(values) is not int or not 0 <= values <= HEAVIEST or any(type(flag) is not bool for flag in flags):
-        raise ValueError(f"values {values!r:.40} or flags {flags!r:.40} are not a count and two truths")
+        raise ValueError(f"values is {values!r:.40} and flags {flags!r:.40}, want a whole number from 0 up and two booleans")
     if type(writes) is not list or any(type(w) is not int or not 0 <= w < len(ins) for w in writes):
-        raise ValueError(f"writes {writes!r:.80} do not name operands of {len(ins)}")
+        raise ValueError(f"writes is {writes!r:.80}, want numbers of operands below {len(ins)}")
     made = Template.from_wire(row)
     _outs(made)
     named = dict(made.kwargs)
@@ -54,7 +54,7 @@ def _numbered(made: Template) -> None:
         kind = type(hole)
         if hole.index != due[kind]:
             count = len(made.ins) if kind is T else made.values
-            raise ValueError(f"{arguments.shown(hole)} of {count} comes in {made.op} where number {due[kind]} is due")
+            raise ValueError(f"arguments of {made.op} have {arguments.shown(hole)} of {count}, want number {due[kind]}")
         due[kind] += 1
     seeds = 2 if made.op in ops.RANDOM else 0
     if due[T] != len(made.ins):
@@ -62,7 +62,7 @@ def _numbered(made: Template) -> None:
     if due[V] + seeds != made.values and made.op != UPLOAD:
         raise ValueError(f"{made.op} has {made.values} values, its arguments take {due[V]}, seed and counter {seeds}")
     if not made.ins and not made.outs:
-        raise ValueError(f"{made.op} has neither tensors nor outputs: there is nothing to do")
+        raise ValueError(f"{made.op} has no tensors and no outputs, want at least one of them")
 
 
 def chunks(made: Template) -> int:
@@ -76,11 +76,13 @@ def chunks(made: Template) -> int:
 def _outs(made: Template) -> None:
     for out in made.outs:
         if out.kind not in OUT_KINDS or type(out.of) is not int:
-            raise ValueError(f"outs has the kind {out.kind!r:.40}, of {out.of!r:.40}")
+            raise ValueError(
+                f"outs has kind {out.kind!r:.40} and operand {out.of!r:.40}, want one of {', '.join(OUT_KINDS)} and a number"
+            )
         if out.kind in ("view", "same") and not 0 <= out.of < len(made.ins):
-            raise ValueError(f"outs has a {out.kind} of operand {out.of} of {len(made.ins)}")
+            raise ValueError(f"outs has a {out.kind} of operand {out.of}, want one of {len(made.ins)} operands")
         if out.kind == "view" and len(made.ins) != 1:
-            raise ValueError(f"outs has a view, which is of one operand, not of one of {len(made.ins)}")
+            raise ValueError(f"outs has a view of an op with {len(made.ins)} operands, want 1")
         if out.kind in ("new", "view") and out.spec is None and not made.dynamic:
             raise ValueError(f"outs has a {out.kind} tensor without a spec")
 

@@ -116,7 +116,7 @@ class Schema:
             raise ValueError(f"{line!r:.120} is not a line of the table")
         flags = frozenset(found["flags"].split())
         if flags - set(FLAGS):
-            raise ValueError(f"{found['op']} has the flags {sorted(flags - set(FLAGS))}, which mean nothing")
+            raise ValueError(f"{found['op']} has the flags {sorted(flags - set(FLAGS))}, want some of {sorted(FLAGS)}")
         arguments, by_name = [], False
         for text in filter(None, found["arguments"].split(", ")):
             if text == "*":

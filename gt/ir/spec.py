@@ -68,13 +68,15 @@ class Spec:
         if type(dtype) is not str or dtype not in DTYPES:
             raise ValueError(f"unknown dtype {dtype!r:.40}")
         if type(shape) is not list or type(stride) is not list or len(shape) != len(stride) or len(shape) > DIMS:
-            raise ValueError(f"shape {shape!r:.80} and stride {stride!r:.80} do not fit, or have more than {DIMS} dims")
+            raise ValueError(f"shape {shape!r:.80} and stride {stride!r:.80} differ in length, or have more than {DIMS} dims")
         numbers = [*shape, *stride, offset]
         if any(type(n) is not int or not 0 <= n < LARGEST for n in numbers):
-            raise ValueError(f"shape {shape!r:.80}, stride {stride!r:.80} or offset {offset!r:.40} has what is no size")
+            raise ValueError(
+                f"shape {shape!r:.80}, stride {stride!r:.80} or offset {offset!r:.40} has no whole number from 0 up"
+            )
         spec = interned(tuple(shape), tuple(stride), offset, dtype)
         if spec.nbytes >= LARGEST:
-            raise ValueError(f"{spec.text():.80} has {spec.nbytes} bytes, more than there can be")
+            raise ValueError(f"{spec.text():.80} has {spec.nbytes} bytes, more than any memory holds")
         return spec
 
 

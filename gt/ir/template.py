@@ -91,7 +91,7 @@ def from_wire(form: Any) -> Arg:
     """Inverse of to_wire; ValueError names what is not of the form."""
     if isinstance(form, dict):
         if len(form) != 1:
-            raise ValueError(f"argument {form!r} is not one hole or constant")
+            raise ValueError(f"argument {form!r} is not a map of one key, want a hole or a constant")
         ((kind, value),) = form.items()
         if kind in ("t", "v"):
             if type(value) is not int or value < 0:
@@ -106,7 +106,7 @@ def from_wire(form: Any) -> Arg:
         return [from_wire(f) for f in form]
     if form is None or isinstance(form, (bool, int, float, str)):
         return form
-    raise ValueError(f"argument of type {type(form).__name__}")
+    raise ValueError(f"argument {form!r:.40} has type {type(form).__name__}, which no argument has")
 
 
 @dataclass(slots=True)

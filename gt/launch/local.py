@@ -104,7 +104,8 @@ def _wait(process: subprocess.Popen, workers: int) -> tuple[int, int]:
             continue
         data = os.read(process.stdout.fileno(), 1 << 16)
         if not data:
-            raise SystemFailure(f"the process that starts dispatcher and workers died (exit code {process.wait()})")
+            died = f"the process that starts dispatcher and workers died (exit code {process.wait()})"
+            raise SystemFailure(f"{died}: run with GT_VERBOSE=1 to see why")
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             known.update(json.loads(line))

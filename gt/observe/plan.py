@@ -155,7 +155,9 @@ def _warnings(dry: Dry, step: Step, body: dict[str, Any]) -> list[str]:
         if whole and nbytes >= max(LARGE, PART * total):
             found.append(f"{name or line.spec}, {nbytes} B, lies whole on each tp worker: use it in a _colpar group")
     if dry.values:
-        found.append(f"{dry.values} values were asked for and read as zeros: what the program does by them may be otherwise")
+        found.append(
+            f"{dry.values} values were read as 0 while planning: a real run may differ where the program decides by them"
+        )
     if len(dry.followed) < len(dry.workers):
         found.append("workers of the same groups are taken to be alike: the first, which has the largest pieces, is shown")
     return found

@@ -21,13 +21,13 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     parser = argparse.ArgumentParser(prog="gt.worker", description="One worker: carries out what the server says.")
     parser.add_argument("--host", default="localhost", help="host of the server")
     parser.add_argument("-p", "--port", type=int, required=True, help="port of the server")
-    parser.add_argument("--name", default="", help="name in messages and logs; by default the next free one")
+    parser.add_argument("--name", default="", help="name in messages and logs; default: the next free one")
     parser.add_argument("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
     parser.add_argument("--worker-token-file", type=Path, help="file with the secret of the server's workers, if it has one")
-    parser.add_argument("--device", default="", help="cpu or cuda:0; by default the GPU if there is one")
-    parser.add_argument("--backend", choices=list(ENGINES), help="its engine; default: GT_BACKEND")
-    parser.add_argument("--wait", type=float, help="seconds to look for the server; by default for ever")
-    parser.add_argument("--memory-limit", default="", help="bytes it may take, as 4GiB; default: GT_MEMORY_LIMIT")
+    parser.add_argument("--device", default="", help="cpu or cuda:0; default: the GPU if there is one")
+    parser.add_argument("--backend", choices=list(ENGINES), help="library that carries out ops; default: GT_BACKEND")
+    parser.add_argument("--wait", type=float, help="seconds to wait for the server; default: no limit")
+    parser.add_argument("--memory-limit", default="", help="most memory of the worker, as 4GiB; default: GT_MEMORY_LIMIT")
     args = parser.parse_args(argv)
     try:
         limit = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
         sys.stderr.write(f"gt.worker: --token-file {error.filename} cannot be read: {error.strerror}\n")
         return 2
     if args.wait is None:
-        sys.stderr.write(f"gt.worker: for the server at {args.host}:{args.port}, whenever it is there; Ctrl-C ends it\n")
+        sys.stderr.write(f"gt.worker: waiting for the server at {args.host}:{args.port}; Ctrl-C ends the wait\n")
     files = {"--token-file": token if args.token_file else "", "--worker-token-file": secret}
     renew = Renewal(files).start if own else None
     backend = args.backend or env.get("GT_BACKEND")

@@ -125,7 +125,7 @@ class Budget:
     def hold(self, nbytes: int) -> None:
         """So many that this process has already are about to be the session's."""
         if self.session_limit and nbytes > (room := self.session_limit - self.held(self.session)):
-            raise OutOfMemory(f"it holds {size(nbytes)}, and {size(max(room, 0))} are left of the session's limit")
+            raise OutOfMemory(f"out of memory: it needs {size(nbytes)}, the session's limit leaves {size(max(room, 0))}")
 
     def begin(self, numbers: int) -> bool:
         """A stream so long follows; whether its smaller results have to be compared with the room too."""

@@ -144,7 +144,7 @@ class Loop:
             case Reject(error):
                 self.lost(str(errors.from_wire(error)))
             case _:
-                log.warning("a worker has no use for %s", type(message).__name__)
+                log.warning("a worker got %s, which it does not expect", type(message).__name__)
 
     def _start_afresh(self, reason: str) -> None:
         """At once, whatever the executing thread is at: nobody waits for that any more."""

@@ -58,7 +58,7 @@ class Uploads:
             data = np.frombuffer(frame, np.uint8)
             if message.offset < 0 or message.offset + len(data) > len(part.buffer):
                 end = message.offset + len(data)
-                raise ValueError(f"data of upload {message.key} ends at byte {end} of {message.total}")
+                raise ValueError(f"upload {message.key} has data up to byte {end}, want at most {message.total}")
             part.buffer[message.offset : message.offset + len(data)] = data
             part.left -= len(data)
             self.bytes_received += len(data)

@@ -86,7 +86,7 @@ class Troubles:
 
     def _flush(self) -> None:
         if self._rest:
-            self._send(Trouble(self._rest[0], self._rest_kind, "it failed as others before it did", {}, self._rest))
+            self._send(Trouble(self._rest[0], self._rest_kind, "it failed as the ops before it did", {}, self._rest))
         self._rest, self._rest_kind = [], ""
 
 

@@ -148,7 +148,7 @@ class Inductor:
             graph = make_fx(run)(*fakes)
         changed = {n for n, fake, old in zip(taken.given, fakes, versions, strict=True) if fake._version != old}
         if not changed <= {taken.bases[n] for n in written}:
-            raise ValueError("an op changes what it is given, and its schema does not say so")
+            raise ValueError("an op changes an input that its schema does not declare as written")
         _, outs, specs = found
         return Traced(graph, fakes, taken.given, outs, specs, changed)
 
@@ -204,7 +204,7 @@ class _Taken:
             if len(members) > 1 and not self.written.isdisjoint(members):
                 base = self._whole(members)
                 if self.seen.alike[base][1]:  # in a graph offsets count from the base, as_strided's from where memory begins
-                    raise ValueError("it changes memory that several of its inputs share, from an offset on")
+                    raise ValueError("it writes memory that several of its inputs share from an offset on")
                 for n in members:
                     self.bases[n] = base
         self.given = sorted(set(self.bases))
