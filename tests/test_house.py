@@ -151,7 +151,7 @@ def test_documents_name_only_variables_that_exist(document: str) -> None:
     assert mentioned <= listed, f"{document} names {sorted(mentioned - listed)}"
 
 
-@pytest.mark.parametrize(("document", "limit"), [("CLAUDE.md", 80), ("README.md", 120)])
+@pytest.mark.parametrize(("document", "limit"), [("CLAUDE.md", 100), ("README.md", 140)])
 def test_documents_are_short(document: str, limit: int) -> None:
     lines = len((ROOT / document).read_text().splitlines())
     assert lines <= limit, f"{document} has {lines} lines, at most {limit}"
