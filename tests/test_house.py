@@ -163,7 +163,7 @@ def test_readme_opens_with_code_that_runs() -> None:
 
 
 def test_paths_the_documents_name_exist() -> None:
-    for document in ("README.md", "CLAUDE.md"):
+    for document in ("README.md", "CLAUDE.md", "docs/glossary.md", "docs/when.md"):
         folders = r"`((?:gt|tests|examples|benchmarks|configs|docs|tools)/[\w./]*)`"
         for path in re.findall(folders, (ROOT / document).read_text()):
             assert (ROOT / path).exists(), f"{document} names {path}, which is not there"
