@@ -120,6 +120,7 @@ def test_a_documents_python_runs_and_prints_what_it_says(document: str, shared: 
 
 ELSEWHERE = {  # shell lines of the documents that do what another test does
     "make (demo|test|tiny|check)": "the machine that runs the tests",
+    r"pip install '?\.(\[gpu\])?'?": "the install of that machine",
     r"(GT_VERBOSE=1 )?(GT_CONFIG=\S+ +)?python examples/tuning_demo/train_simple.py( --check| --steps 5)?": (
         "test_the_demo_equals_one_process, and each config in test_parity.py"
     ),

@@ -151,7 +151,7 @@ def test_documents_name_only_variables_that_exist(document: str) -> None:
     assert mentioned <= listed, f"{document} names {sorted(mentioned - listed)}"
 
 
-@pytest.mark.parametrize(("document", "limit"), [("CLAUDE.md", 80), ("README.md", 120)])
+@pytest.mark.parametrize(("document", "limit"), [("CLAUDE.md", 100), ("README.md", 140)])
 def test_documents_are_short(document: str, limit: int) -> None:
     lines = len((ROOT / document).read_text().splitlines())
     assert lines <= limit, f"{document} has {lines} lines, at most {limit}"
@@ -163,7 +163,7 @@ def test_readme_opens_with_code_that_runs() -> None:
 
 
 def test_paths_the_documents_name_exist() -> None:
-    for document in ("README.md", "CLAUDE.md"):
+    for document in ("README.md", "CLAUDE.md", "docs/glossary.md", "docs/when.md"):
         folders = r"`((?:gt|tests|examples|benchmarks|configs|docs|tools)/[\w./]*)`"
         for path in re.findall(folders, (ROOT / document).read_text()):
             assert (ROOT / path).exists(), f"{document} names {path}, which is not there"
