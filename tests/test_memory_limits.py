@@ -255,6 +255,18 @@ def test_cpu_workers_share_the_hosts_memory_and_one_by_hand_has_its_own():
         Budget().open(MIB)
 
 
+def test_what_comes_before_a_worker_knows_its_share_has_the_whole_limit():
+    budget = Budget()
+    budget.open(64 * MIB)
+    try:
+        budget.admit(1 * MIB)
+        assert budget.fits(1 * MIB) and not budget.fits(1 << 40)
+        budget.share(2)
+        budget.admit(1 * MIB)
+    finally:
+        budget.close()
+
+
 def test_a_control_groups_limit_counts_and_so_does_one_above_it(tmp_path: Path):
     own, root = tmp_path / "cgroup", tmp_path / "fs"
     (root / "a/b").mkdir(parents=True)

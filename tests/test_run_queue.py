@@ -8,12 +8,12 @@ import conftest
 import numpy as np
 
 from gt.dispatcher.events import PeerLost
-from gt.dispatcher.run_queue import AHEAD, LEAST, MOST, UNIT, RunQueue, Unit
+from gt.dispatcher.run_queue import AHEAD, CLOSER, LEAST, MOST, UNIT, RunQueue, Unit
 from gt.ir.instr import END
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
 from gt.wire.link import hello
-from gt.wire.messages import Ack, Data, Done, Fetch, Ops, Piece, Run, Value
+from gt.wire.messages import Ack, Data, Done, Fetch, Ops, Piece, Run, Switch, Value
 from tests.fuzz import serving
 from tests.hostile import TEMPLATES
 from tests.streams import NEG, Stream
@@ -69,6 +69,16 @@ def test_short_work_of_one_session_alone_is_never_held_back():
     for _ in range(1000):
         players.offer(0, w0=0.0)
     assert len(players.order[0]) == 1000
+
+
+def test_less_is_under_way_on_a_worker_that_another_session_uses():
+    for sessions, under_way in ((1, MOST + 1), (2, LEAST)):
+        players = Players(1, sessions)
+        for owner in range(1, sessions):
+            players.offer(owner, w0=0.0)
+        for _ in range(MOST + 1):
+            players.offer(0, w0=AHEAD / CLOSER * 0.9)
+        assert sum(owner == 0 for owner, _ in players.order[0]) == under_way
 
 
 def test_long_work_is_under_way_by_twos_and_more_comes_as_it_is_done():
@@ -205,6 +215,42 @@ def test_anothers_value_is_answered_before_a_long_queue_is_done():
     assert bench.to(b"d", Value)
     assert len(bench.core.sessions[b"c"].batches.pending) == 1  # 200 ops, of which few were sent
     assert bench.core.workers[b"w0"].runs < 10
+
+
+def test_a_worker_is_told_when_it_is_shared_and_when_it_is_no_longer():
+    bench = Bench("")
+
+    def said(peer: bytes, batch: int) -> list[bool]:
+        templates = [[16, TEMPLATES[0]], [17, TEMPLATES[3]]] if batch == 0 else []
+        first = 2 * batch + 1
+        bench.give(peer, Ops(batch, templates, [], [16, 0, 0, first, 17, 0, first, first + 1]), (bytes(64),))
+        assert len(bench.to(b"w0", Run)) == 1
+        return [m.shared for m in bench.to(b"w0", Switch)]
+
+    assert [said(b"c", 0), said(b"c", 1)] == [[False], []]
+    bench.client(b"d", "")
+    assert said(b"c", 2) == [], "it has not used the worker yet"
+    assert [said(b"d", 0), said(b"d", 1), said(b"c", 3), said(b"c", 4)] == [[True], [], [True], []]
+    carried_out(bench)
+    bench.feed(PeerLost(b"d", "gone"))
+    carried_out(bench)
+    assert [said(b"c", 5), said(b"c", 6)] == [[False], []]
+
+
+def test_ops_go_out_in_smaller_units_where_another_session_uses_the_worker():
+    some = contiguous((512, 512), "float32")  # 1.3 ms by estimate
+    ones = Template("aten.ones.default", ([512, 512],), (), (), 0, (Out("new", some),))
+    matmul = Template("aten.mm.default", (T(0), T(1)), (), (some, some), 0, (Out("new", some),))
+    for sharers, ops in (((b"c",), 3), ((b"c", b"d"), 1)):
+        bench = Bench("")
+        for peer in sharers:
+            if peer != b"c":
+                bench.client(peer, "")
+            bench.give(peer, Ops(0, [[16, ones.wire()], [17, matmul.wire()]], [], [16, 0, 1]))
+            carried_out(bench)
+        code = [number for n in range(12) for number in (17, 0, 1, 1, 2 + n)]
+        bench.give(b"c", Ops(1, [], [], code))
+        assert len(bench.to(b"w0", Run)[0].code) == 5 * ops
 
 
 def test_a_session_that_ends_leaves_nothing_of_what_waited_for_its_turn():

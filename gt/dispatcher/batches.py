@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gt.dispatcher import intake
 from gt.dispatcher.fused import Unseen
 from gt.dispatcher.plan.known import Known
-from gt.dispatcher.run_queue import GRAIN, UNIT
+from gt.dispatcher.run_queue import CLOSER, GRAIN, UNIT
 from gt.dispatcher.stream import TEMPORARY
 from gt.dispatcher.tensors import Tensor
 from gt.errors import ProtocolError
@@ -140,7 +140,9 @@ class Batches:
         templates, origins, rows = s.templates, s.origins, s.table.rows
         emitter, cluster, op = s.emitter, s.cluster, s.planner.op
         at, end = batch.at, len(code)
-        grain = left = GRAIN if s.cluster.queue.shared(s.number) else end
+        shared = s.cluster.queue.shared(s.number)
+        grain = left = GRAIN if shared else end
+        unit = UNIT / CLOSER if shared else UNIT
         self.due = at + LOOK
         while at < end:
             start = at
@@ -183,7 +185,7 @@ class Batches:
             cluster.seq += 1
             s.ops += 1
             left -= 1
-            if emitter.seconds > UNIT or not left:  # a session's turn is not to take long
+            if emitter.seconds > unit or not left:  # a session's turn is not to take long
                 left = grain
                 s.cut()
         return True

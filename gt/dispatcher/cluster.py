@@ -39,6 +39,7 @@ class Worker:
     lives: int = 1
     switches: dict | None = None  # as its newest Switch said
     session: int = -1  # the same
+    shared: bool = False  # the same
     weight: int = 0  # of `defines`
     seconds: float = 0.0  # what `code` and `cuts` take, by estimate
     told: list = field(default_factory=list)  # definitions that go with whatever is sent next

@@ -13,9 +13,11 @@ from typing import Any
 
 LEAST = 2  # units of a session under way on a worker, however long they take: one to do, one to go on with
 AHEAD = 0.02  # estimated seconds that a session may have under way on a worker beyond these
-MOST = 4  # units, where another session uses the worker: what is under way is waited for
 UNIT = 0.004  # estimated seconds of a unit, about: an op that takes longer is one by itself
-GRAIN = 64  # ops of a unit where another session is at work: some take longer than is estimated
+# Where another session uses the worker: work under way is waited for, and some ops take longer than is estimated.
+MOST = 4  # units
+GRAIN = 64  # ops of a unit
+CLOSER = 8  # times less than AHEAD and UNIT: single precision on a GPU takes so much longer than half precision
 
 
 @dataclass(slots=True)
@@ -81,6 +83,10 @@ class RunQueue:
         """True if another session uses a worker of this one's."""
         return owner in self._beside
 
+    def contended(self, worker: int) -> bool:
+        """True if more than one session uses the worker."""
+        return len(self._flights.get(worker, ())) > 1
+
     def free(self, owner: int) -> bool:
         return owner not in self._beside and not self._long.get(owner) and not self._lines.get(owner)
 
@@ -142,7 +148,8 @@ class RunQueue:
             flight = flights.get(unit.owner)
             if flight is None or len(flight.units) < LEAST:
                 continue
-            if flight.seconds + seconds > AHEAD or (len(flights) > 1 and len(flight.units) >= MOST):
+            contended = len(flights) > 1
+            if flight.seconds + seconds > (AHEAD / CLOSER if contended else AHEAD) or (contended and len(flight.units) >= MOST):
                 return False
         return True
 

@@ -36,6 +36,7 @@ from gt.errors import ProtocolError, Refused, to_wire
 from gt.wire import codec, liveness
 from gt.wire.auth import Access, weakness
 from gt.wire.link import Gate
+from gt.wire.memory import CycleCollector
 from gt.wire.messages import Exit, Goodbye, Hello, Reject, Welcome
 from gt.wire.router import Arrived, Gone, Router
 
@@ -85,6 +86,7 @@ class Server:
         self._parted: set[bytes] = set()  # peers that are done with, until their connection ends
         self.on_workers: Callable[[int], None] | None = None  # told how many workers there are, when that changes
         self._start = time.monotonic()
+        self._cycles = CycleCollector()
         self._reason = ""
         self._items: deque[Arrived | Gone] = deque()  # what came and has not been looked at
         self._again = False  # the core wants a turn
@@ -115,6 +117,7 @@ class Server:
                 if not self._items:
                     wait = 0.0 if self._again else max(0.0, min(TICK, next_tick - time.monotonic()))
                     self._items.extend(self._router.poll(wait))
+                    self._cycles.offer(idle=not self._items and wait > 0 and not self._called)
                 if self._called:
                     self._called = False
                     os.eventfd_read(self._call)

@@ -152,6 +152,14 @@ class Session:
         if self.cluster.queue.offer(unit):
             unit.send()
 
+    def _switch(self, worker: Worker, shared: bool) -> None:
+        """Tell a worker whose Runs follow, unless it knows."""
+        wanted = self.switches(worker)
+        if self.ended or (worker.session == self.number and worker.switches == wanted and worker.shared == shared):
+            return
+        worker.session, worker.switches, worker.shared = self.number, wanted, shared
+        self.out(worker.peer, Switch(wanted, self.number, self.memory, shared), ())
+
     def transmit(self, held: Held) -> None:
         """To every worker in one go, so that all of them see what sessions exchange in the same order."""
         sent: dict[int, int] = {}
@@ -160,13 +168,10 @@ class Session:
         for worker, life, defines, code in held.rows:
             if worker.lost or worker.lives != life:
                 continue
-            wanted = self.switches(worker)
-            if not self.ended and (worker.session != self.number or worker.switches != wanted):
-                worker.session, worker.switches = self.number, wanted
-                self.out(worker.peer, Switch(wanted, self.number, self.memory), ())
             if worker.index not in self.uses:
                 self.uses.add(worker.index)
                 queue.use(self.number, worker.index)
+            self._switch(worker, queue.contended(worker.index))
             worker.runs += 1
             self.out(worker.peer, Run(worker.runs, held.base, defines, code, held.timed), ())
             if counted:

@@ -65,17 +65,23 @@ def to_wire(arg: Arg) -> Any:
     return arg
 
 
-def weight(form: Any) -> int:
-    """Numbers and names in a wire form, long texts counting for more: what it takes to send it."""
+_PLAIN = frozenset({int, float, bool, type(None)})
+
+
+def weight(form: Any, enough: int = 1 << 62) -> int:
+    """Numbers and names in a wire form, long texts counting for more: what it takes to send it. Above `enough` it is more."""
     count, below = 0, [form]
-    while below:
+    while below and count <= enough:
         item = below.pop()
         if isinstance(item, dict):
             count += 2 * len(item)
             below.extend(item.values())
         elif isinstance(item, (list, tuple)):
             count += 1
-            below.extend(item)
+            if _PLAIN.issuperset(map(type, item)):  # a program has some hundred thousand numbers
+                count += len(item)
+            else:
+                below.extend(item)
         else:
             count += 1 + (len(item) >> 3 if isinstance(item, (str, bytes)) else 0)
     return count

@@ -7,12 +7,18 @@ import ctypes
 import gc
 import resource
 import sys
+import time
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 KEPT = 64 << 20  # bytes at the end of a heap
 TURN = 0.001  # seconds
 LARGE = 8 << 20  # bytes from which an allocation is the system's
 YOUNG = 50_000  # objects; of so many made in a row most are gone again, and the collector passes over the rest less often
+MIDDLE = 5  # such passes between two over what is left of them
+NEVER = 1 << 30  # passes
+EVERY = 30.0  # seconds between full passes, at least
+REST = 1000  # times what the last full pass took, too
+OVERDUE = 900.0  # seconds after which one is made although there is work
 
 
 def keep_freed() -> None:
@@ -25,8 +31,29 @@ def keep_freed() -> None:
 
 
 def collect_less() -> None:
-    """Look for cycles less often: for a process that makes many small objects, and holds nothing large in them."""
-    gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
+    """Look for cycles less often, for a process that makes many small objects; at what there is now never again. Passes over
+    all objects, 0.1 s for a million, are left to `CycleCollector`."""
+    gc.freeze()
+    gc.set_threshold(YOUNG, MIDDLE, NEVER)
+
+
+class CycleCollector:
+    """Full passes of Python's collector, made where nobody waits for the process. Its own objects go without: those in cycles
+    are of errors and callbacks."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + EVERY
+        self._latest = self._next + OVERDUE
+
+    def offer(self, idle: bool) -> None:
+        """A pass, if one is due and nothing is to be done, or is long overdue."""
+        now = time.monotonic()
+        if now < self._next or (not idle and now < self._latest):
+            return
+        gc.collect()
+        took = time.monotonic() - now
+        self._next = now + max(EVERY, took * REST)
+        self._latest = self._next + OVERDUE
 
 
 def more_descriptors() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 Numbers = list  # a stream: numbers only
 
-VERSION = 3
+VERSION = 4
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
 TIMES = 4096  # definitions in one Done, at most
@@ -305,13 +305,15 @@ class Switch(Message):
     """Dispatcher -> worker: the session whose Runs follow, and its torch switches (as Hello.switches).
 
     It precedes a session's Run if the worker's last Run was another session's. The program's threads are divided among its
-    workers. From its second session on, a worker clears memory before an op gets it. memory: bytes that the session may hold on
-    this worker, 0 for no limit of its own.
+    workers. From its second session on, a worker clears memory before an op gets it. memory: bytes that the session may hold
+    there, 0 for no limit of its own. shared: other sessions use the worker too; a GPU then has executed the Runs of a Done,
+    otherwise they are issued.
     """
 
     switches: dict
     session: int = 0
     memory: int = 0
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +359,7 @@ class Exit(Message):
 
 @dataclass(frozen=True, slots=True)
 class Done(Message):
-    """Worker -> dispatcher: every Run up to `seq` has been executed. Its failures were sent before.
+    """Worker -> dispatcher: every Run up to `seq` is executed (on a GPU see Switch.shared). Its failures were sent before.
 
     times: [number, seconds, ...] of the definitions of timed Runs: the shortest time of each.
     """

@@ -145,7 +145,7 @@ class Budget:
 
     def admit(self, nbytes: int) -> None:
         """An upload begins; OutOfMemory if there is no room for it."""
-        if self._bound and nbytes > (room := self.limit - self.used()):
+        if self.limit and nbytes > (room := self.limit - self.used()):  # one may come before this worker knows its share
             raise OutOfMemory(self._says(nbytes, room))
         self._left = -1
 
@@ -161,7 +161,8 @@ class Budget:
         as much above the limit, and the kernel gets the pages back.
         """
         data, freed = self._data(), _freed()
-        own = room = self.limit - (data - freed - self._base)
+        taken = data - freed - self._base if self._base >= 0 else 0
+        own = room = (self.limit or self._bound) - taken
         if self.session_limit:
             own = min(room, self.session_limit - self.held(self.session))
         if self.session_limit or abs(freed - self._slack) > RESERVE // 4:

@@ -45,6 +45,7 @@ from gt.wire.messages import (
     World,
 )
 from gt.wire.proof import proof
+from gt.worker.completions import Completions
 from gt.worker.effort import Effort
 from gt.worker.engine.base import open_engine
 from gt.worker.executor import Executor, Poisoned
@@ -82,8 +83,10 @@ class Loop:
         self.executor = Executor(engine, plane, self.send, budget)
         self._host = bsd.gethostname()
         self.link: Dealer | None = None
-        self.done = self._running = -1  # the last Run carried out, and the one under way
+        self.done = self._running = -1  # the last Run carried out (on a GPU: issued), and the one under way
         self._untold = 0  # Runs carried out that no Done has told
+        self._completions = Completions(self.send)
+        self._shared = False  # whether Runs are done when the device is through with them
         self._engine, self._plane = engine, plane
         self._effort = Effort(engine.progress is None)
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
@@ -157,9 +160,12 @@ class Loop:
         return next((row[0] for row in world.workers if row[1] == self.name), -1)
 
     def _at(self) -> list | None:
-        """What the executing thread is at, for Query."""
+        """What the executing thread is at, for Query; else what the device is at, if that is waited for."""
         running, where = self._running, self.executor.where()
-        return [running, *where] if where is not None and running > self.done else None
+        if where is not None and running > self.done:
+            return [running, *where]
+        pending, progress = self._completions.first(), self._engine.progress
+        return None if pending is None or progress is None else [pending.done.seq, 0, pending.op, "device", progress.come()]
 
     def lost(self, reason: str) -> None:
         """The link ended: nothing more will come. After an Exit that is no news."""
@@ -206,6 +212,9 @@ class Loop:
             self.executor.run(message.code, message.base, epoch, message.timed)
             self.done = message.seq
             self._untold += 1
+            if self._shared:
+                self._tell_done(message.base + (message.code[1] if message.code else 0), self._engine.progress.fence())
+                continue
             long = len(message.code) < SHORT and time.monotonic() - began > LONG  # the dispatcher may have kept others back
             if self._untold >= TOGETHER or long:
                 self._tell_done()
@@ -216,6 +225,7 @@ class Loop:
         if self._session not in (NOBODY, message.session):
             self._engine.clear()
         self._session = message.session
+        self._shared = message.shared and self._engine.progress is not None
         self.executor.budget.serve(message.session, message.memory)
 
     def _next(self) -> tuple[Message, int]:
@@ -229,10 +239,18 @@ class Loop:
     def _busy(self) -> bool:
         return not self._inbox.empty()
 
-    def _tell_done(self) -> None:
+    def _tell_done(self, op: int = -1, fence: Callable[[], None] | None = None) -> None:
         if self._untold:
-            self.send(Done(self.done, take(self.executor.times)))
             self._untold = 0
+            self._completions.add(Done(self.done, take(self.executor.times)), op, fence)
+
+    def leave(self, why: str) -> None:
+        """Say Goodbye, behind which nothing is sent, and end the link."""
+        self.renew = None  # who was told to end does not come back
+        self._completions.close()
+        if self.link is not None:
+            self.send(Goodbye(why))
+            self.link.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,10 +344,7 @@ def _join(loop: Loop, options: WorkerOptions, info: dict[str, Any]) -> None:
 
 def _leave(loop: Loop | None, plane: Plane | None, why: str) -> None:
     if loop is not None:
-        loop.renew = None  # who was told to end does not come back
-    if loop is not None and loop.link is not None:
-        loop.send(Goodbye(why))
-        loop.link.close()
+        loop.leave(why)
     if plane is not None:
         plane.close()
 

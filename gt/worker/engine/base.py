@@ -178,6 +178,9 @@ class Progress(Protocol):
     def come(self) -> int:
         """How often what was issued until a note was done, as it was last seen. At once: to ask has it looked again."""
 
+    def fence(self) -> Callable[[], None]:
+        """A wait, for any thread, for what the calling thread has issued until now. It ends too if the device has failed."""
+
 
 class Engine(Moves, Protocol):
     """The numpy-like core that a backend has to have; errors of an op are raised as they are, UnsupportedOp by name.

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
@@ -43,6 +44,11 @@ class Events:
             threading.Thread(target=self._look, name="gt-progress", daemon=True).start()
         return self._come
 
+    def fence(self) -> Callable[[], None]:
+        with suppress(RuntimeError):
+            return partial(_wait, self._mark())
+        return partial(_wait, None)
+
     def _look(self) -> None:
         try:
             with suppress(RuntimeError):
@@ -52,6 +58,12 @@ class Events:
                     self._come += 1
         finally:
             self._looking.release()
+
+
+def _wait(event: Any) -> None:
+    if event is not None:
+        with suppress(RuntimeError):
+            event.synchronize()
 
 
 @contextmanager

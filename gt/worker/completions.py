@@ -1,0 +1,72 @@
+"""Runs are told done in order: where sessions share a device, each once the device has carried it out.
+
+A thread waits for the device. Its wait ends with the device's work, or with the process; nobody waits for the thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from gt.wire.messages import Done
+
+Wait = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A Done that is not told yet. op: the first of its Run; fence: returns once the device is through, None for no wait."""
+
+    done: Done
+    op: int
+    fence: Wait | None
+
+
+class Completions:
+    """`add` and `close` are called by the executing thread, `first` by any. tell: sends a Done, from any thread."""
+
+    def __init__(self, tell: Callable[[Done], None]) -> None:
+        self._tell = tell
+        self._pending: deque[Pending] = deque()
+        self._queue: SimpleQueue[Pending | None] = SimpleQueue()  # the same, for the thread
+        self._telling = threading.Lock()
+        self._thread: threading.Thread | None = None  # once there is something to wait for
+        self._closed = False
+
+    def add(self, done: Done, op: int = -1, fence: Wait | None = None) -> None:
+        """Tell `done` behind all that were added before: at once if there is nothing to wait for."""
+        if fence is None and not self._pending:
+            self._tell(done)
+            return
+        row = Pending(done, op, fence)
+        self._pending.append(row)
+        self._queue.put(row)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="gt-completions", daemon=True)
+            self._thread.start()
+
+    def first(self) -> Pending | None:
+        """The Done that is waited for."""
+        try:
+            return self._pending[0]
+        except IndexError:
+            return None
+
+    def close(self) -> None:
+        """Nothing more is told. The thread ends when its wait does."""
+        with self._telling:
+            self._closed = True
+        self._queue.put(None)
+
+    def _serve(self) -> None:
+        while (row := self._queue.get()) is not None:
+            if row.fence is not None:
+                row.fence()
+            with self._telling:
+                if self._closed:
+                    return
+                self._tell(row.done)
+            self._pending.popleft()  # only now: until then `add` must not pass it
