@@ -188,10 +188,7 @@ class Need(Message):
 
 @dataclass(frozen=True, slots=True)
 class More(Message):
-    """Dispatcher -> client: allows Host frames of `key` up to byte `upto`.
-
-    Dispatcher -> worker: allows Piece frames of `key` up to byte `upto`; -1 cancels the rest.
-    """
+    """Dispatcher -> client: allows Host frames of `key` up to byte `upto`. -> worker: Piece frames; -1 cancels the rest."""
 
     key: int
     upto: int
@@ -305,9 +302,9 @@ class Switch(Message):
     """Dispatcher -> worker: the session whose Runs follow, and its torch switches (as Hello.switches).
 
     It precedes a session's Run if the worker's last Run was another session's. The program's threads are divided among its
-    workers. From its second session on, a worker clears memory before an op gets it. memory: bytes that the session may hold
-    there, 0 for no limit of its own. shared: other sessions use the worker too; a GPU then has executed the Runs of a Done,
-    otherwise they are issued.
+    workers. From its second session on, a worker clears memory before an op gets it. memory: the session's limit there, in
+    bytes, 0 for none. shared: other sessions use the worker too; Done then means that its GPU is through, else that work was
+    issued.
     """
 
     switches: dict
