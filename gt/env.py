@@ -18,20 +18,20 @@ class Variable:
 
 
 VARIABLES = (
-    Variable("GT_CONFIG", "", "path of the signal-group YAML"),
-    Variable("GT_SERVER", "", "host:port of a running dispatcher; empty starts one for this program"),
-    Variable("GT_TOKEN", "", "secret that server, workers and clients share; needed off loopback (`gt key FILE` makes one)"),
-    Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (CPU, no torch in their processes)"),
-    Variable("GT_TRANSPORT", "", "data plane: nvshmem or nccl (GPUs), or shm (host memory); empty picks one"),
-    Variable("GT_OPS", "", "path of a file of op schemas that `gt ops` wrote: ops that GT's table lacks"),
-    Variable("GT_HEAP_SIZE", "", "symmetric memory of a worker, as 512MiB; default 256MiB on CPUs, 2GiB on GPUs"),
-    Variable("GT_MEMORY_LIMIT", "", "memory of a worker, as 4GiB; empty shares 90% of the host's among its CPU workers"),
-    Variable("GT_INSTRUCTION_LOG", "", "path: the dispatcher writes one line an event"),
-    Variable("GT_STALL_TIMEOUT", "300", "seconds in which no worker of a program gets on until that is WorkerStuck; 0: never"),
-    Variable("GT_VERBOSE", "", "1: every process logs what it does"),
-    Variable("GT_DEBUG_CLIENT", "", "1: debug output of the client"),
-    Variable("GT_DEBUG_DISPATCHER", "", "1: debug output of the dispatcher"),
-    Variable("GT_DEBUG_WORKER", "", "1: debug output of workers"),
+    Variable("GT_CONFIG", "", "path of the YAML of signal groups"),
+    Variable("GT_SERVER", "", "host:port of a running server; empty: this program starts one"),
+    Variable("GT_TOKEN", "", "secret of server, workers and clients; needed off loopback (`gt key FILE` makes one)"),
+    Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (on CPUs, without torch)"),
+    Variable("GT_TRANSPORT", "", "transport between workers: nvshmem or nccl (GPUs), shm (host memory); empty: GT chooses"),
+    Variable("GT_OPS", "", "path of a file of op schemas, made by `gt ops`, for ops that GT's table lacks"),
+    Variable("GT_HEAP_SIZE", "", "a worker's memory for exchange with others, as 512MiB; default 256MiB on CPUs, 2GiB on GPUs"),
+    Variable("GT_MEMORY_LIMIT", "", "memory limit of a worker, as 4GiB; empty: its CPU workers share 90% of the host's memory"),
+    Variable("GT_INSTRUCTION_LOG", "", "path of a log: the dispatcher writes a line for each event"),
+    Variable("GT_STALL_TIMEOUT", "300", "seconds without progress of any worker before a wait ends in WorkerStuck; 0: never"),
+    Variable("GT_VERBOSE", "", "1: every process logs its actions to stderr"),
+    Variable("GT_DEBUG_CLIENT", "", "1: debug log of the client"),
+    Variable("GT_DEBUG_DISPATCHER", "", "1: debug log of the dispatcher"),
+    Variable("GT_DEBUG_WORKER", "", "1: debug log of the workers"),
 )
 _NAMES = {v.name: v for v in VARIABLES}
 

@@ -227,6 +227,17 @@ def test_generated_pages_are_what_the_code_says(page: str) -> None:
     assert (ROOT / "docs" / page).read_text() == PAGES[page](), "run `python -m tools.docs`, and commit what it wrote"
 
 
+def test_the_protocol_page_explains_every_reserved_number() -> None:
+    """Of the numbers below FIRST some have a comment above them that is several lines long, and not one behind."""
+    from gt.ir import instr
+    from tools.docs import reserved
+
+    rows = {name.strip("`"): (int(number), meaning) for number, name, meaning in reserved()}
+    numbers = {name: value for name, value in vars(instr).items() if name.isalpha() and name.isupper() and type(value) is int}
+    assert {name: number for name, (number, _) in rows.items()} == numbers
+    assert [name for name, (_, meaning) in rows.items() if not meaning] == []
+
+
 def test_the_table_of_layouts_is_the_tested_one() -> None:
     from test_plan_layouts import TABLE
 
@@ -265,6 +276,21 @@ def test_documents_are_linked_and_their_links_lead_somewhere() -> None:
     for document in (*WITH_SHELL, *(f"docs/{page}" for page in pages)):
         for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
             assert ((ROOT / document).parent / link).exists(), f"{document} leads to {link}, which is not there"
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of a page's headings in links: lower case, without punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_to_headings_lead_to_one() -> None:
+    for document in (*WITH_SHELL, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))):
+        for link, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", (ROOT / document).read_text()):
+            page = (ROOT / document).parent / link if link else ROOT / document
+            assert not page.exists() or anchor in anchors(page), (
+                f"{document} leads to {anchor} in {link or 'itself'}, which has none"
+            )
 
 
 # ---- examples

@@ -1,7 +1,7 @@
-"""Writes the pages of docs/ that are made from the code: `python -m tools.docs` (or `make docs`).
+"""Writes the generated pages of docs/: `python -m tools.docs` (or `make docs`).
 
-protocol.md is gt/wire/messages.py and gt/ir/instr.py, environment.md is gt/env.py, ops.md is a run of tests.conformance. A
-test holds that the pages are these.
+protocol.md is made from gt/wire/messages.py and gt/ir/instr.py, environment.md from gt/env.py, and ops.md from runs of
+tests.conformance. A test compares the pages with their sources.
 """
 
 from __future__ import annotations
@@ -32,12 +32,22 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 ENVIRONMENT = """# Environment variables
 
-Nothing else in GT reads the environment. An empty variable counts as unset; a switch is off for empty, `0`, `false` and
-`no`. `gt env` prints each with its value here.
+Variables set the config, the server, logs and limits from outside. So a program gets another placement without a change:
+
+```
+GT_CONFIG=sharding.yaml GT_VERBOSE=1 python program.py
+```
+
+GT reads these variables and no others. `gt env` prints each with its value here.
 
 {table}
-The dispatcher and its workers read theirs when they start: those that a program starts by itself get the program's, those
-started by hand have their own shell's. Of CUDA's variables, `CUDA_VISIBLE_DEVICES` says which GPUs there are.
+| case | rule |
+| --- | --- |
+| an empty variable | counts as unset |
+| a switch | is off for empty, `0`, `false` and `no` |
+| processes that a program starts by itself | get the program's variables |
+| a server or worker started by hand | reads its own shell's variables, when it starts |
+| `CUDA_VISIBLE_DEVICES` | CUDA's own; it says which GPUs there are |
 """
 
 
@@ -50,14 +60,32 @@ def environment() -> str:
 
 PROTOCOL = """# Protocol
 
-Version {version}, over ZeroMQ: DEALER sockets (clients, workers) to the ROUTER of the dispatcher, msgpack bodies of at most
-{body} MiB.
+You need this page to write a client or a worker, or to read a log of messages. A program that uses GT never needs it. A client
+opens a connection and computes one value like this:
+
+```
+client     -> dispatcher   Hello          who it is, and its config
+dispatcher -> client       Welcome        the workers, the signal groups, and credit for batches
+client     -> dispatcher   Ops            a batch of ops
+dispatcher -> workers      Run            the instructions that the ops became
+workers    -> dispatcher   Done           they are executed
+dispatcher -> client       Ack            credit for another batch
+client     -> dispatcher   Fetch          asks for a value
+dispatcher -> client       Value, Piece   the value's shape, and its bytes
+client     -> dispatcher   Goodbye
+```
+
+The [glossary](glossary.md) explains the terms. This is version {version}, over ZeroMQ: clients and workers have DEALER sockets,
+the dispatcher has a ROUTER. A msgpack body has at most {body} MiB.
 
 {about}
 
-CHUNK is {chunk} MiB. The number behind a message's name is its code. `Hello` comes first and once, and `Welcome` or `Reject`
-answers it; batches (`Ops`) are numbered and in order; nothing is sent after `Goodbye`. A message that is not in its
-sender's row here ends that connection:
+CHUNK is {chunk} MiB. The number behind a message's name is its code. Four rules hold on each connection:
+
+- `Hello` is the first message and is sent once. `Welcome` or `Reject` answers it.
+- Batches (`Ops`) are numbered and in order.
+- `Goodbye` is the last message.
+- A message that is not in its sender's row of this table ends the connection:
 
 {roles}
 {messages}
@@ -85,9 +113,11 @@ def protocol() -> str:
 
 
 def reserved() -> Iterator[tuple[str, str, str]]:
-    """The numbers of a stream that no template or definition has."""
-    for name, number, said in re.findall(r"^([A-Z]+) = (\d+)  # (.*)$", inspect.getsource(instr), re.M):
-        yield number, f"`{name}`", said
+    """The numbers of a stream that no template or definition has; the meaning is the comment above or behind."""
+    lines = inspect.getsource(instr).splitlines()
+    for at, line in enumerate(lines):
+        if (named := re.match(r"([A-Z]+) = (\d+)\b", line)) is not None:
+            yield named[2], f"`{named[1]}`", comment(lines, at, at)
 
 
 def unwrapped(text: str | None) -> str:
@@ -121,7 +151,21 @@ def message(cls: type[messages.Message]) -> str:
         default = "" if field.default is MISSING else f" = {field.default}"
         rows.append(f"{field.name}: {field.type}{default}")
     head = f"\n### {cls.__name__} ({messages.CODES.index(cls)})\n\n"
-    return head + f"`{', '.join(rows) or 'no fields'}`\n\n" + unwrapped(cls.__doc__) + "\n"
+    said = explained(unwrapped(cls.__doc__), [field.name for field in fields(cls)])
+    return head + f"`{', '.join(rows) or 'no fields'}`\n\n" + said + "\n"
+
+
+def explained(text: str, names: list[str]) -> str:
+    """A docstring's text, the fields that it explains (`name: meaning.`) as a list."""
+    name = "|".join([*names, "frames", r"Report\.body"])
+    told = re.compile(rf"(?:^|(?<=\. ))((?:{name})(?:, (?:{name}))*): ")
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        lead, *rest = told.split(paragraph)
+        items = [f"- `{listed}`: {meaning.strip()}" for listed, meaning in zip(rest[::2], rest[1::2], strict=True)]
+        paragraphs += [lead.strip()] if lead.strip() else []
+        paragraphs += ["\n".join(items)] if items else []
+    return "\n\n".join(paragraphs)
 
 
 def instructions() -> Iterator[tuple[str, str, str, str]]:

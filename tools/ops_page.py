@@ -1,4 +1,4 @@
-"""docs/ops.md: what runs of `python -m tests.conformance` came to, as files in benchmarks/results have it."""
+"""docs/ops.md: the results of `python -m tests.conformance`, from files in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
-RUNS = {  # file -> heading, what it counts
+RUNS = {  # file -> heading, name of the things that it counts
     "conformance.json": ("Every op", "ops"),
     "conformance-dtypes.json": ("A sample of all dtypes", "ops"),
     "conformance-modules.json": ("Every module", "modules"),
@@ -18,30 +18,46 @@ Table = Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
 
 PAGE = """# Ops
 
-torch's own operator tests (its OpInfo database), run on the `remote` device against plain torch on the CPU: every op's sample
-inputs in four forms (the op, its backward, its in-place variant, writes to the views that it gives and to what they view, each
-of which the others see), and what it has to refuse. On one worker everything is whole; over two and four each dim of each input
-is split in turn, unevenly too. Values that are drawn are compared with one worker's. A variant is an op with one dtype in one
-form; it is equal if all its samples are, in every split. `--dtypes one` is float32, or another for ops that lack it;
-`--sample SEED N` draws N pairs of op and dtype.
+Will an op that your model needs run on `remote`, whole and split? torch's own operator tests (its OpInfo database) answer
+that. They run on `remote`, and each result is compared with plain torch on the CPU. An op that GT lacks raises
+`gt.UnsupportedOp`, which names the op, on your line or where the program next waits.
 
-`--modules` takes torch's list of modules (its ModuleInfo database): each is called with its sample inputs in train and eval
-mode; results, buffers, and gradients of inputs and parameters are compared, and once more those of parameters where inputs are
-data. Over two workers inputs are split as above, parameters too where there are at most four, and the module is called in a
-data parallel, a `_colpar` and a `_rowpar` group.
+To test the ops that you need:
 
-{runs}
-Whatever GT cannot do raises `gt.UnsupportedOp`, which names the op, on your line or where the program next waits.
-"""
+```
+python -m tests.conformance --ops sort 'linalg.*'
+```
+
+| word | meaning |
+| --- | --- |
+| form | the op, its backward, its in-place variant, writes to views and their bases, or inputs that it has to refuse |
+| variant | an op with one dtype in one form |
+| equal | all samples of the variant are equal, in every split |
+| unsupported | a sample raised `gt.UnsupportedOp` |
+| split | on one worker all tensors are whole; over two and four each dim of each input is split in turn, unevenly too |
+| gathered | an op without a rule for a split gathers its inputs and runs whole |
+| random values | compared with those of one worker |
+
+| option | meaning |
+| --- | --- |
+| `--dtypes one` | float32, or another dtype for ops that lack it |
+| `--sample SEED N` | N random pairs of op and dtype |
+| `--modules` | torch's list of modules (its ModuleInfo database) |
+
+Each module is called with its sample inputs, in train and eval mode. Results, buffers, and gradients of inputs and
+parameters are compared, and once more the gradients of parameters where inputs are data. Over two workers inputs are split as
+above, and parameters too where there are at most four. The module is called in a data-parallel, a `_colpar` and a `_rowpar`
+group.
+
+{runs}"""
 
 RUN = """## {heading}
 
 `{command}`, torch {torch}, {seconds} s on two shared cores.
 
 {counts}
-{entries} {things} ran. {entries_split} of them have an input that can be split and are equal: {entries_without_gather} run with
-nothing gathered in some split of some sample, {entries_every_sample} in some split of every sample. What has no rule for a
-split is gathered and run whole.
+{entries} {things} ran. Of these {entries_split} have an input that can be split, and are equal. Nothing is gathered for
+{entries_without_gather} of them in some split of some sample, and for {entries_every_sample} in some split of every sample.
 
 {rest}
 """
@@ -59,7 +75,7 @@ def run(name: str, heading: str, things: str, table: Table) -> str:
     given = [f"--{key}" for key, v in asked.items() if v is True] + given
     kinds = ("variants", "equal", "unsupported", "wrong")
     rows = [(n, *(str(counts[n][k]) for k in kinds), f"{counts[n]['share']:.1%}") for n in counts if n.isdigit()]
-    head = ("what is not equal, and why", "outcome", "variants", things, "workers")
+    head = ("reason why a variant is not equal", "outcome", "variants", things, "workers")
     rest = [
         (row["reason"], row["outcome"], str(row["variants"]), listed(row["ops"]), ", ".join(map(str, row["workers"])))
         for row in found["rest"]

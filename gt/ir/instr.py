@@ -1,8 +1,8 @@
-"""What a worker is told: definitions, sent once and numbered, and a flat stream of numbers that names them.
+"""Instructions for workers: numbered definitions, each sent once, and a flat stream of numbers that names them.
 
-A stream is `[number, seq, *operands, number, seq, *operands, ...]`: seq is the op's sequence number less the message's
-base, operands are tensor ids, scalars and keys, as many as the kind (and, for `op`, the definition) says. What is below
-FIRST says its own length.
+A stream is `[number, seq, *operands, number, seq, *operands, ...]`. seq is the op's sequence number less the message's base.
+Operands are tensor ids, scalars and keys; the kind (for `op` the definition too) says how many. A number below FIRST is a
+reserved instruction, which contains its own length.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# What streams have below FIRST. The client's stream to the dispatcher has the same form: [template, origin, *ins, *values,
-# *outs].
-FREE = 0  # [FREE, n, ids...] (to workers: [FREE, seq, n, ids...])
+# Reserved numbers. The client's stream to the dispatcher has the same form: [template, origin, *ins, *values, *outs].
+
+FREE = 0  # [FREE, n, ids...], to workers [FREE, seq, n, ids...]: these tensors are freed
 PARAM = 1  # from the client: [PARAM, id], a leaf that requires grad
 FORGET = 2  # to workers: [FORGET, seq, n, numbers...], definitions that are not named again
-# from the client: [RECORD, slot, how, n, ids...], what follows may become a program that takes these tensors. how: 0 to carry
-# it out as it comes; 1 when it is over, as one program with backend cudagraphs; 2, 3 so, with cheap values made
-# again, as 1 and 2 of Seal.recompute
+# from the client: [RECORD, slot, how, n, ids...], the ops that follow may become a program with these tensors as inputs. how: 0
+# executes them one by one; 1 executes them as one program with backend cudagraphs when the call returns; 2 and 3 do so
+# and recompute cheap values, as 1 and 2 of Seal.recompute
 RECORD = 3
-DISCARD = 4  # from the client: [DISCARD], what was recorded since does not
-LAUNCH = 5  # from the client: [LAUNCH, program, seed, counter]
-DROP = 6  # from the client: [DROP, program]
+DISCARD = 4  # from the client: [DISCARD], the ops recorded since RECORD become no program
+LAUNCH = 5  # from the client: [LAUNCH, program, seed, counter], replays a program
+DROP = 6  # from the client: [DROP, program], a program that is not launched again
 END = 7  # to workers: [END, seq, 2, first, last], frees every tensor whose id is from first to below last
 FIRST = 16  # templates and definitions are numbered from here
 
@@ -29,42 +29,41 @@ BASE_BITS = 40  # ids of one session's tensors: below this, and above it the ses
 
 # kind -> (operands, keys of the definition's payload)
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    # ATen or gt op on local pieces; operands are tensors, values, then one id for each `new` or `view` output.
-    # outs: [kind, local spec, of] as ir.template.Out; random: None or [global shape, [box, ...] held here, seed and
-    # counter being the last two values].
+    # An ATen or gt op on local pieces. Operands: tensors, values, then one id for each `new` or `view` output.
+    # outs: [kind, local spec, of] as ir.template.Out. random: None or [global shape, [box, ...] of this worker]; the
+    # last two values are then seed and counter.
     "op": (("tensors", "values", "outs"), ("op", "args", "kwargs", "tensors", "values", "outs", "random")),
     # team: {"id", "workers", "rank", "offset", "bytes"}: workers in rank order, this worker's rank, its heap region.
     "all_reduce": (("tensor",), ("team", "op")),  # in place
-    "together": ((), ("count",)),  # of a program: the next `count` all-reduces are one team's, and may be done as one
+    "together": ((), ("count",)),  # in a program: one team has the next `count` all-reduces, and may do them as one
     # boxes[rank]: the boxes of `shape` that each rank holds, in local order
     "all_gather": (("src", "dst"), ("team", "shape", "dtype", "boxes")),
-    # src holds a term of all of `shape`; dst the sum of this rank's boxes
+    # src has a term of all of `shape`; dst gets the sum of this rank's boxes
     "reduce_scatter": (("src", "dst"), ("team", "op", "shape", "dtype", "boxes")),
     # from the boxes in `have[rank]` to those in `want[rank]`
     "all_to_all": (("src", "dst"), ("team", "shape", "dtype", "have", "want")),
     # dst is a contiguous copy of the boxes (of src's local indices), concatenated into local `shape`
     "shard": (("src", "dst"), ("shape", "dtype", "boxes")),
-    # dst is src on the rank that keeps the value, zeros (or the op's identity) elsewhere: Replicate -> Partial
+    # Replicate -> Partial: dst is src on the rank that keeps the value, and zeros (or the op's identity) elsewhere
     "partial": (("src", "dst"), ("keep", "op")),
     # channel: {"peer", "offset", "bytes", "slots"}; boxes are of src's local indices, sent in order
     "send": (("src",), ("channel", "boxes")),
     # dst has local `shape`; parts: [[channel, [box, ...]], ...] are received in order, each box of dst's local indices
     "recv": (("dst",), ("shape", "dtype", "parts")),
-    # as recv, and `local`: [[box of src, box of dst], ...] is copied from src first
+    # as recv, after the boxes of `local`, [[box of src, box of dst], ...], are copied from src
     "merge": (("src", "dst"), ("shape", "dtype", "parts", "local")),
     "upload": (("dst", "key"), ("shape", "stride", "dtype")),  # waits for Data with this key
     "fetch": (("src", "key"), ()),  # answers Piece with this key
     "describe": (("src", "key"), ()),  # answers Described with this key
     "alias": (("src", "dst"), ()),  # dst names the same tensor
     "fill": (("dst",), ("shape", "stride", "dtype")),  # a placeholder of zeros
-    # A recorded stream, carried out at once. randoms: places in `code` of a seed and, after it, a counter, which is relative
-    # to the one given. actions: [place, name] where an action of a schedule begins ("" for what is between two). A long one
-    # is several. backend: one of BACKENDS. channels: [peer, offset, whether it sends] of those that all of it uses, with the
-    # first of several. once: it is carried out once
+    # A recorded stream; a long one is several. randoms: places in `code` of a seed and, after it, a counter relative to the
+    # operand. actions: [place, name] where an action of a schedule begins, "" between two. backend: one of BACKENDS.
+    # channels, with the first of several: [peer, offset, true if it sends] of all channels in use. once: no second launch
     "program": (("seed", "counter"), ("code", "randoms", "actions", "backend", "channels", "once")),
 }
 
-# What carries a program out: instructions one by one; what lies between communications compiled; that in CUDA graphs
+# Executors of a program: instructions one by one; segments between communications compiled; these in CUDA graphs
 BACKENDS = ("eager", "inductor", "cudagraphs")
 
 

@@ -1,25 +1,25 @@
-"""The protocol: every message once, who sends it, what answers it.
+"""The protocol: every message once, with its sender and its answer.
 
-A message is one msgpack body `[code, *fields]` and, for those that carry tensor bytes, extra frames of at most CHUNK bytes.
-Field types are checked by the codec from the annotations; whatever does not fit is refused with the field's name.
+A message is one msgpack body `[code, *fields]`. Messages that carry tensor bytes have extra frames of at most CHUNK bytes.
+The codec checks field types by the annotations. It refuses a value of another type and names the field.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-Numbers = list  # of numbers only: a stream
+Numbers = list  # a stream: numbers only
 
 VERSION = 4
 CHUNK = 1 << 20  # bytes of one frame of tensor data
-AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has taken any in
-TIMES = 4096  # definitions that one Done tells of, at most
+AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
+TIMES = 4096  # definitions in one Done, at most
 MAX_BODY = 16 << 20  # bytes of one msgpack body
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base; `frames` of a received message come beside it."""
+    """Base class. The `frames` of a received message are passed beside it."""
 
 
 # ---- either side -> dispatcher
@@ -27,13 +27,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """Client or worker -> dispatcher, first. Answered by Welcome or Reject.
+    """Client or worker -> dispatcher: the first message. Answered by Welcome or Reject.
 
-    role: "client" | "worker". switches (client): {"threads": int, "matmul_precision": str, "deterministic": bool,
-    "cudnn_benchmark": bool, "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none,
-    "workers": how many it wants, of its own where the server is exclusive, 0 for all}. config (client): text of the YAML, ""
-    for none; config_path only for messages. info (worker): {"name", "pid", "host", "backend", "device", "heap_fd",
-    "heap_bytes", "doorbell", "unique_id", "home", "proof"}; name "" asks for the next free one; home, proof: of gt.wire.
+    role: "client" or "worker". config: text of a client's YAML, "" for none. config_path: its path, for error messages only.
+    switches: of a client; {"threads": int, "matmul_precision": str, "deterministic": bool, "cudnn_benchmark": bool,
+    "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many workers it
+    wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one, "pid", "host",
+    "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof": see
+    gt.wire.proof}.
     """
 
     version: int
@@ -50,10 +51,11 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ops(Message):
-    """Client -> dispatcher. A batch of the op stream; answered by Ack (credit).
+    """Client -> dispatcher: a batch of the op stream. Answered by Ack, which gives credit.
 
-    seq: number of the batch, from 0. templates: [number, Template.wire()] in use from here on. origins: [number, file,
-    line, group, backward, micro-batch or -1]. code: see ir.instr. Frames: the bytes of inline uploads, by index.
+    seq: number of the batch, from 0. templates: [number, Template.wire()] of each new template. origins: [number, file, line,
+    group, backward, micro-batch or -1] of each new line. code: a stream, see ir.instr. frames: bytes of inline uploads, by
+    index.
     """
 
     seq: int
@@ -62,14 +64,14 @@ class Ops(Message):
     code: Numbers
 
 
-THROUGH = -1  # Fetch.tensor: nobody's value
+THROUGH = -1  # Fetch.tensor: no tensor; waits for all devices
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch(Message):
-    """Client -> dispatcher. Answered by Value and Piece messages, or Failed.
+    """Client -> dispatcher: asks for a tensor's value. Answered by Value and Piece messages, or Failed.
 
-    tensor -1: a byte that each worker makes and sends once its device is through with what was issued before.
+    tensor: its id; -1 waits for the devices: each worker sends a byte that its device makes after all earlier work.
     """
 
     request: int
@@ -78,7 +80,7 @@ class Fetch(Message):
 
 @dataclass(frozen=True, slots=True)
 class Describe(Message):
-    """Client -> dispatcher, for the outputs of a dynamic op. Answered by Described or Failed."""
+    """Client -> dispatcher: asks for the specs of a dynamic op's outputs. Answered by Described or Failed."""
 
     request: int
     tensors: list
@@ -86,13 +88,13 @@ class Describe(Message):
 
 @dataclass(frozen=True, slots=True)
 class Seal(Message):
-    """Client -> dispatcher: what was recorded since RECORD is `program` from now on. Answered by Report or Failed.
+    """Client -> dispatcher: makes `program` of the ops recorded since RECORD. Answered by Report or Failed.
 
-    schedule: name of the order in which micro-batches pass the stages, "" for that of the calls. backend: of ir.instr.BACKENDS.
-    carried: [[read, made], ...]: the next replay reads what this one made. seed, counter: of random numbers when it began.
-    recompute: cheap values are made again, not kept, where that lowers the peak of memory: 0 none, 1 if it saves much, 2 all.
-    Report.body: {"why": "" or what prevents it, "ops": how many it has, "instructions": by worker, "schedule": what came of
-    it, {} without one, "recomputed": by worker, how many values are made again, bytes it makes at most before and then}.
+    schedule: name of a pipeline schedule, "" for the order of the calls. backend: one of ir.instr.BACKENDS. carried: [[read,
+    made], ...]; a replay reads as `read` the tensor that the one before made as `made`. seed, counter: state of the random
+    numbers when the recording began. recompute: cheap values are recomputed where that lowers the peak of memory: 0 none, 1 if
+    it saves much, 2 all. Report.body: {"why": reason against the program or "", "ops": count, "instructions": count by worker,
+    "schedule": its report, {} without one, "recomputed": by worker [values recomputed, peak bytes before, peak bytes after]}.
     """
 
     request: int
@@ -107,7 +109,7 @@ class Seal(Message):
 
 @dataclass(frozen=True, slots=True)
 class Inspect(Message):
-    """Client -> dispatcher: layout and pieces of a tensor. Answered by Report or Failed."""
+    """Client -> dispatcher: asks for a tensor's layout and pieces. Answered by Report or Failed."""
 
     request: int
     tensor: int
@@ -115,7 +117,7 @@ class Inspect(Message):
 
 @dataclass(frozen=True, slots=True)
 class Stats(Message):
-    """Client -> dispatcher. Answered by Report. program: the one whose last replay workers tell of, -1 for the newest."""
+    """Client -> dispatcher: asks for counters. Answered by Report. program: whose replay they show, -1 for the newest."""
 
     request: int
     program: int = -1
@@ -123,7 +125,7 @@ class Stats(Message):
 
 @dataclass(frozen=True, slots=True)
 class Host(Message):
-    """Client -> dispatcher, answers Need and More: the next frame of a region of a host copy, at byte `offset` of `total`."""
+    """Client -> dispatcher, answers Need and More: the next frame of a host copy's region, at byte `offset` of `total`."""
 
     key: int
     offset: int
@@ -132,7 +134,7 @@ class Host(Message):
 
 @dataclass(frozen=True, slots=True)
 class Goodbye(Message):
-    """Client -> dispatcher, or worker -> dispatcher: leaves; nothing answers. reason: what a worker ended of, or ""."""
+    """Client or worker -> dispatcher: ends the connection; not answered. reason: why a worker ended, or ""."""
 
     reason: str = ""
 
@@ -142,9 +144,10 @@ class Goodbye(Message):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Dispatcher -> client or worker, answers Hello. workers: names in order of index; groups: signal groups, in order.
+    """Dispatcher -> client or worker, answers Hello.
 
-    process: [pid, home] of the dispatcher, see wire.liveness: who is on its host sees whether it is stopped.
+    workers: their names, in order of index. groups: names of the signal groups, in order. process: [pid, home] of the
+    dispatcher, see wire.liveness; peers on its host see whether it is stopped.
     """
 
     session: int
@@ -157,23 +160,24 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True)
 class Reject(Message):
-    """Dispatcher -> client or worker, answers Hello: errors.to_wire form."""
+    """Dispatcher -> client or worker, answers Hello: the connection is refused. error: see errors.to_wire."""
 
     error: dict
 
 
 @dataclass(frozen=True, slots=True)
 class Ack(Message):
-    """Dispatcher -> client: batches up to `seq` are carried out."""
+    """Dispatcher -> client: all batches up to `seq` have been executed."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class Need(Message):
-    """Dispatcher -> client: send the region (box: [[start, stop], ...]) of upload `tensor`, row-major, as Host with `key`.
+    """Dispatcher -> client: asks for a region of upload `tensor`, row-major, as Host messages with `key`.
 
-    Frames that end beyond byte `upto` wait for a More, so that what is under way stays bounded.
+    boxes: [[start, stop], ...] of each box of the region. upto: frames beyond this byte wait for a More, which bounds the bytes
+    in flight.
     """
 
     tensor: int
@@ -184,10 +188,7 @@ class Need(Message):
 
 @dataclass(frozen=True, slots=True)
 class More(Message):
-    """Dispatcher -> client: Host frames of `key` may go on, up to byte `upto`.
-
-    Dispatcher -> worker: Piece frames likewise; -1: the rest is not wanted.
-    """
+    """Dispatcher -> client: allows Host frames of `key` up to byte `upto`. -> worker: Piece frames; -1 cancels the rest."""
 
     key: int
     upto: int
@@ -195,16 +196,16 @@ class More(Message):
 
 @dataclass(frozen=True, slots=True)
 class Release(Message):
-    """Dispatcher -> client: the host copies of these uploads will not be asked for again."""
+    """Dispatcher -> client: the host copies of these uploads are no longer needed."""
 
     tensors: list
 
 
 @dataclass(frozen=True, slots=True)
 class Value(Message):
-    """Dispatcher -> client, answers Fetch: `pieces` [[key, boxes], ...] of a tensor of this shape and dtype follow as Piece.
+    """Dispatcher -> client, answers Fetch: shape and dtype of a tensor. Its pieces follow as Piece messages.
 
-    A frame of the Value is the whole of its one piece, which then does not follow.
+    pieces: [[key, boxes], ...]. If the Value has a frame, that frame is the only piece, and no Piece follows.
     """
 
     request: int
@@ -215,7 +216,7 @@ class Value(Message):
 
 @dataclass(frozen=True, slots=True)
 class Piece(Message):
-    """Worker -> dispatcher -> client: one frame of a fetched piece, at byte `offset` of `total`; total 0 has no frame."""
+    """Worker -> dispatcher -> client: a frame of a fetched piece, at byte `offset` of `total`; with total 0 there is none."""
 
     key: int
     offset: int
@@ -224,7 +225,7 @@ class Piece(Message):
 
 @dataclass(frozen=True, slots=True)
 class Described(Message):
-    """Dispatcher -> client (answers Describe: Spec.wire() each), and worker -> dispatcher (request is the key, one spec)."""
+    """Dispatcher -> client, answers Describe: Spec.wire() of each. Worker -> dispatcher: one spec; `request` is the key."""
 
     request: int
     specs: list
@@ -232,7 +233,7 @@ class Described(Message):
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Dispatcher -> client, answers Inspect and Stats; worker -> dispatcher, answers Query."""
+    """Dispatcher -> client, answers Inspect, Stats and Seal. Worker -> dispatcher, answers Query."""
 
     request: int
     body: dict
@@ -240,10 +241,7 @@ class Report(Message):
 
 @dataclass(frozen=True, slots=True)
 class Notice(Message):
-    """Dispatcher -> client: news for the program's author that is no failure; that a worker is slow, say.
-
-    place: in the queue for workers of its own, from 1, for a client that has no Welcome yet; 0: of no queue.
-    """
+    """Dispatcher -> client: news that is no failure. place: position in the queue for workers, from 1; 0: not in a queue."""
 
     text: str
     place: int = 0
@@ -251,7 +249,7 @@ class Notice(Message):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Message):
-    """Dispatcher -> client, answers a request (or -1: at the next wait): errors.to_wire form."""
+    """Dispatcher -> client: a request failed; request -1 raises at the next wait. error: see errors.to_wire."""
 
     request: int
     error: dict
@@ -262,10 +260,11 @@ class Failed(Message):
 
 @dataclass(frozen=True, slots=True)
 class World(Message):
-    """Dispatcher -> worker: all workers, [index, name, pid, host, heap_fd, heap_bytes, doorbell], whenever that changes.
+    """Dispatcher -> worker: all workers; sent whenever they change.
 
-    members: workers that share memory of their devices from here on, [] for none; unique_id: by which they meet.
-    hosts: how many workers that compute in its memory a host has.
+    workers: [index, name, pid, host, heap_fd, heap_bytes, doorbell] of each. members: those that share memory of their devices
+    from now on, [] for none. unique_id: the id by which members find one another. hosts: by host, how many workers compute in
+    its memory.
     """
 
     generation: int
@@ -277,7 +276,7 @@ class World(Message):
 
 @dataclass(frozen=True, slots=True)
 class Run(Message):
-    """Dispatcher -> worker. Instructions in order; answered by Done. defines: Define.wire(); timed: with what they took."""
+    """Dispatcher -> worker: instructions. Answered by Done. defines: new Define.wire(). timed: Done reports their times."""
 
     seq: int
     base: int
@@ -288,9 +287,9 @@ class Run(Message):
 
 @dataclass(frozen=True, slots=True)
 class Data(Message):
-    """Dispatcher -> worker: one frame of upload `key` at byte `offset` of `total`; total 0 has no frame, -1 calls it off.
+    """Dispatcher -> worker: a frame of upload `key`, at byte `offset` of `total`. Answered by Took.
 
-    All of it comes before the Run that takes it. Answered by Took.
+    An upload with total 0 has no frame; total -1 cancels it. All frames precede the Run that uses the upload.
     """
 
     key: int
@@ -302,10 +301,10 @@ class Data(Message):
 class Switch(Message):
     """Dispatcher -> worker: the session whose Runs follow, and its torch switches (as Hello.switches).
 
-    Sent before a session's Run wherever the Run before was another's, and never to a worker that the session does not use.
-    Threads are the program's, shared out among its workers. A worker that has served a second session clears memory before an
-    op gets it. memory: bytes that the session may hold there, 0 for no limit of its own. shared: other sessions use the worker
-    too. Then a GPU worker says Done of the Runs that follow once its device has carried them out, else once they are issued.
+    It precedes a session's Run if the worker's last Run was another session's. The program's threads are divided among its
+    workers. From its second session on, a worker clears memory before an op gets it. memory: the session's limit there, in
+    bytes, 0 for none. shared: other sessions use the worker too; Done then means that its GPU is through, else that work was
+    issued.
     """
 
     switches: dict
@@ -316,7 +315,7 @@ class Switch(Message):
 
 @dataclass(frozen=True, slots=True)
 class Abort(Message):
-    """Dispatcher -> worker: fail every wait that involves worker `index` (it is gone), and go on."""
+    """Dispatcher -> worker: worker `index` is lost. Fail every wait that involves it, and go on."""
 
     index: int
     reason: str
@@ -324,13 +323,13 @@ class Abort(Message):
 
 @dataclass(frozen=True, slots=True)
 class Query(Message):
-    """Dispatcher -> worker, answered by Report from its I/O thread.
+    """Dispatcher -> worker: asks for the state of its work. Its I/O thread answers with a Report.
 
-    {"done": last Run carried out, "stats": {...}, "at": [Run, place in it, op's seq, kind, Runs that its GPU is through with]
-    of the instruction under way, or None, "work": seconds of CPU time that it has worked}: two answers with the same `at` say
-    that it takes long, with the same `work` that it does not get on. kind: the instruction's, or "compile", "load" (a GPU is
-    given it for the first time) or "device" (its GPU is waited for). stats: whether they are wanted; programs: the definitions
-    whose last replay they tell of, and what of them is compiled.
+    stats: include the counters. programs: definitions whose last replay and compiled parts are reported. Report.body: {"done":
+    last Run executed, "stats": {...}, "at": [Run, place in it, the op's seq, kind, Runs that its GPU has finished] of the
+    current instruction or None, "work": seconds of CPU time used}; the kind is the instruction's, or "compile", "load" (its GPU
+    runs it for the first time) or "device" (it waits for its GPU). With the same `at` twice an instruction takes long; with the
+    same `work` too, the worker makes no progress.
     """
 
     request: int
@@ -340,14 +339,14 @@ class Query(Message):
 
 @dataclass(frozen=True, slots=True)
 class Renew(Message):
-    """Dispatcher -> worker: its session has ended. It starts afresh as a new process of its name; this one is heard no more."""
+    """Dispatcher -> worker: its session has ended; it restarts as a new process of its name, and this one is heard no more."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Exit(Message):
-    """Dispatcher -> worker or client: the server is stopping."""
+    """Dispatcher -> worker or client: the server stops."""
 
     reason: str
 
@@ -357,9 +356,9 @@ class Exit(Message):
 
 @dataclass(frozen=True, slots=True)
 class Done(Message):
-    """Worker -> dispatcher: every Run up to `seq` has been carried out (its failures were sent before).
+    """Worker -> dispatcher: every Run up to `seq` is executed (on a GPU see Switch.shared). Its failures were sent before.
 
-    times: [number, seconds, ...] of definitions that timed Runs named: the least that each took.
+    times: [number, seconds, ...] of the definitions of timed Runs: the shortest time of each.
     """
 
     seq: int
@@ -368,11 +367,11 @@ class Done(Message):
 
 @dataclass(frozen=True, slots=True)
 class Trouble(Message):
-    """Worker -> dispatcher: op `seq` failed; kind: "op" | "unsupported" | "peer" | "memory". Its outputs are placeholders.
+    """Worker -> dispatcher: op `seq` failed, and its outputs are placeholders.
 
-    memory (of that kind, not each time): {"limit", "session_limit" (0 for none), "used", "session", "others", "top"}, in bytes:
-    what the process may have and has, tensors of the session and of others, and of the session's largest ones [id, bytes].
-    others: of many ops of the Run that failed as those before, all; the first is `seq`.
+    kind: "op", "unsupported", "peer" or "memory". memory: with some of the kind "memory"; {"limit", "session_limit": 0 for
+    none, "used", "session": tensors of the session, "others": of other sessions, "top": the session's largest [id, bytes]}, in
+    bytes. others: if many ops of the Run failed in the same way, all of them; the first is `seq`.
     """
 
     seq: int
@@ -384,9 +383,9 @@ class Trouble(Message):
 
 @dataclass(frozen=True, slots=True)
 class Took(Message):
-    """Worker -> dispatcher: bytes of upload `key` up to `upto` have been taken in.
+    """Worker -> dispatcher: it has received bytes of upload `key` up to `upto`.
 
-    Client -> dispatcher: of fetched piece `key`, if it has more than AHEAD bytes.
+    Client -> dispatcher: it has received bytes of fetched piece `key` up to `upto`; only for pieces of more than AHEAD bytes.
     """
 
     key: int
