@@ -28,7 +28,7 @@ bench: .venv/stamp
 format: .venv/stamp
 	$(BIN)/ruff check --fix .
 
-.venv/stamp: requirements.txt pyproject.toml
+.venv/stamp: requirements.txt pyproject.toml setup.py
 	@$(PYTHON) -c "import sys; sys.exit('GT needs Python 3.10 or later' if sys.version_info < (3, 10) else 0)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt

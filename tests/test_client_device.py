@@ -45,7 +45,7 @@ print(torch.device("remote:0"), gt.device)
 def test_our_own_processes_do_not_load_torch() -> None:
     program = """
 import sys
-sys.orig_argv = ["python", "-m", "gt.server", "-p", "1"]
+sys.argv, sys.orig_argv = ["-m", "-p", "1"], ["python", "-m", "gt.server", "-p", "1"]
 import gt, gt.wire.messages, gt.ir.template
 print("torch" in sys.modules)
 """

@@ -184,7 +184,7 @@ class RemoteTensor(torch.Tensor):
         return Memory(self).data_ptr() + self.storage_offset() * self.itemsize if self.numel() else 0
 
     def pin_memory(self, device: Any = None) -> torch.Tensor:
-        raise RuntimeError(f"cannot pin 'torch.remote.{self.dtype}' only dense CPU tensors can be pinned")
+        raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
 
 
 class Memory:
