@@ -18,8 +18,8 @@ class Variable:
 
 
 VARIABLES = (
-    Variable("GT_CONFIG", "", "path of the signal-group YAML"),
-    Variable("GT_SERVER", "", "host:port of a running dispatcher; empty starts one for this program"),
+    Variable("GT_CONFIG", "", "path of the signal-group YAML, or `gt:` and the name of a ready config, as gt:llama/tp2"),
+    Variable("GT_SERVER", "", "host:port of a running dispatcher, also for `gt worker`; empty starts one for a program"),
     Variable("GT_TOKEN", "", "secret that server, workers and clients share; needed off loopback (`gt key FILE` makes one)"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (CPU, no torch in their processes)"),
     Variable("GT_TRANSPORT", "", "data plane: nvshmem or nccl (GPUs), or shm (host memory); empty picks one"),

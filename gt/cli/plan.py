@@ -46,8 +46,8 @@ def main(args: list[str], text: str) -> int:
 
 def takes_script(parser: argparse.ArgumentParser) -> None:
     """Arguments `script`, which is required, and `args`, which are not."""
-    parser.add_argument("script", metavar="script.py", help="the program; arguments after it are its own")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False  # argparse wants one or more
+    parser.add_argument("script", metavar="script.py", help="the program")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # argparse asks for them
 
 
 def run(script: str, args: list[str]) -> None:

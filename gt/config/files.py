@@ -25,14 +25,14 @@ def read(path: str) -> str:
 
 
 def ready(name: str) -> Path:
-    """The file of a ready config."""
-    known = names()
-    if name not in known:
-        raise ConfigError(f"no ready config is called {name!r}{hint(name, known)}")
-    return known[name]
+    """The file of a ready config, whose name may have `gt:` before it."""
+    known, wanted = names(), name.removeprefix(READY)
+    if wanted not in known:
+        raise ConfigError(f"{name}: no ready config is called {wanted!r}{hint(wanted, known)}")
+    return known[wanted]
 
 
 def names() -> dict[str, Path]:
     """The ready configs and their files, in order of name."""
     folder = next((folder for folder in FOLDERS if folder.is_dir()), FOLDERS[0])
-    return {f"{READY}{path.relative_to(folder).with_suffix('')}": path for path in sorted(folder.rglob("*.yaml"))}
+    return {str(path.relative_to(folder).with_suffix("")): path for path in sorted(folder.rglob("*.yaml"))}
