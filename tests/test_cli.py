@@ -43,7 +43,10 @@ def imported(*command: str) -> set[str]:
     return {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
 
 
-@pytest.mark.parametrize("command", ["--help", "--version", "version", "env", "server --help", "worker --help", "doctor --help"])
+COMMANDS = ("--help", "--version", "version", "env", "server --help", "worker --help", "doctor --help")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_commands_start_without_torch(command: str, script: str) -> None:
     for way in ((script,), ("-m", "gt")):
         found = imported(*way, *command.split())
