@@ -1,8 +1,9 @@
 # make demo: train a transformer on eight CPU workers. make test: the tests. make check: format, lint, types, imports, sizes.
+# make site: the documentation as a site, in site/.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test tiny check docs format bench clean
+.PHONY: demo test tiny check docs site format bench clean
 
 demo: .venv/stamp
 	$(BIN)/python examples/tuning_demo/train_simple.py --check
@@ -22,6 +23,11 @@ check: .venv/stamp
 docs: .venv/stamp
 	$(BIN)/python -m tools.docs
 
+# the documentation as a site, in site/index.html; warnings are errors
+site: .venv-site/stamp
+	.venv-site/bin/python -m tools.site
+	.venv-site/bin/zensical build --strict --clean
+
 bench: .venv/stamp
 	$(BIN)/python benchmarks/bench_dispatch.py
 
@@ -36,5 +42,10 @@ format: .venv/stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	touch $@
 
+.venv-site/stamp: pyproject.toml
+	test -x .venv-site/bin/python || $(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --disable-pip-version-check $$(sed -n 's/^docs = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d '",')
+	touch $@
+
 clean:
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info build dist site

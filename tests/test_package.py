@@ -23,6 +23,7 @@ from gt.config.load import load
 from gt.errors import ConfigError
 from gt.launch import machine
 from tests.limits import limit
+from tools import site
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("gt", "configs", "LICENSE", "README.md", "pyproject.toml", "setup.py")
@@ -199,6 +200,26 @@ def test_a_checker_sees_the_types_of_public_names(tmp_path: Path) -> None:
     said = done.stdout.splitlines()
     assert '"def (n: int, config: str | None =, *, name: bool =' in said[0], done.stdout + done.stderr
     assert "gt.client.signal.context" in said[1] and "gt.errors.OpFailed" in said[2]
+
+
+def test_the_site_has_every_page_in_its_navigation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "PAGES", tmp_path / "docs")
+    site.main()
+    pages = {path.name for path in site.PAGES.iterdir()}
+    assert pages == {"index.md", "changelog.md", "api.md", *(path.name for path in (ROOT / "docs").glob("*.md"))}
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert sorted(re.findall(r": (\w+\.md)$", navigation, re.MULTILINE)) == sorted(pages), "nav in mkdocs.yml: each page once"
+    for path in site.PAGES.iterdir():
+        links = re.findall(r"\]\((?!https?:|#)([^)#]+)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL))
+        assert set(links) <= pages, f"{path.name} leads to a page that the site has not"
+
+
+def test_the_python_api_has_every_public_name_with_a_docstring() -> None:
+    listed = set(re.findall(r"^::: gt\.(\w+)$", site.api(), re.MULTILINE))
+    torchs = {"nn", "no_grad", "optim", "cat", "stack"}
+    made = {"arange", "empty", "eye", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"}
+    made |= {f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")}
+    assert listed == set(gt.__all__) - torchs - made - {"device", "__version__"}
 
 
 def test_the_citation_and_the_changelog_name_the_version() -> None:
