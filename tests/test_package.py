@@ -202,16 +202,24 @@ def test_a_checker_sees_the_types_of_public_names(tmp_path: Path) -> None:
     assert "gt.client.signal.context" in said[1] and "gt.errors.OpFailed" in said[2]
 
 
-def test_the_site_has_every_page_in_its_navigation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def slug(heading: str) -> str:
+    """The anchor of a heading."""
+    return re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-")
+
+
+def test_the_site_has_every_page_in_its_navigation_and_no_dead_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "PAGES", tmp_path / "docs")
     site.main()
     pages = {path.name for path in site.PAGES.iterdir()}
     assert pages == {"index.md", "changelog.md", "api.md", *(path.name for path in (ROOT / "docs").glob("*.md"))}
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     assert sorted(re.findall(r": (\w+\.md)$", navigation, re.MULTILINE)) == sorted(pages), "nav in mkdocs.yml: each page once"
-    for path in site.PAGES.iterdir():
-        links = re.findall(r"\]\((?!https?:|#)([^)#]+)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL))
-        assert set(links) <= pages, f"{path.name} leads to a page that the site has not"
+    prose = {path.name: re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.M) for path in site.PAGES.iterdir()}
+    headings = {page: set(map(slug, re.findall(r"^#+ (.*)", text, re.MULTILINE))) for page, text in prose.items()}
+    for page, text in prose.items():
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
+            assert (target or page) in pages, f"{page} leads to {target}, which the site has not"
+            assert not anchor or anchor in headings[target or page], f"{page}: {target or page} has no heading #{anchor}"
 
 
 def test_the_python_api_has_every_public_name_with_a_docstring() -> None:
