@@ -126,7 +126,7 @@ def test_a_tensor_looks_like_torchs(inline: InlineSession) -> None:  # noqa: F81
 
 
 def test_an_error_about_pinning_names_the_tensors_type_once(inline: InlineSession) -> None:  # noqa: F811
-    with pytest.raises(RuntimeError, match="cannot pin 'torch.remote.FloatTensor' only dense CPU tensors can be pinned"):
+    with pytest.raises(RuntimeError, match=r"cannot pin 'torch\.remote\.FloatTensor' only dense CPU tensors can be pinned"):
         torch.ones(2, device="remote").pin_memory()
 
 
