@@ -6,9 +6,33 @@ Importing it makes the device known to torch; it starts no process, thread or so
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
-from typing import Any
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the public names below once more, since checkers and editors do not run __getattr__
+    # isort: off
+    # fmt: off
+    from torch import nn as nn, no_grad as no_grad, optim as optim
+    from gt.api import (
+        arange as arange, cat as cat, connect as connect, cpu_workers as cpu_workers, device as device, empty as empty,
+        empty_like as empty_like, eye as eye, from_numpy as from_numpy, full as full, full_like as full_like,
+        gpu_workers as gpu_workers, inspect as inspect, manual_seed as manual_seed, ones as ones, ones_like as ones_like,
+        plan as plan, rand as rand, rand_like as rand_like, randint as randint, randint_like as randint_like, randn as randn,
+        randn_like as randn_like, shutdown as shutdown, stack as stack, stats as stats, tensor as tensor, trace as trace,
+        zeros as zeros, zeros_like as zeros_like,
+    )
+    from gt.client import signal as signal
+    from gt.client.program import compile as compile
+    from gt.client.signal import microbatches as microbatches
+    from gt.errors import (
+        CaptureError as CaptureError, ConfigError as ConfigError, DispatcherLost as DispatcherLost, GTError as GTError,
+        OpFailed as OpFailed, Refused as Refused, SessionExpired as SessionExpired, UnsupportedOp as UnsupportedOp,
+        WorkerLost as WorkerLost, WorkerStuck as WorkerStuck,
+    )
+    # fmt: on
+    # isort: on
 
 __version__ = "0.1.0"
 
@@ -34,7 +58,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     )},
 }  # fmt: skip
 __all__ = [*_PUBLIC, "__version__"]
-_PROCESSES = ("gt.server", "gt.worker", "gt.launch")  # run with -m: ours, which need no device and load torch themselves
+_PROCESSES = ("gt", "gt.server", "gt.worker", "gt.launch")  # run with -m: ours, which load torch themselves if they need it
 
 
 def __getattr__(name: str) -> Any:
@@ -46,7 +70,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 def _start() -> None:
@@ -54,14 +78,31 @@ def _start() -> None:
     importlib.import_module("gt.api").start()
 
 
-def _in_users_program() -> bool:
-    given = sys.orig_argv
-    return not any(a == "-m" and b.startswith(_PROCESSES) for a, b in itertools.pairwise(given))
+def _own_process() -> bool:
+    """True in the command `gt` and in processes run with -m, which are no user's program."""
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # while python looks for the module; its name is in front of its arguments
+        return sys.orig_argv[-len(sys.argv)] in _PROCESSES
+    return Path(program).name == "gt"
 
 
-if _in_users_program():
-    from gt.client import device as _device
-    from gt.client import runtime as _runtime
+def make_device() -> None:
+    """Make the device known to torch, once; warn of a torch that GT was not tested with."""
+    global _made
+    if _made:
+        return
+    _made = True
+    import torch
 
-    _runtime.auto_start = _start
-    _device.prepare()
+    from gt.client import device, runtime
+    from gt.launch import machine
+
+    if doubt := machine.untested(torch.__version__):
+        warnings.warn(doubt, stacklevel=3)
+    runtime.auto_start = _start
+    device.prepare()
+
+
+_made = False
+if not _own_process():
+    make_device()

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -15,14 +15,16 @@ from gt import env
 from gt.client import device as device_
 from gt.client import infer, module, random, runtime
 from gt.client.tensor import RemoteTensor, Shown
-from gt.errors import ConfigError
+from gt.config.files import read
 
 if TYPE_CHECKING:
     from gt.observe.plan import Plan
 
+    device: torch.device  # by __getattr__
 log = logging.getLogger("gt")
 LONGEST_STALL = 1e9  # seconds
 cat, stack = torch.cat, torch.stack
+Factory = TypeVar("Factory", bound=Callable)
 
 
 class _Started:
@@ -52,7 +54,8 @@ def connect(
     stall_timeout: float | None = None,
     workers: int = 0,
 ) -> None:
-    """Use the dispatcher at "host:port" from now on. config: path of the YAML, GT_CONFIG if None, "" for none.
+    """Use the dispatcher at "host:port" from now on. config: path of the YAML, or gt:NAME of a ready config; GT_CONFIG if None,
+    "" for none.
 
     name=False leaves the string "remote" unregistered, so that local CUDA training works beside it; the device is then
     `gt.device`. wait: seconds to try for. stall_timeout: seconds in which no worker gets on until a wait ends in WorkerStuck,
@@ -72,19 +75,10 @@ def connect(
         _Started.plan(config, workers)
         return
     path = env.get("GT_CONFIG") if config is None else config
-    text = _read(path)
+    text = read(path)
     token = env.get("GT_TOKEN") if token is None else token
     session = Session(address, text, path, switches=switches, token=token, wait=wait)
     runtime.connect(session, text, path)
-
-
-def _read(path: str) -> str:
-    if not path:
-        return ""
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); GT_CONFIG or config= names the YAML") from None
 
 
 def _switches(stall_timeout: float | None) -> dict[str, Any]:
@@ -159,14 +153,14 @@ def _fits(path: str, n: int) -> None:
     """ConfigError unless a config does with n workers."""
     from gt.config.load import check_workers, load
 
-    check_workers(load(_read(path), path), [f"w{i}" for i in range(n)])
+    check_workers(load(read(path), path), [f"w{i}" for i in range(n)])
 
 
 def _named(path: str) -> int:
     """How many workers a config's groups name."""
     from gt.config.load import load
 
-    return max([w + 1 for group in load(_read(path), path).groups.values() for w in group.flat], default=0)
+    return max([w + 1 for group in load(read(path), path).groups.values() for w in group.flat], default=0)
 
 
 def disconnect() -> None:
@@ -228,7 +222,7 @@ def tracing(path: str | Path) -> Iterator[dict[str, Any]]:
 def inspect(tensor: torch.Tensor) -> dict[str, Any]:
     """Layout, mesh, and each piece's worker, shape and bytes. Waits for the plan, not for the values."""
     if not isinstance(tensor, RemoteTensor):
-        got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else f"{type(tensor).__name__}"
+        got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else f"{type(tensor).__name__} {tensor!r:.80}"
         raise TypeError(f"gt.inspect takes a remote tensor, got {got}")
     runtime.check(tensor)
     recorder = runtime.current()
@@ -260,9 +254,9 @@ def planning(workers: int = 0, config: str | None = None) -> Iterator[Callable[[
     def begin(given: str | None, wanted: int) -> None:
         path = next(p for p in (config, given, env.get("GT_CONFIG")) if p is not None)
         device_.register()
-        found.append(Dry(_read(path), path, workers or wanted or _named(path) or 1))
+        found.append(Dry(read(path), path, workers or wanted or _named(path) or 1))
         found[-1].living = lambda: list(marks.weights(look()))
-        runtime.connect(found[-1], _read(path), path)
+        runtime.connect(found[-1], read(path), path)
 
     def look() -> dict[int, str]:
         """Names of weights, learnt with their rules while the modules live."""
@@ -305,20 +299,21 @@ def from_numpy(array: Any) -> torch.Tensor:
     return torch.from_numpy(array).to(Shown.device)
 
 
-def _remote(name: str) -> Any:
-    """torch's factory of that name, on the remote device unless told otherwise."""
-    factory = getattr(torch, name)
+def _remote(factory: Factory) -> Factory:
+    """A factory of torch, on the remote device unless told otherwise. It keeps its type, for checkers and editors."""
 
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs.setdefault("device", Shown.device)
         return factory(*args, **kwargs)
 
-    make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"torch.{name} on the remote device."
-    return make
+    make.__name__ = make.__qualname__ = factory.__name__
+    make.__doc__ = f"torch.{factory.__name__} on the remote device."
+    return cast("Factory", make)
 
 
-tensor, zeros, ones, full, empty = map(_remote, ("tensor", "zeros", "ones", "full", "empty"))
-arange, eye, rand, randn, randint = map(_remote, ("arange", "eye", "rand", "randn", "randint"))
-zeros_like, ones_like, full_like, empty_like = map(_remote, ("zeros_like", "ones_like", "full_like", "empty_like"))
-rand_like, randn_like, randint_like = map(_remote, ("rand_like", "randn_like", "randint_like"))
+tensor, zeros, ones, full = _remote(torch.tensor), _remote(torch.zeros), _remote(torch.ones), _remote(torch.full)
+empty, arange, eye = _remote(torch.empty), _remote(torch.arange), _remote(torch.eye)
+rand, randn, randint = _remote(torch.rand), _remote(torch.randn), _remote(torch.randint)
+zeros_like, ones_like, full_like = _remote(torch.zeros_like), _remote(torch.ones_like), _remote(torch.full_like)
+empty_like, rand_like = _remote(torch.empty_like), _remote(torch.rand_like)
+randn_like, randint_like = _remote(torch.randn_like), _remote(torch.randint_like)

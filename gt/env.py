@@ -18,8 +18,8 @@ class Variable:
 
 
 VARIABLES = (
-    Variable("GT_CONFIG", "", "path of the YAML of signal groups"),
-    Variable("GT_SERVER", "", "host:port of a running server; empty: this program starts one"),
+    Variable("GT_CONFIG", "", "path of the YAML of signal groups, or `gt:` and the name of a ready config, as gt:llama/tp2"),
+    Variable("GT_SERVER", "", "host:port of a running server, also for `gt worker`; empty: this program starts one"),
     Variable("GT_TOKEN", "", "secret of server, workers and clients; needed off loopback (`gt key FILE` makes one)"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (on CPUs, without torch)"),
     Variable("GT_TRANSPORT", "", "transport between workers: nvshmem or nccl (GPUs), shm (host memory); empty: GT chooses"),

@@ -1,4 +1,4 @@
-"""`python -m gt.server -p 12345`: a dispatcher in the foreground, until Ctrl-C or SIGTERM."""
+"""`gt server -p 12345`, or `python -m gt.server`: a dispatcher in the foreground, until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gt.dispatcher.server import Server
 from gt.errors import GTError, Refused
 from gt.wire.auth import Access
 from gt.wire.memory import collect_less, keep_freed, more_descriptors, take_turns
+from gt.wire.socket import PORT
 
 
 def port(text: str) -> int:
@@ -24,8 +25,8 @@ def port(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="gt.server", description="A dispatcher: programs and workers connect to it.")
-    made.add_argument("-p", "--port", type=port, default=12345, help="port to listen on; 0 picks a free one")
+    made = argparse.ArgumentParser(prog="gt server", description="A dispatcher: programs and workers connect to it.")
+    made.add_argument("-p", "--port", type=port, default=PORT, help=f"port to listen on, {PORT} by default; 0 picks a free one")
     made.add_argument("--host", default="127.0.0.1", help="address to listen on; off loopback a token is needed")
     made.add_argument("--token-file", type=Path, help="file with the token that clients and workers need; default: GT_TOKEN")
     made.add_argument("--encrypt", action="store_true", help="encrypt on loopback too; anybody with the token may connect then")
@@ -61,7 +62,7 @@ def terms(args: argparse.Namespace) -> Terms:
     if file and not secret:
         raise Refused(f"--worker-token-file {file} is empty")
     if exclusive and not secret:
-        sys.stderr.write("gt.server: who has the token can offer a worker, and see its work: --worker-token-file prevents it\n")
+        sys.stderr.write("gt server: who has the token can offer a worker, and see its work: --worker-token-file prevents it\n")
     memory = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
     return Terms(exclusive, args.max_workers, args.max_session_time, secret, memory=memory)
 
@@ -75,14 +76,14 @@ def main(argv: list[str] | None = None) -> int:
         access = Access(env.token(args.token_file), args.encrypt, args.insecure)
         server = Server(args.host, args.port, access, args.heartbeat, terms=terms(args))
     except GTError as error:
-        sys.stderr.write(f"gt.server: {error}\n")
+        sys.stderr.write(f"gt server: {error}\n")
         return 2
     except OSError as error:
-        sys.stderr.write(f"gt.server: --token-file {error.filename} cannot be read: {error.strerror}\n")
+        sys.stderr.write(f"gt server: --token-file {error.filename} cannot be read: {error.strerror}\n")
         return 2
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda got, _: server.stop(f"it got {signal.Signals(got).name}"))
-    sys.stdout.write(f"gt.server: listening on {server.address}\n")
+    sys.stdout.write(f"gt server: listening on {server.address}\n")
     sys.stdout.flush()
     keep_freed()
     collect_less()

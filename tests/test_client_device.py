@@ -45,7 +45,7 @@ print(torch.device("remote:0"), gt.device)
 def test_our_own_processes_do_not_load_torch() -> None:
     program = """
 import sys
-sys.orig_argv = ["python", "-m", "gt.server", "-p", "1"]
+sys.argv, sys.orig_argv = ["-m", "-p", "1"], ["python", "-m", "gt.server", "-p", "1"]
 import gt, gt.wire.messages, gt.ir.template
 print("torch" in sys.modules)
 """
@@ -110,8 +110,9 @@ def test_factories_of_gt_are_remote(inline: InlineSession) -> None:  # noqa: F81
         assert not (gt.ones(1).requires_grad_() * 2).requires_grad
     assert gt.nn is nn and gt.optim is torch.optim
     assert isinstance(gt.stats()["client"]["ops"], int) and gt.inspect(a)["shape"] == [4]
-    with pytest.raises(TypeError, match="remote tensor"):
-        gt.inspect(torch.ones(1))
+    for thing, said in ((torch.ones(1), "one on cpu"), (3, "int 3"), ("x", "str 'x'")):
+        with pytest.raises(TypeError, match=f"gt.inspect takes a remote tensor, got {said}"):
+            gt.inspect(thing)
 
 
 def test_a_tensor_looks_like_torchs(inline: InlineSession) -> None:  # noqa: F811
@@ -122,6 +123,11 @@ def test_a_tensor_looks_like_torchs(inline: InlineSession) -> None:  # noqa: F81
     assert repr(torch.ones(2, dtype=torch.int32, device="remote")).endswith("dtype=torch.int32, device='remote:0')")
     assert x.device == torch.device("remote:0") and x.is_leaf and not x.is_cpu and not x.is_cuda
     assert f"{torch.tensor(2.5, device='remote'):.1f}" == "2.5"
+
+
+def test_an_error_about_pinning_names_the_tensors_type_once(inline: InlineSession) -> None:  # noqa: F811
+    with pytest.raises(RuntimeError, match=r"cannot pin 'torch\.remote\.FloatTensor' only dense CPU tensors can be pinned"):
+        torch.ones(2, device="remote").pin_memory()
 
 
 def test_a_numpy_array_of_a_leaf_is_torchs_error(inline: InlineSession) -> None:  # noqa: F811

@@ -71,9 +71,8 @@ def test_a_good_machine(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> N
     assert lines["torch on gpus"] == "ok: 2.11.0+cu130 with CUDA 13.0, 2 GPUs"
     assert lines["capability"] == "ok: 9.0" and lines["gpu memory"] == "ok: 139, 139 GiB free"
     assert lines["peer access"] == "ok: between all" and lines["nccl"] == "ok: 2.28.9" and lines["nvshmem"] == "ok: 3.4.5"
-    assert lines["mpi"].startswith("ok: not needed")
+    assert "mpi" not in lines and "gpt-2 files" not in lines
     assert lines["put 0-1"] == "ok: 256 MiB in 0.69 ms, 390.1 GB/s; 8 B in 9 us" and lines["transport"] == "ok: nvshmem"
-    assert lines["gpt-2 files"].startswith("note: no gpt2_124M.bin and no gpt2_tokenizer.bin in this folder: prepare_data.py")
 
 
 OLD, FULL = ["Tesla P40", [6, 1], 20 << 30, 22 << 30], ["NVIDIA H200", [9, 0], 1 << 30, 140 << 30]
@@ -90,7 +89,7 @@ WRONG: list[tuple[dict[str, Any], int, str, str]] = [
     ({"smi": RuntimeError("nvidia-smi failed"), "visible": False, "gpus": []}, 0, "gpus",
      "note: none: workers run on the CPU; if there should be some: nvidia-smi failed"),
     ({"visible": False}, 0, "gpus", "note: none: nvidia-smi lists 2, but neither /dev/nvidia* nor"),
-    ({"cuda": None, "gpus": [], "smi": RuntimeError("nvidia-smi failed")}, 1, "mpi", "ok: not needed"),
+    ({"cuda": None, "gpus": [], "smi": RuntimeError("nvidia-smi failed")}, 1, "nccl", "ok: 2.28.9"),
     ({"way": "SYS"}, 0, "links", "note: SYS (1 pairs): no NVLink between GPU0 and GPU1"),
     ({"results": [["training", False, "loss nan"]]}, 1, "training", "fails: loss nan"),
     ({"results": [["put 0-1", True, "256 MiB in 99 ms, 2.7 GB/s; 8 B in 9 us"]]}, 0, "put 0-1",
@@ -118,7 +117,7 @@ ANSWERED = {  # what is said of GPUs that torch does not see, beside `gpus` and 
     "nvidia-smi": "ok: 2 x NVIDIA H200, 140 GiB; busy 0, 0 %", "driver": "ok: 580.65.06", "links": "ok: NVLink",
     "capability": "ok: 9.0", "nccl": "note: not part of this torch: one built with CUDA brings it",
     "nvshmem": "note: ModuleNotFoundError: no nvshmem: pip install nvshmem4py-cu13",
-    "mpi": "note: NVSHMEM_BOOTSTRAP set", "gpt-2 files": "note: no gpt2_124M.bin",
+    "mpi": "note: NVSHMEM_BOOTSTRAP set",
 }  # fmt: skip
 
 
@@ -145,6 +144,7 @@ def test_a_torch_without_cuda_is_one_line_of_all_that_can_be_said(machine: Calla
 
 def test_a_torch_that_fails_to_say_anything_leaves_the_rest(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     machine()  # for what it sets
+    monkeypatch.setenv("NVSHMEM_BOOTSTRAP", "MPI")
     monkeypatch.setattr(gpus, "child", lambda *args: [json.dumps(("finished", False, "ImportError"))])
     rows = {name: (good, needed) for name, _, good, needed in gpus.checks(True)}
     assert rows["torch on gpus"] == (False, True) and rows["driver"] == (True, False) and "mpi" in rows and "nccl" not in rows
@@ -157,13 +157,12 @@ def test_a_machine_without_gpus_gets_a_few_lines(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gpus, "which", lambda name: None)
     monkeypatch.setattr(gpus, "child", None)
     assert doctor.main([]) == 0
-    none, mpi, files = capsys.readouterr().out.splitlines()[len(doctor.CHECKS) - 1 :]
+    (none,) = capsys.readouterr().out.splitlines()[len(doctor.CHECKS) - 1 :]
     assert none.startswith("note     gpus           none: workers run on the CPU; if there should be some: there is no nv")
-    assert mpi.startswith("ok       mpi            not needed") and files.startswith("note     gpt-2 files")
     monkeypatch.setenv("NVSHMEM_BOOTSTRAP", "MPI")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert doctor.main([]) == 0
-    none, mpi, files = capsys.readouterr().out.splitlines()[len(doctor.CHECKS) - 1 :]
+    none, mpi = capsys.readouterr().out.splitlines()[len(doctor.CHECKS) - 1 :]
     assert "unset CUDA_VISIBLE_DEVICES" in none and mpi.startswith("note     mpi            NVSHMEM_BOOTSTRAP set")
 
 

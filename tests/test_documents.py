@@ -164,7 +164,7 @@ def test_server_workers_and_program_by_hand(tmp_path: Path) -> None:
         assert server.communicate(timeout=limit(20))[0] == ""
     for worker in workers:
         said = worker.communicate(timeout=limit(20))[1].splitlines()
-        assert worker.returncode == 0 and len(said) == 2 and said[1].startswith("gt.worker: connected as w")
+        assert worker.returncode == 0 and len(said) == 2 and said[1].startswith("gt worker: connected as w")
 
 
 def test_server_worker_and_program_with_a_token(tmp_path: Path) -> None:

@@ -204,5 +204,6 @@ TORCH_FREE = ["gt.wire.messages", "gt.ir.layout", "gt.config.load", "gt.dispatch
 
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_torch_free_modules_load_without_torch(module: str) -> None:
-    as_ours = "import sys; sys.orig_argv = ['python', '-m', 'gt.server']"  # a user's program needs the device, so torch
+    # a user's program needs the device, so torch
+    as_ours = "import sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', 'gt.server']"
     assert fresh(f"{as_ours}; import {module}; print('torch' in sys.modules)") == "False"

@@ -48,7 +48,7 @@ def test_a_worker_that_cannot_be() -> None:
 
 
 def test_workers_that_cannot_start_say_why_and_nothing_else(capfd: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemFailure, match=r"worker \d died while starting: gt.worker: no engine is named 'nonsense'"):
+    with pytest.raises(SystemFailure, match=r"worker \d died while starting: gt worker: no engine is named 'nonsense'"):
         local.start(1, backend="nonsense")
     assert "Traceback" not in capfd.readouterr().err
 

@@ -37,7 +37,7 @@ def running(*args: str, token: str = "", **environment: str):
     worker = None
     try:
         said = process.stdout.readline()
-        address = re.fullmatch(r"gt\.server: listening on (.*:\d+)\n", said)[1]
+        address = re.fullmatch(r"gt server: listening on (.*:\d+)\n", said)[1]
         worker = idle_worker(address, token)
         yield process, address
     finally:

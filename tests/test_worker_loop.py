@@ -253,7 +253,7 @@ def test_a_lost_link_ends_the_worker(dispatcher, worker):
     dispatcher.router = Router("127.0.0.1", 0)
 
 
-@pytest.mark.parametrize("number, code, said", [(signal.SIGTERM, 0, ""), (signal.SIGINT, 130, "gt.worker: interrupted\n")])
+@pytest.mark.parametrize("number, code, said", [(signal.SIGTERM, 0, ""), (signal.SIGINT, 130, "gt worker: interrupted\n")])
 def test_a_worker_in_the_foreground_ends_on_a_signal(dispatcher, number, code, said):
     command = [sys.executable, "-m", "gt.worker", "-p", str(dispatcher.router.port), "--host", "127.0.0.1", "--device", "cpu"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -264,8 +264,8 @@ def test_a_worker_in_the_foreground_ends_on_a_signal(dispatcher, number, code, s
         process.send_signal(number)
         dispatcher.next(Goodbye)
         heard = process.communicate(timeout=limit(20))[1]
-        assert heard.partition("\n")[0].startswith("gt.worker: waiting for the server at 127.0.0.1:")
-        assert heard.partition("\n")[2] == "gt.worker: connected as w0\n" + said
+        assert heard.partition("\n")[0].startswith("gt worker: waiting for the server at 127.0.0.1:")
+        assert heard.partition("\n")[2] == "gt worker: connected as w0\n" + said
         assert process.returncode == code
     finally:
         process.kill()

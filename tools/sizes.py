@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES, FUNCTION_LINES = 400, 60
-ALLOWED = {"files": 0, "functions": 2, "total": 37_400}  # files and functions over the limits; lines in gt/
+ALLOWED = {"files": 0, "functions": 2, "total": 38_000}  # files and functions over the limits; lines in gt/
 
 
 def functions(path: Path) -> Iterator[tuple[str, int, int]]:

@@ -1,13 +1,15 @@
-"""`gt server|worker|key|plan|trace|doctor|ops|env`: the commands. Each imports what it needs when it is run."""
+"""The commands of `gt`. Each imports what it needs when it is run: most start without torch, and `gt doctor` with nothing."""
 
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 
-from gt import env
-from gt.config.load import hint
+from gt import __version__, env
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,8 +17,12 @@ def main(argv: list[str] | None = None) -> int:
     args = sys.argv[1:] if argv is None else argv
     if args and args[0] in COMMANDS:
         return COMMANDS[args[0]][0](args[1:])
+    if args == ["--version"]:
+        return version([])
     known = args in (["-h"], ["--help"], [])
     if not known:
+        from gt.config.load import hint
+
         print(f"gt: no command {args[0]!r}{hint(args[0], COMMANDS)}\n")
     print("usage: gt COMMAND [options]\n")
     for name, (_, text) in COMMANDS.items():
@@ -78,18 +84,30 @@ def show_env(args: list[str]) -> int:
     return 0
 
 
+def version(args: list[str]) -> int:
+    """Versions of GT, of the installed torch, which is not imported, and of Python."""
+    no_options("version", args)
+    try:
+        torch = f"torch {version_of('torch')}"
+    except PackageNotFoundError:
+        torch = "no torch"
+    print(f"gt {__version__} ({torch}, Python {platform.python_version()})")
+    return 0
+
+
 def no_options(name: str, args: list[str]) -> None:
     """Answers --help, and refuses what the command does not take."""
     argparse.ArgumentParser(prog=f"gt {name}", description=COMMANDS[name][1]).parse_args(args)
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "server": (server, "a dispatcher in the foreground (as python -m gt.server)"),
-    "worker": (worker, "one worker in the foreground (as python -m gt.worker)"),
+    "server": (server, "a dispatcher in the foreground"),
+    "worker": (worker, "one worker in the foreground"),
     "key": (key, "make a strong token in a file, for a server off loopback"),
     "plan": (plan, "what a program would do on workers, with none: layouts, traffic, memory, schedule"),
     "trace": (trace, "run a program, and write its last replay as a Chrome trace, measured beside predicted"),
     "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),
     "ops": (ops, "schemas of ops that the installed torch has and GT's table lacks, for a file that GT_OPS names"),
     "env": (show_env, "environment variables and their values"),
+    "version": (version, "versions of GT, torch and Python; also gt --version"),
 }

@@ -10,7 +10,6 @@ from typing import Any
 
 from gt.observe.plan import size, time
 
-PLAN = "import sys; from gt.cli import main; sys.exit(main(['plan', *sys.argv[1:]]))"
 COLUMNS = ("workers", "a step", "of work", "of transfers", "bubble", "memory of one")
 
 
@@ -37,7 +36,7 @@ def compare(configs: Sequence[str], workers: int, script: str, args: Sequence[st
 
 
 def _planned(config: str, workers: int, script: str, args: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, "-c", PLAN, "--json", "--config", config]
+    command = [sys.executable, "-m", "gt", "plan", "--json", "--config", config]
     command += ["--workers", str(workers)] if workers else []
     done = subprocess.run([*command, script, *args], capture_output=True, text=True, check=False)
     if done.returncode:

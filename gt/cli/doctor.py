@@ -5,6 +5,7 @@ gt/cli/gpus.py goes on with GPUs, and with what of them can be said where worker
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import socket
@@ -17,15 +18,20 @@ from gt.launch import machine
 NEEDED, WANTED = "missing", "note"
 
 
+class Doubt(Exception):
+    """A check's result that need not be wrong."""
+
+
 def main(args: list[str]) -> int:
     worst = 0
     for name, check, weight in CHECKS:
         try:
-            result, good = check(), True
+            result, mark = check(), "ok"
+        except Doubt as doubt:
+            result, mark = f"{doubt}", WANTED
         except Exception as error:  # whatever a check finds wrong is its result
-            result, good = f"{error}", False
-        mark = "ok" if good else weight
-        worst |= not good and weight == NEEDED
+            result, mark = f"{error}", weight
+        worst |= mark == NEEDED
         print(f"{mark:8} {name:14} {result}", flush=True)
     for name, text, good, needed in gpus.checks(bool(machine.gpus())):
         print(f"{'ok' if good else 'fails' if needed else 'note':8} {name:14} {text}", flush=True)
@@ -41,9 +47,12 @@ def _python() -> str:
 
 def _torch() -> str:
     found = _package("torch")
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-    if not (2, 11) <= numbers <= (2, 13):
-        raise RuntimeError(f"{found}: 2.11 to 2.13 are supported")
+    try:
+        importlib.import_module("torch")
+    except Exception as error:
+        raise RuntimeError(f"{found} cannot be imported: {type(error).__name__}: {error}; install it again") from None
+    if doubt := machine.untested(found):
+        raise (RuntimeError if machine.release(found) < machine.TESTED_TORCH[0] else Doubt)(doubt)
     return found
 
 
@@ -90,13 +99,14 @@ def _gpus() -> str:
 
 CHECKS: tuple[tuple[str, Callable[[], str], str], ...] = (
     ("python", _python, NEEDED),
-    ("torch", _torch, NEEDED),
     ("pyzmq", lambda: _package("pyzmq"), NEEDED),
     ("msgpack", lambda: _package("msgpack"), NEEDED),
+    ("pyyaml", lambda: _package("PyYAML"), NEEDED),
     ("numpy", lambda: _package("numpy"), NEEDED),
     ("machine", _cpus, NEEDED),
     ("memory", _memory, NEEDED),
     ("sockets", _sockets, NEEDED),
     ("shared memory", _shm, WANTED),
+    ("torch", _torch, NEEDED),  # takes seconds, so what is quick comes first
     ("gpus", _gpus, WANTED),
 )

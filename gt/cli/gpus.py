@@ -112,6 +112,9 @@ def checks(visible: bool) -> Iterator[Row]:
             can = 3 if found["gpus"] else 2 if first[2] else 1
     about = [row for row in ABOUT if row[3] <= can]
     yield from _rows((name, lambda check=check: check(found), needed and visible) for name, check, needed, _ in about)
+    if strange := [name for name in FOREIGN if env.set_elsewhere(name)]:
+        text = f"{' and '.join(strange)} set, as mpirun programs want: unset it, GT's workers meet by themselves"
+        yield "mpi", text, False, False
     if can == 3 and visible:
         yield from _work(len(found["gpus"]))
 
@@ -256,21 +259,6 @@ def _nvshmem(found: dict[str, Any]) -> str:
     return found["nvshmem"] or "loads"
 
 
-def _mpi(found: dict[str, Any]) -> str:
-    strange = [name for name in FOREIGN if env.set_elsewhere(name)]
-    if strange:
-        raise RuntimeError(f"{' and '.join(strange)} set, as mpirun programs want: unset it, GT's workers meet by themselves")
-    return "not needed, nor nvcc: gt.gpu_workers(n) starts the processes, and nothing has to be compiled first"
-
-
-def _files(found: dict[str, Any]) -> str:
-    wanted = [name for name in ("gpt2_124M.bin", "gpt2_tokenizer.bin") if not Path(name).exists()]
-    if wanted:
-        todo = "prepare_data.py of examples/gpt2 makes them, and `train.py -e d12` needs neither"
-        raise RuntimeError(f"no {' and no '.join(wanted)} in this folder: {todo}")
-    return "gpt2_124M.bin and gpt2_tokenizer.bin are in this folder"
-
-
 # name, check, whether GPUs cannot be used otherwise, what it wants: 3 a GPU that torch sees, 2 that nvidia-smi lists, 1 torch
 ABOUT: tuple[tuple[str, Callable[[dict[str, Any]], str], bool, int], ...] = (
     ("torch on gpus", _torch, True, 1),
@@ -279,6 +267,4 @@ ABOUT: tuple[tuple[str, Callable[[dict[str, Any]], str], bool, int], ...] = (
     ("peer access", _peers, False, 3),
     ("nccl", _nccl, False, 1),
     ("nvshmem", _nvshmem, False, 1),
-    ("mpi", _mpi, False, 0),
-    ("gpt-2 files", _files, False, 0),
 )

@@ -20,10 +20,12 @@ def main(args: list[str], text: str) -> int:
         "--config", action="append", help="YAML of signal groups, instead of the script's or GT_CONFIG; several are compared"
     )
     parser.add_argument("--json", action="store_true", help="print data instead of text")
-    parser.add_argument("script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    takes_script(parser)
     given = parser.parse_args(args)
+    from gt import make_device
     from gt.api import planning
+
+    make_device()
 
     configs = given.config or []
     if len(configs) > 1:
@@ -41,6 +43,12 @@ def main(args: list[str], text: str) -> int:
         return 1
     print(plan.json() if given.json else plan, end="\n" if given.json else "")
     return 0
+
+
+def takes_script(parser: argparse.ArgumentParser) -> None:
+    """Arguments `script`, which is required, and `args`, which are not."""
+    parser.add_argument("script", metavar="script.py", help="the program")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # argparse asks for them
 
 
 def run(script: str, args: list[str]) -> None:

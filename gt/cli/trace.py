@@ -7,24 +7,24 @@ import sys
 import traceback
 from pathlib import Path
 
-from gt.cli.plan import run
+from gt.cli.plan import run, takes_script
 from gt.errors import GTError
 
 
 def main(args: list[str], text: str) -> int:
     parser = argparse.ArgumentParser(prog="gt trace", description=text)
-    parser.add_argument("out", help="file to write the trace to, for chrome://tracing or ui.perfetto.dev")
-    parser.add_argument("script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.add_argument("out", metavar="out.json", help="file to write the trace to, for chrome://tracing or ui.perfetto.dev")
+    takes_script(parser)
     given = parser.parse_args(args)
     folder = Path(given.out).absolute().parent
     if not folder.is_dir():
         print(f"gt trace: {given.out} cannot be written: there is no folder {folder}", file=sys.stderr)
         return 1
-    from gt import shutdown
-    from gt.api import tracing
+    from gt import make_device
+    from gt.api import shutdown, tracing
     from gt.observe import timeline
 
+    make_device()
     try:
         with tracing(given.out) as order:
             run(given.script, given.args)

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from gt import env
 
 _SIGNS = ((Path("/proc/driver/nvidia/gpus"), "*"), (Path("/dev"), "nvidia[0-9]*"))  # a container may lack either
+
+TESTED_TORCH = (2, 11), (2, 13)  # the oldest and the newest; pyproject.toml has the oldest too
+
+
+def release(version: str) -> tuple[int, int]:
+    """(2, 13) of "2.13.0+cpu"; (0, 0) of a text that begins otherwise."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def untested(torch: str) -> str:
+    """What to know of a version of torch outside of the tested ones, "" within them."""
+    oldest, newest = TESTED_TORCH
+    if oldest <= release(torch) <= newest:
+        return ""
+    tested = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+    return f"torch is {torch}, and GT was tested with {tested}: other versions may fail or compute other values"
 
 
 def gpus() -> list[str]:

@@ -272,7 +272,7 @@ def _work(order: dict[str, Any], port: int, gpu: str) -> None:
     device = "cuda:0" if gpu else "cpu"
     why = run(WorkerOptions("127.0.0.1", port, order["token"], backend=order["backend"], device=device))
     if why:
-        sys.stderr.write(f"gt.worker: {why}\n")
+        sys.stderr.write(f"gt worker: {why}\n")
 
 
 # ---- small things

@@ -27,15 +27,23 @@ PATIENCE = 6  # heartbeats without a sign of life after which a peer that nobody
 LINGER = 1.0  # seconds that closing waits for what is still to be sent
 HANDSHAKE = 10.0  # seconds that a handshake may take
 SEALED = 64  # bytes that encryption adds to a frame, and more
+PORT = 12345  # of a server that is started by hand and told no other
 GONE = int(zmq.EVENT_DISCONNECTED)
 
 
 def place(address: str) -> tuple[str, int]:
     """IPv4 address and port of "host:port". DispatcherLost for what cannot be an address."""
+    host, port = host_and_port(address)
+    return resolve(host), port
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Name and port of "host:port". DispatcherLost for a text of another form."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise DispatcherLost(f"{address!r} is not an address: want host:port, such as localhost:12345")
-    return resolve(host), int(port)
+        want = f"host:port, such as localhost:{PORT}, with a port of 1 to 65535"
+        raise DispatcherLost(f"{address!r} is not an address: want {want}")
+    return host, int(port)
 
 
 def resolve(host: str) -> str:

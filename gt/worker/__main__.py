@@ -1,4 +1,4 @@
-"""`python -m gt.worker --host localhost -p 12345`: one worker in the foreground."""
+"""`gt worker --host localhost -p 12345`, or `python -m gt.worker`: one worker in the foreground."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from gt import env
-from gt.errors import ConfigError
+from gt.errors import ConfigError, DispatcherLost
+from gt.wire.socket import PORT, host_and_port
 from gt.worker.engine.base import ENGINES
 from gt.worker.loop import WorkerOptions, run
 from gt.worker.renewal import Renewal
@@ -18,9 +19,9 @@ from gt.worker.renewal import Renewal
 
 def main(argv: list[str] | None = None, own: bool = False) -> int:
     """Exit code. own: this process is the worker and nothing else, so that it can execute itself anew."""
-    parser = argparse.ArgumentParser(prog="gt.worker", description="One worker: carries out what the server says.")
-    parser.add_argument("--host", default="localhost", help="host of the server")
-    parser.add_argument("-p", "--port", type=int, required=True, help="port of the server")
+    parser = argparse.ArgumentParser(prog="gt worker", description="One worker: carries out what the server says.")
+    parser.add_argument("--host", default="", help="host of the server; default: GT_SERVER's, or localhost")
+    parser.add_argument("-p", "--port", default="", help=f"port of the server; default: GT_SERVER's, or {PORT}")
     parser.add_argument("--name", default="", help="name in messages and logs; default: the next free one")
     parser.add_argument("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
     parser.add_argument("--worker-token-file", type=Path, help="file with the secret of the server's workers, if it has one")
@@ -31,28 +32,37 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     args = parser.parse_args(argv)
     try:
         limit = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
-    except ConfigError as error:
-        sys.stderr.write(f"gt.worker: {error}\n")
+        host, port = _server(args.host, args.port)
+    except (ConfigError, DispatcherLost) as error:
+        sys.stderr.write(f"gt worker: {error}\n")
         return 2
     try:
         token = env.token(args.token_file)
         secret = env.token(args.worker_token_file) if args.worker_token_file else ""
     except OSError as error:
-        sys.stderr.write(f"gt.worker: --token-file {error.filename} cannot be read: {error.strerror}\n")
+        sys.stderr.write(f"gt worker: --token-file {error.filename} cannot be read: {error.strerror}\n")
         return 2
     if args.wait is None:
-        sys.stderr.write(f"gt.worker: waiting for the server at {args.host}:{args.port}; Ctrl-C ends the wait\n")
+        sys.stderr.write(f"gt worker: waiting for the server at {host}:{port}; Ctrl-C ends the wait\n")
     files = {"--token-file": token if args.token_file else "", "--worker-token-file": secret}
     renew = Renewal(files).start if own else None
     backend = args.backend or env.get("GT_BACKEND")
     try:
-        options = WorkerOptions(args.host, args.port, token, args.name, backend, args.device, args.wait, secret, limit)
+        options = WorkerOptions(host, port, token, args.name, backend, args.device, args.wait, secret, limit)
         why = run(options, _joined, renew)
     except KeyboardInterrupt:
         why = "interrupted"
     if why:
-        sys.stderr.write(f"gt.worker: {why}\n")
+        sys.stderr.write(f"gt worker: {why}\n")
     return 130 if why == "interrupted" else int(bool(why))
+
+
+def _server(host: str, port: str) -> tuple[str, int]:
+    """Host and port of the server: of the options, else of GT_SERVER, else of a server on this machine that has no options."""
+    if not (host and port):
+        own, number = host_and_port(env.get("GT_SERVER") or f"localhost:{PORT}")
+        host, port = host or own, port or str(number)
+    return host_and_port(f"{host}:{port}")
 
 
 def leave(code: int) -> NoReturn:
@@ -64,7 +74,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _joined(name: str) -> None:
-    sys.stderr.write(f"gt.worker: connected as {name}\n")
+    sys.stderr.write(f"gt worker: connected as {name}\n")
 
 
 if __name__ == "__main__":
