@@ -22,13 +22,13 @@ SPLITS = [Split(dp, tp, pp) for pp in (1, 2, 2, 3, 4) for dp in (1, 1, 2) for tp
 PARTS, CALLS = (1, 2, 3, 4), 4
 
 
-def yaml(rng: random.Random, split: Split) -> str:
-    """Groups of a split, or stages of one worker each where it has several in turn."""
-    if split.dp == split.tp == 1 and split.pp > 1 and rng.random() < 0.5:
-        workers = list(range(split.pp))
-        twice = rng.choice([workers + workers, workers + workers[::-1]])
-        return "".join(f"pp_stage{n}: {{workers: [{w}]}}\n" for n, w in enumerate(twice))
-    return "".join(f"{name}: {{workers: {workers}}}\n" for name, workers in groups(split))
+def yaml(rng: random.Random, asked: str) -> str:
+    """Groups of a split. Schedules of several stages a worker mostly get these, in turn or there and back."""
+    if asked in ("interleaved", "zb-v") and rng.random() < 0.8:
+        workers = list(range(rng.choice((2, 2, 3))))
+        stages = workers + (workers if asked == "interleaved" else workers[::-1])
+        return "".join(f"pp_stage{n}: {{workers: [{w}]}}\n" for n, w in enumerate(stages))
+    return "".join(f"{name}: {{workers: {workers}}}\n" for name, workers in groups(rng.choice(SPLITS)))
 
 
 class Block(nn.Module):
@@ -120,8 +120,7 @@ def training(seed: int, asked: str, stages: int) -> Callable[[], str]:
 def pipeline(seed: int) -> tuple[str, Callable[[], str]]:
     """A config and a program for it."""
     rng = random.Random(seed)
-    split = rng.choice(SPLITS)
-    config = yaml(rng, split)
-    stages = sum(line.partition(":")[0][8:].isdigit() for line in config.splitlines())
     asked = ["", *NAMES, "auto:8KiB"][seed % (len(NAMES) + 2)]
+    config = yaml(rng, asked)
+    stages = sum(line.partition(":")[0][8:].isdigit() for line in config.splitlines())
     return config, training(seed, asked, stages)

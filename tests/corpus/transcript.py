@@ -16,7 +16,7 @@ from gt.wire.messages import Message, Report, Run
 
 SHORT = {FREE: "free"}
 TENSORS = frozenset({"src", "dst", "tensor"})  # names of operands that are ids
-PLACE = re.compile(r"\b([\w.-]+\.py):(\d+)")
+PLACE = re.compile(r"(?:(?:/[\w.+-]+)*/|\b)([\w.-]+\.py):(\d+)")
 MASK = (1 << BASE_BITS) - 1
 
 
@@ -75,8 +75,19 @@ class Transcript:
         return text if first == peer else f"#{define.number} as {first}"
 
 
-def pretty(body: Any) -> str:
-    return json.dumps(body, indent=1, sort_keys=True, default=repr)
+def pretty(body: dict[str, Any]) -> str:
+    """A line for each key, and for each item of a list or dict under it."""
+    return "\n".join(f"  {where} {json.dumps(value, sort_keys=True, default=repr)}" for where, value in _items(body))
+
+
+def _items(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in sorted(body.items()):
+        if value and isinstance(value, dict):
+            yield from ((f"{key}.{k}", v) for k, v in sorted(value.items()))
+        elif value and isinstance(value, list):
+            yield from ((f"{key}[{n}]", v) for n, v in enumerate(value))
+        else:
+            yield key, value
 
 
 def instructions(code: Sequence, base: int, known: dict[int, Define], actions: dict[int, str] | None = None) -> Iterator[str]:
