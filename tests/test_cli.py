@@ -99,7 +99,7 @@ def test_plan_makes_the_device_for_a_script_and_passes_its_arguments_on(script: 
     program = tmp_path / "program.py"
     program.write_text("import sys, torch, gt\nprint(sys.argv[1:], (torch.ones(4, device='remote') * 2).sum().item())\n")
     done = ran(script, "plan", str(program), "--steps", "3")
-    assert "['--steps', '3'] 0.0" in done.stderr and "1 values were asked for" in done.stdout
+    assert "['--steps', '3'] 0.0" in done.stderr and "1 values were read as 0" in done.stdout
 
 
 def waiting(*options: str, **changes: str) -> str:
@@ -123,7 +123,7 @@ def waiting(*options: str, **changes: str) -> str:
     ],
 )
 def test_a_worker_looks_where_its_options_or_the_environment_say(options: tuple[str, ...], server: str, address: str) -> None:
-    assert waiting(*options, GT_SERVER=server) == f"gt worker: waiting for the server at {address}; Ctrl-C ends it\n"
+    assert waiting(*options, GT_SERVER=server) == f"gt worker: waiting for the server at {address}; Ctrl-C ends the wait\n"
 
 
 def test_a_worker_refuses_what_is_no_address() -> None:

@@ -1,4 +1,4 @@
-"""Random pipelines: layers, a layout of data, tensor and pipeline parallel workers, an optimizer, and how the step is captured."""
+"""Random pipelines: layers, data, tensor and pipeline parallel layouts, an optimizer, and how the step is captured."""
 
 from __future__ import annotations
 

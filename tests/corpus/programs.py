@@ -96,7 +96,8 @@ def examples() -> Iterator[Entry]:
         ("d2", 2, "gpipe"), ("d2", 2, "1f1b"), ("d2", 2, "zb-h1"), ("d2", 2, "auto"), ("d4", 4, "interleaved"),
         ("d4", 4, "zb-v"), ("d2", 2, "zb-h1 --split-head"), ("d2", 2, "1f1b --backend cudagraphs"),
     ):  # fmt: skip
-        yield Entry(f"examples/gpt2-{stages}-{flags.replace(' --', '-').replace(' ', '-')}", gpt2(size, stages, "--schedule", *flags.split()))
+        name = flags.replace(" --", "-").replace(" ", "-")
+        yield Entry(f"examples/gpt2-{stages}-{name}", gpt2(size, stages, "--schedule", *flags.split()))
     few = ("--steps", "2", "--batch-size", "8", "--seq-len", "16", "--data", str(EXAMPLES / "quickstart.py"))
     for flags in ("", "--order 1f1b", "--compile", "--compile --schedule 1f1b", "--compile --schedule auto"):
         steps = few if "compile" not in flags else ("--steps", "4", *few[2:])
@@ -114,7 +115,7 @@ def mini(layers: int) -> torch.nn.Module:
 
 
 def trained(schedule: str | None) -> Callable[[Path], str | None]:
-    """The tuning demo's model for the stages of the config; schedule None: eager, "" for a captured step in the calls' order."""
+    """The tuning demo's model for the stages of the config; schedule None: eager, "": captured, in program order."""
 
     def run(folder: Path) -> str | None:
         stages = sum(name[8:].isdigit() for name in gt.signal.groups())
