@@ -96,7 +96,7 @@ def examples() -> Iterator[Entry]:
         ("d2", 2, "gpipe"), ("d2", 2, "1f1b"), ("d2", 2, "zb-h1"), ("d2", 2, "auto"), ("d4", 4, "interleaved"),
         ("d4", 4, "zb-v"), ("d2", 2, "zb-h1 --split-head"), ("d2", 2, "1f1b --backend cudagraphs"),
     ):  # fmt: skip
-        name = flags.replace(" --", "-").replace(" ", "-")
+        name = "-".join(flags.replace("--", "").split())
         yield Entry(f"examples/gpt2-{stages}-{name}", gpt2(size, stages, "--schedule", *flags.split()))
     few = ("--steps", "2", "--batch-size", "8", "--seq-len", "16", "--data", str(EXAMPLES / "quickstart.py"))
     for flags in ("", "--order 1f1b", "--compile", "--compile --schedule 1f1b", "--compile --schedule auto"):
@@ -114,15 +114,15 @@ def mini(layers: int) -> torch.nn.Module:
     return module.MiniGPT(sizes, gt.signal.groups()).to("remote")
 
 
-def trained(schedule: str | None) -> Callable[[Path], str | None]:
-    """The tuning demo's model for the stages of the config; schedule None: eager, "": captured, in program order."""
+def trained(schedule: str | None, backend: str | None = None) -> Callable[[Path], str | None]:
+    """The tuning demo's model for the stages of the config; schedule None: eager, "": in the calls' order."""
 
     def run(folder: Path) -> str | None:
         stages = sum(name[8:].isdigit() for name in gt.signal.groups())
         model = mini(max(2, stages))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         step = accumulating(model, optimizer, 4 if schedule else 2)
-        called = step if schedule is None else gt.compile(step, schedule=schedule or None)
+        called = step if schedule is None else gt.compile(step, schedule=schedule or None, backend=backend)
         for _ in range(2 if schedule is None else 4):
             x, y = torch.randint(64, (2, 8, 16))
             (called(x.to("remote"), y.to("remote")) if schedule is None else called(x, y)).item()
@@ -145,6 +145,8 @@ def placed() -> Iterator[Entry]:
         yield Entry(f"configs/{path.stem}", connected(trained(None)), config)
         schedule = ("gpipe", "1f1b", "zb-h1", "auto")[number % 4] if "pp_stage1" in config else ""
         yield Entry(f"configs/{path.stem}-captured-{schedule or 'plain'}", connected(trained(schedule)), config)
+        if not schedule:
+            yield Entry(f"configs/{path.stem}-captured-cudagraphs", connected(trained("", "cudagraphs")), config)
 
 
 def models() -> Iterator[Entry]:

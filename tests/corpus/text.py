@@ -83,12 +83,12 @@ def _run(entry: Entry, folder: Path) -> str:
 
 
 def _plan(entry: Entry, config: str | None, folder: Path) -> str:
-    said: list[str] = []
+    """As gt.plan has it. What a program says while it is planned is not of it alone: gt.plan hooks into its optimizers."""
     try:
-        plan = gt.plan(lambda: said.append(_run(entry, folder)), config=config, workers=entry.workers)
+        plan = gt.plan(_run, entry, folder, config=config, workers=entry.workers)
     except (ValueError, gt.GTError) as error:
         return relative(f"==== no plan\n{type(error).__name__}: {error}", folder)
-    return "\n".join(["==== plan", str(plan), "==== plan as data", pretty(plan.body), *said])
+    return "\n".join(["==== plan", str(plan), "==== plan as data", pretty(plan.body)])
 
 
 def relative(text: str, folder: Path) -> str:

@@ -16,7 +16,7 @@ from gt.wire.messages import Message, Report, Run
 
 SHORT = {FREE: "free"}
 TENSORS = frozenset({"src", "dst", "tensor"})  # names of operands that are ids
-PLACE = re.compile(r"(?:(?:/[\w.+-]+)*/|\b)([\w.-]+\.py):(\d+)")
+PLACE = re.compile(r"(?:[\w.+/-]*/|\b)([\w.-]+\.py):(\d+)")
 MASK = (1 << BASE_BITS) - 1
 
 
