@@ -191,7 +191,7 @@ def written(config: str | None, workers: int) -> Iterator[Transcript]:
 
     def begin(given: str | None, wanted: int) -> None:
         path = next(p for p in (config, given, env.get("GT_CONFIG")) if p is not None)
-        text = api._read(path)
+        text = api.read(path)
         device.register()
         session = PlannedSession(text, path, workers or wanted or api._named(path) or 1, transcript)
         runtime.connect(session, text, path)
