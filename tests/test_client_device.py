@@ -125,11 +125,6 @@ def test_a_tensor_looks_like_torchs(inline: InlineSession) -> None:  # noqa: F81
     assert f"{torch.tensor(2.5, device='remote'):.1f}" == "2.5"
 
 
-def test_an_error_about_pinning_names_the_tensors_type_once(inline: InlineSession) -> None:  # noqa: F811
-    with pytest.raises(RuntimeError, match=r"cannot pin 'torch\.remote\.FloatTensor' only dense CPU tensors can be pinned"):
-        torch.ones(2, device="remote").pin_memory()
-
-
 def test_a_numpy_array_of_a_leaf_is_torchs_error(inline: InlineSession) -> None:  # noqa: F811
     with pytest.raises(RuntimeError, match="requires grad"):
         torch.ones(2, device="remote", requires_grad=True).numpy()

@@ -111,7 +111,7 @@ def test_the_configs_schedule_is_for_steps_that_name_none_and_can_have_it(sessio
     orders = [run._programs[0].answer["schedule"] for run in runs]
     assert [order["name"] for order in orders] == ["interleaved", "gpipe", "interleaved", "gpipe"]
     assert [bool(order["why"]) for order in orders] == [False, False, True, True]
-    assert "no op lies in a signal group" in runs[2].explain()
+    assert "no op runs in a signal group" in runs[2].explain()
     assert caplog.text.count("is not used") == 1 and "plain: schedule gpipe is not used" in caplog.text
 
 

@@ -327,3 +327,16 @@ def test_a_cpu_worker_looks_at_values_that_a_kernel_indexes_memory_by(name, args
     bench.do("op", op(name, args, len(tensors), outs, **kwargs), *range(1, len(tensors) + 1), *range(10, 10 + len(outs)))
     assert "has values from" in bench.sent[0][0].message or "beyond" in bench.sent[0][0].message, bench.sent
     assert "trusts_values" in TABLE.find(name)[0].flags
+
+
+@pytest.mark.parametrize("degree", [3.0, 1e18])
+@pytest.mark.parametrize("kind", ["default", "n_scalar"])
+def test_a_polynomial_of_a_degree_that_takes_for_ever_is_refused(kind, degree):
+    given = [torch.ones(2), torch.tensor([1.0, degree])][: 2 if kind == "default" else 1]
+    bench = Executing()
+    bench.put(**{f"_{n}": tensor for n, tensor in enumerate(given, 1)})
+    args = [T(0), T(1) if kind == "default" else degree]
+    form = op(f"aten.special_legendre_polynomial_p.{kind}", args, len(given), [["new", spec(2), -1]])
+    bench.do("op", form, *range(1, len(given) + 1), 10)
+    said = [row[0].message for row in bench.sent]
+    assert len(said) == (degree > 3) and all("up to 1e+18, want 65536 at most" in text for text in said)

@@ -96,10 +96,10 @@ class Ground:
             return []
         self._over.set()
         self._sampler.join()
-        pids = {**self._pids, **self.processes()}
+        pids = {pid: (role, born(pid)) for pid, role in self.processes().items()}
         self.local.stop()
         self.local = None
-        left = {pid: role for pid, role in pids.items() if alive(pid)}
+        left = {pid: role for pid, (role, when) in pids.items() if alive(pid) and born(pid) == when}
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -156,7 +156,7 @@ class Ground:
                     text = f"{role} holds {grown >> 20} MiB more than at rest"
                     self._grown.append(Sign("memory", kind, text))
                     self._rest[pid] = resident(pid) + (1 << 50)  # said once
-                if grown > ROOM // 2:
+                if grown > ROOM // 2 and pid in self.processes():  # and no other process that has its number by now
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)  # before the machine suffers
 
@@ -252,6 +252,14 @@ def resident(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, IndexError):
+        return 0
+
+
+def born(pid: int) -> int:
+    """When a process began, in the kernel's ticks: numbers of processes are used again."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
         return 0
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from gt import env
 from gt.launch.nursery import AGAIN
 from tests.attacks.beside import ROOT, Holder
-from tests.attacks.ground import Ground, alive, children
+from tests.attacks.ground import Ground, alive, born, children
 
 SIGNALS = ("KILL", "STOP", "TERM", "SEGV")
 TARGETS = ("client", "dispatcher", "worker", "all workers")
@@ -283,7 +283,7 @@ class Matrix:
                 cell.cause = "yes" if any(word in cell.text for word in CAUSES) else "no"
             cell.hang = answer is None
         self._resume(pids)
-        own = self._family(victim.pid)
+        own = {pid: born(pid) for pid in self._family(victim.pid)}
         if cell.error:
             victim.wait("on", LIMIT)
         else:
@@ -298,13 +298,13 @@ class Matrix:
             else:
                 answer = victim.wait("again", LIMIT)
                 cell.again = answer["again"] if answer else -1.0
-                own |= self._family(victim.pid)
+                own.update((pid, born(pid)) for pid in self._family(victim.pid))
         self.victims.end(victim)
         deadline = time.monotonic() + 10
-        while any(map(alive, own)) and time.monotonic() < deadline:
+        while (left := [pid for pid, when in own.items() if alive(pid) and born(pid) == when]) and time.monotonic() < deadline:
             self.pause.wait(0.05)
-        cell.left += [f"process {pid}" for pid in own if alive(pid)]
-        for pid in filter(alive, own):
+        cell.left += [f"process {pid}" for pid in left]
+        for pid in left:
             os.kill(pid, signal.SIGKILL)
 
     def _fresh(self, cell: Cell) -> float:

@@ -21,7 +21,7 @@ from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
 from gt.worker.engine.calls import Source, fitting
 from gt.worker.engine.torch import attention, memory, norms, random
-from gt.worker.engine.torch.bounds import BOUNDS, bounded
+from gt.worker.engine.torch.bounds import CHECKS
 from gt.worker.engine.torch.calls import CONSTANTS, DTYPE, NAME, UNLESS, checked, conform, shown
 from gt.worker.engine.torch.cuda import Cuda, Events
 from gt.worker.engine.torch.direct import direct
@@ -103,7 +103,7 @@ class TorchEngine:
         op = ALIKE[base](op) if base in ALIKE else op
         op = op if self.host and memory.switch() is not None else memory.cleared(base, op)
         if self.host:
-            op = bounded(op, schema) if base in BOUNDS else norms.host(name, op)
+            op = CHECKS[base](op, schema) if base in CHECKS else norms.host(name, op)
         return op
 
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:

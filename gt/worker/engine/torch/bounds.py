@@ -1,4 +1,5 @@
-"""Ops of the CPU whose kernels index memory by values of a tensor as they are: the values are looked at first.
+"""Ops of the CPU whose kernels index memory by values of a tensor as they are, or take as many steps as a value says: the
+values are looked at first.
 
 On GPUs that would wait for the device; there the table's flag `trusts_values` says which ops these are.
 """
@@ -15,6 +16,12 @@ from gt.ir.schema import Schema
 
 Bound = tuple[str, int, int]  # name of an index tensor, the least and the largest value that it may have
 Given = dict[str, Any]
+DEGREE = 1 << 16  # of a polynomial: a kernel takes so many steps for each element, and cannot be interrupted
+_CHEBYSHEV = (f"{kind}chebyshev_polynomial_{letter}" for kind in ("", "shifted_") for letter in "tuvw")
+POLYNOMIALS = frozenset(
+    f"special_{name}"
+    for name in (*_CHEBYSHEV, "hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p")
+)
 
 
 def _bags(given: Given) -> Iterator[Bound]:
@@ -104,3 +111,24 @@ def bounded(op: Callable, schema: Schema) -> Callable:
         return op(*args, **kwargs)
 
     return call
+
+
+def of_low_degree(op: Callable, schema: Schema) -> Callable:
+    """The op of x and n, which raises ValueError for a degree n above DEGREE."""
+
+    def call(x: Any, n: Any) -> Any:
+        if isinstance(n, torch.Tensor):
+            highest = float(n.max()) if n.numel() else 0.0
+        else:
+            highest = float(n)
+        if highest > DEGREE:
+            raise ValueError(f"n of {schema.op} is up to {highest:g}, want {DEGREE} at most")
+        return op(x, n)
+
+    return call
+
+
+CHECKS: dict[str, Callable[[Callable, Schema], Callable]] = {
+    **dict.fromkeys(BOUNDS, bounded),
+    **dict.fromkeys(POLYNOMIALS, of_low_degree),
+}
