@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 import gt
-from gt.client import program, recorder
+from gt.client import infer, program, recorder
 from tests.corpus.programs import ROOT, Entry, quiet
 from tests.corpus.session import written
 from tests.corpus.transcript import pretty
@@ -53,6 +53,7 @@ def afresh() -> Iterator[Path]:
         torch.set_num_threads(1)
         random.seed(0)
         gt.manual_seed(0)
+        infer.warm()  # torch's first meta kernel keeps its operands in a cycle
         gc.collect()
         gc.freeze()  # the collections of recordings are of this program alone
         gc.disable()
