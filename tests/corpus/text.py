@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -16,7 +17,7 @@ from unittest import mock
 import torch
 
 import gt
-from gt.client import program, recorder
+from gt.client import infer, program, recorder
 from tests.corpus.programs import ROOT, Entry, quiet
 from tests.corpus.session import written
 from tests.corpus.transcript import pretty
@@ -51,6 +52,7 @@ def afresh() -> Iterator[Path]:
         for name in [name for name in os.environ if name.startswith("GT_")]:
             del os.environ[name]
         torch.set_num_threads(1)
+        warm()
         random.seed(0)
         gt.manual_seed(0)
         gc.collect()
@@ -63,6 +65,15 @@ def afresh() -> Iterator[Path]:
             torch.set_num_threads(threads)
             torch.set_rng_state(state)
             random.setstate(places)
+
+
+@functools.cache
+def warm() -> None:
+    """Have torch import what it imports at first use: frames, and the tensors in them, live on in cycles after that."""
+    infer.warm()
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.sum().backward()
+    torch.optim.AdamW([weight]).step()
 
 
 def _config(entry: Entry, folder: Path) -> str | None:
