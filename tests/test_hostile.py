@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from toy_core import ToyCore
 
 from gt.client.session import Session
+from gt.dispatcher.batches import Coming
 from gt.dispatcher.core import SPOKEN, Core
 from gt.dispatcher.events import Close, Malformed, PeerLost, Received, Send, Tick
 from gt.dispatcher.intake import CREDIT
@@ -38,6 +39,7 @@ from gt.wire.messages import (
     Inspect,
     More,
     Need,
+    Notice,
     Ops,
     Piece,
     Reject,
@@ -437,3 +439,17 @@ def test_ends_and_ticks_of_nobody_are_nothing(bench):
     for message in (Report(3, {}), More(1, 2), Value(1, [], "x", []), Welcome(0, "", [], [], 1)):
         assert bench.refusal(b"nobody", message)
     assert np.all([b"w0" in bench.core.workers, b"c" in bench.core.sessions])
+
+
+def test_the_number_of_a_template_is_none_while_a_batch_waits(bench):
+    """A batch that waits for what follows has the next one's numbers looked at before they are checked."""
+    bench.core.sessions[b"c"].batches.coming.append(Coming(0, [FREE, 0], ()))
+    assert "Ops.templates: [[], [" in bench.refusal(b"c", Ops(0, [[[], NEG]], [], []))
+
+
+def test_few_unknown_groups_get_a_near_name():
+    names = [f"{n:03}{'x' * 50}" for n in range(200)]
+    bench = Bench("".join(f"{name}: {{workers: [0]}}\n" for name in names[:64]))
+    bench.give(b"c", Ops(0, [], [[n + 1, "f.py", 1, name + "y", False, -1] for n, name in enumerate(names[:100])], []))
+    near = [m.text for m in bench.to(b"c", Notice) if "did you mean" in m.text]
+    assert 0 < len(near) <= 4 < len(bench.to(b"c", Notice))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import threading
 import time
@@ -188,6 +189,23 @@ def test_a_long_turn_is_measured_and_told_with_its_message_and_session(caplog):
     (said,) = [record.getMessage() for record in caplog.records if "nobody was heard" in record.getMessage()]
     assert re.search(r"busy for 1\.\d s, .* with Fetch of \w+", said)
     assert server._pace.lag.counters()["loop_lag_max"] > 1
+
+
+def test_a_call_of_two_threads_that_one_look_answers_ends_no_server():
+    """Each rings and then says so; a look between the two takes both rings, and the next finds none."""
+    server = Server(core=ToyCore())
+    thread = threading.Thread(target=server.run, name="gt-test-server")
+    for _ in range(3):
+        server._wake()
+    os.eventfd_read(server._call)
+    thread.start()
+    try:
+        client = Session(server.address)
+        client.close()
+        assert thread.is_alive()
+    finally:
+        server.stop()
+        thread.join()
 
 
 def test_the_lag_is_in_the_statistics(one):

@@ -300,6 +300,13 @@ def test_a_box_beyond_a_tensor_is_not_cut():
             lr=0.1, dampening=0.0, nesterov=False, maximize=False, is_first_step=True),
         row("aten.replication_pad1d_backward.default", [T0, T1, [1, 2]], [spec(1, 6), spec(64, 3)], [spec(64, 3)]),
         row("aten.lu_unpack.default", [T0, T1], [F44, spec(0, dtype="int32")], [F44] * 3),
+        row("aten._batch_norm_no_update.default", [T0, None, None, None, None, 1.0, 0.5], [F44], [F44] * 4),
+        row("aten.batch_norm_update_stats.default", [T0, T1, None, 0.1], [spec(1, 4, 4), spec(4)], [F4, F4]),
+        row("aten._cholesky_solve_helper.default", [T0, T1, False], [F44, spec(3, 3, 3, 3)], [F44]),
+        row("aten._chunk_cat.default", [[T0], 0, 1], [spec()], [F4]),
+        row("aten._weight_norm_interface.default", [T0, T1, 0], [spec(0), spec(1)], [F4, F4]),
+        row("aten._weight_norm_interface_backward.default", [T0, T1, {"t": 2}, {"t": 3}, 0], [F4, spec(0), spec(16), spec(0)],
+            [F4, F4]),
     ],
     ids=lambda form: form[0],
 )  # fmt: skip

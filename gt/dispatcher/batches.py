@@ -94,7 +94,8 @@ class Batches:
 
     def _taken(self, message: Ops, frames: tuple) -> Iterator[None]:
         s, pace = self.s, self.s.pace
-        if self.coming and any(type(row) is list and row and row[0] in s.templates for row in message.templates):
+        numbers = [row[0] for row in message.templates if type(row) is list and row] if self.coming else []
+        if any(type(number) is int and number in s.templates for number in numbers):
             yield from self._advance(True)  # the client's table has started again: what waits is by the old one
         for define, rows in ((intake.define, message.templates), (intake.origin, message.origins)):
             for row in rows:

@@ -29,6 +29,7 @@ DEEPEST = 32  # signal contexts within one another
 MOST_NAMES = 4 << 20  # characters of all different names of a session
 HEAVIEST = 1 << 21  # parts of all templates of a session
 MOST_WARNINGS = 100  # of groups that the config lacks
+MOST_HINTS = 4  # of these with a near name, which takes milliseconds to find
 SHORT = 80  # characters of a name in such a warning
 
 
@@ -92,7 +93,8 @@ def origin(session: Session, row: Any) -> None:
     for name in missing:
         if name not in session.known_names and session.groups and len(session.known_names) < MOST_WARNINGS:
             session.known_names.add(name)
-            text = f"the config has no group {name[:SHORT]!r}: ops run as outside it{hint(name, session.config.groups)}"
+            near = hint(name, session.config.groups) if len(session.known_names) <= MOST_HINTS else ""
+            text = f"the config has no group {name[:SHORT]!r}: ops run as outside it{near}"
             session.send(Notice(f"{file}:{line}: {text}"))
     leads = (session.groups.destination(name, backward) for name in reversed(group.split("/")))
     target = next((found for found in leads if found is not None), None)

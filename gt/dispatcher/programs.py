@@ -181,7 +181,8 @@ class Programs:
         added: takes the definitions that arranging adds.
         """
         s, compiled = self.s, message.backend != "eager"
-        order = arrange(tape, message.schedule, self.times, self._lies, compiled) if message.schedule else {}
+        times = self.times.copy()  # workers tell others meanwhile
+        order = arrange(tape, message.schedule, times, self._lies, compiled) if message.schedule else {}
         if not order or order["why"]:
             early(tape, partial(self._define, added))
         lasting = {s.emitter.offset + i for i in s.table.rows}

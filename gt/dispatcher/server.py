@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -119,7 +120,8 @@ class Server:
                     self._cycles.offer(idle=not self._items and wait > 0 and not self._called)
                 if self._called:
                     self._called = False
-                    os.eventfd_read(self._call)
+                    with contextlib.suppress(BlockingIOError):  # two threads called, and the first look took both
+                        os.eventfd_read(self._call)
                 begin = time.monotonic()
                 self._serve(begin)
                 now = time.monotonic()

@@ -36,6 +36,9 @@ class OpArguments:
         """True if these tensors, as far as they are given, have one shape."""
         return len({shape for name in names if (shape := self[name]) is not None}) <= 1
 
+    def one_dtype(self) -> bool:
+        return len({spec.dtype for spec in self.specs}) <= 1
+
     def each(self, shape: Shape, *names: str) -> bool:
         """True if these tensors, as far as they are given, have this shape."""
         return all(self[name] in (None, shape) for name in names)
@@ -94,6 +97,35 @@ def _statistics(call: OpArguments) -> bool:
         return False
     grads = all(call[name] in (None, x) for name in ("grad_out", "grad_output"))
     return kept and known and grads and call.each(channels, "weight", "bias", "running_mean", "running_var")
+
+
+def _known_statistics(call: OpArguments) -> bool:
+    """As _statistics, of an op that reads running statistics, or writes them: both are given."""
+    return _statistics(call) and None not in (call["running_mean"], call["running_var"])
+
+
+def _updated(call: OpArguments) -> bool:
+    return _statistics(call) and (call["running_mean"] is None) == (call["running_var"] is None)
+
+
+def _solved(call: OpArguments) -> bool:
+    """Right sides [..., N, K] of factors [..., N, N]."""
+    right, factor = call["self"], call["A"]
+    return call.one_dtype() and len(right) >= 2 and right[:-1] == factor[:-1] and factor[-1] == factor[-2]
+
+
+def _chunked(call: OpArguments) -> bool:
+    dim = call["dim"]
+    return call["num_chunks"] >= 1 and all(0 <= dim < len(shape) and prod(shape) > 0 for shape in call["tensors"])
+
+
+def _weighed(call: OpArguments) -> bool:
+    """Weight norm of v over all dims but the first or the last: a norm for each index of that."""
+    names = ("grad_w", "saved_v", "saved_g", "saved_norms") if "saved_v" in call.given else ("", "v", "g", "")
+    grad, v, g, norms = (call[name] for name in names)
+    dim = call["dim"] or 0
+    sizes = {prod(shape) for shape in (g, norms) if shape is not None}
+    return call.one_dtype() and prod(v) > 0 and grad in (None, v) and dim in (0, len(v) - 1) and sizes == {v[dim]}
 
 
 def _distances(call: OpArguments) -> bool:
@@ -210,8 +242,16 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
          "_native_batch_norm_legit_no_training", "_batch_norm_with_update", "_batch_norm_with_update_functional",
-         "_batch_norm_no_update", "batch_norm_backward"),
+         "batch_norm_backward"),
         ("weights and statistics want an element for each channel of the input", _statistics),
+    ),
+    "_batch_norm_no_update": ("weights and running statistics want an element for each channel", _known_statistics),
+    "batch_norm_update_stats": ("both running statistics want an element for each channel of the input", _updated),
+    "_cholesky_solve_helper": ("want right sides [..., N, K] and factors [..., N, N] of one batch and dtype", _solved),
+    "_chunk_cat": ("want tensors with elements and with that dim, and at least one chunk", _chunked),
+    **dict.fromkeys(
+        ("_weight_norm_interface", "_weight_norm_interface_backward"),
+        ("want a norm for each index of the first or last dim, and one dtype", _weighed),
     ),
     "native_layer_norm_backward": ("gradient, input, weights and statistics want shapes of one layer norm", _normalized),
     "_cdist_backward": ("want gradient and distances [P, R] of [P, M] and [R, M]", _distances),

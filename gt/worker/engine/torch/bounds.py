@@ -118,7 +118,7 @@ def of_low_degree(op: Callable, schema: Schema) -> Callable:
 
     def call(x: Any, n: Any) -> Any:
         if isinstance(n, torch.Tensor):
-            highest = float(n.max()) if n.numel() else 0.0
+            highest = float(n.double().max()) if n.numel() else 0.0
         else:
             highest = float(n)
         if highest > DEGREE:
