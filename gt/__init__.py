@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # the public names below once more, since checkers and editor
         randn_like as randn_like, shutdown as shutdown, stack as stack, stats as stats, tensor as tensor, trace as trace,
         zeros as zeros, zeros_like as zeros_like,
     )
-    from gt.client import signal as signal
-    from gt.client.program import compile as compile
-    from gt.client.signal import microbatches as microbatches
+    from gt.client.groups import signal as signal
+    from gt.client.capture.compile import compile as compile
+    from gt.client.groups.signal import microbatches as microbatches
     from gt.errors import (
         CaptureError as CaptureError, ConfigError as ConfigError, DispatcherLost as DispatcherLost, GTError as GTError,
         OpFailed as OpFailed, Refused as Refused, SessionExpired as SessionExpired, UnsupportedOp as UnsupportedOp,
@@ -46,12 +46,12 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
             "randint_like", "randn", "randn_like", "shutdown", "stack", "stats", "tensor", "trace", "zeros", "zeros_like",
         )
     },
-    "compile": ("gt.client.program", "compile"),
-    "microbatches": ("gt.client.signal", "microbatches"),
+    "compile": ("gt.client.capture.compile", "compile"),
+    "microbatches": ("gt.client.groups.signal", "microbatches"),
     "nn": ("torch.nn", None),
     "no_grad": ("torch", "no_grad"),
     "optim": ("torch.optim", None),
-    "signal": ("gt.client.signal", None),
+    "signal": ("gt.client.groups.signal", None),
     **{name: ("gt.errors", name) for name in (
         "CaptureError", "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused", "SessionExpired", "UnsupportedOp",
         "WorkerLost", "WorkerStuck",
@@ -94,13 +94,14 @@ def make_device() -> None:
     _made = True
     import torch
 
-    from gt.client import device, runtime
+    from gt.client import current_session
+    from gt.client.device import register
     from gt.launch import machine
 
     if doubt := machine.untested(torch.__version__):
         warnings.warn(doubt, stacklevel=3)
-    runtime.auto_start = _start
-    device.prepare()
+    current_session.auto_start = _start
+    register.prepare()
 
 
 _made = False

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from gt import env
-from gt.client import device as device_
-from gt.client import infer, module, random, runtime
-from gt.client.tensor import RemoteTensor, Shown
+from gt.client import current_session
+from gt.client.device import random, torch_remote
+from gt.client.device import register as device_
+from gt.client.device.remote_tensor import RemoteTensor, Shown
+from gt.client.trace import shape_inference
 from gt.config.files import read
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def connect(
     text = read(path)
     token = env.get("GT_TOKEN") if token is None else token
     session = Session(address, text, path, switches=switches, token=token, wait=wait)
-    runtime.connect(session, text, path)
+    current_session.connect(session, text, path)
 
 
 def _switches(stall_timeout: float | None) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def _start_local(n: int, gpu: bool, config: str | None, name: bool, stall_timeou
     if _Started.plan is not None:
         _Started.plan(config, n)
         return
-    started = local.start(n, gpu=gpu, backend=env.get("GT_BACKEND"), meanwhile=infer.warm)
+    started = local.start(n, gpu=gpu, backend=env.get("GT_BACKEND"), meanwhile=shape_inference.warm)
     try:
         connect(started.address, config, token=started.token, name=name, stall_timeout=stall_timeout)
     except BaseException:
@@ -164,11 +166,11 @@ def _named(path: str) -> int:
 
 
 def disconnect() -> None:
-    if _Started.plan is not None and runtime.Live.recorder is not None:
-        runtime.Live.recorder.flush()
-    elif _Started.trace is not None and runtime.Live.recorder is not None:
+    if _Started.plan is not None and current_session.Live.recorder is not None:
+        current_session.Live.recorder.flush()
+    elif _Started.trace is not None and current_session.Live.recorder is not None:
         _Started.trace()
-    session = runtime.disconnect()
+    session = current_session.disconnect()
     if session is not None:
         session.close()
 
@@ -190,7 +192,7 @@ def stats() -> dict[str, Any]:
     They are what each has got to: waits for an answer, not for what was issued before (a step that hangs can be looked at;
     `torch.remote.synchronize()` first where that matters).
     """
-    recorder = runtime.current()
+    recorder = current_session.current()
     recorder.flush()
     found = recorder.session.stats()
     client = {"ops": recorder.ops, **found.get("client", {}), "fetches": recorder.fetches}
@@ -201,7 +203,7 @@ def trace(path: str | Path) -> dict[str, Any]:
     """Write the last replay as a Chrome trace, as measured and as predicted; what stats() has of its schedule. Waits."""
     from gt.observe import timeline
 
-    module.synchronize()
+    torch_remote.synchronize()
     found = timeline.chrome(stats())
     Path(path).write_text(json.dumps(found))
     return found["otherData"]
@@ -224,8 +226,8 @@ def inspect(tensor: torch.Tensor) -> dict[str, Any]:
     if not isinstance(tensor, RemoteTensor):
         got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else f"{type(tensor).__name__} {tensor!r:.80}"
         raise TypeError(f"gt.inspect takes a remote tensor, got {got}")
-    runtime.check(tensor)
-    recorder = runtime.current()
+    current_session.check(tensor)
+    recorder = current_session.current()
     recorder.flush()
     return recorder.session.inspect(tensor._ref.id)
 
@@ -244,8 +246,8 @@ def plan(fn: Callable, *args: Any, workers: int = 0, config: str | None = None) 
 @contextmanager
 def planning(workers: int = 0, config: str | None = None) -> Iterator[Callable[[str], Plan]]:
     """Inside, whatever connects or starts workers gets a dispatcher that only plans. The value gives the plan, afterwards."""
-    from gt.client import marks
-    from gt.observe.dry import Dry
+    from gt.client.groups import tensor_roles
+    from gt.observe.dry_run import Dry
     from gt.observe.plan import Plan
 
     found: list[Dry] = []
@@ -255,34 +257,34 @@ def planning(workers: int = 0, config: str | None = None) -> Iterator[Callable[[
         path = next(p for p in (config, given, env.get("GT_CONFIG")) if p is not None)
         device_.register()
         found.append(Dry(read(path), path, workers or wanted or _named(path) or 1))
-        found[-1].living = lambda: list(marks.weights(look()))
-        runtime.connect(found[-1], read(path), path)
+        found[-1].living = lambda: list(tensor_roles.weights(look()))
+        current_session.connect(found[-1], read(path), path)
 
     def look() -> dict[int, str]:
         """Names of weights, learnt with their rules while the modules live."""
         if not called:
-            called.update(marks.names())
-            found[-1].rules = marks.rules()
+            called.update(tensor_roles.names())
+            found[-1].rules = tensor_roles.rules()
         return called
 
     def stepped(optimizer: torch.optim.Optimizer) -> None:
-        recorder = runtime.Live.recorder
+        recorder = current_session.Live.recorder
         if recorder is None or recorder.session not in found:
             return
         look()
         recorder.flush()
-        recorder.session.stepped(list(marks.rows(optimizer, called)))
+        recorder.session.stepped(list(tensor_roles.rows(optimizer, called)))
 
-    before = _Started.plan, runtime.set_aside()
+    before = _Started.plan, current_session.set_aside()
     _Started.plan = begin
     try:
-        with marks.after_steps(stepped):
+        with tensor_roles.after_steps(stepped):
             yield lambda about: Plan(max(found, key=lambda dry: dry.state.ops) if found else None, about)
             disconnect()
     finally:
-        runtime.disconnect()
+        current_session.disconnect()
         _Started.plan = before[0]
-        runtime.restore(before[1])
+        current_session.restore(before[1])
 
 
 # ---- tensors

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gt import env, log
-from gt.dispatcher.leases import Terms
+from gt.dispatcher.cluster.leases import Terms
 from gt.dispatcher.server import Server
 from gt.errors import GTError, Refused
-from gt.wire.auth import Access
-from gt.wire.memory import collect_less, keep_freed, more_descriptors, take_turns
+from gt.wire.access.auth import Access
+from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
 from gt.wire.socket import PORT
 
 

@@ -18,16 +18,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gt.dispatcher.background import Background
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Turn, TurnWanted
-from gt.dispatcher.pace import Pace
+from gt.dispatcher.fairness.background import Background
+from gt.dispatcher.fairness.time_slices import Pace
 from gt.errors import ProtocolError
 from gt.ir import check
 from gt.ir.instr import DISCARD, DROP, FREE, LAUNCH, PARAM, RECORD
 from gt.wire import codec
 from gt.wire.link import Gate, hello
-from gt.wire.memory import collect_less
 from gt.wire.messages import (
     Describe,
     Described,
@@ -48,6 +47,7 @@ from gt.wire.messages import (
     Took,
     Trouble,
 )
+from gt.wire.process_settings import collect_less
 from tests.hostile import row, spec
 
 BOUND = 50.0  # milliseconds

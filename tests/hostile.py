@@ -16,7 +16,7 @@ from typing import Any
 
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import Close, Malformed, PeerLost, Received, Send, Tick
-from gt.dispatcher.stream import BASE_BITS
+from gt.dispatcher.state.emitter import BASE_BITS
 from gt.errors import ProtocolError
 from gt.ir.instr import DISCARD, DROP, END, FORGET, FREE, LAUNCH, RECORD, Define
 from gt.wire import codec

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gt  # noqa: F401 - registers the device
-from gt.client import runtime
+from gt.client import current_session
 from gt.ir.instr import FREE, PARAM
 from gt.ir.spec import Spec
 from gt.ir.template import Const, T, Template, V
@@ -207,6 +207,6 @@ GT = {
 def inline() -> Iterator[InlineSession]:
     """This process records into a session that carries out at once; every tensor is freed by the end."""
     session = InlineSession()
-    runtime.connect(session)
+    current_session.connect(session)
     yield session
-    runtime.disconnect()
+    current_session.disconnect()

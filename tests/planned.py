@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gt.client import runtime
+from gt.client import current_session
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import MARK, Lines, Received, Send, Turn, TurnWanted
-from gt.dispatcher.pace import Pace
+from gt.dispatcher.fairness.time_slices import Pace
 from gt.ir.text import PlanLine, parse
 from gt.wire.link import hello
 from gt.wire.messages import Done, Failed, Need, Ops, Query, Report, Run, Stats
@@ -71,7 +71,7 @@ class PlanSession:
 
     def ask(self) -> None:
         """Everything recorded so far is planned, as before any question of a client."""
-        runtime.current().flush()
+        current_session.current().flush()
         self.handle(Received(b"client", Stats(1)))
 
     def tensor(self, remote):
@@ -99,10 +99,10 @@ def plan_of(row: str) -> str:
 
 @contextmanager
 def planned(config: str = "", workers: int = 8) -> Iterator[PlanSession]:
-    session, before = PlanSession(config, workers), runtime.set_aside()
-    runtime.connect(session, config)
+    session, before = PlanSession(config, workers), current_session.set_aside()
+    current_session.connect(session, config)
     try:
         yield session
     finally:
-        runtime.disconnect()
-        runtime.restore(before)
+        current_session.disconnect()
+        current_session.restore(before)

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 
 import numpy as np
 
-from gt.dispatcher.plan.redistribute import Step
+from gt.dispatcher.sharding.redistribute import RedistributionStep
 from gt.ir.boxes import take
 from gt.ir.layout import Layout, Partial, boxes
 
@@ -23,7 +23,7 @@ def split(whole: np.ndarray, layout: Layout) -> dict[int, np.ndarray]:
     return pieces
 
 
-def carry_out(step: Step, pieces: dict[int, np.ndarray]) -> tuple[dict[int, np.ndarray], int]:
+def carry_out(step: RedistributionStep, pieces: dict[int, np.ndarray]) -> tuple[dict[int, np.ndarray], int]:
     """Pieces after the step, and the elements that crossed between workers."""
     after: dict[int, np.ndarray] = {}
     posted: dict[tuple[int, int], deque] = defaultdict(deque)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gt.ir.instr import FREE, Define
-from gt.worker.beside import ASIDE, beside, together
-from gt.worker.lives import lives
-from gt.worker.segments import Row
+from gt.worker.program.liveness import lives
+from gt.worker.program.overlap import ASIDE, beside, together
+from gt.worker.program.partition import Row
 
 TEAM = {"id": 0, "workers": [0, 1], "rank": 0, "offset": 0, "bytes": 64}
 DTYPE = {"shape": [1], "dtype": "float32"}

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 import gt
-from gt.client import recorder, runtime
-from gt.dispatcher import intake, moving
+from gt.client import current_session
+from gt.client.trace import recorder
 from gt.dispatcher.events import PeerLost, Received, Send
+from gt.dispatcher.planning import redistributor
+from gt.dispatcher.state import validate
 from gt.ir.instr import FIRST, FORGET, Define
 from gt.wire.link import hello
 from gt.wire.messages import AHEAD, CHUNK, Ack, Done, Exit, Fetch, More, Ops, Piece, Run, Took, Value
-from gt.worker.lives import made
-from gt.worker.outgoing import Outgoing
+from gt.worker.downloads import Outgoing
+from gt.worker.program.liveness import made
 from tests.planned import planned
 from tests.test_hostile import Bench as HostileBench
 from tests.test_run_queue import ONES
@@ -39,7 +41,7 @@ def of_many_shapes(count: int, group: str = "") -> None:
         for n in range(1, count + 1):
             x = torch.zeros(n, device="remote")
             x.add_(x).sum()
-    runtime.current().flush()
+    current_session.current().flush()
 
 
 def test_definitions_go_with_the_templates_they_were_made_for(few_templates):
@@ -63,7 +65,7 @@ def test_large_values_that_end_are_freed_before_the_next_is_made(recording):
             return x.sum()
 
         (gt.compile(chain) if recording else chain)()
-        runtime.current().flush()
+        current_session.current().flush()
         defines = {row[0]: Define.from_wire(row) for _, run in plan.runs for row in run.defines}
         live, most = set(), 0
         for _, run in plan.runs:
@@ -89,7 +91,7 @@ def test_a_view_whose_template_is_gone_can_be_made_again(few_templates):
         sent = len(plan.runs)
         with gt.signal.context("b"):
             view + view
-        runtime.current().flush()
+        current_session.current().flush()
         made = [row[2]["op"] for _, run in plan.runs[sent:] for row in run.defines if row[1] == "op"]
         assert "aten.t.default" in made
 
@@ -115,14 +117,14 @@ def forgotten(run: Run) -> list[int]:
 
 
 def test_conversions_of_many_shapes_are_not_kept(monkeypatch):
-    monkeypatch.setattr(moving, "MOST_STEPS", 8)
+    monkeypatch.setattr(redistributor, "MOST_STEPS", 8)
     with planned(PAIR, 2) as plan:
         for n in range(1, 100):
             with gt.signal.context("a"):
                 x = torch.zeros(n, device="remote") + 1
             with gt.signal.context("b"):
                 x + x
-        runtime.current().flush()
+        current_session.current().flush()
         assert len(plan.core.sessions[b"client"].mover._steps) <= 8
 
 
@@ -150,10 +152,10 @@ def test_tensors_that_ended_are_in_no_table(session):
             optimizer.step()
             optimizer.zero_grad()
         gc.collect()
-        runtime.current().flush()
+        current_session.current().flush()
         one.item()
         worker = gt.stats()["workers"][0]
-        live = runtime.current().lives
+        live = current_session.current().lives
         return len(live.all) - len(live.ended), worker["live_tensors"], worker["live_bytes"], worker["definitions"]
 
     tables()
@@ -164,7 +166,7 @@ def test_a_large_value_is_passed_on_while_it_comes():
     with planned("", 1) as plan:
         plan.slow = True
         x = torch.zeros(CHUNK, device="remote") + 1  # four frames
-        runtime.current().flush()
+        current_session.current().flush()
         core, (worker,) = plan.core, plan.core.cluster.workers
         ahead = worker.runs
         actions = core.handle(Received(b"client", Fetch(7, x._ref.id)))
@@ -182,7 +184,7 @@ def test_a_large_value_is_sent_as_its_client_takes_it_in():
         plan.slow = True
         total = AHEAD + 3 * CHUNK
         x = torch.zeros(total // 4, device="remote") + 1
-        runtime.current().flush()
+        current_session.current().flush()
         core, (worker,) = plan.core, plan.core.cluster.workers
         client, frame = b"client", b"\0" * CHUNK
 
@@ -202,7 +204,7 @@ def test_a_large_value_is_sent_as_its_client_takes_it_in():
     with planned("", 1) as plan:
         plan.slow = True
         x = torch.zeros(total // 4, device="remote") + 1
-        runtime.current().flush()
+        current_session.current().flush()
         plan.core.handle(Received(client, Fetch(7, x._ref.id)))
         (key,) = plan.core.sessions[client].requests.by_key
         refused = plan.core.handle(Received(client, Took(key, CHUNK)))
@@ -239,10 +241,10 @@ def test_a_list_op_is_planned_once():
         some = [torch.zeros(n, device="remote") for n in (2, 3, 4)]
         for _ in range(2):
             torch._foreach_add_(some, 1.0)  # places them
-        runtime.current().flush()
+        current_session.current().flush()
         hits, sent = plan.core.sessions[b"client"].planner.hits, len(plan.runs)
         torch._foreach_add_(some, 1.0)
-        runtime.current().flush()
+        current_session.current().flush()
         assert plan.core.sessions[b"client"].planner.hits == hits + 1
         assert [run.defines for _, run in plan.runs[sent:]] == [[]]
 
@@ -255,7 +257,7 @@ def origins(names: list[tuple[str, str]]) -> Ops:
 
 
 def test_names_of_a_session_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "MOST_NAMES", 1000)
+    monkeypatch.setattr(validate, "MOST_NAMES", 1000)
     bench = HostileBench()
     bench.give(b"c", origins([("file.py", "")] * 2000))  # the same name again and again costs nothing
     assert b"c" in bench.core.sessions
@@ -268,6 +270,6 @@ def test_groups_within_one_another_are_bounded() -> None:
 
 
 def test_templates_of_a_session_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "HEAVIEST", 200)
+    monkeypatch.setattr(validate, "HEAVIEST", 200)
     rows = [[16 + n, ONES.wire()] for n in range(40)]
     assert "at most 200 are taken" in HostileBench().refusal(b"c", Ops(0, rows, [], []))

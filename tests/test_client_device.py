@@ -13,7 +13,7 @@ from inline_session import InlineSession, inline  # noqa: F401
 from torch import nn
 
 import gt
-from gt.client import runtime
+from gt.client import current_session
 from tests.limits import limit
 
 
@@ -69,8 +69,8 @@ torch.cuda.is_available = lambda: True
 import gt
 torch.cuda.is_available = lambda: False
 from inline_session import InlineSession
-from gt.client import runtime
-runtime.connect(InlineSession())
+from gt.client import current_session
+current_session.connect(InlineSession())
 try:
     torch.device("remote")
 except RuntimeError:
@@ -141,12 +141,12 @@ def test_the_first_tensor_starts_a_session(monkeypatch: pytest.MonkeyPatch) -> N
 
     def start() -> None:
         started.append(InlineSession())
-        runtime.connect(started[-1])
+        current_session.connect(started[-1])
 
-    monkeypatch.setattr(runtime, "auto_start", start)
-    runtime.disconnect()
+    monkeypatch.setattr(current_session, "auto_start", start)
+    current_session.disconnect()
     assert torch.ones(2, device="remote").sum().item() == 2.0 and len(started) == 1
-    runtime.disconnect()
+    current_session.disconnect()
 
 
 def test_a_missing_config_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

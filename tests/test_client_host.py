@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gt.client import host
+from gt.client import host_buffers
 from gt.errors import ProtocolError
 from gt.ir.layout import Layout, Mesh, R, Shard, boxes
 
@@ -16,13 +16,13 @@ MESH = Mesh((("a", 2), ("b", 2)), (0, 1, 2, 3))
     [((), (R, R)), ((5,), (Shard(0), R)), ((6, 8), (Shard(0), Shard(1))), ((6, 8), (Shard(1, 2), R)), ((3, 0), (R, R))],
 )
 def test_cut_and_put_together(shape, placements, dtype, monkeypatch):
-    monkeypatch.setattr(host, "CHUNK", 32)
+    monkeypatch.setattr(host_buffers, "CHUNK", 32)
     layout = Layout(MESH, placements)
     array = np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
     pieces = [(rank, [list(map(list, box)) for box in boxes(layout, shape, rank)]) for rank in range(4)]
-    assembly = host.Assembly(shape, array.itemsize, pieces)
+    assembly = host_buffers.Assembly(shape, array.itemsize, pieces)
     for rank, rows in reversed(pieces):
-        for offset, total, parts in host.frames(host.region(array, rows)):
+        for offset, total, parts in host_buffers.frames(host_buffers.region(array, rows)):
             assembly.add(rank, offset, total, parts[0] if parts else None)
     assert assembly.complete
     assert assembly.data.tobytes() == array.tobytes()
@@ -30,14 +30,14 @@ def test_cut_and_put_together(shape, placements, dtype, monkeypatch):
 
 def test_a_whole_copy_is_sent_without_copying_it():
     array = np.zeros((4, 4), np.float32)
-    assert np.shares_memory(host.region(array, [[[1, 3], [0, 4]]]), array)
+    assert np.shares_memory(host_buffers.region(array, [[[1, 3], [0, 4]]]), array)
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ProtocolError, match="not boxes of a tensor of shape"):
-        host.region(np.zeros((2, 2)), [[[0, 3], [0, 2]]])
+        host_buffers.region(np.zeros((2, 2)), [[[0, 3], [0, 2]]])
     with pytest.raises(ProtocolError, match="not boxes"):
-        host.region(np.zeros((2, 2)), [7])
-    assembly = host.Assembly((2,), 4, [[1, [[[0, 2]]]]])
+        host_buffers.region(np.zeros((2, 2)), [7])
+    assembly = host_buffers.Assembly((2,), 4, [[1, [[[0, 2]]]]])
     with pytest.raises(ProtocolError, match="Piece of 4 bytes at 6 of 8"):
         assembly.add(1, 6, 8, b"1234")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from gt.client.recorder import Recorder
+from gt.client.trace.recorder import Recorder
 from tests.limits import limit
 
 

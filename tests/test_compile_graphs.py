@@ -18,16 +18,16 @@ from worker_parts import Bench
 from gt.ir.heap import SLOTS
 from gt.ir.instr import END, FORGET, FREE, Define
 from gt.ir.template import T
-from gt.worker import lent
 from gt.worker.engine.torch import COMBINE, TorchEngine
-from gt.worker.engine.torch import cuda as module
-from gt.worker.engine.torch.cuda import Cuda, Events, Pool
-from gt.worker.engine.torch.direct import DirectEngine
-from gt.worker.engine.torch.graphs import Graphs
+from gt.worker.engine.torch.gpu import cuda as module
+from gt.worker.engine.torch.gpu.cuda import Cuda, Events, Pool
+from gt.worker.engine.torch.gpu.direct import DirectEngine
+from gt.worker.engine.torch.gpu.graphs import Graphs
 from gt.worker.engine.torch.inductor import Inductor
 from gt.worker.engine.torch.slots import address, plain
-from gt.worker.lent import Lent
 from gt.worker.plane.nvshmem import NvshmemPlane
+from gt.worker.program import graph_outputs
+from gt.worker.program.graph_outputs import Lent
 
 CPU = torch.device("cpu")
 
@@ -329,13 +329,13 @@ def test_a_peer_gets_its_message_also_where_what_was_left_cannot_be_copied(
     got.executor.define([Define(300, "send", {"channel": CHANNEL, "boxes": [[[0, 4], [0, 4]]]}).wire()])
     got.executor.define([Define(97, "program", code).wire()])
     monkeypatch.setattr(torch, "_foreach_copy_", full)
-    monkeypatch.setattr(lent, "MOST", 0)
+    monkeypatch.setattr(graph_outputs, "MOST", 0)
     got.executor.run([97, 0, 0, 0] if program else [300, 0, 1], 500)
     assert planes[0].turns() == {(1, 0, True): 1} and "no room" in got.sent[0][0].message
 
 
 def test_only_names_since_are_too_many(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lent, "MOST", 10)
+    monkeypatch.setattr(graph_outputs, "MOST", 10)
     script = Script(inputs(5))
     for _ in range(20):
         script.op("aten.relu.default", [T(0)], [1])

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import gt
-from gt.client import foreign
+from gt.client.capture import user_code
 
 CALLS = 9
 CHANGES = (4, 7)  # before these calls; a program is there from the third
@@ -674,7 +674,7 @@ def test_of_an_installed_package_objects_are_compared_and_code_is_not(
 ) -> None:
     (tmp_path / "installed_for_a_test.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(foreign, "_SITES", (f"{tmp_path}/",))
+    monkeypatch.setattr(user_code, "_SITES", (f"{tmp_path}/",))
     library = importlib.import_module("installed_for_a_test")
     layer = library.Layer(library.Config(), Given())
     step = gt.compile(lambda x: layer(x))
@@ -687,10 +687,10 @@ def test_of_an_installed_package_objects_are_compared_and_code_is_not(
 
 def test_a_notebooks_functions_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     started = types.ModuleType("__main__")
-    started.__file__ = f"{foreign._SITES[0]}ipykernel_launcher.py"
+    started.__file__ = f"{user_code._SITES[0]}ipykernel_launcher.py"
     monkeypatch.setitem(sys.modules, "__main__", started)
     importlib.import_module("yaml")
-    assert not foreign.foreign("__main__") and foreign.foreign("yaml.loader") and not foreign.foreign(__name__)
+    assert not user_code.foreign("__main__") and user_code.foreign("yaml.loader") and not user_code.foreign(__name__)
 
 
 class Growing(dict):

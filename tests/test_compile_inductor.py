@@ -19,7 +19,7 @@ from models import GPT, accumulating, demo
 from torch import nn
 
 import gt
-from gt.dispatcher import early
+from gt.dispatcher.programs.passes import bucket_all_reduces
 from gt.ir.template import T, V
 from gt.wire.messages import Trouble
 from gt.worker.engine.numpy import NumpyEngine
@@ -381,9 +381,10 @@ def test_steps_on_two_workers(config: str, schedule: str | None, optimizer: Call
 @pytest.mark.usefixtures("graphs", "one_thread")
 def test_a_data_parallel_step_is_the_same_with_its_optimizer_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """On parameters whose gradients are summed, and on those whose are not yet."""
-    monkeypatch.setattr(early, "BUCKET", 1 << 14)
+    monkeypatch.setattr(bucket_all_reduces, "BUCKET", 1 << 14)
     counts: list[int] = []
-    monkeypatch.setattr(early, "_two", lambda *args, two=early._two: (rows := list(two(*args)), counts.append(len(rows)))[0])
+    two = bucket_all_reduces._two
+    monkeypatch.setattr(bucket_all_reduces, "_two", lambda *args: (rows := list(two(*args)), counts.append(len(rows)))[0])
     with serving(2, backend="torch") as server:
         gt.connect(server.address, config=str(CONFIGS / "dp2.yaml"))
         try:

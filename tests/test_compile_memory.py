@@ -13,8 +13,8 @@ from models import accumulating
 from test_parity import mini
 
 import gt
-from gt.worker import straight
 from gt.worker.executor import Executor
+from gt.worker.program import python_codegen
 from tests.fuzz import serving
 
 STAGES = "pp_stage0: {shard: {axis: 0, workers: [0]}}\npp_stage1: {shard: {axis: 0, workers: [1]}}\n"
@@ -31,7 +31,7 @@ def held(tensors: dict[int, Any]) -> int:
 def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Worker -> most bytes held after any instruction since this was cleared."""
     found: dict[str, int] = {}
-    define, add = Executor.define, straight.Text.add
+    define, add = Executor.define, python_codegen.Text.add
 
     def measured(self: Executor, rows: list) -> None:
         define(self, rows)
@@ -40,14 +40,14 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
             if kind != "program":  # whose rows are bound to these
                 self._steps[number] = (_watched(self, step, found), size)
 
-    def watched(self: straight.Text, at: int, lasting: set[int]) -> None:
+    def watched(self: python_codegen.Text, at: int, lasting: set[int]) -> None:
         """What is in variables counts, too."""
         add(self, at, lasting)
         self.lines.append("seen(locals())")
         self.places.append(at)
         self._whole.scope["seen"] = partial(_see, self._whole.each.__self__, found)
 
-    monkeypatch.setattr(straight.Text, "add", watched)
+    monkeypatch.setattr(python_codegen.Text, "add", watched)
     monkeypatch.setattr(Executor, "define", measured)
     yield found
 

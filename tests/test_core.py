@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gt
-from gt.client import runtime
-from gt.dispatcher.cluster import Worker
+from gt.client import current_session
+from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Tick
 from gt.ir.instr import END, Define
@@ -51,7 +51,7 @@ class Asking:
         return self.ask(remote._ref.id)
 
     def ask(self, tensor: int) -> list:
-        runtime.current().flush()
+        current_session.current().flush()
         core, self.number = self.plan.core, self.number + 1
         answers: list = []
         pending = [Received(w.peer, Done(w.runs)) for w in core.cluster.workers if not w.lost]
@@ -87,7 +87,7 @@ class Asking:
 
 def seq_of(plan, remote) -> int:
     """Number of the op that made a tensor."""
-    runtime.current().flush()
+    current_session.current().flush()
     session = plan.core.sessions[b"client"]
     storage = session.table.rows[remote._ref.id].storage
     return next(row.seq for row in session.journal.rows if storage in row.makes)
@@ -154,7 +154,7 @@ def test_a_program_is_through_once_every_workers_device_is(plan):
     ask = Asking(plan)
     assert [type(answer) for answer in ask.ask(THROUGH)] == [Value]  # no worker was given anything: none is asked
     made = on("a", torch.neg, x), on("b", torch.exp, x)
-    runtime.current().flush()
+    current_session.current().flush()
     handle, told = plan.core.handle, []
     plan.core.handle = lambda event: told.extend(found := handle(event)) or found
     value, *pieces = ask.ask(THROUGH)

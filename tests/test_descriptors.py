@@ -14,12 +14,12 @@ import time
 import pytest
 
 from gt.client.session import Session
-from gt.dispatcher.descriptors import KEPT, Reserve
+from gt.dispatcher.fairness.descriptors import KEPT, Reserve
 from gt.errors import Refused
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
-from gt.wire.memory import more_descriptors
 from gt.wire.messages import Query, Report, Welcome
+from gt.wire.process_settings import more_descriptors
 
 LIMIT = 64
 

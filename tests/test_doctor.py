@@ -206,7 +206,7 @@ def test_wrong_values_are_found(server: Any, monkeypatch: pytest.MonkeyPatch) ->
     import torch
 
     real = torch.Tensor.item
-    monkeypatch.setattr(gt.client.tensor.RemoteTensor, "item", lambda self: real(self) * 1.5 + 1, raising=False)
+    monkeypatch.setattr(gt.client.device.remote_tensor.RemoteTensor, "item", lambda self: real(self) * 1.5 + 1, raising=False)
     try:
         rows = {name: (good, text) for name, good, text in exercise.exercise(2, start, 1 << 16)}
     finally:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gt.dispatcher import early as module
-from gt.dispatcher import writer as writing
-from gt.dispatcher.depends import flow
-from gt.dispatcher.tape import Row, Tape
+from gt.dispatcher.programs import codegen as writing
+from gt.dispatcher.programs.passes import bucket_all_reduces as module
+from gt.dispatcher.programs.recording import Instruction, Recording
+from gt.dispatcher.programs.reorder_check import flow
 from gt.ir.instr import FREE, Define
 from gt.ir.spec import contiguous
 from gt.wire.messages import Seal
@@ -48,11 +48,11 @@ def define(kind: str, payload: dict) -> Define:
     return Define(MARK if kind == "together" else PART, kind, payload)
 
 
-def programs(rng: random.Random, workers: int, length: int, own: float) -> dict[int, list[Row]]:
+def programs(rng: random.Random, workers: int, length: int, own: float) -> dict[int, list[Instruction]]:
     """The same on all workers, whose tensors have other values; sums over all of them, or over pairs. own: the part of it
     that is one worker's alone.
     """
-    rows: dict[int, list[Row]] = {worker: [] for worker in range(workers)}
+    rows: dict[int, list[Instruction]] = {worker: [] for worker in range(workers)}
     alive, fresh = list(range(3)), 10
     for seq in range(length):
         kind = rng.choice(("add", "add", "add", "add_", "view", "sum", "sum", "pair", "list"))
@@ -60,24 +60,24 @@ def programs(rng: random.Random, workers: int, length: int, own: float) -> dict[
         a, b = rng.choice(alive), rng.choice(alive)
         fresh += 1
         if rng.random() < own:
-            rows[rng.randrange(workers)].append(Row(seq, ADD, [a, b, fresh]))
+            rows[rng.randrange(workers)].append(Instruction(seq, ADD, [a, b, fresh]))
             continue
         for worker in range(workers):
             if kind in ("sum", "pair"):
                 pair = tuple(range(workers)) if kind == "sum" or workers < 4 else (worker // 2 * 2, worker // 2 * 2 + 1)
-                row = Row(seq, reduce(20 if kind == "sum" else 21, pair, pair.index(worker)), [a])
+                row = Instruction(seq, reduce(20 if kind == "sum" else 21, pair, pair.index(worker)), [a])
             elif kind == "list":
-                row = Row(seq, LISTED[len(some)], some)
+                row = Instruction(seq, LISTED[len(some)], some)
             else:
                 define = {"add": ADD, "add_": ADD_, "view": VIEW}[kind]
-                row = Row(seq, define, [*([a] if kind == "view" else [a, b]), *([] if kind == "add_" else [fresh])])
+                row = Instruction(seq, define, [*([a] if kind == "view" else [a, b]), *([] if kind == "add_" else [fresh])])
             rows[worker].append(row)
         if kind in ("add", "view"):
             alive.append(fresh)
     return rows
 
 
-def values(code: dict[int, list[Row]]) -> dict[tuple[int, int], int]:
+def values(code: dict[int, list[Instruction]]) -> dict[tuple[int, int], int]:
     """Of every tensor of every worker at the end, all carried out in turns; views share a cell."""
     cells: dict[tuple[int, int], list[int]] = {(w, i): [w * 1000 + i * 7 + 1] for w in code for i in range(3)}
     places = dict.fromkeys(code, 0)
@@ -104,7 +104,7 @@ def values(code: dict[int, list[Row]]) -> dict[tuple[int, int], int]:
     return {key: cell[0] for key, cell in cells.items()}
 
 
-def _carry_out(cells: dict, worker: int, row: Row) -> None:
+def _carry_out(cells: dict, worker: int, row: Instruction) -> None:
     of: Any = [cells.get((worker, i)) for i in row.operands]
     if row.define is ADD:
         cells[worker, row.operands[2]] = [(of[0][0] * 3 + of[1][0]) % 1000003]
@@ -126,7 +126,7 @@ def test_values_are_the_same_and_all_meet(seed: int, own: float, monkeypatch: py
     workers = rng.choice((2, 3, 4))
     code = programs(rng, workers, 40, own)
     before = {worker: list(rows) for worker, rows in code.items()}
-    tape = Tape(0, [], {})
+    tape = Recording(0, [], {})
     tape.code.update(code)
     if not module.early(tape, define):
         assert own and tape.code == before
@@ -144,7 +144,7 @@ def test_values_are_the_same_and_all_meet(seed: int, own: float, monkeypatch: py
         assert all(done[member][team] == some for team, some in found.items() for member in team)
 
 
-def together(rows: list[Row]) -> dict[tuple[int, ...], list[list[int]]]:
+def together(rows: list[Instruction]) -> dict[tuple[int, ...], list[list[int]]]:
     """By team, the tensors that are summed together."""
     found: dict[tuple[int, ...], list[list[int]]] = {}
     for n, row in enumerate(rows):
@@ -158,10 +158,10 @@ def together(rows: list[Row]) -> dict[tuple[int, ...], list[list[int]]]:
 
 def test_sums_move_up_behind_what_made_their_data_in_groups_of_enough_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUCKET", 64)
-    makes = [Row(n, ADD, [0, 1, 10 + n]) for n in range(5)]
-    sums = [Row(10 + n, reduce(20, (0, 1), 0), [10 + n]) for n in (4, 0, 3, 1, 2)]
-    last = Row(20, op(13, "aten._foreach_add_.List", 5, None), [10, 11, 12, 13, 14])
-    tape = Tape(0, [], {})
+    makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(5)]
+    sums = [Instruction(10 + n, reduce(20, (0, 1), 0), [10 + n]) for n in (4, 0, 3, 1, 2)]
+    last = Instruction(20, op(13, "aten._foreach_add_.List", 5, None), [10, 11, 12, 13, 14])
+    tape = Recording(0, [], {})
     for worker in (0, 1):
         tape.code[worker] = [*makes, *sums, last]
     assert module.early(tape, define)
@@ -177,14 +177,14 @@ def test_sums_move_up_behind_what_made_their_data_in_groups_of_enough_bytes(monk
 
 def test_the_optimizer_hides_the_last_sums_with_what_does_not_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BUCKET", 32)
-    makes = [Row(n, ADD, [0, 1, 10 + n]) for n in range(3)]
-    sums = [Row(10 + n, reduce(20, (0, 1), 0), [10 + n]) for n in range(3)]
+    makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(3)]
+    sums = [Instruction(10 + n, reduce(20, (0, 1), 0), [10 + n]) for n in range(3)]
     optimizer = op(13, "aten._fused_sgd_.default", 7, None)
     lists = [[{"t": n} for n in range(3)], [{"t": n} for n in range(3, 6)], []]
     optimizer.payload.update(args=lists, kwargs={"lr": {"v": 1}, "momentum": {"v": 0}, "found_inf": {"t": 6}}, values=2)
-    tape = Tape(0, [], {})
+    tape = Recording(0, [], {})
     for worker in (0, 1):
-        tape.code[worker] = [*makes, *sums, Row(20, optimizer, [1, 2, 3, 12, 10, 11, 9, 0.5, 0.25])]
+        tape.code[worker] = [*makes, *sums, Instruction(20, optimizer, [1, 2, 3, 12, 10, 11, 9, 0.5, 0.25])]
     assert module.early(tape, define)
     *_, last, first, second = tape.code[0]
     assert (last.operands, first.operands, second.operands) == ([12], [2, 3, 10, 11, 9, 0.25, 0.5], [1, 12, 9, 0.25, 0.5])
@@ -198,22 +198,22 @@ def test_an_op_whose_indices_depend_on_each_other_stays_one() -> None:
     """w1 += a; w1 += b; w2 += w1, where b is summed last."""
     optimizer = op(13, "aten._foreach_add_.List", 6, None)
     optimizer.payload["args"] = [[{"t": n} for n in range(3)], [{"t": n} for n in range(3, 6)]]
-    makes = [Row(n, ADD, [0, 1, 10 + n]) for n in range(2)]
-    last = Row(20, optimizer, [1, 1, 2, 10, 11, 1])
-    tape = Tape(0, [], {})
+    makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(2)]
+    last = Instruction(20, optimizer, [1, 1, 2, 10, 11, 1])
+    tape = Recording(0, [], {})
     for worker in (0, 1):
-        tape.code[worker] = [*makes, Row(11, reduce(20, (0, 1), 0), [11]), last]
+        tape.code[worker] = [*makes, Instruction(11, reduce(20, (0, 1), 0), [11]), last]
     assert module.early(tape, define)
     assert tape.code[0][-1] is last
 
 
 def test_what_members_do_not_have_alike_is_not_done_together() -> None:
     """One has work between two sums that another has not."""
-    extra = Row(5, ADD, [0, 1, 30])
-    after = Row(6, ADD_, [0, 1])
-    tape = Tape(0, [], {})
+    extra = Instruction(5, ADD, [0, 1, 30])
+    after = Instruction(6, ADD_, [0, 1])
+    tape = Recording(0, [], {})
     for worker in (0, 1):
-        first, second = (Row(n, reduce(20, (0, 1), worker), [0 if n == 2 else 1]) for n in (2, 3))
+        first, second = (Instruction(n, reduce(20, (0, 1), worker), [0 if n == 2 else 1]) for n in (2, 3))
         tape.code[worker] = [first, *([extra] if worker else []), second, after]
     kinds = {w: [r.define.kind for r in rows] for w, rows in tape.code.items()}
     assert module.early(tape, define)
@@ -222,11 +222,11 @@ def test_what_members_do_not_have_alike_is_not_done_together() -> None:
 
 def test_where_members_would_add_up_different_tensors_nothing_is_moved() -> None:
     """One uses the first gradient once more, so there the other is complete before it."""
-    makes = [Row(n, ADD, [0, 1, 10 + n]) for n in range(2)]
-    tape = Tape(0, [], {})
+    makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(2)]
+    tape = Recording(0, [], {})
     for worker in (0, 1):
-        sums = [Row(5 + n, reduce(20, (0, 1), worker), [10 + n]) for n in range(2)]
-        tape.code[worker] = [*makes, *([Row(4, ADD, [10, 10, 30])] if worker else []), *sums]
+        sums = [Instruction(5 + n, reduce(20, (0, 1), worker), [10 + n]) for n in range(2)]
+        tape.code[worker] = [*makes, *([Instruction(4, ADD, [10, 10, 30])] if worker else []), *sums]
     before = {worker: list(rows) for worker, rows in tape.code.items()}
     assert not module.early(tape, define)
     assert tape.code == before
@@ -235,9 +235,9 @@ def test_where_members_would_add_up_different_tensors_nothing_is_moved() -> None
 def test_what_is_done_together_is_in_one_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each definition of a long program is read by itself."""
     monkeypatch.setattr(writing, "LONGEST", 1)
-    sums = [Row(n, reduce(20, (0, 1), 0), [n]) for n in range(6)]
-    mark = Row(0, define("together", {"count": 4}), [])
-    rows = [Row(0, ADD, [0, 1, 9]), mark, *sums, *(Row(7, ADD, [0, n, 10 + n]) for n in range(3))]
+    sums = [Instruction(n, reduce(20, (0, 1), 0), [n]) for n in range(6)]
+    mark = Instruction(0, define("together", {"count": 4}), [])
+    rows = [Instruction(0, ADD, [0, 1, 9]), mark, *sums, *(Instruction(7, ADD, [0, n, 10 + n]) for n in range(3))]
     writer = writing.Writer({}, set(), Seal(0, 0, "", "eager", [], 0, 0, False), {})
     writer.write(rows)
     kinds = {row.define.number: row.define for row in rows}

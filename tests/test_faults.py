@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gt.dispatcher.cluster import Cluster, HeapFull
+from gt.dispatcher.cluster.workers import Cluster, HeapFull
 from gt.dispatcher.events import PeerLost
-from gt.dispatcher.uploads import SMALL, WINDOW
+from gt.dispatcher.state.uploads import SMALL, WINDOW
 from gt.wire.link import hello
 from gt.wire.messages import (
     CHUNK,

@@ -15,8 +15,8 @@ from torch import nn
 
 import gt
 from gt.worker.engine.torch import TorchEngine
-from gt.worker.engine.torch.cuda import Cuda
-from gt.worker.engine.torch.graphs import Graphs
+from gt.worker.engine.torch.gpu.cuda import Cuda
+from gt.worker.engine.torch.gpu.graphs import Graphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

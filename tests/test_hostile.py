@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from toy_core import ToyCore
 
 from gt.client.session import Session
-from gt.dispatcher.batches import Coming
 from gt.dispatcher.core import SPOKEN, Core
 from gt.dispatcher.events import Close, Malformed, PeerLost, Received, Send, Tick
-from gt.dispatcher.intake import CREDIT
-from gt.dispatcher.requests import MOST
+from gt.dispatcher.planning.op_stream import Coming
 from gt.dispatcher.server import Server
-from gt.dispatcher.uploads import WINDOW
+from gt.dispatcher.state.fetches import MOST
+from gt.dispatcher.state.uploads import WINDOW
+from gt.dispatcher.state.validate import CREDIT
 from gt.errors import DispatcherLost, UnsupportedOp
 from gt.ir import check
 from gt.ir.instr import FREE
@@ -50,7 +50,7 @@ from gt.wire.messages import (
     Value,
     Welcome,
 )
-from gt.worker.store import Uploads
+from gt.worker.uploads import UploadBuffers
 from tests import fuzz
 from tests.hostile import TEMPLATES, mutated, rounds, row, spec
 from tests.limits import limit
@@ -274,7 +274,7 @@ def test_an_absurd_upload_allocates_nothing(bench):
     need = asked(bench, 1 << 57)
     assert need.upto == WINDOW
     bench.give(b"c", Host(need.key, 0, 1 << 61), (bytes(CHUNK),))
-    uploads = Uploads()
+    uploads = UploadBuffers()
     for message in bench.to(b"w0", Data):
         uploads.receive(message, memoryview(bytes(CHUNK)))  # no room: that upload fails, not the worker
     with pytest.raises(Exception, match="no room for an upload of 2305843009213693952 bytes"):

@@ -59,13 +59,13 @@ def test_nothing_is_pickled() -> None:
 # Where a name that is no literal is looked up or code is made, and why it is none that was sent
 LOOK_UPS = {
     ("gt/dispatcher/schedule/costs.py", "getattr"): "names of a dataclass's own fields",
-    ("gt/worker/engine/calls.py", "exec"): "names made there, and argument names of the op's schema",
-    ("gt/worker/straight.py", "exec"): "names made there, and numbers formatted as such",
-    ("gt/worker/straight.py", "compile"): "the same source",
+    ("gt/worker/engine/codegen.py", "exec"): "names made there, and argument names of the op's schema",
+    ("gt/worker/program/python_codegen.py", "exec"): "names made there, and numbers formatted as such",
+    ("gt/worker/program/python_codegen.py", "compile"): "the same source",
     ("gt/worker/executor.py", "getattr"): "names of instruction kinds, gt.ir.instr.KINDS",
     ("gt/worker/executor.py", "hasattr"): "the same names",
     ("gt/worker/engine/numpy/blas.py", "getattr"): "names of functions written there",
-    ("gt/worker/engine/torch/calls.py", "getattr"): "names of dtypes, gt.ir.spec.DTYPES",
+    ("gt/worker/engine/torch/dtypes.py", "getattr"): "names of dtypes, gt.ir.spec.DTYPES",
     ("gt/worker/engine/torch/overloads.py", "getattr"): "names of the table's ops, or of the process's owner",
     ("gt/wire/codec.py", "attrgetter"): "names of a message's own fields",
 }
@@ -207,3 +207,20 @@ def test_torch_free_modules_load_without_torch(module: str) -> None:
     # a user's program needs the device, so torch
     as_ours = "import sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', 'gt.server']"
     assert fresh(f"{as_ours}; import {module}; print('torch' in sys.modules)") == "False"
+
+
+def test_a_class_name_occurs_once():
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{name(path)}:{node.lineno}")
+    assert {cls: where for cls, where in places.items() if len(where) > 1} == {}
+
+
+def test_a_folder_has_few_entries():
+    """A reader sees a room at one look."""
+    folders = {path.parent for path in MODULES} - {ROOT / "gt"}
+    apart = {"__pycache__", "__init__.py"}
+    counts = {name(folder): len({entry.name for entry in folder.iterdir()} - apart) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > 15} == {}

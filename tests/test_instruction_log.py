@@ -15,12 +15,12 @@ import torch
 from toy_core import ToyCore
 
 import gt
-from gt.client import runtime
+from gt.client import current_session
 from gt.client.session import Session
-from gt.dispatcher import scribe
 from gt.dispatcher.events import MARK, Lines, Log, Received
-from gt.dispatcher.journal import Journal, line
+from gt.dispatcher.instruction_log import InstructionLog, line
 from gt.dispatcher.server import Server
+from gt.dispatcher.state import log_lines
 from gt.errors import Refused
 from gt.ir.text import PlanLine
 from gt.log import Plain, Unblocked
@@ -36,7 +36,7 @@ back: {workers: [2, 3]}
 """
 
 
-class Slow(scribe.Scribe):
+class Slow(log_lines.Scribe):
     """Formats every line anew, beside what its parent fills in."""
 
     expected: ClassVar[list[str]] = []
@@ -93,14 +93,14 @@ def program(seed: int) -> None:
 
 
 def test_lines_filled_in_are_those_formatted_anew(monkeypatch):
-    monkeypatch.setattr("gt.dispatcher.membership.Scribe", Slow)
-    monkeypatch.setattr(scribe, "MOST", 40)
-    monkeypatch.setattr(scribe, "MOST_ORIGINS", 3)
+    monkeypatch.setattr("gt.dispatcher.cluster.membership.Scribe", Slow)
+    monkeypatch.setattr(log_lines, "MOST", 40)
+    monkeypatch.setattr(log_lines, "MOST_ORIGINS", 3)
     for seed in range(4):
         monkeypatch.setattr(Slow, "expected", [])
         with planned(YAML, 4) as plan:
             program(seed)
-            runtime.current().flush()
+            current_session.current().flush()
             assert len(plan.rows) > 300 and {"RECV", "WORKER_SEND"} <= {row.split()[1] for row in plan.rows}
             assert plan.rows == Slow.expected
 
@@ -118,12 +118,12 @@ def test_what_a_batch_brings_is_between_its_message_and_its_acknowledgement(tmp_
 
         plan.core.handle = handle
         torch.ones(3, device="remote") + 1
-        runtime.current().flush()
+        current_session.current().flush()
     assert kinds[:2] == ["Log", "Lines"] and "Lines" not in kinds[2:]
 
 
 def test_lines_that_come_together_have_one_time(tmp_path):
-    journal = Journal(str(tmp_path / "log"))
+    journal = InstructionLog(str(tmp_path / "log"))
     journal.write(Log("SEND", "w0"), 1.0)
     journal.write_lines(Lines(f"{MARK} a\n{MARK} b\n"), 2.0)
     journal.write(Log("SEND", "w0"), 3.0)
@@ -186,7 +186,7 @@ def test_a_reader_of_stderr_who_stops_holds_nobody_up():
 
 
 def test_a_full_disk_ends_the_log_with_one_warning(caplog):
-    journal = Journal("/dev/full")
+    journal = InstructionLog("/dev/full")
     for _ in range(3):
         for _ in range(3000):
             journal.write(Log("SEND", "w0", "x" * 100), 1.0)
@@ -200,7 +200,7 @@ def test_a_log_that_fails_loses_no_client(monkeypatch, end):
     """The server writes, flushes and closes it beside its work."""
     monkeypatch.setenv("GT_INSTRUCTION_LOG", "/dev/full")
     if end == "write":
-        monkeypatch.setattr("gt.dispatcher.journal.WRITTEN", 1)
+        monkeypatch.setattr("gt.dispatcher.instruction_log.WRITTEN", 1)
     server = Server(core=ToyCore())
     if end == "close":
         server._journal.flush = lambda: None
@@ -227,7 +227,7 @@ def test_a_reader_who_stops_reading_holds_nobody_up(tmp_path, caplog):
     os.mkfifo(tmp_path / "log")
     reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
     try:
-        journal = Journal(str(tmp_path / "log"))
+        journal = InstructionLog(str(tmp_path / "log"))
         for _ in range(6):
             for _ in range(10_000):
                 journal.write(Log("SEND", "w0", "x" * 100), 1.0)

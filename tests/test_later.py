@@ -18,11 +18,12 @@ from test_compile_graphs import Played
 from torch import nn
 
 import gt
-from gt.client import recorder, runtime
-from gt.dispatcher.later import MOST, Later
+from gt.client import current_session
+from gt.client.trace import recorder
+from gt.dispatcher.programs.deferred import MOST, Later
 from gt.errors import CaptureError, OpFailed, SystemFailure
 from gt.worker.engine.torch import TorchEngine
-from gt.worker.engine.torch.graphs import Graphs
+from gt.worker.engine.torch.gpu.graphs import Graphs
 
 pytestmark = pytest.mark.usefixtures("one_thread", "graphs")
 WHOLE = partial(gt.compile, backend="cudagraphs")
@@ -321,12 +322,12 @@ def test_data_made_within_and_random_numbers_are_those_of_eager_mode(connect: Ca
 def test_a_session_that_ends_in_the_middle_leaves_nothing(connect: Callable) -> None:
     connect()
     x, _ = pair()
-    opened = gt.client.runtime.Live.recorder.session
+    opened = gt.client.current_session.Live.recorder.session
 
     @WHOLE
     def step() -> torch.Tensor:
         y = x + 1
-        gt.client.runtime.Live.recorder.flush()
+        gt.client.current_session.Live.recorder.flush()
         opened.close()
         return y
 
@@ -367,7 +368,7 @@ def test_a_call_that_takes_long_to_record_is_carried_out_whole(connect: Callable
     def step(x: torch.Tensor) -> torch.Tensor:
         for _ in range(MOST + 10):
             x = x * 1.001
-            runtime.current().idle()  # as the link's thread does every few milliseconds
+            current_session.current().idle()  # as the link's thread does every few milliseconds
         return x
 
     x = torch.rand(5, 3)

@@ -22,11 +22,11 @@ from gt.ir.spec import contiguous
 from gt.ir.template import T
 from gt.launch import local
 from gt.wire.messages import Data, Trouble
-from gt.worker import limits
 from gt.worker.engine.numpy import NumpyEngine
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.executor import Executor
-from gt.worker.limits import Budget, OutOfMemory, available
+from gt.worker.process import memory_budget
+from gt.worker.process.memory_budget import Budget, OutOfMemory, available
 
 MIB = 1 << 20
 
@@ -192,7 +192,7 @@ def test_a_budget_has_room_for_its_limit_and_no_more(budget):
 
 def test_what_is_taken_unplanned_is_bounded_and_the_bound_ends_with_the_budget(budget):
     with pytest.raises(MemoryError):
-        bytearray(64 * MIB + 3 * limits.RESERVE + (1 + (os.cpu_count() or 1)) * limits.STACK)
+        bytearray(64 * MIB + 3 * memory_budget.RESERVE + (1 + (os.cpu_count() or 1)) * memory_budget.STACK)
     before = budget._before
     budget.close()
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
@@ -245,7 +245,7 @@ def test_an_upload_that_exceeds_its_sessions_limit_leaves_nothing():
 
 
 def test_cpu_workers_share_the_hosts_memory_and_one_by_hand_has_its_own():
-    for own, wanted in ((0, int(available() * limits.SHARE) // 4), (128 * MIB, 128 * MIB)):
+    for own, wanted in ((0, int(available() * memory_budget.SHARE) // 4), (128 * MIB, 128 * MIB)):
         budget = Budget()
         budget.open(own)
         budget.share(4)
@@ -275,4 +275,4 @@ def test_a_control_groups_limit_counts_and_so_does_one_above_it(tmp_path: Path):
     (root / "a/memory.max").write_text("5000\n")
     (root / "a/b/memory.max").write_text("max\n")
     (root / "memory/c/memory.limit_in_bytes").write_text("7000\n")
-    assert sorted(limits._groups(own, root)) == [5000, 7000]
+    assert sorted(memory_budget._groups(own, root)) == [5000, 7000]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gt.client.placement import apply, balance, costs, governing, partition
+from gt.client.groups.placement import apply, balance, costs, governing, partition
 from gt.config.schema import Rule
 from gt.errors import ConfigError
 

@@ -15,7 +15,7 @@ from test_compile_memory import ROWS, peak, peaks  # noqa: F401 - a fixture
 from test_parity import mini
 
 import gt
-from gt.client import runtime
+from gt.client import current_session
 from gt.ir.text import parse
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -46,7 +46,7 @@ def planned(config: str, *args: Any, workers: int = 0) -> dict[str, Any]:
 def steady(session: Callable, config: str) -> None:
     """A session whose batches end where a plan's do: none is cut because the machine was slow, which hides a split from it."""
     session(CONFIGS / f"{config}.yaml")
-    runtime.current().session.on_idle = None
+    current_session.current().session.on_idle = None
 
 
 def counted(before: dict, after: dict) -> list[dict[str, Any]]:
@@ -147,11 +147,11 @@ def test_a_captured_steps_bubble_is_that_of_explain(tmp_path: Path) -> None:
 
 
 def test_collectives_within_a_stage_are_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gt.dispatcher.plan.cost import LINK
-    from gt.observe import pipeline
+    from gt.dispatcher.sharding.cost import LINK
+    from gt.observe import pipeline_report
 
-    found, costs_of = [], pipeline.costs_of
-    monkeypatch.setattr(pipeline, "costs_of", lambda *args: found.append(costs_of(*args)) or found[-1])
+    found, costs_of = [], pipeline_report.costs_of
+    monkeypatch.setattr(pipeline_report, "costs_of", lambda *args: found.append(costs_of(*args)) or found[-1])
     transfers = planned("tp2pp2", 3)["transfers"]
     (nbytes,) = {row["bytes"] for row in transfers}
     assert found[0].transfer == (pytest.approx(nbytes / 2 / LINK),)  # each of two workers gets half of what moves

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gt
-from gt.client import runtime
-from gt.dispatcher.intake import CREDIT
+from gt.client import current_session
+from gt.dispatcher.state.validate import CREDIT
 from tests.planned import planned
 
 B, T, C, H = 2, 6, 16, 4
@@ -108,7 +108,7 @@ class Chunked(Fused):
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         y = self.qkv(x)
-        runtime.current().session.ask()
+        current_session.current().session.ask()
         return [heads(t) for t in y.split(C, 2)]
 
 
@@ -117,7 +117,7 @@ class ChunkedSum(FusedStored):
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         y = x @ self.weight + self.bias
-        runtime.current().session.ask()
+        current_session.current().session.ask()
         return [heads(t) for t in y.split(C, 2)]
 
 
@@ -175,7 +175,7 @@ class Flushing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        runtime.current().flush()
+        current_session.current().flush()
         return result
 
 
@@ -202,11 +202,11 @@ def test_nothing_waits_longer_than_a_client_has_credit():
         coming = plan.core.sessions[b"client"].batches.coming
         with gt.signal.context("pp_stage0_colpar"):
             y = linear(torch.ones(B, C).to("remote"))
-        runtime.current().flush()
+        current_session.current().flush()
         assert len(coming) == 1
         while coming and spare:
             spare.pop()
-            runtime.current().flush()
+            current_session.current().flush()
         assert spare and plan.layout(y).startswith("[S(1)]"), plan.text()
 
 

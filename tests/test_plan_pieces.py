@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gt.dispatcher.plan.known import Known
-from gt.dispatcher.plan.localize import payload
-from gt.dispatcher.plan.rules import decide, decide_along
+from gt.dispatcher.sharding.localize import payload
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.rules import decide, decide_along
 from gt.ir.boxes import put, take
 from gt.ir.layout import Layout, Mesh, P, Partial, R, Shard, boxes
 from gt.worker.engine.base import open_engine
@@ -247,7 +247,7 @@ def engine_call(engine, definition, tensors, scalars=()):
 def test_pieces_give_what_the_whole_gives(name, size):
     torch.manual_seed(0)
     case = Recorded(name)
-    known: Known = case.known
+    known: OpSchema = case.known
     engine = open_engine("torch", "cpu")
     alone = Layout(Mesh((), (0,)), ())
     ins, outs = [alone] * known.tensors, [alone] * len(known.template.outs)

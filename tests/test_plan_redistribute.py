@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gt.dispatcher.cluster import Cluster
-from gt.dispatcher.plan.redistribute import between, on_mesh
+from gt.dispatcher.cluster.workers import Cluster
+from gt.dispatcher.sharding.redistribute import between, on_mesh
 from gt.ir.layout import Layout, Mesh, P, R, Shard, local_shape
 from tests.simulate import carry_out, split
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from test_plan_pieces import Recorded, engine_call
 
-from gt.dispatcher.plan import vocabulary
-from gt.dispatcher.plan.chain import Part
-from gt.dispatcher.plan.known import Known
-from gt.dispatcher.plan.localize import payload
-from gt.dispatcher.plan.rules import decide, whole
-from gt.dispatcher.plan.vocabulary import LOWERINGS, embedding_backward
+from gt.dispatcher.sharding import vocab_parallel
+from gt.dispatcher.sharding.chain import ChainOp
+from gt.dispatcher.sharding.localize import payload
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.rules import decide, whole
+from gt.dispatcher.sharding.vocab_parallel import LOWERINGS, embedding_backward
 from gt.ir.boxes import put, take
 from gt.ir.layout import Layout, Mesh, P, Partial, R, Shard, boxes
 from gt.ir.spec import contiguous
@@ -131,7 +131,7 @@ TABLE = "embedding_dense_backward"
 
 @pytest.fixture(autouse=True)
 def gathering_costs_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocabulary, "gathered", lambda nbytes, size: 1e9)
+    monkeypatch.setattr(vocab_parallel, "gathered", lambda nbytes, size: 1e9)
 
 
 def scattered(value: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
@@ -174,7 +174,7 @@ class World:
         rows = zip(values, lies, strict=True)
         self.held: dict = {n: (layout, scattered(v, layout), tuple(v.shape)) for n, (v, layout) in enumerate(rows)}
 
-    def part(self, part: Part, scalars: list) -> None:
+    def part(self, part: ChainOp, scalars: list) -> None:
         known = part.known[0]
         wants, makes = part.wants, part.makes
         if not wants:
@@ -198,16 +198,16 @@ class World:
         return held if layout == want else scattered(brought(held, layout, shape), want)
 
 
-def lowered(known: Known, starts: list, mesh: Mesh, table: tuple) -> list[Part] | None:
+def lowered(known: OpSchema, starts: list, mesh: Mesh, table: tuple) -> list[ChainOp] | None:
     return embedding_backward(known, starts, mesh, table) if known.name == TABLE else LOWERINGS[known.name](known, starts, mesh)
 
 
-def operand(known: Known) -> int:
+def operand(known: OpSchema) -> int:
     """Of which operand the dim of 23 is split."""
     return next(n for n, spec in enumerate(known.template.ins) if 23 in spec.shape and spec.dtype != "int64")
 
 
-def starts_of(known: Known, mesh: Mesh, rng: random.Random) -> tuple[list, tuple]:
+def starts_of(known: OpSchema, mesh: Mesh, rng: random.Random) -> tuple[list, tuple]:
     """Placements: 23 is split by the last axis, anything by the others; and of the table that a gradient is of."""
     found = []
     for n, spec in enumerate(known.template.ins):
@@ -243,7 +243,7 @@ def test_pieces_of_a_vocabulary_give_what_the_whole_gives(name: str, mesh: Mesh)
             bound = TOLERANCE.get(got.dtype, 0)
             torch.testing.assert_close(got, whole_, rtol=bound, atol=bound, equal_nan=True, msg=lambda m, s=starts: f"{s}: {m}")
         if known.name.startswith("nll") and known.name.endswith("backward") and "weights" not in name:
-            layout, held, shape = world.held[vocabulary.SUMS]
+            layout, held, shape = world.held[vocab_parallel.SUMS]
             sums = want[0].sum(want[0].shape.index(23), keepdim=True)
             torch.testing.assert_close(brought(held, layout, shape), sums, rtol=1e-6, atol=0)
             assert not layout.partial
@@ -284,6 +284,6 @@ def test_the_cheaper_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stays == sorted(stays) and stays[0] is False and stays[-1] is True
 
 
-def scores(rows: int, classes: int) -> Known:
+def scores(rows: int, classes: int) -> OpSchema:
     spec = contiguous((rows, classes), "float32")
-    return Known(Template("aten._log_softmax.default", (T(0), 1, False), (), (spec,), 0, (Out("new", spec),)))
+    return OpSchema(Template("aten._log_softmax.default", (T(0), 1, False), (), (spec,), 0, (Out("new", spec),)))

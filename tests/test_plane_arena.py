@@ -23,13 +23,13 @@ import torch
 from gt.errors import SystemFailure
 from gt.ir.heap import LANES, channel_bytes, channel_class, sizes, team_bytes
 from gt.worker.engine.torch import COMBINE, TorchEngine
-from gt.worker.engine.torch.direct import DirectEngine
-from gt.worker.plane import nccl, nvshmem
-from gt.worker.plane.arena import DIRECT, Arena
+from gt.worker.engine.torch.gpu.direct import DirectEngine
+from gt.worker.plane import nccl_bindings, nvshmem
 from gt.worker.plane.base import ALL, Doomed
 from gt.worker.plane.kernels import cut
+from gt.worker.plane.nccl import Rings
 from gt.worker.plane.nvshmem import NvshmemPlane
-from gt.worker.plane.rings import Rings
+from gt.worker.plane.symmetric import DIRECT, Arena
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks" / "gpu"))
 from played import Messages
@@ -107,7 +107,7 @@ class Ring:
         self.wires: dict[Any, queue.Queue] = {}
 
     def unique_id(self) -> bytes:
-        return next(self.ids).to_bytes(nccl.ID_BYTES, "little")
+        return next(self.ids).to_bytes(nccl_bindings.ID_BYTES, "little")
 
     def join(self, unique_id: bytes, rank: int, count: int) -> Any:
         assert not vars(self.grouping), "within a group nobody meets before its end"
@@ -360,8 +360,8 @@ def test_nccl_takes_memory_alike_in_graphs_and_outside(monkeypatch: pytest.Monke
     for name in ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    monkeypatch.setattr(nccl.ctypes, "CDLL", mock.MagicMock())
-    nccl.Nccl()
+    monkeypatch.setattr(nccl_bindings.ctypes, "CDLL", mock.MagicMock())
+    nccl_bindings.Nccl()
     assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
 
 
@@ -494,7 +494,7 @@ def test_a_large_all_reduce_goes_by_shares() -> None:
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_large_collectives_are_nccls(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their size alone, which all members know; uneven parts and reductions that it lacks are not. Both kinds in turn."""
-    monkeypatch.setattr(nccl, "FROM", {1: 1 << 12})
+    monkeypatch.setattr(nccl_bindings, "FROM", {1: 1 << 12})
     ring = Ring()
     norms = DirectEngine(TorchEngine("cpu"), COMBINE).combine("norm2", "float32")
 
@@ -535,7 +535,7 @@ def test_large_collectives_are_nccls(count: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("nccls", [True, False])
 def test_all_reduces_of_a_batch(nccls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one where all of it is large, of two teams each by itself; what has to be done afterwards is."""
-    monkeypatch.setattr(nccl, "FROM", {1: 1 << 12})
+    monkeypatch.setattr(nccl_bindings, "FROM", {1: 1 << 12})
     ring = Ring() if nccls else None
     lengths = (3, 900, 200, 300)
 

@@ -18,7 +18,8 @@ import pytest
 
 from gt.client.session import Session
 from gt.errors import SystemFailure
-from gt.launch import local, nursery, process
+from gt.launch import local, process
+from gt.launch import supervisor as nursery
 from tests.limits import limit
 
 PROGRAM = """
@@ -117,9 +118,9 @@ def test_a_worker_that_dies_at_start_is_reported_with_its_last_words():
 
 STARTING = """
 import os, signal, sys
-from gt.launch import nursery
-setattr(nursery, sys.argv[1], lambda *_: os.kill(os.getpid(), getattr(signal, sys.argv[2])))
-sys.exit(nursery.main())
+from gt.launch import supervisor
+setattr(supervisor, sys.argv[1], lambda *_: os.kill(os.getpid(), getattr(signal, sys.argv[2])))
+sys.exit(supervisor.main())
 """
 
 

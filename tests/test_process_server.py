@@ -17,7 +17,7 @@ from toy_core import ToyCore
 
 from gt.client.session import Session
 from gt.dispatcher.events import Log, PeerLost
-from gt.dispatcher.journal import line
+from gt.dispatcher.instruction_log import line
 from gt.dispatcher.server import Server
 from gt.errors import DispatcherLost, Refused
 from gt.wire.dealer import Dealer

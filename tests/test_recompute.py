@@ -16,10 +16,10 @@ from planned import planned
 from torch import nn
 
 import gt
-from gt.dispatcher import recompute as module
-from gt.dispatcher.recompute import Bounds
-from gt.dispatcher.tape import Row, Tape
-from gt.dispatcher.writer import Writer
+from gt.dispatcher.programs.codegen import Writer
+from gt.dispatcher.programs.passes import rematerialize as module
+from gt.dispatcher.programs.passes.rematerialize import Bounds
+from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.ir.instr import FREE, Define
 from gt.ir.spec import contiguous
 from gt.wire.messages import Seal
@@ -61,16 +61,16 @@ def planned_op(seq: int, define: Define) -> Any:
     return SimpleNamespace(seq=seq, known=SimpleNamespace(template=template))
 
 
-def tape_of(rows: list[Row]) -> Tape:
-    tape = Tape(0, [], {})
+def tape_of(rows: list[Instruction]) -> Recording:
+    tape = Recording(0, [], {})
     tape.journal = [planned_op(row.seq, row.define) for row in rows]
     tape.code[0] = list(rows)
     return tape
 
 
-def random_rows(rng: random.Random, ops: Ops, length: int) -> tuple[list[Row], set[int]]:
+def random_rows(rng: random.Random, ops: Ops, length: int) -> tuple[list[Instruction], set[int]]:
     """A program, and the ids that are there afterwards. What was made long ago is read again late."""
-    rows: list[Row] = []
+    rows: list[Instruction] = []
     alive: dict[int, int] = dict.fromkeys(range(GIVEN), 1)  # id -> size
     written = GIVEN - 1  # the one of the given that may be written
     fresh = 100
@@ -88,14 +88,14 @@ def random_rows(rng: random.Random, ops: Ops, length: int) -> tuple[list[Row], s
                 fresh += 1
                 operands.append(fresh)
                 alive[fresh] = out[1][0][0] // 1024
-        rows.append(Row(seq, define, operands))
+        rows.append(Instruction(seq, define, operands))
         for i in list(alive):
             if rng.random() < 0.03 and i >= 100:
                 del alive[i]
     return rows, {i for i in alive if rng.random() < 0.2 or i < 100}
 
 
-def carried_out(rows: list[Row], lasting: set[int], homes: Any = ()) -> tuple[dict[int, int], int]:
+def carried_out(rows: list[Instruction], lasting: set[int], homes: Any = ()) -> tuple[dict[int, int], int]:
     """Values of what lasts, and the most bytes that were held of what was made, by the stream that a worker has."""
     writer = Writer({}, lasting, Seal(0, 0, "", "eager", [], 0, 0, False), {})
     writer.write(rows)
@@ -155,13 +155,13 @@ def test_random_programs_keep_their_values_and_never_hold_more(compiled: bool, m
     assert fewer > 40
 
 
-def step_rows(ops: Ops, layers: int, compiled: bool) -> list[Row]:
+def step_rows(ops: Ops, layers: int, compiled: bool) -> list[Instruction]:
     """mm, mul of its result, mm of that; then the other way round reading all of them: what autograd keeps."""
-    rows: list[Row] = []
+    rows: list[Instruction] = []
     x, saved = 0, []
 
     def add(name: str, *operands: int) -> None:
-        rows.append(Row(len(rows), ops(name), list(operands)))
+        rows.append(Instruction(len(rows), ops(name), list(operands)))
 
     for n in range(layers):
         a, b, c = (100 + 10 * n + k for k in range(3))

@@ -12,11 +12,11 @@ import pytest
 from toy_core import ToyCore
 
 import gt
-from gt.client import runtime
+from gt.client import current_session
 from gt.client.session import Session
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import PeerLost, Received, Send, Turn, TurnWanted
-from gt.dispatcher.pace import Leavings, Pace
+from gt.dispatcher.fairness.time_slices import Leavings, Pace
 from gt.dispatcher.server import Server
 from gt.ir.instr import FREE
 from gt.wire.link import hello
@@ -156,7 +156,7 @@ def test_plans_in_slices_are_the_plans(monkeypatch, seed):
         monkeypatch.setattr("tests.planned.Pace", pace)
         with planned(YAML, 4) as plan:
             program(seed)
-            runtime.current().flush()
+            current_session.current().flush()
             plan.ask()
             names: dict[str, int] = {}
             rows = [re.sub(r"%\d+", lambda i, names=names: f"%{names.setdefault(i[0], len(names))}", row) for row in plan.rows]

@@ -8,7 +8,7 @@ import conftest
 import numpy as np
 
 from gt.dispatcher.events import PeerLost
-from gt.dispatcher.run_queue import AHEAD, CLOSER, LEAST, MOST, UNIT, RunQueue, Unit
+from gt.dispatcher.fairness.run_queue import AHEAD, CLOSER, LEAST, MOST, UNIT, RunQueue, Unit
 from gt.ir.instr import END
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template

@@ -18,17 +18,17 @@ from test_parity import mini
 import gt
 from gt.dispatcher import schedule
 from gt.dispatcher.events import Received, Send
-from gt.dispatcher.parts import Key, Part, bases
+from gt.dispatcher.programs.passes.stage_costs import price
+from gt.dispatcher.programs.passes.stages import Key, ScheduledInstruction, bases
+from gt.dispatcher.programs.recording import Instruction
 from gt.dispatcher.schedule import Costs
 from gt.dispatcher.schedule.balance import balance, said
-from gt.dispatcher.stagecosts import price
-from gt.dispatcher.tape import Row
 from gt.ir.instr import Define
 from gt.ir.schedules import asked, size
 from gt.ir.spec import contiguous
-from gt.observe.dry import Dry
+from gt.observe.dry_run import Dry
 from gt.wire.messages import TIMES, Done, Exit, Run
-from gt.worker.timed import Timed, take
+from gt.worker.process.profiler import Timed, take
 from tests.planned import planned
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -42,7 +42,7 @@ def four(tmp_path: Path) -> str:
     return str(path)
 
 
-def train(name: str, depths: tuple[int, ...], parts: int = 8, clip: bool = False) -> gt.client.program.Compiled:
+def train(name: str, depths: tuple[int, ...], parts: int = 8, clip: bool = False) -> gt.client.capture.compile.Compiled:
     """Stages of so many layers, all of one size."""
     weights = [torch.nn.Parameter(torch.randn(32, 32, device="remote")) for _ in range(sum(depths))]
     optimizer = torch.optim.SGD(weights, 0.1)
@@ -301,11 +301,11 @@ def test_step_counts_lie_with_what_they_count_for(config: str) -> None:
 # ---- what a compiler makes one
 
 
-def row(name: str, reads: list[int], made: int, kind: str = "new") -> Row:
+def row(name: str, reads: list[int], made: int, kind: str = "new") -> Instruction:
     """An op on tensors of 8 x 8 floats: 256 bytes."""
     payload = {"op": name, "args": [], "kwargs": {}, "tensors": len(reads), "values": 0, "random": None}
     out = [kind, contiguous((8, 8), "float32").wire(), 0]
-    return Row(0, Define(100 + made, "op", {**payload, "outs": [out]}), [*reads, made])
+    return Instruction(0, Define(100 + made, "op", {**payload, "outs": [out]}), [*reads, made])
 
 
 def test_what_ops_that_are_one_give_each_other_costs_nothing() -> None:
@@ -318,13 +318,13 @@ def test_what_ops_that_are_one_give_each_other_costs_nothing() -> None:
         (forward, row("aten.mm.default", [11, 2], 12)),
         (forward, row("aten.tanh.default", [12], 13)),  # 13 is for the backward
         (forward, row("aten.t.default", [13], 14, "view")),
-        (forward, Row(0, Define(90, "all_reduce", {"team": team, "op": "sum"}), [12])),
+        (forward, Instruction(0, Define(90, "all_reduce", {"team": team, "op": "sum"}), [12])),
         (forward, row("aten.exp.default", [12], 15)),  # not with what is before the all-reduce; nobody reads 15
-        (backward, Row(0, Define(91, "shard", kept), [3, 16])),
+        (backward, Instruction(0, Define(91, "shard", kept), [3, 16])),
         (backward, row("aten.mul.Tensor", [14, 16], 17)),  # a view of 13, made by another action
         (backward, row("aten.mm.default", [17, 2], 18)),
     ]
-    made = {0: [Part(row, n, None, key) for n, (key, row) in enumerate(parts)]}  # type: ignore[arg-type]
+    made = {0: [ScheduledInstruction(row, n, None, key) for n, (key, row) in enumerate(parts)]}  # type: ignore[arg-type]
     lies = lambda worker, tensor: ((8, 8), 4)  # noqa: E731
     plain = price(made, {}, lies).seconds
     found = price(made, {}, lies, {0: bases(made[0])}).seconds

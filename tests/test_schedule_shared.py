@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import gt
-from gt.dispatcher import programs
+from gt.dispatcher.programs import programs
+from gt.dispatcher.programs.recording import Recording
 from gt.dispatcher.schedule import Costs, check, make, parse, simulate
-from gt.dispatcher.schedule.blocks import spread
-from gt.dispatcher.tape import Tape
+from gt.dispatcher.schedule.placement import spread
 from gt.errors import ConfigError
 from tests.schedules import in_order, random_costs
 
@@ -209,7 +209,7 @@ def test_whatever_stages_cost_their_workers_meet(
     rng, said = random.Random(0), []
     arrange = programs.arrange
 
-    def often(tape: Tape, text: str, times: dict[int, float], *rest: Any) -> dict:
+    def often(tape: Recording, text: str, times: dict[int, float], *rest: Any) -> dict:
         numbers = sorted({row.define.number for rows in tape.code.values() for row in rows})
         for n in range(24):
             drawn = {number: times.get(number, 1e-5) * 10 ** rng.uniform(-0.5, 0.5) for number in numbers}

@@ -7,10 +7,11 @@ import random
 import pytest
 
 from gt import errors
-from gt.dispatcher import leases
+from gt.dispatcher.cluster import leases
+from gt.dispatcher.cluster.leases import Terms
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import Close, PeerLost, Received, Send, Tick
-from gt.dispatcher.leases import Terms
+from gt.wire.access.proof import proof
 from gt.wire.link import hello
 from gt.wire.messages import (
     Abort,
@@ -33,8 +34,7 @@ from gt.wire.messages import (
     Welcome,
     World,
 )
-from gt.wire.proof import proof
-from gt.worker.renewal import command
+from gt.worker.process.restart import command
 from tests.hostile import Field, HonestWorker
 
 
@@ -399,7 +399,7 @@ def test_a_session_that_is_refused_for_what_it_sends_gives_its_workers_back():
 
 def test_a_client_whose_welcome_fails_gives_its_workers_back(monkeypatch):
     shop = Shop(1)
-    monkeypatch.setattr("gt.dispatcher.membership.Session", lambda *_: 1 / 0)
+    monkeypatch.setattr("gt.dispatcher.cluster.membership.ClientSession", lambda *_: 1 / 0)
     shop.client(b"c")
     assert shop.to(b"c", Reject) and shop.to(b"w0", Renew)
 

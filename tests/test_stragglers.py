@@ -17,8 +17,8 @@ from conftest import read, wait_until
 
 from gt import env
 from gt.dispatcher.events import Close, Examine, Examined, PeerLost, Tick
-from gt.dispatcher.intake import CREDIT
-from gt.dispatcher.uploads import WINDOW
+from gt.dispatcher.state.uploads import WINDOW
+from gt.dispatcher.state.validate import CREDIT
 from gt.errors import ConfigError, DispatcherLost, WorkerLost, WorkerStuck
 from gt.launch import local
 from gt.launch.process import fork
@@ -47,8 +47,8 @@ from gt.wire.messages import (
     Took,
     Value,
 )
-from gt.worker.effort import Effort
 from gt.worker.engine.numpy import NumpyEngine
+from gt.worker.process.progress import Effort
 from tests import load
 from tests.fuzz import serving
 from tests.hostile import TEMPLATES, row, spec

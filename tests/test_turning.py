@@ -9,8 +9,8 @@ import torch
 from test_early import op
 
 import gt
-from gt.dispatcher.tape import Row, Tape
-from gt.dispatcher.turning import make_way, turned
+from gt.dispatcher.programs.passes.hoist_transfers import make_way, turned
+from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.ir.instr import Define
 from gt.ir.spec import contiguous
 
@@ -23,8 +23,8 @@ GIVEN = Define(13, "send", {"channel": {"peer": 1}, "boxes": []})
 
 def moved(*rows: tuple[Define, list[int], str]) -> list[int]:
     """Where rows of (definition, operands, action) come from, in their new order."""
-    made = [Row(n, define, operands) for n, (define, operands, _) in enumerate(rows)]
-    tape = Tape(0, [], {}, names={id(row): name for row, (_, _, name) in zip(made, rows, strict=True) if name})
+    made = [Instruction(n, define, operands) for n, (define, operands, _) in enumerate(rows)]
+    tape = Recording(0, [], {}, names={id(row): name for row, (_, _, name) in zip(made, rows, strict=True) if name})
     tape.code[0] = made
     make_way(tape)
     return [row.seq for row in tape.code[0]]
@@ -62,7 +62,7 @@ def test_random_orders_have_the_same_values_and_no_transfer_passes_another() -> 
         there = {1, 2}
         for n in order:  # what it reads is there; make_way looks at what was written by itself
             define, operands, _ = rows[n]
-            reads, makes = Row(0, define, operands).ids()
+            reads, makes = Instruction(0, define, operands).ids()
             assert there.issuperset(reads)
             there.update(makes)
         meets = [n for n in order if rows[n][0] is not MADE]

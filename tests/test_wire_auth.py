@@ -16,8 +16,8 @@ from gt.cli import main as cli
 from gt.client.session import Session
 from gt.dispatcher.server import Server
 from gt.errors import DispatcherLost, Refused
-from gt.wire import approach, auth, runtime
-from gt.wire.auth import CURVE, NULL, PLAIN, Access, AccessEntry
+from gt.wire.access import approach, auth, server_files
+from gt.wire.access.auth import CURVE, NULL, PLAIN, Access, AccessEntry
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
 from gt.wire.messages import Reject
@@ -143,61 +143,62 @@ def test_gt_key_makes_a_file_that_is_the_users_alone(tmp_path, capsys):
 
 
 def test_a_servers_file_is_the_users_alone_and_goes_with_it(folder):
-    published = runtime.publish(LOCAL, 5, "text")
+    published = server_files.publish(LOCAL, 5, "text")
     (path,) = folder.glob("server-*")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert runtime.find(LOCAL, 5) == "text" and runtime.find("127.0.0.2", 5) is None and runtime.find(LOCAL, 6) is None
+    assert server_files.find(LOCAL, 5) == "text"
+    assert server_files.find("127.0.0.2", 5) is None and server_files.find(LOCAL, 6) is None
     published.remove()
     published.remove()
-    assert runtime.find(LOCAL, 5) is None and not list(folder.iterdir())
+    assert server_files.find(LOCAL, 5) is None and not list(folder.iterdir())
 
 
 def test_a_dead_servers_file_is_not_read_and_replaced(folder):
-    dead = runtime.publish(LOCAL, 5, "old")
+    dead = server_files.publish(LOCAL, 5, "old")
     os.close(dead._descriptor)  # what the kernel does to the lock of a killed process
-    assert runtime.find(LOCAL, 5) is None
-    other = runtime.publish(LOCAL, 6, "other")  # sweeps
+    assert server_files.find(LOCAL, 5) is None
+    other = server_files.publish(LOCAL, 6, "other")  # sweeps
     assert [path.name for path in folder.glob("server-*")] == ["server-127.0.0.1-6"]
-    new = runtime.publish(LOCAL, 5, "new")
+    new = server_files.publish(LOCAL, 5, "new")
     dead._descriptor = os.open("/dev/null", os.O_RDONLY)
     dead.remove()  # late: the file is another's
-    assert runtime.find(LOCAL, 5) == "new"
+    assert server_files.find(LOCAL, 5) == "new"
     new.remove()
     other.remove()
 
 
 def test_a_file_that_others_could_have_written_is_not_read(folder):
-    published = runtime.publish(LOCAL, 5, "text")
+    published = server_files.publish(LOCAL, 5, "text")
     (path,) = folder.glob("server-*")
     path.chmod(0o644)
-    assert runtime.find(LOCAL, 5) is None
+    assert server_files.find(LOCAL, 5) is None
     path.chmod(0o600)
     folder.chmod(0o755)
-    assert runtime.find(LOCAL, 5) is None
+    assert server_files.find(LOCAL, 5) is None
     folder.chmod(0o700)
-    assert runtime.find(LOCAL, 5) == "text"
+    assert server_files.find(LOCAL, 5) == "text"
     path.rename(folder / "elsewhere")
     path.symlink_to(folder / "elsewhere")
-    assert runtime.find(LOCAL, 5) is None
+    assert server_files.find(LOCAL, 5) is None
     published.remove()
     assert path.is_symlink()
 
 
 def test_a_folder_that_is_another_users_is_passed_over(folder, tmp_path, monkeypatch):
     last = tmp_path / "last"
-    monkeypatch.setattr(runtime, "_folders", lambda: [folder, last])
+    monkeypatch.setattr(server_files, "_folders", lambda: [folder, last])
     target = tmp_path / "target"
     target.mkdir(0o700)
     folder.symlink_to(target)
-    published = runtime.publish(LOCAL, 5, "text")
-    assert published.path.parent == last and not list(target.iterdir()) and runtime.find(LOCAL, 5) == "text"
+    published = server_files.publish(LOCAL, 5, "text")
+    assert published.path.parent == last and not list(target.iterdir()) and server_files.find(LOCAL, 5) == "text"
     published.remove()
     last.chmod(0o777)
     with pytest.raises(Refused, match="its mode is 777, want 700"):
-        runtime.publish(LOCAL, 5, "text")
+        server_files.publish(LOCAL, 5, "text")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(Refused, match="belongs to user"):
-        runtime.publish(LOCAL, 5, "text")
+        server_files.publish(LOCAL, 5, "text")
 
 
 # ---- connecting
@@ -216,7 +217,7 @@ def test_the_users_own_clients_are_let_in(folder, access):
 
 def test_without_the_file_a_token_opens_a_server_that_encrypts(folder, monkeypatch):
     with Running(Access("t", encrypt=True)) as first, Running(Access("t")) as second:
-        monkeypatch.setattr(runtime, "find", lambda ip, port: None)  # another user's process
+        monkeypatch.setattr(server_files, "find", lambda ip, port: None)  # another user's process
         Session(first.address, token="t").close()
         with pytest.raises(Refused, match="another token"):
             Session(first.address, token="guess")
@@ -316,7 +317,7 @@ def test_a_listener_at_another_loopback_address_is_told_nothing(folder):
 
 def test_a_dead_servers_secret_is_not_told_to_who_takes_its_port(folder):
     """Killed: its file is left, its lock is not."""
-    dead = runtime.publish(LOCAL, 5, AccessEntry(PLAIN, auth.made()).text())
+    dead = server_files.publish(LOCAL, 5, AccessEntry(PLAIN, auth.made()).text())
     os.close(dead._descriptor)
     fake = Fake(PLAIN)
     os.rename(dead.path, dead.path.with_name(f"server-{LOCAL}-{fake.port}"))

@@ -12,9 +12,9 @@ from test_worker_loop import ADD, FETCH, UPLOAD, Dispatcher
 from gt.wire.messages import Data, Done, Exit, Goodbye, Piece, Query, Renew, Report, Run, Switch, Trouble
 from gt.wire.router import Gone, Router
 from gt.worker import loop
-from gt.worker.completions import Completions
 from gt.worker.engine.torch import TorchEngine
-from gt.worker.engine.torch.cuda import Events
+from gt.worker.engine.torch.gpu.cuda import Events
+from gt.worker.process.completions import Completions
 from tests.limits import limit
 
 

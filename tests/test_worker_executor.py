@@ -17,11 +17,11 @@ from gt.ir.layout import Layout, Mesh, Shard, boxes
 from gt.ir.template import Const, T, V
 from gt.wire.messages import CHUNK, Data, Described, Piece, Trouble
 from gt.worker.engine.torch import COMBINE, TorchEngine
-from gt.worker.engine.torch.direct import DirectEngine
+from gt.worker.engine.torch.gpu.direct import DirectEngine
 from gt.worker.executor import BIND, Poisoned
-from gt.worker.plane.arena import present
 from gt.worker.plane.base import Doomed, PeerGone, issuing
-from gt.worker.store import Uploads
+from gt.worker.plane.symmetric import present
+from gt.worker.uploads import UploadBuffers
 from tests.limits import limit
 
 
@@ -232,7 +232,7 @@ def test_an_upload_that_will_not_come_fails_its_wait():
 
 
 def test_a_cancel_does_not_touch_uploads_of_runs_that_come_after_it():
-    uploads = Uploads()
+    uploads = UploadBuffers()
     uploads.cancel("a client left")
     uploads.receive(Data(1, 0, 1), b"x")
     assert bytes(uploads.take(1, uploads.epoch)) == b"x"

@@ -40,7 +40,7 @@ from gt.wire.messages import (
 from gt.wire.router import Arrived, Gone, Router
 from gt.worker import loop
 from gt.worker.engine.torch import TorchEngine
-from gt.worker.engine.torch.cuda import NOTED, Events
+from gt.worker.engine.torch.gpu.cuda import NOTED, Events
 from tests.limits import limit
 
 

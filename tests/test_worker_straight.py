@@ -17,7 +17,7 @@ from worker_parts import Bench, new, op
 import gt
 from gt.ir.instr import FREE, Define
 from gt.ir.template import T, V
-from gt.worker import straight
+from gt.worker.program import python_codegen
 
 
 def one_by_one(script: Script, held: dict[int, torch.Tensor]) -> tuple[Bench, Callable[[], None]]:
@@ -60,13 +60,13 @@ def damaged(rng: random.Random, script: Script) -> Script:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(straight, "FEWEST", 1)
+    monkeypatch.setattr(python_codegen, "FEWEST", 1)
 
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("most", [5, 256])
 def test_random_programs_leave_what_their_instructions_leave(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(straight, "MOST", most)
+    monkeypatch.setattr(python_codegen, "MOST", most)
     troubles = 0
     for seed in range(150):
         script = program(seed, 25)
@@ -101,8 +101,8 @@ def chain(length: int) -> tuple[Bench, Callable[[], None]]:
 
 def test_a_long_program_is_bound_in_time_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    stretch = straight.Stretch.__init__
-    monkeypatch.setattr(straight.Stretch, "__init__", lambda self, *args: (sizes.append(len(args[1])), stretch(self, *args))[1])
+    cls, init = python_codegen.GeneratedFunction, python_codegen.GeneratedFunction.__init__
+    monkeypatch.setattr(cls, "__init__", lambda self, *args: (sizes.append(len(args[1])), init(self, *args))[1])
 
     def bound(length: int) -> float:
         start = time.process_time()
@@ -111,7 +111,7 @@ def test_a_long_program_is_bound_in_time_in_proportion(monkeypatch: pytest.Monke
 
     bound(100)
     short, long = min(bound(1_000) for _ in range(3)), bound(10_000)
-    assert max(sizes) <= straight.MOST and sum(sizes) == 3 * 1_500 + 150 + 15_000
+    assert max(sizes) <= python_codegen.MOST and sum(sizes) == 3 * 1_500 + 150 + 15_000
     assert long < 30 * short and long < 5  # measured: 9 times, 0.4 s
 
 
@@ -169,8 +169,8 @@ def test_a_worker_that_makes_code_of_a_program_is_not_taken_for_stuck(monkeypatc
     bench.put(_1=x)
     bench.do("op", op("aten.tanh.default", [T(0)], 1, [new(x)]), 1, 2)
     assert bench.executor.where() == (0, 100, "op", 0)
-    function = straight.Straight.function
-    monkeypatch.setattr(straight.Straight, "function", lambda *args: (seen.append(bench.executor.where()), function(*args))[1])
+    cls, function = python_codegen.Straight, python_codegen.Straight.function
+    monkeypatch.setattr(cls, "function", lambda *args: (seen.append(bench.executor.where()), function(*args))[1])
     code = [part for n in range(4) for part in (bench.number, n, 1 + n, 2 + n)]
     payload = {"code": code, "randoms": [], "actions": [], "backend": "eager", "channels": [], "once": False}
     bench.do("program", payload, 0, 0)

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import struct
 
-from gt.wire import auth, runtime
+from gt.wire.access import auth, server_files
 
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 
@@ -28,7 +28,7 @@ def plain_hello(password: bytes, user: bytes = b"gt") -> bytes:
 
 def password(port: int, token: str = "") -> bytes:
     """What this user's processes show to their server on loopback."""
-    key = auth.key(auth.read(runtime.find("127.0.0.1", port) or ""), token, "127.0.0.1", port)
+    key = auth.key(auth.read(server_files.find("127.0.0.1", port) or ""), token, "127.0.0.1", port)
     assert key is not None
     return key.password
 

@@ -49,8 +49,8 @@ class Rank:
 
         from gt.ir.heap import channel_bytes, sizes
         from gt.worker.engine.torch import COMBINE, TorchEngine
-        from gt.worker.engine.torch.direct import DirectEngine
-        from gt.worker.plane.arena import Arena
+        from gt.worker.engine.torch.gpu.direct import DirectEngine
+        from gt.worker.plane.symmetric import Arena
 
         self.torch, self.dist, self.rank, self.size = torch, dist, rank, size
         self.cuda = torch.cuda.is_available()
@@ -74,7 +74,7 @@ class Rank:
         self.raw_bytes, self.count = most, 1000
 
     def nccl(self) -> Any:
-        from gt.worker.plane import nccl
+        from gt.worker.plane import nccl_bindings as nccl
 
         return nccl.Nccl()
 

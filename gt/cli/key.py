@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from gt.wire.auth import strong
+from gt.wire.access.auth import strong
 
 
 def main(args: list[str], about: str) -> int:

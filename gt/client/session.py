@@ -20,7 +20,7 @@ import numpy as np
 
 from gt import errors
 from gt import log as logs
-from gt.client import host
+from gt.client import host_buffers
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import link, messages
@@ -42,7 +42,7 @@ class _Pending:
         self.done = threading.Event()
         self.value: Any = None
         self.error: GTError | None = None
-        self.assembly: host.Assembly | None = None
+        self.assembly: host_buffers.Assembly | None = None
 
     def finish(self, value: Any = None, error: GTError | None = None) -> None:
         self.value, self.error = value, error
@@ -349,7 +349,7 @@ class Session:
         if left is None:
             raise ProtocolError(f"More.key is {key}, of which nothing is left to send")
         if isinstance(left, tuple):  # not begun: what has to be copied out of it is copied now
-            left = self._uploading[key] = deque(host.frames(host.region(*left)))
+            left = self._uploading[key] = deque(host_buffers.frames(host_buffers.region(*left)))
         while left and left[0][0] + sum(map(len, left[0][2])) <= upto:
             offset, total, parts = left.popleft()
             self._link.send(Host(key, offset, total), parts)
@@ -367,7 +367,7 @@ class Session:
         if message.dtype not in DTYPES:
             raise ProtocolError(f"Value.dtype is {message.dtype!r}")
         shape = tuple(message.shape)
-        pending.assembly = host.Assembly(shape, DTYPES[message.dtype][0], message.pieces)
+        pending.assembly = host_buffers.Assembly(shape, DTYPES[message.dtype][0], message.pieces)
         pending.value = (shape, message.dtype, pending.assembly.data)
         if frames:
             pending.assembly.add(message.pieces[0][0], 0, len(frames[0]), frames[0])

@@ -10,9 +10,11 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from gt import errors
-from gt.dispatcher.admission import Admission
-from gt.dispatcher.batches import MOST_WAITING
-from gt.dispatcher.cluster import Cluster, Worker
+from gt.dispatcher.cluster.admission import Admission
+from gt.dispatcher.cluster.health import Survey, Watch, answer
+from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, workers
+from gt.dispatcher.cluster.membership import Membership
+from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.dispatcher.events import (
     Action,
     Close,
@@ -29,16 +31,14 @@ from gt.dispatcher.events import (
     Turn,
     TurnWanted,
 )
-from gt.dispatcher.failures import op_failed
-from gt.dispatcher.leases import Exclusive, Lease, Shared, Terms, workers
-from gt.dispatcher.membership import Membership
-from gt.dispatcher.memory_report import memory_report
-from gt.dispatcher.pace import Pace
-from gt.dispatcher.requests import MOST
-from gt.dispatcher.round_robin import RoundRobin
-from gt.dispatcher.sessions import Session
-from gt.dispatcher.times import tell
-from gt.dispatcher.watch import Survey, Watch, answer
+from gt.dispatcher.fairness.round_robin import RoundRobin
+from gt.dispatcher.fairness.time_slices import Pace
+from gt.dispatcher.planning.op_stream import MOST_WAITING
+from gt.dispatcher.programs.profile import tell
+from gt.dispatcher.session import ClientSession
+from gt.dispatcher.state.failures import op_failed
+from gt.dispatcher.state.fetches import MOST
+from gt.dispatcher.state.memory_report import memory_report
 from gt.errors import GTError, ProtocolError, SystemFailure
 from gt.log import Sparse
 from gt.wire.messages import (
@@ -87,7 +87,7 @@ class Core:
         self.terms = terms or Terms()
         self.logging = logging
         self.pace = pace or Pace()
-        self.sessions: dict[Peer, Session] = {}
+        self.sessions: dict[Peer, ClientSession] = {}
         home = self.process[1] if self.process else ""
         lend = self.terms.exclusive
         self.lending = Exclusive(heartbeat, home, self.terms) if lend else Shared(heartbeat, home, self.sessions)
@@ -225,7 +225,7 @@ class Core:
         text = f"internal error of the server: {type(error).__name__}: {error!s:.500}"
         self.refuse(peer, SystemFailure(f"{text} (at {what})"))
 
-    def guarded(self, session: Session, what: str, call: Callable, *args: object) -> None:
+    def guarded(self, session: ClientSession, what: str, call: Callable, *args: object) -> None:
         """Do something for one of several sessions: its faults are its own."""
         try:
             call(*args)
@@ -251,7 +251,7 @@ class Core:
 
     # ---- clients
 
-    def _session(self, peer: Peer) -> Session:
+    def _session(self, peer: Peer) -> ClientSession:
         session = self.sessions.get(peer)
         if session is None:
             raise ProtocolError("the session has not been welcomed yet")
@@ -306,7 +306,7 @@ class Core:
             raise ProtocolError("only a worker says that")
         return worker
 
-    def _session_of(self, peer: Peer, key: int) -> Session | None:
+    def _session_of(self, peer: Peer, key: int) -> ClientSession | None:
         """The session of a worker that waits for an answer under this key."""
         return next((s for s in self._lease(peer).sessions.values() if key in s.requests.by_key), None)
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from gt import env
-from gt.dispatcher.background import Background
-from gt.dispatcher.descriptors import Reserve
 from gt.dispatcher.events import (
     Action,
     Close,
@@ -30,18 +28,20 @@ from gt.dispatcher.events import (
     Turn,
     TurnWanted,
 )
-from gt.dispatcher.journal import Journal
-from gt.dispatcher.pace import Pace
+from gt.dispatcher.fairness.background import Background
+from gt.dispatcher.fairness.descriptors import Reserve
+from gt.dispatcher.fairness.time_slices import Pace
+from gt.dispatcher.instruction_log import InstructionLog
 from gt.errors import ProtocolError, Refused, to_wire
 from gt.wire import codec, liveness
-from gt.wire.auth import Access, weakness
+from gt.wire.access.auth import Access, weakness
 from gt.wire.link import Gate
-from gt.wire.memory import CycleCollector
 from gt.wire.messages import Exit, Goodbye, Hello, Reject, Welcome
+from gt.wire.process_settings import CycleCollector
 from gt.wire.router import Arrived, Gone, Router
 
 if TYPE_CHECKING:
-    from gt.dispatcher.leases import Terms
+    from gt.dispatcher.cluster.leases import Terms
 
 log = logging.getLogger("gt.dispatcher")
 
@@ -284,10 +284,10 @@ class Server:
             self._handle(Examined(one.peer, *liveness.sight(one.pid, one.home), self._now()))
 
 
-def _journal(path: str) -> Journal | None:
+def _journal(path: str) -> InstructionLog | None:
     if not path:
         return None
     try:
-        return Journal(path)
+        return InstructionLog(path)
     except OSError as error:
         raise Refused(f"GT_INSTRUCTION_LOG={path} cannot be written: {error}") from None

@@ -2,6 +2,6 @@
 
 import sys
 
-from gt.launch.nursery import main
+from gt.launch.supervisor import main
 
 sys.exit(main())

@@ -18,7 +18,7 @@ from typing import Any
 
 from gt import env
 from gt.errors import SystemFailure
-from gt.wire import auth
+from gt.wire.access import auth
 from gt.wire.liveness import Vigil, home
 
 log = logging.getLogger("gt.launch")

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from gt.config.schema import Rule
-from gt.dispatcher.plan.cost import LINK
 from gt.dispatcher.schedule.balance import said
+from gt.dispatcher.sharding.cost import LINK
 from gt.ir.layout import Replicate
 from gt.ir.text import PlanLine
-from gt.observe import pipeline
-from gt.observe.dry import Dry, Step
-from gt.observe.standin import GRADIENTS, OPTIMIZER, WEIGHTS
+from gt.observe import pipeline_report
+from gt.observe.dry_run import Dry, PlannedStep
+from gt.observe.simulated_worker import GRADIENTS, OPTIMIZER, WEIGHTS
 
 MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LOCAL = ("place", "shard", "keep")
@@ -47,7 +47,7 @@ class Plan:
 
 def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     step = dry.steps[kind]
-    pipe = pipeline.describe(dry, step)
+    pipe = pipeline_report.describe(dry, step)
     lines = sorted(step.moves.items(), key=lambda item: -_nbytes(item[0]) * item[1])
     moves = [(line, count) for line, count in lines if not line.op.startswith(LOCAL)]
     body: dict[str, Any] = {
@@ -65,7 +65,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     return body
 
 
-def _took(step: Step, body: dict[str, Any]) -> dict[str, float]:
+def _took(step: PlannedStep, body: dict[str, Any]) -> dict[str, float]:
     """Seconds of a step of a nominal GPU: the schedule and what is done once, or all work and all transfers in a row."""
     rows, pipe = body["memory"], body["pipeline"]
     took = max(row["seconds"] + row["link_seconds"] for row in rows)
@@ -99,7 +99,7 @@ def _move(line: PlanLine, count: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _worker(dry: Dry, step: Step, index: int) -> dict[str, Any]:
+def _worker(dry: Dry, step: PlannedStep, index: int) -> dict[str, Any]:
     stretch, known = step.stretches[index], (WEIGHTS, GRADIENTS, OPTIMIZER)
     held: Counter[str] = Counter(step.held.get(index))
     if not step.held:  # no optimizer: weights by themselves
@@ -127,7 +127,7 @@ def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
         return
     where = {some[0]: stage for some, stage in zip(pipe["places"], pipe["stages"]) if len(some) == 1}
     for place, peak in enumerate(pipe["activations"]):
-        members = pipeline.members(dry, where[place])
+        members = pipeline_report.members(dry, where[place])
         for row in body["memory"]:
             if row["workers"][0] in members:
                 beside = max(0, row["activations"] - round(pipe["micro_batch"][place]))  # within an action
@@ -135,7 +135,7 @@ def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
                 row["peak_scheduled"] = row["activations_scheduled"] + sum(row[k] for k in (WEIGHTS, GRADIENTS, OPTIMIZER))
 
 
-def _warnings(dry: Dry, step: Step, body: dict[str, Any]) -> list[str]:
+def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
     found = []
     gathers: dict[str, list[dict[str, Any]]] = {}
     for row in body["collectives"]:

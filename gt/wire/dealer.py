@@ -18,7 +18,7 @@ from zmq.utils import garbage
 from gt import errors
 from gt.errors import Refused
 from gt.wire import codec
-from gt.wire.approach import Approach
+from gt.wire.access.approach import Approach
 from gt.wire.connections import cut
 from gt.wire.liveness import LOOKS, Cable, Vigil
 from gt.wire.messages import CHUNK, Exit, Message, Reject, Welcome

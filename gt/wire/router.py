@@ -15,8 +15,9 @@ import zmq
 
 from gt.errors import Refused
 from gt.log import Sparse
-from gt.wire import auth, codec, runtime, tcp
-from gt.wire.auth import Access
+from gt.wire import codec, tcp
+from gt.wire.access import auth, server_files
+from gt.wire.access.auth import Access
 from gt.wire.connections import SILENT, Connection, Connections, on_wire
 from gt.wire.liveness import Cable
 from gt.wire.messages import CHUNK, Exit, Message
@@ -85,7 +86,7 @@ class Router:
         self._sock = self._context.socket(zmq.ROUTER)
         self._porter = self._context.socket(zmq.ROUTER)  # asked by libzmq who may come in: ZAP
         self._monitor = self._sock.get_monitor_socket(ACCEPTED | GONE)
-        self._published: runtime.Published | None = None
+        self._published: server_files.Published | None = None
         try:
             self.port = self._open(host, port, heartbeat, access)
         except BaseException:
@@ -178,7 +179,7 @@ class Router:
         self._sealed = entry.mechanism == auth.CURVE
         self._client = public(self._lock.client) if self._lock.client else b""
         try:
-            self._published = runtime.publish(ip, bound, entry.text())
+            self._published = server_files.publish(ip, bound, entry.text())
         except Refused as refusal:
             if not access.secret and not (entry.given and entry.mechanism == auth.CURVE):
                 raise

@@ -18,7 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from gt.errors import DispatcherLost, SystemFailure
-from gt.wire.auth import CURVE, PLAIN, USER, Credentials
+from gt.wire.access.auth import CURVE, PLAIN, USER, Credentials
 
 Frames = Sequence[Any]  # bytes-like, each of at most messages.CHUNK bytes
 QUEUE = 64  # messages that libzmq itself holds for a Dealer; more wait in our deque, where they cost a reference

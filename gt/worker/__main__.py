@@ -14,7 +14,7 @@ from gt.errors import ConfigError, DispatcherLost
 from gt.wire.socket import PORT, host_and_port
 from gt.worker.engine.base import ENGINES
 from gt.worker.loop import WorkerOptions, run
-from gt.worker.renewal import Renewal
+from gt.worker.process.restart import Renewal
 
 
 def main(argv: list[str] | None = None, own: bool = False) -> int:

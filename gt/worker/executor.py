@@ -16,21 +16,22 @@ from typing import Any
 from gt.errors import ProtocolError
 from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
 from gt.ir.spec import Spec
-from gt.worker import exchange, local, troubles
-from gt.worker.beside import together
-from gt.worker.blanks import Blank, blanks
-from gt.worker.compiled import ISSUES, MOVES, Plan
+from gt.worker.context import Anew, Binder, Counted, ExecutionContext, Firsts, Step
+from gt.worker.downloads import Outgoing
 from gt.worker.engine.base import Engine
-from gt.worker.lent import Lent
-from gt.worker.limits import OPERANDS, PLANNED, Budget, Careful, bounded, results
-from gt.worker.outgoing import Outgoing
+from gt.worker.instructions import communicate, compute
+from gt.worker.placeholders import Blank, blanks
 from gt.worker.plane.base import Doomed, Plane, Unmet
-from gt.worker.program import Bound, drawing, program
-from gt.worker.segments import Row
-from gt.worker.steps import Anew, Binder, Counted, Firsts, Step, Worker
-from gt.worker.store import Uploads
-from gt.worker.straight import Straight, whereabouts
-from gt.worker.timed import Stamps, Timed
+from gt.worker.process import op_errors
+from gt.worker.process.memory_budget import OPERANDS, PLANNED, Budget, Careful, bounded, results
+from gt.worker.process.profiler import Stamps, Timed
+from gt.worker.program.compiled import ISSUES, MOVES, CompiledProgram
+from gt.worker.program.graph_outputs import Lent
+from gt.worker.program.overlap import together
+from gt.worker.program.partition import Row
+from gt.worker.program.program import Bound, drawing, program
+from gt.worker.program.python_codegen import Straight, whereabouts
+from gt.worker.uploads import UploadBuffers
 
 log = logging.getLogger("gt.worker")
 
@@ -53,26 +54,26 @@ class Executor:
     def __init__(self, engine: Engine, plane: Plane, send: Send, budget: Budget | None = None) -> None:
         self.tensors: dict[int, Any] = {}
         self.budget = budget or Budget()
-        self.budget.held = lambda session: sum(n for _, n in troubles.held(self.tensors, session, engine.storage).values())
-        self.uploads = Uploads(admit=self.budget.admit)
+        self.budget.held = lambda session: sum(n for _, n in op_errors.held(self.tensors, session, engine.storage).values())
+        self.uploads = UploadBuffers(admit=self.budget.admit)
         self.outgoing = Outgoing(send)
         self.instructions = 0
-        self.worker = Worker(engine, plane, send, self.tensors, self.uploads, self.outgoing, self.budget)
+        self.worker = ExecutionContext(engine, plane, send, self.tensors, self.uploads, self.outgoing, self.budget)
         self._engine = engine
         self._send = send
         self.times: dict[int, float] = {}  # number -> the least that it took in timed Runs, until it is told
         self._steps: Bound = {}  # number -> what to call, numbers it takes in the stream
         # number -> its kind and outputs, for placeholders, and itself unless it is a program
         self._made: dict[int, tuple[str, list[Blank], Define | None]] = {}
-        self._plans: dict[int, Plan] = {}  # by definition of a program, what of it is compiled
+        self._plans: dict[int, CompiledProgram] = {}  # by definition of a program, what of it is compiled
         self._directs: set[int] = set()  # definitions that move data by the device alone
         self._anew: dict[int, Anew] = {}  # and what may come to do so
-        self._lent = Lent(lambda seq, error: self._trouble(seq, error, troubles.text(error)))
+        self._lent = Lent(lambda seq, error: self._trouble(seq, error, op_errors.text(error)))
         self._firsts = Firsts(self._steps)
         self._compiling = self._strict = self._busy = False
         self._small: dict[int, int] = {}  # bytes that definitions make which are not compared with the room by themselves
         self._careful = False  # whether they are now
-        self._troubles = troubles.Troubles(send, self.tensors, self.budget, engine.storage)
+        self._troubles = op_errors.Troubles(send, self.tensors, self.budget, engine.storage)
         self._stamps = Stamps()
         self._code: list = []  # of the Run under way, its base, and the place of the instruction that is carried out
         self._base = self._place = self._thread = self._peak = 0
@@ -135,7 +136,7 @@ class Executor:
             once = define.payload["once"]
             reached = self._reached if once or self._alone(define.payload) else None
             args = self._engine, self.tensors, self._each, self._fail_segment, batch, reached, once
-            plan = self._plans[define.number] = Plan(define.payload["backend"], *args)
+            plan = self._plans[define.number] = CompiledProgram(define.payload["backend"], *args)
             plan.fits = self._fits
             fold = partial(plan.fold, definition=self._definition)
             prepare = _nothing if once else partial(self._prepare, plan)
@@ -233,7 +234,7 @@ class Executor:
         self.instructions += len(rows)
         return well
 
-    def _prepare(self, plan: Plan, parts: list[tuple[str, list[Row]]], code: list, randoms: Sequence[int]) -> None:
+    def _prepare(self, plan: CompiledProgram, parts: list[tuple[str, list[Row]]], code: list, randoms: Sequence[int]) -> None:
         """Compile what waits for it, which may take long; once nothing does, replay on the device what can be."""
         if plan.waiting:
             with self._compiles():
@@ -277,7 +278,7 @@ class Executor:
 
     def _direct(self, define: Define) -> bool:
         """Whether it was bound to move data by the device alone."""
-        return define.kind in MOVES and self.worker.reach(exchange.peers(define.payload))[0] is self._engine.direct
+        return define.kind in MOVES and self.worker.reach(communicate.peers(define.payload))[0] is self._engine.direct
 
     def where(self) -> tuple[int, int, str, int] | None:
         """(place in its Run, its op's seq, its kind, Runs that the device is through with) of the instruction that is being
@@ -341,7 +342,7 @@ class Executor:
                 table.pop(number, None)
         return last
 
-    def _forget(self, plans: Sequence[Plan]) -> None:
+    def _forget(self, plans: Sequence[CompiledProgram]) -> None:
         if plans:
             self._lent.settle()  # the memory is its program's
         with self._compiles():
@@ -352,7 +353,7 @@ class Executor:
         name, made, _ = self._made[number]
         seq = base + code[at + 1]
         log.debug("%s of op %d failed", name, seq, exc_info=error)
-        text = troubles.text(error)
+        text = op_errors.text(error)
         self._trouble(seq, error, text, name in ANSWERS)
         if isinstance(error, Unmet):
             raise Doomed(f"others wait on their GPUs for a {name} that failed: {text}") from error
@@ -364,7 +365,7 @@ class Executor:
 
     def _fail_segment(self, code: list, at: int, error: Exception, outs: Sequence[tuple[int, Spec]]) -> None:
         """Compiled code failed, that may have written by then: its first op stands for all of them."""
-        self._trouble(self._base + code[at - 1], error, f"{troubles.text(error)} (in compiled code that begins with this op)")
+        self._trouble(self._base + code[at - 1], error, f"{op_errors.text(error)} (in compiled code that begins with this op)")
         for tensor, spec in outs:
             try:
                 self.budget.need(spec.nbytes)
@@ -392,6 +393,6 @@ def _failing(error: Exception) -> Step:
 
 
 BIND: dict[str, Binder] = {
-    **{kind: getattr(local, kind) for kind in KINDS if hasattr(local, kind)},
-    **{kind: getattr(exchange, kind) for kind in KINDS if hasattr(exchange, kind)},
+    **{kind: getattr(compute, kind) for kind in KINDS if hasattr(compute, kind)},
+    **{kind: getattr(communicate, kind) for kind in KINDS if hasattr(communicate, kind)},
 }

@@ -21,9 +21,9 @@ from typing import Any
 from gt import env, errors
 from gt import log as logs
 from gt.wire import liveness
+from gt.wire.access.proof import proof
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
-from gt.wire.memory import keep_freed, more_descriptors
 from gt.wire.messages import (
     CHUNK,
     Abort,
@@ -44,14 +44,14 @@ from gt.wire.messages import (
     Welcome,
     World,
 )
-from gt.wire.proof import proof
-from gt.worker.completions import Completions
-from gt.worker.effort import Effort
+from gt.wire.process_settings import keep_freed, more_descriptors
 from gt.worker.engine.base import open_engine
 from gt.worker.executor import Executor, Poisoned
-from gt.worker.limits import Budget
 from gt.worker.plane.base import ALL, Doomed, Plane, open_plane
-from gt.worker.timed import take
+from gt.worker.process.completions import Completions
+from gt.worker.process.memory_budget import Budget
+from gt.worker.process.profiler import take
+from gt.worker.process.progress import Effort
 
 log = logging.getLogger("gt.worker")
 TOGETHER = 8  # Runs that one Done answers, at most

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gt import env
-from gt.launch.nursery import AGAIN
+from gt.launch.supervisor import AGAIN
 from tests.attacks.beside import ROOT, Holder
 from tests.attacks.ground import Ground, alive, born, children
 

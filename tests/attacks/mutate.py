@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from gt.dispatcher.stream import BASE_BITS
+from gt.dispatcher.state.emitter import BASE_BITS
 from gt.wire import codec
 from gt.wire.link import MAY_SEND
 from gt.wire.messages import CODES, Hello, Message, Ops

@@ -22,7 +22,7 @@ from test_compile_unplaced import DATA, PAIR, drawn, square, stepped
 from test_networks import Network, train
 
 import gt
-from gt.client import runtime
+from gt.client import current_session
 from gt.ir.schedules import NAMES
 from tests.corpus import drawn as pipelines
 from tools import placements
@@ -133,7 +133,7 @@ def trained(schedule: str | None, backend: str | None = None) -> Callable[[Path]
 
 def connected(run: Callable[[Path], str | None]) -> Callable[[Path], str | None]:
     def begin(folder: Path) -> str | None:
-        runtime.current()
+        current_session.current()
         return run(folder)
 
     return begin
@@ -165,7 +165,7 @@ def model(kind: str, layers: int, stages: int, *sizes: int) -> Callable[[Path], 
     def run(folder: Path) -> str | None:
         from test_model_configs import LENGTH, WORDS, made
 
-        runtime.current()
+        current_session.current()
         net = made(kind, layers, *sizes).to("remote")
         gt.signal.apply(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -200,7 +200,7 @@ class Program(test_programs.Program):
             if any(t.device.type != "cpu" for t in tensors):
                 return function(*tensors)
             made = function(*tensors)
-            session = runtime.current().session
+            session = current_session.current().session
             if hasattr(session, "shapes"):
                 session.shapes = [t for t in (made if isinstance(made, tuple) else (made,)) if isinstance(t, torch.Tensor)]
             return made
@@ -210,7 +210,7 @@ class Program(test_programs.Program):
 
 def eager(seed: int) -> Callable[[Path], str]:
     def run(folder: Path) -> str:
-        runtime.current()
+        current_session.current()
         with torch.no_grad():
             program = Program(seed)
             program.run(30)
@@ -221,7 +221,7 @@ def eager(seed: int) -> Callable[[Path], str]:
 
 def network(seed: int) -> Callable[[Path], None]:
     def run(folder: Path) -> None:
-        runtime.current()
+        current_session.current()
         torch.manual_seed(seed)
         train(Network(seed).to("remote"), seed, "remote")
 
@@ -232,7 +232,7 @@ def unplaced(seed: int) -> Callable[[Path], str]:
     """A captured step with ops outside of groups, and eager ops on its tensors between its calls."""
 
     def run(folder: Path) -> str:
-        runtime.current()
+        current_session.current()
         ops = drawn(random.Random(seed))
         weights, buffers = [square(), square()], [torch.full((4, 4), n / 2, device="remote") for n in range(3)]
         called = gt.compile(stepped(ops, weights, buffers))

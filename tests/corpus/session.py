@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from gt import api, env, errors
-from gt.client import device, runtime
+from gt.client import current_session
+from gt.client.device import register
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import MARK, Action, Lines, Log, Received, Send, Turn, TurnWanted
-from gt.dispatcher.journal import text as log_line
-from gt.dispatcher.pace import Pace
+from gt.dispatcher.fairness.time_slices import Pace
+from gt.dispatcher.instruction_log import text as log_line
 from gt.errors import UnsupportedOp
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import messages as m
@@ -192,15 +193,15 @@ def written(config: str | None, workers: int) -> Iterator[Transcript]:
     def begin(given: str | None, wanted: int) -> None:
         path = next(p for p in (config, given, env.get("GT_CONFIG")) if p is not None)
         text = api.read(path)
-        device.register()
+        register.register()
         session = PlannedSession(text, path, workers or wanted or api._named(path) or 1, transcript)
-        runtime.connect(session, text, path)
+        current_session.connect(session, text, path)
 
-    before, api._Started.plan = (api._Started.plan, runtime.set_aside()), begin
+    before, api._Started.plan = (api._Started.plan, current_session.set_aside()), begin
     try:
         yield transcript
         api.disconnect()
     finally:
-        runtime.disconnect()
+        current_session.disconnect()
         api._Started.plan = before[0]
-        runtime.restore(before[1])
+        current_session.restore(before[1])

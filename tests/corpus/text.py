@@ -17,12 +17,13 @@ from unittest import mock
 import torch
 
 import gt
-from gt.client import infer, program, recorder
+from gt.client.capture import compile
+from gt.client.trace import recorder, shape_inference
 from tests.corpus.programs import ROOT, Entry, quiet
 from tests.corpus.session import written
 from tests.corpus.transcript import pretty
 
-COUNTERS = ((recorder, "_ids"), (program, "_numbers"), (program, "_slots"))  # of a process
+COUNTERS = ((recorder, "_ids"), (compile, "_numbers"), (compile, "_slots"))  # of a process
 
 
 def text(entry: Entry) -> str:
@@ -70,7 +71,7 @@ def afresh() -> Iterator[Path]:
 @functools.cache
 def warm() -> None:
     """Have torch import what it imports at first use: frames, and the tensors in them, live on in cycles after that."""
-    infer.warm()
+    shape_inference.warm()
     weight = torch.nn.Parameter(torch.ones(2))
     weight.sum().backward()
     torch.optim.AdamW([weight]).step()

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gt.dispatcher.schedule import auto, shared
+from gt.dispatcher.schedule import auto, vocab_parallel
 from gt.dispatcher.schedule.actions import Action, Rows, check, forwards, parse, text, whole
-from gt.dispatcher.schedule.blocks import Members, checked
 from gt.dispatcher.schedule.costs import Costs, uniform
-from gt.dispatcher.schedule.finish import finish
+from gt.dispatcher.schedule.epilogue import finish
 from gt.dispatcher.schedule.one_f_one_b import gpipe, interleaved, one_f_one_b
-from gt.dispatcher.schedule.show import show
+from gt.dispatcher.schedule.placement import Members, checked
 from gt.dispatcher.schedule.simulate import Timeline, simulate
+from gt.dispatcher.schedule.table_text import show
 from gt.dispatcher.schedule.zero_bubble import zb_h1, zb_v
 from gt.errors import ConfigError
 from gt.ir.schedules import NAMES
@@ -82,14 +82,14 @@ def make(
 
 
 def _shared(name: str, where: Sequence[Members], m: int, costs: Costs, limits: list[float], backward: bool) -> Rows:
-    if name not in shared.NAMES:
+    if name not in vocab_parallel.NAMES:
         stage = next(stage for stage, some in enumerate(where) if len(some) > 1)
         raise ConfigError(
             f"{name} wants one worker for each stage, and stage {stage} is on workers {list(where[stage])} together: try "
-            f"{' or '.join(shared.NAMES)}"
+            f"{' or '.join(vocab_parallel.NAMES)}"
         )
     most = limits if name == "auto" else [float("inf")] * len(limits)
-    rows = auto.best(((name, rows) for rows in shared.orders(name, where, m, costs)), m, costs, most, backward)[1]
+    rows = auto.best(((name, rows) for rows in vocab_parallel.orders(name, where, m, costs)), m, costs, most, backward)[1]
     _keep_within(name, rows, costs, limits)
     return rows
 

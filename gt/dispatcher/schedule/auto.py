@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from gt.dispatcher.schedule.actions import Action, Rows, forwards
-from gt.dispatcher.schedule.blocks import Placement, blocks, expand, mates, turns
 from gt.dispatcher.schedule.costs import Costs
+from gt.dispatcher.schedule.epilogue import finish
 from gt.dispatcher.schedule.fill import fill
-from gt.dispatcher.schedule.finish import finish
 from gt.dispatcher.schedule.greedy import greedy
 from gt.dispatcher.schedule.one_f_one_b import depths, loops
+from gt.dispatcher.schedule.placement import Placement, blocks, expand, mates, turns
 from gt.dispatcher.schedule.simulate import simulate
 from gt.errors import ConfigError
 

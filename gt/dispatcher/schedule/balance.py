@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import Any
 
 from gt.dispatcher import schedule
-from gt.dispatcher.schedule.blocks import Members, checked
 from gt.dispatcher.schedule.costs import Costs
+from gt.dispatcher.schedule.placement import Members, checked
 from gt.errors import ConfigError
 
 WORTH = 0.02  # of a step: a cut that gains less is not proposed

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from gt.dispatcher.schedule.actions import Action, Rows, micro_batches, placement
-from gt.dispatcher.schedule.blocks import lags
 from gt.dispatcher.schedule.costs import Costs
+from gt.dispatcher.schedule.placement import lags
 
 NEVER = float("inf")
 

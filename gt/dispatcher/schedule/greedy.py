@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from gt.dispatcher.schedule.actions import Action
-from gt.dispatcher.schedule.blocks import Placement, lags, mates
 from gt.dispatcher.schedule.costs import Costs
+from gt.dispatcher.schedule.placement import Placement, lags, mates
 
 NEVER = float("inf")
 Found = tuple[float, int, Action]  # start, rank among what starts at once, action

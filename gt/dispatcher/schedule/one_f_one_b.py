@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gt.dispatcher.schedule.actions import Action
-from gt.dispatcher.schedule.blocks import Placement, mates, want_distinct, want_turns
+from gt.dispatcher.schedule.placement import Placement, mates, want_distinct, want_turns
 
 List = list[list[Action]]
 

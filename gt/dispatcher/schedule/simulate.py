@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gt.dispatcher.schedule.actions import ONCE, Action, Rows, members, micro_batches
-from gt.dispatcher.schedule.blocks import lags
 from gt.dispatcher.schedule.costs import Costs
+from gt.dispatcher.schedule.placement import lags
 from gt.errors import ConfigError
 
 NEVER = float("inf")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gt.dispatcher.schedule.actions import Action
-from gt.dispatcher.schedule.blocks import Placement, want_turns, want_v
 from gt.dispatcher.schedule.one_f_one_b import List, loops
+from gt.dispatcher.schedule.placement import Placement, want_turns, want_v
 
 
 def zb_h1(workers: Placement, m: int) -> List:

@@ -13,10 +13,10 @@ from gt.errors import ConfigError
 from gt.ir.spec import Spec
 
 if TYPE_CHECKING:
-    from gt.worker.engine.calls import Source
-    from gt.worker.lent import Lent
-    from gt.worker.segments import Row, Wired
-    from gt.worker.steps import Counted, Step
+    from gt.worker.context import Counted, Step
+    from gt.worker.engine.codegen import Source
+    from gt.worker.program.graph_outputs import Lent
+    from gt.worker.program.partition import Row, Wired
 
 Tensor = Any
 Call = Callable[..., Any]  # (*tensors, *values) -> None, one tensor, or a tuple: one for each `new` or `view` output
@@ -29,7 +29,7 @@ class Misfit(Exception):
     """Compiled code was given what it was not compiled for; it has done nothing."""
 
 
-class Compiled(Protocol):
+class CompiledSegment(Protocol):
     """A segment as compiled code: called with its inputs it gives its outputs; Misfit for others, else as its ops fail."""
 
     key: Hashable  # the same for the same code
@@ -42,7 +42,7 @@ class Compiled(Protocol):
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]: ...
 
 
-class Replays(Protocol):
+class DeviceReplays(Protocol):
     """What a device recorded of one program; `begin`, `ending` and runs are steps, in the program's order."""
 
     def begin(self, code: list, at: int) -> None:
@@ -76,7 +76,7 @@ class Replays(Protocol):
         """There will be no more replays: give back memory."""
 
 
-class Recorder(Protocol):
+class DeviceRecorder(Protocol):
     """What an engine may have: a device that does again what was recorded, on the same memory, in one launch."""
 
     def records(self, payload: dict[str, Any]) -> bool:
@@ -85,19 +85,19 @@ class Recorder(Protocol):
     def draws(self, payload: dict[str, Any]) -> bool:
         """True if the device makes an op's random numbers, by a key in its memory that each replay sets anew."""
 
-    def program(self, held: dict[int, Tensor], each: Each, strictly: Strictly, lent: Lent, dropped: set[int]) -> Replays:
+    def program(self, held: dict[int, Tensor], each: Each, strictly: Strictly, lent: Lent, dropped: set[int]) -> DeviceReplays:
         """each: carries out rows; strictly: the same, and raises where one fails. lent: is told what a replay leaves where the
         next writes. dropped: ids that end before the program reads anything.
         """
 
 
 class Compiler(Protocol):
-    """What an engine may have: segments (gt.worker.segments) as code of their own."""
+    """What an engine may have: segments (gt.worker.program.partition) as code of their own."""
 
     name: str
 
     @property
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> DeviceRecorder | None:
         """Of this device, if it can."""
 
     def fits(self, payload: dict[str, Any]) -> bool:
@@ -106,7 +106,7 @@ class Compiler(Protocol):
     def seen(self, inputs: Sequence[Tensor]) -> Hashable:
         """All that code made for these inputs may depend on, their values left out."""
 
-    def compile(self, wired: Wired, seen: Any) -> Compiled:
+    def compile(self, wired: Wired, seen: Any) -> CompiledSegment:
         """The code of a segment for inputs that were seen so; what it raises is why there is none."""
 
 

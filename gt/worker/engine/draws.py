@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gt.worker.engine.philox import MASK, Words, complex_normal, hits, normal, poisson, uniform
-from gt.worker.pieces import as_boxes, index
+from gt.worker.instructions.pieces import as_boxes, index
 
 DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 BITS = {f"{sign}int{bits}": bits - (not sign) for bits in (8, 16, 32, 64) for sign in ("", "u")}

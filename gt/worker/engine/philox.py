@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gt.ir.layout import Box
-from gt.worker.pieces import as_boxes, extent, index, local
+from gt.worker.instructions.pieces import as_boxes, extent, index, local
 
 MASK = (1 << 64) - 1
 SHORT = 1024  # words: a run of memory shorter than this is drawn together with its neighbours

@@ -184,7 +184,7 @@ def _nvshmem(engine: Any) -> Plane:
 
 
 def _nccl(engine: Any) -> Plane:
-    from gt.worker.plane.rings import NcclPlane
+    from gt.worker.plane.nccl import NcclPlane
 
     _on_gpu("nccl", engine)
     return NcclPlane(engine, heap_size(HEAP_BYTES))

@@ -1,109 +1,162 @@
-"""Collectives of large tensors by NCCL, for teams whose members can hand each other its unique id.
+"""Plane `nccl`: what GPUs send each other goes by NCCL, where NVSHMEM is not to be had.
 
-Called through NCCL's C interface, on the caller's stream and with no process group: torch brings the library along. Sums come
-out the same from run to run, since NCCL adds in an order that follows from sizes and links.
+A pair has a communicator for each direction, a team one of its own; their ids come by way of plane shm when they are first
+used, which all do in the dispatcher's order. NCCL keeps no message: a sender's stream waits until its message is taken. The
+dispatcher's orders allow for that (gt.dispatcher.programs.reorder_check.flow), and in a recorded program transfers are beside
+the rest.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from gt import env
-from gt.errors import ConfigError, SystemFailure
-from gt.ir.spec import DTYPES
-
-ID_BYTES = 128  # of a unique id
-TYPES = {"int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
-OPS = {"sum": 0, "product": 1, "max": 2, "min": 3}
-
-# bytes from which NCCL is faster than members that read one another's memory, by members (of more: the last): an all-reduce of
-# two H200s is at every size (benchmarks/gpu/bench_plane.py); more members are not measured
-FROM = {2: 0}
+from gt.errors import SystemFailure
+from gt.worker.plane.base import Buffer, Channel, Combine, TeamForm, Then, Turns, issuing, nothing
+from gt.worker.plane.gpu import DevicePlane
+from gt.worker.plane.nccl_bindings import ID_BYTES, Nccl, adds
+from gt.worker.plane.symmetric import present
 
 
-class _UniqueId(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_byte * ID_BYTES)]
+class Rings:
+    """What plane.base.Plane does, for flat uint8 tensors of `engine` (Engine.direct). host: the plane for ids."""
+
+    name = "nccl"
+
+    def __init__(self, ring: Any, engine: Any, host: Any, count: Callable[[int, int, int], None]) -> None:
+        self._ring, self._engine, self._host, self._count = ring, engine, host, count
+        self._pairs: dict[tuple[int, int, bool], Any] = {}
+        self._teams: dict[int, Any] = {}
+
+    # ---- transfers
+
+    @issuing()
+    def send(self, channel: Channel, data: Buffer) -> None:
+        present(data)
+        if len(data):
+            comm = self._pair(channel, True)
+            self._ring.send(comm, self._engine.address(data), len(data), 1, self._engine.stream())
+        self._count(channel["peer"], len(data), 0)
+
+    @issuing()
+    def recv(self, channel: Channel, into: Buffer) -> None:
+        present(into)
+        if len(into):
+            comm = self._pair(channel, False)
+            self._ring.recv(comm, self._engine.address(into), len(into), 0, self._engine.stream())
+        self._count(channel["peer"], 0, len(into))
+
+    def rewind(self, channels: Iterable[Sequence[int]]) -> None:
+        """There are no slots to begin with."""
+
+    def turns(self) -> Turns:
+        return {}
+
+    def resume(self, turns: Turns) -> None:
+        pass
+
+    def batch(self) -> AbstractContextManager:
+        return nullcontext()
+
+    # ---- collectives. What NCCL cannot add, members add in rank order.
+
+    def all_reduce(self, form: TeamForm, data: Buffer, combine: Combine, then: Then = nothing) -> None:
+        present(data)
+        self._all_reduce(form, data, combine)
+        then()
+
+    @issuing()
+    def _all_reduce(self, form: TeamForm, data: Buffer, combine: Combine) -> None:
+        size, total = len(form["workers"]), len(data)
+        if size > 1 and total:
+            if adds(combine):
+                self._ring.all_reduce(self._team(form), self._engine.address(data), total, combine, self._engine.stream())
+            else:
+                parts = [self._engine.staging((total,), "uint8") for _ in range(size)]
+                self._exchange(form, [data] * size, parts)
+                self._add(data, parts, combine)
+            self._counted(form, [total] * size, [total] * size)
+
+    @issuing()
+    def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
+        present(data)
+        self._exchange(form, [data] * len(outs), outs)
+        self._counted(form, [len(data)] * len(outs), list(map(len, outs)))
+
+    @issuing()
+    def reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
+        present(out)
+        parts = [self._engine.staging((len(out),), "uint8") for _ in sections]
+        self._exchange(form, sections, parts)
+        self._add(out, parts, combine)
+        self._counted(form, list(map(len, sections)), [len(out)] * len(sections))
+
+    @issuing()
+    def all_to_all(self, form: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
+        present(sends[0])
+        self._exchange(form, sends, recvs)
+        self._counted(form, list(map(len, sends)), list(map(len, recvs)))
+
+    # ----
+
+    def _exchange(self, form: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer]) -> None:
+        own, address, stream = form["rank"], self._engine.address, self._engine.stream()
+        if len(recvs[own]):
+            recvs[own][:] = sends[own]
+        if len(sends) == 1:
+            return
+        comm = self._team(form)
+        with self._ring.group():
+            for rank, (piece, into) in enumerate(zip(sends, recvs, strict=True)):
+                if rank != own and len(piece):
+                    self._ring.send(comm, address(piece), len(piece), rank, stream)
+                if rank != own and len(into):
+                    self._ring.recv(comm, address(into), len(into), rank, stream)
+
+    def _add(self, out: Buffer, parts: Sequence[Buffer], combine: Combine) -> None:
+        if len(out):
+            out[:] = parts[0]
+            for part in parts[1:]:
+                combine(out, part)
+
+    def _pair(self, channel: Channel, sends: bool) -> Any:
+        """The sender is rank 0."""
+        key = channel["peer"], channel["offset"], sends
+        if key not in self._pairs:
+            name = bytearray(self._ring.unique_id() if sends else ID_BYTES)
+            (self._host.send if sends else self._host.recv)(channel, memoryview(name))
+            self._pairs[key] = self._ring.join(bytes(name), 0 if sends else 1, 2)
+        return self._pairs[key]
+
+    def _team(self, form: TeamForm) -> Any:
+        """The first member's id is the team's."""
+        if form["id"] not in self._teams:
+            names = [bytearray(ID_BYTES) for _ in form["workers"]]
+            own = bytes(ID_BYTES) if form["rank"] else self._ring.unique_id()
+            self._host.all_gather(form, memoryview(own), [memoryview(name) for name in names])
+            self._teams[form["id"]] = self._ring.join(bytes(names[0]), form["rank"], len(names))
+        return self._teams[form["id"]]
+
+    def _counted(self, form: TeamForm, sent: Sequence[int], received: Sequence[int]) -> None:
+        for rank, worker in enumerate(form["workers"]):
+            if rank != form["rank"]:
+                self._count(worker, sent[rank], received[rank])
 
 
-class Nccl:
-    """The library. ConfigError if there is none."""
+class NcclPlane(DevicePlane):
+    """heap_bytes: of the heap in host memory."""
 
-    def __init__(self) -> None:
-        env.foreign("NCCL_NVLS_ENABLE", "0")  # multicast, which machines forbid
-        # memory known to NCCL only in graphs: undefined where one member replays what another does as instructions
-        env.foreign("NCCL_GRAPH_REGISTER", "0")
-        try:
-            self._lib = ctypes.CDLL("libnccl.so.2")
-        except OSError as error:
-            raise ConfigError(f"NCCL is not there: {error}") from None
-        self._lib.ncclGetErrorString.restype = ctypes.c_char_p
-        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        self._lib.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), number, _UniqueId, number]
-        self._lib.ncclAllReduce.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
-        self._lib.ncclReduceScatter.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
-        self._lib.ncclAllGather.argtypes = [pointer, pointer, size, number, pointer, pointer]
-        self._lib.ncclSend.argtypes = self._lib.ncclRecv.argtypes = [pointer, size, number, number, pointer, pointer]
+    name = "nccl"
 
-    def unique_id(self) -> bytes:
-        """What a team's first member hands to the others."""
-        name = _UniqueId()
-        self._check(self._lib.ncclGetUniqueId(ctypes.byref(name)))
-        return bytes(name)
+    def __init__(self, engine: Any, heap_bytes: int) -> None:
+        super().__init__(engine, heap_bytes)
+        self._ring = Nccl()
 
-    def join(self, unique_id: bytes, rank: int, count: int) -> Any:
-        """Meet the other members: their communicator. Waits for them."""
-        made = ctypes.c_void_p()
-        self._check(self._lib.ncclCommInitRank(ctypes.byref(made), count, _UniqueId.from_buffer_copy(unique_id), rank))
-        return made
+    def unique_id(self) -> str:
+        return "pairs and teams have their own"
 
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        """What is asked for within it is done by one launch."""
-        self._check(self._lib.ncclGroupStart())
-        try:
-            yield
-        finally:
-            self._check(self._lib.ncclGroupEnd())
-
-    def all_reduce(self, comm: Any, data: int, nbytes: int, combine: Any, stream: int) -> None:
-        """In place. Addresses on this member's device; work is issued to the stream. combine: what `adds` took."""
-        count, kind, op = _of(combine, nbytes)
-        self._check(self._lib.ncclAllReduce(data, data, count, kind, op, comm, stream))
-
-    def all_gather(self, comm: Any, data: int, out: int, nbytes: int, stream: int) -> None:
-        """nbytes of each member, one after the other."""
-        self._check(self._lib.ncclAllGather(data, out, nbytes, TYPES["uint8"], comm, stream))
-
-    def reduce_scatter(self, comm: Any, data: int, out: int, nbytes: int, combine: Any, stream: int) -> None:
-        """nbytes of the result, of as many parts of that size as there are members."""
-        count, kind, op = _of(combine, nbytes)
-        self._check(self._lib.ncclReduceScatter(data, out, count, kind, op, comm, stream))
-
-    def send(self, comm: Any, data: int, nbytes: int, rank: int, stream: int) -> None:
-        """To another member, which receives as many: the stream waits until it does."""
-        self._check(self._lib.ncclSend(data, nbytes, TYPES["uint8"], rank, comm, stream))
-
-    def recv(self, comm: Any, into: int, nbytes: int, rank: int, stream: int) -> None:
-        self._check(self._lib.ncclRecv(into, nbytes, TYPES["uint8"], rank, comm, stream))
-
-    def _check(self, code: int) -> None:
-        if code:
-            raise SystemFailure(f"NCCL: {self._lib.ncclGetErrorString(code).decode()}")
-
-
-def serves(members: int, nbytes: int) -> bool:
-    """Whether NCCL is the faster for a collective of so many bytes (those of the whole, not of one member's part)."""
-    return nbytes >= FROM.get(members, FROM[max(FROM)])
-
-
-def adds(combine: Any) -> bool:
-    """Whether NCCL can do what a reduction does."""
-    return getattr(combine, "op", None) in OPS and combine.kind in TYPES
-
-
-def _of(combine: Any, nbytes: int) -> tuple[int, int, int]:
-    """Elements, NCCL's names of their dtype and of what is done to them."""
-    return nbytes // DTYPES[combine.kind][0], TYPES[combine.kind], OPS[combine.op]
+    def join(self, members: Sequence[int], own: int, unique_id: str) -> Rings:
+        if own not in members:
+            raise SystemFailure(f"worker {own} is none of {list(members)}")
+        return Rings(self._ring, self._engine.direct, self, self.count_bytes)

@@ -18,12 +18,12 @@ from typing import Any
 from gt import env
 from gt.errors import ConfigError, SystemFailure
 from gt.ir.heap import LINE
-from gt.worker.plane import nccl
-from gt.worker.plane.arena import Arena
+from gt.worker.plane import nccl_bindings
 from gt.worker.plane.base import ALL, PeerGone, TeamForm, Unreachable
-from gt.worker.plane.device import DevicePlane
+from gt.worker.plane.gpu import DevicePlane
 from gt.worker.plane.kernels import Kernels
-from gt.worker.plane.rings import Rings
+from gt.worker.plane.nccl import Rings
+from gt.worker.plane.symmetric import Arena
 
 log = logging.getLogger("gt.worker")
 ROOM = 64 << 20  # bytes of symmetric memory that NVSHMEM itself takes
@@ -101,9 +101,9 @@ class Library:
         self._bindings.signal_wait_until_on_stream(flag, self._equal, value, stream)
 
 
-def _ring() -> nccl.Nccl | None:
+def _ring() -> nccl_bindings.Nccl | None:
     try:
-        return nccl.Nccl()
+        return nccl_bindings.Nccl()
     except ConfigError as error:
         log.warning("large collectives go without NCCL: %s", error)
         return None

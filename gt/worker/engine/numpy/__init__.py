@@ -15,7 +15,7 @@ import numpy as np
 from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine
-from gt.worker.engine.calls import Source, fitting
+from gt.worker.engine.codegen import Source, fitting
 from gt.worker.engine.numpy import blas
 from gt.worker.engine.numpy.arrays import (
     DTYPE,
@@ -134,7 +134,7 @@ class NumpyEngine:
             blas.set_threads(int(switches["threads"]))
 
     def bound(self, nbytes: int) -> None:
-        """It has no device with memory of its own: gt.worker.limits bounds the process."""
+        """It has no device with memory of its own: gt.worker.process.memory_budget bounds the process."""
 
     def clear(self) -> None:
         """Nothing to do: its ops hand out zeros where torch's hand out memory as it is."""

@@ -19,13 +19,13 @@ from gt.ir.schema import Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
-from gt.worker.engine.calls import Source, fitting
+from gt.worker.engine.codegen import Source, fitting
 from gt.worker.engine.torch import attention, memory, norms, random
 from gt.worker.engine.torch.bounds import CHECKS
-from gt.worker.engine.torch.calls import CONSTANTS, DTYPE, NAME, UNLESS, checked, conform, shown
-from gt.worker.engine.torch.cuda import Cuda, Events
-from gt.worker.engine.torch.direct import direct
-from gt.worker.engine.torch.graphs import Graphs
+from gt.worker.engine.torch.dtypes import CONSTANTS, DTYPE, NAME, UNLESS, checked, conform, shown
+from gt.worker.engine.torch.gpu.cuda import Cuda, Events
+from gt.worker.engine.torch.gpu.direct import direct
+from gt.worker.engine.torch.gpu.graphs import Graphs
 from gt.worker.engine.torch.inductor import Inductor
 from gt.worker.engine.torch.overloads import OVERLOADS
 
@@ -53,7 +53,7 @@ class TorchEngine:
     def _key(self) -> Any:
         """The key from which a GPU's kernels draw, in its memory; None where there is no Triton, and the host draws."""
         try:
-            from gt.worker.engine.torch.philox_kernel import PhiloxKey
+            from gt.worker.engine.torch.gpu.philox_kernel import PhiloxKey
         except ImportError:
             return None
         return PhiloxKey(self.device)
@@ -62,7 +62,7 @@ class TorchEngine:
         """True if an op's random numbers are made on the device, by the key in its memory."""
         if self.key is None:
             return False
-        from gt.worker.engine.torch.device_random import DRAW
+        from gt.worker.engine.torch.gpu.device_random import DRAW
 
         name, wide = payload["op"], ("float64", "complex64", "complex128")
         drawn = name in DRAW or name in attention.OPS
@@ -221,7 +221,7 @@ class TorchEngine:
         tensor.div_(by)
 
     def bound(self, nbytes: int) -> None:
-        if self.host:  # gt.worker.limits bounds the process
+        if self.host:  # gt.worker.process.memory_budget bounds the process
             return
         there = torch.cuda.get_device_properties(self.device).total_memory
         if nbytes > there:

@@ -1,6 +1,6 @@
 """Attention: the kernel that plain torch would take for the same inputs, forward and backward; GT's own dropout mask.
 
-On the CPU the results have the bits of F.scaled_dot_product_attention; a GPU's kernels are called in fused_attention.py.
+On the CPU the results have the bits of F.scaled_dot_product_attention; a GPU's kernels are called in gpu/fused_attention.py.
 Dropout's mask must not depend on where a head lies, which the fused kernels' does: with dropout every device uses the
 composite maths.
 """
@@ -15,15 +15,15 @@ from typing import Any, TypeAlias
 import torch
 
 from gt.worker.engine.philox import Words, hits
-from gt.worker.engine.torch import fused_attention
-from gt.worker.engine.torch.fused_attention import FUSED, MATH, Choice
+from gt.worker.engine.torch.gpu import fused_attention
+from gt.worker.engine.torch.gpu.fused_attention import FUSED, MATH, Choice
 
 aten = torch.ops.aten
 Tensor: TypeAlias = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """q [..., heads, L, E], k [..., heads, S, E], v [..., heads, S, Ev]; mask broadcasts to the scores [..., L, S]."""
 
     q: Tensor
@@ -61,13 +61,13 @@ class Call:
             return None
         shape = (*self.q.shape[:-1], self.k.shape[-2])
         if key is not None:
-            from gt.worker.engine.torch import philox_kernel
+            from gt.worker.engine.torch.gpu import philox_kernel
 
             return philox_kernel.hits(key, words, shape, 1.0 - self.dropout)
         return torch.from_numpy(hits(words.of(shape), 1.0 - self.dropout)).to(self.q.device)
 
 
-def _maths(call: Call, kept: Tensor | None) -> Tensor:
+def _maths(call: AttentionCall, kept: Tensor | None) -> Tensor:
     if kept is not None:
         return _dropped(call, kept)
     return aten._scaled_dot_product_attention_math(
@@ -75,7 +75,7 @@ def _maths(call: Call, kept: Tensor | None) -> Tensor:
     )[0]
 
 
-def _dropped(call: Call, kept: Tensor) -> Tensor:
+def _dropped(call: AttentionCall, kept: Tensor) -> Tensor:
     """The composite with dropout after the softmax, as torch's, which takes a mask too but warns that it is for tests."""
     q, k, v = call.inputs
     if call.gqa:
@@ -91,14 +91,14 @@ def _dropped(call: Call, kept: Tensor) -> Tensor:
     )
 
 
-def _flash_on_host(call: Call) -> tuple[Tensor, Tensor]:
+def _flash_on_host(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, logsumexp [..., heads, L])"""
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     return flash(*call.inputs, 0.0, call.causal, attn_mask=call.bias(), scale=call.scale)
 
 
 def _forward(words: Words, key: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    call = Call(*args)
+    call = AttentionCall(*args)
     chosen = call.choice()
     if chosen.kernel == MATH:
         out = _maths(call, call.kept(words, key))  # batch dims broadcast: of q they need not be all
@@ -109,7 +109,7 @@ def _forward(words: Words, key: Any, *args: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(words: Words, key: Any, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     q, k, v, mask, out, lse, *rest = args
-    call = Call(q, k, v, mask, *rest)
+    call = AttentionCall(q, k, v, mask, *rest)
     chosen = call.choice()
     if chosen.kernel == MATH:
         kept = call.kept(words, key)
@@ -122,7 +122,7 @@ def _backward(words: Words, key: Any, grad: Tensor, *args: Any) -> tuple[Tensor,
     return flash(grad, q, k, v, out, lse, 0.0, call.causal, attn_mask=call.bias(), scale=call.scale)
 
 
-def _again(call: Call, grad: Tensor, forward: Callable[[Call], Tensor]) -> tuple[Tensor, ...]:
+def _again(call: AttentionCall, grad: Tensor, forward: Callable[[AttentionCall], Tensor]) -> tuple[Tensor, ...]:
     """torch's own backward of the forward, which is run once more under autograd."""
     with torch.enable_grad():
         leaves = tuple(tensor.detach().requires_grad_() for tensor in call.inputs)

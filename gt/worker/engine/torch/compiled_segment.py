@@ -10,7 +10,7 @@ import torch
 
 from gt.ir.spec import Spec
 from gt.worker.engine.base import Misfit
-from gt.worker.engine.torch.calls import DTYPE, NAME, conform
+from gt.worker.engine.torch.dtypes import DTYPE, NAME, conform
 from gt.worker.engine.torch.memory import laid_out
 
 SNAPSHOT = 64 << 20  # bytes on the device that may be copied there while code is tried

@@ -21,14 +21,14 @@ from gt.errors import UnsupportedOp
 from gt.ir.arguments import operands
 from gt.ir.ops import RANDOM
 from gt.ir.spec import Spec
-from gt.worker.engine.base import Compiled, Recorder
-from gt.worker.engine.calls import finish, fitting
-from gt.worker.engine.torch import channels_last
+from gt.worker.engine.base import CompiledSegment, DeviceRecorder
+from gt.worker.engine.codegen import finish, fitting
 from gt.worker.engine.torch.bounds import BOUNDS
-from gt.worker.engine.torch.calls import NAME
 from gt.worker.engine.torch.compiled_segment import Code, InputPattern, Traced
+from gt.worker.engine.torch.dtypes import NAME
+from gt.worker.engine.torch.gpu import channels_last
 from gt.worker.engine.torch.overloads import OVERLOADS
-from gt.worker.segments import Form, Wired
+from gt.worker.program.partition import Form, Wired
 
 log = logging.getLogger("gt.worker")
 MOST = 1024  # compiled forms that are kept
@@ -42,14 +42,14 @@ class Inductor:
     """An engine.base.Compiler."""
 
     name = "inductor"
-    recorder: Recorder | None = None
+    recorder: DeviceRecorder | None = None
 
     def __init__(self, engine: Any) -> None:
         warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)  # says nothing to who runs the program
         self._engine = engine
         self.channels_last = engine.kind == "cuda"  # whether convolutions may be laid out so
         self.draws = engine.draws
-        self._kept: dict[Hashable, Compiled | str] = {}
+        self._kept: dict[Hashable, CompiledSegment | str] = {}
         self._fits: dict[str, bool] = {}
 
     # ---- what can be compiled
@@ -83,7 +83,7 @@ class Inductor:
 
     # ---- compiling
 
-    def compile(self, wired: Wired, seen: InputPattern) -> Compiled:
+    def compile(self, wired: Wired, seen: InputPattern) -> CompiledSegment:
         written = _written(wired)
         seen = seen.where(written)
         settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
@@ -101,7 +101,7 @@ class Inductor:
             raise UnsupportedOp(found)
         return found
 
-    def _compile(self, wired: Wired, seen: InputPattern, written: frozenset[int], key: Hashable) -> Compiled:
+    def _compile(self, wired: Wired, seen: InputPattern, written: frozenset[int], key: Hashable) -> CompiledSegment:
         import torch._inductor.config as settings
         from torch._inductor.compile_fx import compile_fx
 

@@ -10,7 +10,7 @@ import torch
 
 from gt.worker.engine import draws
 from gt.worker.engine.philox import Words, hits, normal
-from gt.worker.engine.torch.calls import NAME
+from gt.worker.engine.torch.dtypes import NAME
 
 
 def _give(target: torch.Tensor, values: np.ndarray) -> torch.Tensor:
@@ -84,7 +84,7 @@ def bind(name: str, place: list | None, key: Any = None) -> Callable:
     """The op as a callable of its own arguments and `seed` and `counter`. key: of a GPU that draws by itself."""
     draw, here = DRAW[name], None
     if key is not None:
-        from gt.worker.engine.torch import device_random
+        from gt.worker.engine.torch.gpu import device_random
 
         here = device_random.DRAW.get(name)
 

@@ -1,0 +1,227 @@
+"""RemoteTensor: an id and metadata that look like a torch tensor; the data is elsewhere.
+
+Its C++ device is `lazy` (autograd stays in the caller's thread and calls no Python guard); Python is shown `remote`.
+Everything that torch does in Python on a tensor's bytes is defined here, by fetching.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+
+from gt.client.device.meta import Meta
+from gt.errors import UnsupportedOp
+
+LAZY = torch.device("lazy", 0)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # so that autocast("remote") is seen
+_base = torch._C.TensorBase
+
+
+class Shown:
+    """The device that Python is shown: `remote` once the name is registered, else `lazy`."""
+
+    device = LAZY
+    types = frozenset({"lazy"})
+
+
+class Ref:
+    """Names one tensor view on the workers; its end frees the name there.
+
+    pending: origin of the op that made it, until that is written into the autograd node (0). home: origin of a
+    parameter's first use, for the op that accumulates its gradient.
+    """
+
+    __slots__ = ("__weakref__", "home", "id", "meta", "pending")
+
+    def __init__(self, number: int, meta: Meta, pending: int, lives: LiveTensors) -> None:
+        self.id, self.meta, self.pending, self.home = number, meta, pending, 0
+        life = Life(self, lives.end)
+        life.id = number
+        lives.all[number] = life
+
+
+class Life(weakref.ref):
+    """Its callback is a list's append, so that the end of a Ref runs no bytecode: a __del__ would swallow a Ctrl-C."""
+
+    __slots__ = ("id",)
+    id: int
+
+
+class LiveTensors:
+    """The names of one session that are in use, and those that have ended."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, Life] = {}
+        self.ended: list[Life] = []
+        self.end = self.ended.append
+
+    def take(self) -> list[int]:
+        """Ids that have ended since the last call."""
+        found = [life.id for life in self.ended[:]]
+        del self.ended[: len(found)]
+        for number in found:
+            del self.all[number]
+        return found
+
+
+class Alias:
+    """Another tensor object of the same view (detach): nothing is sent for it."""
+
+    __slots__ = ("home", "id", "meta", "pending", "target")
+
+    def __init__(self, target: Ref | Alias) -> None:
+        self.target: Ref = target.target if isinstance(target, Alias) else target
+        self.id, self.meta, self.pending, self.home = self.target.id, self.target.meta, -1, 0
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor on the `remote` device."""
+
+    _ref: Ref | Alias
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return Shown.device
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return _base.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, RemoteTensor):
+            raise RuntimeError(
+                f"cannot set the data of a remote tensor to one on {value.device}: use .to({Shown.device.type!r}) first"
+            )
+        rebind(self, value)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        duplicate = kwargs.pop("copy", False)
+        at = 3 if args and isinstance(args[0], (str, int, torch.device)) else 2  # where `copy` may be, given by place
+        if len(args) > at:
+            duplicate, args = args[at], (*args[:at], *args[at + 1 :])
+        if args and isinstance(args[0], RemoteTensor):  # `x.to(other)` means other's device and dtype
+            args = (args[0].device, args[0].dtype, *args[1:])
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and device.type not in Shown.types:
+            return _base.to(self, device, dtype or self.dtype, non_blocking, True, memory_format=memory_format)
+        if dtype in (None, self.dtype) and memory_format is None:
+            return self.clone() if duplicate else self
+        return _base.to(
+            self, dtype or self.dtype, non_blocking, duplicate, memory_format=memory_format or torch.preserve_format
+        )
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return (self.detach() if force else self).cpu().numpy()
+
+    def tolist(self) -> Any:
+        return self.detach().cpu().tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.cpu().numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        text = repr(self.detach().cpu()).rstrip(")")
+        extra = f", device='{self.device}'"
+        if self.grad_fn is not None:
+            extra += f", grad_fn=<{type(self.grad_fn).__name__}>"
+        elif self.requires_grad:
+            extra += ", requires_grad=True"
+        shown = f"{text}{extra})"
+        return f"Parameter containing:\n{shown}" if getattr(self, "_is_param", False) else shown
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(str(self), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        host = self.detach().cpu().requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            host = torch.nn.Parameter(host, requires_grad=self.requires_grad)
+        return host.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> RemoteTensor:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
+            )
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            made = self.detach().clone()
+        made.requires_grad_(self.requires_grad)
+        if self.grad is not None and not getattr(self, "_is_param", False):  # as torch's Parameter
+            made.grad = copy.deepcopy(self.grad, memo)
+        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_ref"})
+        memo[id(self)] = made
+        return made
+
+    def __copy__(self) -> RemoteTensor:
+        made = self.detach().requires_grad_(self.requires_grad)
+        made.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_ref"})
+        return made
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        found = _base.type(self, dtype, non_blocking, **kwargs)
+        return found.replace("lazy", Shown.device.type) if isinstance(found, str) else found
+
+    def _typed_storage(self) -> Any:  # that storage(), is_shared() and share_memory_() ask
+        raise UnsupportedOp(
+            "a remote tensor has no storage in this process: use a copy, x.cpu(); a data set whose DataLoader has worker "
+            "processes has to hold CPU tensors"
+        )
+
+    def untyped_storage(self) -> RemoteStorage:  # type: ignore[override]
+        return RemoteStorage(self)
+
+    def data_ptr(self) -> int:
+        return RemoteStorage(self).data_ptr() + self.storage_offset() * self.itemsize if self.numel() else 0
+
+    def pin_memory(self, device: Any = None) -> torch.Tensor:
+        raise RuntimeError(f"cannot pin {self.type()!r}: only dense CPU tensors can be pinned; leave pin_memory() out")
+
+
+class RemoteStorage:
+    """In place of a storage: says which tensors share memory, to programs that look for tied weights by their pointers.
+
+    Addresses are of no processor, and differ as memory does. A view of a detached view has one of its own.
+    """
+
+    def __init__(self, tensor: RemoteTensor) -> None:
+        while isinstance(tensor._base, RemoteTensor):
+            tensor = tensor._base
+        ref = tensor._ref
+        self.device = Shown.device
+        self._id, self._meta = ref.target.id if isinstance(ref, Alias) else ref.id, tensor._ref.meta
+
+    def data_ptr(self) -> int:
+        return (1 << 60) + (self._id << 20 << 16) if self._meta.numel else 0
+
+    def nbytes(self) -> int:
+        last = sum((n - 1) * step for n, step in zip(self._meta.shape, self._meta.stride, strict=True))
+        return (self._meta.offset + last + 1) * self._meta.dtype.itemsize if self._meta.numel else 0
+
+    size = __len__ = nbytes
+
+
+def make(meta: Meta, ref: Ref | Alias) -> RemoteTensor:
+    """A tensor object of a reference."""
+    made = RemoteTensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, torch.strided, LAZY, False, False, None,
+        False, False, _AUTOCAST,
+    )  # fmt: skip
+    made._ref = ref
+    return made
+
+
+def rebind(target: RemoteTensor, value: RemoteTensor) -> None:
+    """Make an existing tensor object name what another names: `p.data = y`, in-place view ops, out= that resizes."""
+    shell = make(value._ref.meta, value._ref)
+    _base.data.__set__(target, shell)
+    target._ref = Alias(value._ref)

@@ -1,0 +1,90 @@
+"""torch.load(..., map_location="remote"): read on the CPU, then moved; tensors that share memory in the file do afterwards.
+
+torch itself would make storages on the device, and a remote tensor has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gt.client.device.remote_tensor import RemoteTensor, Shown
+
+
+def extend_load() -> None:
+    given = torch.load
+
+    @functools.wraps(given)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(map_location, (str, torch.device)) or str(map_location).partition(":")[0] not in Shown.types:
+            return given(f, map_location, *args, **kwargs)
+        return _Moved(given(f, "cpu", *args, **kwargs)).result
+
+    torch.load = load
+
+
+class _Moved:
+    """What was read, its tensors replaced by remote ones; containers stay the objects that they are."""
+
+    def __init__(self, found: Any) -> None:
+        self._seen: dict[int, Any] = {}
+        self._shared = Counter(t.untyped_storage().data_ptr() for t in {id(t): t for t in _tensors(found, set())}.values())
+        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self.result = self._move(found)
+
+    def _move(self, thing: Any) -> Any:
+        if id(thing) in self._seen:
+            return self._seen[id(thing)][1]
+        made = thing
+        if isinstance(thing, torch.Tensor):
+            made = self._tensor(thing)
+        elif isinstance(thing, tuple):
+            parts = [self._move(part) for part in thing]
+            make = getattr(thing, "_make", type(thing))
+            made = thing if all(a is b for a, b in zip(parts, thing, strict=True)) else make(parts)
+        self._seen[id(thing)] = thing, made  # the thing too, so that ids stay unique
+        for holder, key, value in _parts(thing):
+            moved = self._move(value)
+            if moved is not value:
+                holder[key] = moved
+        return made
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, RemoteTensor) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        if self._shared[storage.data_ptr()] < 2:
+            made = tensor.detach().to(Shown.device)
+        else:
+            key = storage.data_ptr(), tensor.dtype
+            if key not in self._bases:
+                self._bases[key] = torch.empty(0, dtype=tensor.dtype).set_(storage).to(Shown.device)
+            made = self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
+
+
+def _parts(thing: Any) -> list[tuple[Any, Any, Any]]:
+    """(holder, key, value) of what can be replaced in a container or an object."""
+    found: list[tuple[Any, Any, Any]] = []
+    if isinstance(thing, dict):
+        found = [(thing, key, value) for key, value in thing.items()]
+    elif isinstance(thing, list):
+        found = [(thing, n, value) for n, value in enumerate(thing)]
+    own = None if isinstance(thing, (type, torch.Tensor)) else getattr(thing, "__dict__", None)
+    return found + ([(own, key, value) for key, value in own.items()] if isinstance(own, dict) else [])
+
+
+def _tensors(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor) and thing.layout is torch.strided and thing.device.type == "cpu":
+        yield thing
+    for part in thing if isinstance(thing, tuple) else [value for _, _, value in _parts(thing)]:
+        yield from _tensors(part, seen)

@@ -1,0 +1,109 @@
+"""torch.remote, as checkpointing, autocast, manual_seed and programs that ask any device's module look for it."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+
+from gt.client.current_session import Live
+from gt.client.device import random
+from gt.client.device.remote_tensor import Shown
+
+
+class _Here:
+    """Context of the only device there is: `with torch.remote.device(0):`."""
+
+    def __init__(self, index: Any = 0) -> None:
+        self.index = index
+
+    def __enter__(self) -> _Here:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+
+def recording() -> bool:
+    """Whether a call of a compiled function is being recorded: values cannot be read, as in a CUDA graph's capture."""
+    return Live.recorder is not None and Live.recorder.tape is not None
+
+
+def synchronize(device: Any = None) -> None:
+    """Waits until all workers and their GPUs have done what was issued; raises what failed. Does nothing in a recording."""
+    if Live.recorder is not None and not recording():
+        recorder = Live.recorder
+        recorder.settle()
+        recorder.awaited()
+        recorder.session.synchronize()
+
+
+def _bytes(key: str) -> int:
+    if Live.recorder is None:
+        return 0
+    synchronize()
+    return sum(worker[key] for worker in Live.recorder.session.stats()["workers"])
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes of tensors on all workers. Waits."""
+    return _bytes("live_bytes")
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    """The largest number of bytes that workers' GPUs ever had in use; what is in use now where there are none. Waits."""
+    return _bytes("peak_bytes") or memory_allocated()
+
+
+def make() -> types.ModuleType:
+    module = types.ModuleType("torch.remote", "The remote device.")
+    entries: dict[str, Any] = {
+        "_initialized": True,
+        "_is_in_bad_fork": lambda: False,
+        "_lazy_init": lambda: None,
+        "current_device": lambda: 0,
+        "current_stream": lambda device=None: None,
+        "device": _Here,
+        "device_count": lambda: 1,
+        "empty_cache": lambda: None,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "get_device_name": lambda device=None: "remote",
+        "get_rng_state": random.get_rng_state,
+        "get_rng_state_all": lambda: [random.get_rng_state()],
+        "initial_seed": random.initial_seed,
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_current_stream_capturing": recording,
+        "is_initialized": lambda: True,
+        "manual_seed": random.manual_seed,
+        "manual_seed_all": random.manual_seed,
+        "max_memory_allocated": max_memory_allocated,
+        "memory_allocated": memory_allocated,
+        "seed": random.seed_all,
+        "set_device": lambda device: None,
+        "set_rng_state": random.set_rng_state,
+        "set_rng_state_all": lambda states: random.set_rng_state(states[0]),
+        "synchronize": synchronize,
+    }
+    for name, value in entries.items():
+        setattr(module, name, value)
+    return module
+
+
+def serve_accelerator(module: types.ModuleType) -> None:
+    """torch.accelerator asks a backend in C++ for these, which there is none of."""
+    for name in ("synchronize", "empty_cache", "memory_allocated", "max_memory_allocated"):
+        given = getattr(torch.accelerator, name, None)
+        if given is not None:
+            setattr(torch.accelerator, name, _either(given, getattr(module, name)))
+
+
+def _either(given: Any, ours: Any) -> Any:
+    @functools.wraps(given)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = torch.accelerator.current_accelerator()
+        return ours(*args, **kwargs) if found is not None and found.type in Shown.types else given(*args, **kwargs)
+
+    return call

@@ -1,0 +1,185 @@
+"""Places the parts of a model whose code cannot be touched: `apply` by module name, `balance` by cost.
+
+It only enters signal groups around modules' forwards and counts flops on meta tensors; it knows nothing about workers.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from gt.config.match import assign, unmatched
+from gt.config.schema import Rule
+from gt.errors import ConfigError
+
+Context = Callable[[str, int], Any]  # gt.signal.context, or what stands for it in tests
+Group = str | Sequence[str]  # its name, a suffix, or one group for each run of the modules
+_PLACED = "_gt_placement"  # where a module keeps what apply put on it
+
+
+def apply(
+    model: nn.Module,
+    rules: Mapping[str, Group | Mapping[str, Any]] | Iterable[Rule],
+    context: Context | None = None,
+) -> dict[str, Rule]:
+    """Runs the forward of every module whose name matches a pattern in that pattern's signal group.
+
+    rules: {pattern: group} or {pattern: {"group": ..., "parts": ...}} (a weight that fuses q, k and v has 3 parts), or
+    a config's rules; the most specific pattern wins (gt.config.match). A group may be a suffix, `_colpar`: that group of
+    the stage around the module; a list of groups: the modules are cut into as many runs. Calling it again replaces what
+    it did. Returns the rule that each placed module got. ConfigError where a pattern matches no module.
+    """
+    listed = read(rules)
+    names = [name for name, _ in model.named_modules()]
+    missed = unmatched(listed, names)
+    if missed:
+        pattern = missed[0].pattern
+        raise ConfigError(f"pattern {pattern!r} matches none of the {len(names) - 1} modules, such as {names[1:4]}")
+    if context is None:
+        from gt.client.groups.signal import context as entered
+
+        context = entered
+    placed = assign(listed, names)
+    for name, module in model.named_modules():
+        unplace(module)
+        if name in placed:
+            module.__dict__[_PLACED] = Placement(module, placed[name], context)
+    return placed
+
+
+def read(rules: Mapping[str, Group | Mapping[str, Any]] | Iterable[Rule]) -> list[Rule]:
+    """Rules in the form of a config's, from what a user writes."""
+    if not isinstance(rules, Mapping):
+        return list(rules)
+    listed = []
+    for pattern, value in rules.items():
+        whole: Mapping[str, Any] = value if isinstance(value, Mapping) else {"group": value}
+        group, parts = whole.get("group"), int(whole.get("parts", 1))
+        if isinstance(group, str) and set(whole) <= {"group", "parts"}:
+            listed.append(Rule(pattern, group, parts))
+        elif isinstance(group, (list, tuple)) and group and all(isinstance(g, str) for g in group):
+            listed.append(Rule(pattern, "", parts, stages=tuple(group)))
+        else:
+            want = "want a group's name, a list of them, or {'group': ..., 'parts': ...}"
+            raise ConfigError(f"rule for {pattern!r} is {value!r}, {want}")
+    return listed
+
+
+def governing(model: nn.Module) -> dict[str, Rule | None]:
+    """By parameter the rule that its module runs in: its own, or that of the nearest module around it. {} if none is placed."""
+    found: dict[str, Rule | None] = {}
+    inner: dict[str, Rule | None] = {}
+    for name, module in model.named_modules():
+        placement = module.__dict__.get(_PLACED)
+        inner[name] = placement.rule if placement is not None else inner.get(name.rpartition(".")[0])
+        for own, _ in module.named_parameters(name, recurse=False):
+            found[own] = inner[name]
+    return found if any(rule is not None for rule in inner.values()) else {}
+
+
+class Placement:
+    """The two hooks that keep a module's forward in its group; unlike a wrapper, they are deep-copied with it."""
+
+    def __init__(self, module: nn.Module, rule: Rule, context: Context) -> None:
+        self.rule, self.context = rule, context
+        self.entered: list[Any] = []  # a module may call itself
+        self.buffers = [(inner, name) for inner in module.modules() for name in inner._buffers]
+        self.hooks = [
+            module.register_forward_pre_hook(self.enter),
+            module.register_forward_hook(self.leave, always_call=True),  # also when forward raises
+        ]
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if self.buffers:
+            announced([inner._buffers.get(name) for inner, name in self.buffers])
+        context = self.context(self.rule.group, self.rule.parts)
+        context.__enter__()
+        self.entered.append(context)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.entered:  # none where entering was what failed
+            self.entered.pop().__exit__(None, None, None)
+
+
+def announced(buffers: Iterable[torch.Tensor | None]) -> None:
+    """Buffers are the model's own, no data."""
+    from gt.client.device.remote_tensor import RemoteTensor
+    from gt.client.trace.dispatch import announce
+
+    for buffer in buffers:
+        if isinstance(buffer, RemoteTensor):
+            announce(buffer)
+
+
+def unplace(module: nn.Module) -> None:
+    """Takes off what apply put on."""
+    placement = module.__dict__.pop(_PLACED, None)
+    if placement is not None:
+        for hook in placement.hooks:
+            hook.remove()
+
+
+# ---- cutting a list of modules into stages
+
+
+def balance(modules: Iterable[nn.Module], stages: int, example: Any) -> list[tuple[int, int]]:
+    """Cuts modules, called one after the other, into `stages` contiguous runs so that the most expensive is cheapest.
+
+    example: the first module's input, a tensor or a tuple of tensors (only shapes and dtypes matter: nothing is
+    computed). Returns one (start, stop) a stage. ValueError where there are fewer modules than stages.
+    """
+    listed = list(modules)
+    if not 1 <= stages <= len(listed):
+        raise ValueError(f"{len(listed)} modules cannot be cut into {stages} stages")
+    return partition(costs(listed, example), stages)
+
+
+def costs(modules: Sequence[nn.Module], example: Any) -> list[int]:
+    """Flops of each module's forward, each fed what the one before it gave, on meta tensors."""
+    value: Any = tuple(meta(t) for t in example) if isinstance(example, (tuple, list)) else meta(example)
+    found = []
+    for module in modules:
+        twin = to_meta(module)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            value = twin(*value) if isinstance(value, (tuple, list)) else twin(value)
+        # a module with no matmul still costs what it writes, or empty stages would look free
+        found.append(max(int(counter.get_total_flops()), elements(value)))
+    return found
+
+
+def meta(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def elements(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    return sum(elements(item) for item in value) if isinstance(value, (tuple, list)) else 0
+
+
+def to_meta(module: nn.Module) -> nn.Module:
+    """A copy of the module whose tensors are meta; no data is read or copied."""
+    memo: dict[int, Any] = {}
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+    return copy.deepcopy(module, memo)
+
+
+def partition(weights: Sequence[int], parts: int) -> list[tuple[int, int]]:
+    """The contiguous partition with the smallest largest sum, O(parts * n * n); every part has at least one item."""
+    total = [0, *itertools.accumulate(weights)]
+    n = len(weights)
+    best = {stop: (total[stop], [stop]) for stop in range(1, n + 1)}  # items -> largest sum, ends of the parts
+    for part in range(2, parts + 1):
+        best = {
+            stop: min((max(best[at][0], total[stop] - total[at]), [*best[at][1], stop]) for at in range(part - 1, stop))
+            for stop in range(part, n + 1)
+        }
+    return list(itertools.pairwise([0, *best[n][1]]))

@@ -1,0 +1,191 @@
+"""Which ops are not simply recorded, and what is done instead: one row each, by name or by property of the op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gt.client.current_session import Live
+from gt.client.device.random import draw
+from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
+from gt.client.trace import host_ops
+from gt.client.trace.dispatch import call, info_of
+from gt.client.trace.shape_inference import OpInfo, is_remote
+from gt.errors import UnsupportedOp
+
+aten = torch.ops.aten
+
+
+def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
+    """detach: another object of the same view; nothing is sent."""
+    ref = args[0]._ref
+    Live.fresh = None
+    return make(ref.meta, Alias(ref))
+
+
+def itself(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
+    return args[0]
+
+
+def decompose(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """A composite op that arrived whole (inference mode)."""
+    if info.name == "aten.scaled_dot_product_attention.default":
+        from gt.client.trace.attention import attention
+
+        return attention(*args, **kwargs)
+    if kwargs.get("layout") not in (None, torch.strided):
+        raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor, and remote tensors are strided: send x.to_dense()")
+    found = info.func.decompose(*args, **kwargs)
+    return call(info, args, kwargs) if found is NotImplemented else found
+
+
+def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """A random op gets seed and counter, and no generator."""
+    generator = None
+    if any(isinstance(a, torch.Generator) for a in args):
+        generator = next(a for a in args if isinstance(a, torch.Generator))
+        args = tuple(None if a is generator else a for a in args)
+    generator = kwargs.pop("generator", generator)
+    kwargs.pop("pin_memory", None)
+    if not is_remote(kwargs.get("device")):
+        return host_ops.elsewhere(info, args, kwargs)
+    return call(info, args, kwargs, draw(generator))
+
+
+def view_in_place(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
+    """t_, squeeze_ and so on: the view op, and the same object names its result."""
+    wanted = [str(a.real_type) for a in info.func._schema.arguments]
+    packet = getattr(aten, info.name.split(".")[1].rstrip("_"))
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    func = next(f for f in overloads if [str(a.real_type) for a in f._schema.arguments] == wanted)
+    rebind(args[0], call(info_of(func), args, kwargs))
+    return args[0]
+
+
+def instead(func: Any) -> Callable:
+    """Another op of the same arguments: no tensor here has a negative bit, so that view is a copy."""
+
+    def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+        return call(info_of(func), args, kwargs)
+
+    return handler
+
+
+def random_like(fill: Callable[..., Any]) -> Callable:
+    """rand_like and its kind: new memory like the first argument's, then filled in place."""
+
+    def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+        look = {k: v for k, v in kwargs.items() if k in ("dtype", "layout", "device", "memory_format")}
+        rest = {k: v for k, v in kwargs.items() if k == "generator"}
+        return fill(aten.empty_like.default(args[0], **look), *args[1:], **rest)
+
+    return handler
+
+
+def factory(overload: Any) -> Callable:
+    """A factory that torch calls as out= on an empty tensor: recorded as the factory itself, under the same object."""
+
+    def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+        out, made_by = kwargs["out"], info_of(overload)
+        seeds = draw(kwargs.get("generator")) if made_by.random else ()
+        rebind(out, call(made_by, args, {"dtype": out.dtype, "device": LAZY}, seeds))
+        return out
+
+    return handler
+
+
+def rrelu(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """rrelu_with_noise: slopes are drawn into `noise`, where autograd looks for them; 1 where x is positive."""
+    names = {"lower": 0.125, "upper": 1 / 3, "training": False, "generator": None}
+    x, noise, *rest = args
+    given = {**names, **dict(zip(names, rest)), **kwargs}
+    if given["training"]:
+        slopes = aten.empty_like.default(x).uniform_(given["lower"], given["upper"], generator=given["generator"])
+        noise.copy_(torch.where(x <= 0, slopes, torch.ones((), dtype=x.dtype, device=LAZY)))
+        made = x * noise
+    else:
+        made = aten.leaky_relu.default(x, (given["lower"] + given["upper"]) / 2)
+    return x.copy_(made) if info.writes[0] == "self" else made
+
+
+def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    raise UnsupportedOp(f"{info.name} is not supported on remote: compute it on the CPU and move the result with .to('remote')")
+
+
+def is_pinned(info: OpInfo, args: tuple, kwargs: dict) -> bool:
+    return False
+
+
+def told_by_shapes(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """An op that gives no tensor (is_same_size): shapes and dtypes are known here, and nothing is sent."""
+    return info.func(*(a._ref.meta.stand_in() if isinstance(a, RemoteTensor) else a for a in args), **kwargs)
+
+
+def ignore(info: OpInfo, args: tuple, kwargs: dict) -> None:
+    return None
+
+
+_ROWS: dict[str, Callable] = {
+    "aten.detach.default": alias,
+    "aten.alias.default": alias,
+    "aten.lift.default": itself,
+    "aten.lift_fresh.default": itself,
+    "aten.copy_.default": host_ops.copy,
+    "aten._to_copy.default": host_ops.to_copy,
+    "aten._local_scalar_dense.default": host_ops.local_scalar,
+    "aten.equal.default": host_ops.equal,
+    "aten.allclose.default": host_ops.allclose,
+    "aten._neg_view.default": instead(aten.neg.default),
+    "aten.empty.memory_format": host_ops.new_empty,
+    "aten.empty_strided.default": host_ops.new_empty,
+    "aten.resize_.default": host_ops.resize,
+    "aten.resize_as_.default": host_ops.resize,
+    "aten.is_pinned.default": is_pinned,
+    "aten.record_stream.default": ignore,
+    "aten._efficientzerotensor.default": instead(aten.zeros.default),  # a tensor without memory: nothing can be sent of it
+    "aten.rand_like.default": random_like(lambda x, **k: x.uniform_(**k)),
+    "aten.rand_like.generator": random_like(lambda x, **k: x.uniform_(**k)),
+    "aten.randn_like.default": random_like(lambda x, **k: x.normal_(**k)),
+    "aten.randn_like.generator": random_like(lambda x, **k: x.normal_(**k)),
+    "aten.randint_like.default": random_like(lambda x, high, **k: x.random_(0, high, **k)),
+    "aten.randint_like.low_dtype": random_like(lambda x, low, high, **k: x.random_(low, high, **k)),
+    "aten.bernoulli.p": random_like(lambda x, p, **k: x.bernoulli_(p, **k)),
+    "aten.rrelu_with_noise.default": rrelu,
+    "aten.rrelu_with_noise_.default": rrelu,
+    "aten.arange.start_out": factory(aten.arange.start_step),
+    "aten.linspace.out": factory(aten.linspace.default),
+    "aten.logspace.out": factory(aten.logspace.default),
+    "aten.eye.out": factory(aten.eye.default),
+    "aten.eye.m_out": factory(aten.eye.m),
+    "aten.randperm.out": factory(aten.randperm.default),
+    "aten.randperm.generator_out": factory(aten.randperm.default),
+}
+
+
+# Composite on a device that has no kernels for them, as workers do: decomposed they would not have torch's bits
+WHOLE = (aten.silu_backward.default, aten.mish_backward.default)
+
+
+def handler_of(info: OpInfo) -> Callable | None:
+    """What is done with an op, None if it is simply recorded."""
+    row = _ROWS.get(info.name)
+    if row is not None or info.func in WHOLE:
+        return row
+    if info.composite:
+        return decompose
+    returns = info.func._schema.returns
+    if returns and not any("Tensor" in str(value.type) for value in returns):
+        return told_by_shapes
+    if info.name.startswith("aten.set_."):
+        return host_ops.set_
+    if torch.Tag.inplace_view in info.func.tags:
+        return view_in_place
+    if info.random:
+        return random
+    if info.name.startswith("aten._to_sparse"):
+        return refuse
+    if torch.Tag.nondeterministic_seeded in info.func.tags:
+        return refuse
+    return host_ops.placed if "device" in info.named else None

@@ -1,0 +1,126 @@
+"""Who may come in: what a Hello has to say, and clients that wait for the workers that their config names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gt.config.load import check_workers, load
+from gt.config.schema import Config
+from gt.dispatcher.cluster.leases import PATIENCE, Exclusive, Shared, Waiting
+from gt.dispatcher.cluster.workers import Cluster, Worker
+from gt.errors import ConfigError, ProtocolError, Refused
+from gt.wire.messages import Hello
+
+LONGEST_CONFIG = 32 << 10  # characters: parsing takes up to 0.4 s, and everybody waits
+LONGEST_NAME = 64
+MOST_NESTED = 16
+MOST_WAITING = 1024
+LONGEST_STALL = 1e9  # seconds
+PRECISIONS = frozenset({"highest", "high", "medium"})
+
+
+@dataclass(slots=True)
+class Admission:
+    """most: workers that there will ever be, 0 if more may come."""
+
+    lending: Shared | Exclusive
+    most: int = 0
+    waiting: list[Waiting] = field(default_factory=list)
+
+    def expect(self, peer: bytes, hello: Hello, now: float) -> None:
+        """A client's Hello; ConfigError, Refused or ProtocolError if no workers can make it good."""
+        _switches(hello.switches)
+        if len(hello.config) > LONGEST_CONFIG:
+            raise ConfigError(f"{hello.config_path or 'config'} has {len(hello.config)} characters, at most {LONGEST_CONFIG}")
+        if len(self.waiting) >= MOST_WAITING:
+            raise Refused(f"{MOST_WAITING} programs wait for workers already, and no more can: try again later")
+        if _nesting(hello.config) > MOST_NESTED:
+            raise ConfigError(f"{hello.config_path or 'config'} has more than {MOST_NESTED} brackets within one another")
+        try:
+            config = load(hello.config, hello.config_path)
+        except RecursionError:
+            raise ConfigError(f"{hello.config_path or 'config'} is nested too deep") from None
+        if self.most:
+            check_workers(config, [f"w{n}" for n in range(self.most)])
+        client = Waiting(peer, hello, config, now + PATIENCE, _used(config))
+        self.lending.examine(client)
+        self.waiting.append(client)
+
+    def forget(self, peer: bytes) -> None:
+        self.waiting = [w for w in self.waiting if w.peer != peer]
+
+    def knows(self, peer: bytes) -> bool:
+        return any(w.peer == peer for w in self.waiting)
+
+
+def _used(config: Config) -> frozenset[int]:
+    """Indices of the workers that a config names."""
+    return frozenset(index for group in config.groups.values() for index in group.flat)
+
+
+def _nesting(text: str) -> int:
+    """How deep brackets stand within brackets: parsing takes time with its square."""
+    depth = deepest = 0
+    for sign in text:
+        if sign in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif sign in "]}":
+            depth -= 1
+    return deepest
+
+
+def _switches(switches: dict[str, Any]) -> None:
+    """ProtocolError unless a client's switches are of the protocol."""
+    allowed = {
+        "threads": lambda v: type(v) is int and 0 <= v <= 1 << 12,
+        "workers": lambda v: type(v) is int and 0 <= v <= 1 << 16,
+        "matmul_precision": lambda v: v in PRECISIONS,
+        "deterministic": lambda v: type(v) is bool,
+        "cudnn_benchmark": lambda v: type(v) is bool,
+        "cudnn_tf32": lambda v: type(v) is bool,
+        "stall_timeout": lambda v: type(v) in (int, float) and 0 <= v <= LONGEST_STALL,
+    }
+    for name, value in switches.items():
+        if name not in allowed or isinstance(value, (list, dict)) or not allowed[name](value):
+            raise ProtocolError(f"Hello.switches.{name:.40} is {value!r:.40}, which is no switch or no value of it")
+
+
+def worker_info(info: dict[str, Any]) -> dict[str, Any]:
+    """What a worker says of itself, complete; ProtocolError names what is no such thing."""
+    defaults = {
+        "name": "",
+        "pid": 0,
+        "host": "",
+        "backend": "",
+        "device": "",
+        "heap_fd": -1,
+        "heap_bytes": 0,
+        "doorbell": "",
+        "unique_id": "",
+        "home": "",
+        "proof": "",
+    }
+    for key, value in info.items():
+        if key not in defaults:
+            raise ProtocolError(f"Hello.info.{key:.40} is not a known field, want one of {', '.join(defaults)}")
+        if type(value) is not type(defaults[key]) or (isinstance(value, str) and len(value) > 255):
+            raise ProtocolError(
+                f"Hello.info.{key} is {value!r:.40}, want a {type(defaults[key]).__name__} up to 255 characters"
+            )
+    whole = {**defaults, **info}
+    if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > LONGEST_NAME:
+        got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"
+        raise ProtocolError(f"Hello.info: {got}, want -1 or more, and {LONGEST_NAME} printable characters at most")
+    return whole
+
+
+def shared_out(switches: dict[str, Any], used: frozenset[int], cluster: Cluster, worker: Worker) -> dict[str, Any]:
+    """A program's switches on one worker, its threads shared out among the workers it uses on one host.
+
+    Eight workers with all the cores' threads each spend their time in one another's way (seen: 30 times slower on two cores).
+    """
+    beside = sum(cluster.workers[index].info.get("host") == worker.info.get("host") for index in used)
+    threads = switches.get("threads", 0)
+    return {**switches, "threads": max(threads // beside, 1)} if threads and beside > 1 else switches

@@ -1,0 +1,230 @@
+"""What workers are asked while they work: the counters of a Stats request, and whether they get on.
+
+A worker gets on while it comes to other instructions, uses CPU time where that means work, or its device comes further. How
+its process stands is the kernel's to say, where it can be seen. Who is told of all this, and when, is stragglers.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gt.dispatcher.cluster.workers import Cluster, Worker
+from gt.dispatcher.events import Examine, Examined
+from gt.dispatcher.schedule.measure import measured
+from gt.dispatcher.session import ClientSession
+from gt.wire.liveness import LOOKS, STOPPED, describe
+from gt.wire.messages import Query, Report
+
+COMPILE = "compile"  # kind of what a worker is at while it compiles a program
+LOAD, DEVICE = "load", "device"  # kinds: an op that its GPU does for the first time; what waits for its GPU
+LONG = 60.0  # seconds that these may take without a sign: kernels are loaded, a GPU does what was issued long before
+MEETING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv", "merge"})
+WORK = 0.05  # seconds of CPU time that are a sign of work
+JUMP = 2.0  # seconds between two ticks after which the dispatcher itself was asleep, or had no turn
+
+
+@dataclass(slots=True)
+class Survey:
+    """A Stats request: the workers' answers so far."""
+
+    session: ClientSession
+    number: int
+    left: set[int]
+    since: float
+    reports: dict[int, dict] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class WorkerPosition:
+    """A busy worker's last known place. came: when it came there; since: when it last got on; asked, heard: when it was asked
+    last, and answered. work: CPU seconds that it told when it last got on, by itself and by the kernel. at: see Query.
+    """
+
+    life: int
+    done: int
+    came: float
+    since: float
+    asked: float
+    heard: float
+    at: list | None = None
+    work: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    @property
+    def kind(self) -> str:
+        return str(self.at[3]) if self.at else ""
+
+    @property
+    def waits(self) -> bool:
+        """True if it may be waiting for another worker."""
+        return self.kind in MEETING or self.kind == DEVICE
+
+
+@dataclass(slots=True)
+class Halt:
+    """A worker's process that is stopped. since: when that was first seen, and has been ever since."""
+
+    life: int
+    since: float
+    how: str
+
+
+class Watch:
+    """home: of the dispatcher's own process, see wire.liveness."""
+
+    def __init__(self, cluster: Cluster, heartbeat: float, home: str = "") -> None:
+        self.cluster, self.heartbeat, self.home = cluster, heartbeat, home
+        self.surveys: dict[int, Survey] = {}
+        self.places: dict[int, WorkerPosition] = {}  # by worker, of those that have something to do
+        self.halts: dict[int, Halt] = {}  # by worker, of those whose process is stopped
+        self.awake = 0.0  # since when the dispatcher has had its turns: nobody is to blame for what was before
+        self._ticked = self._examined = 0.0
+
+    # ---- counters
+
+    def survey(self, session: ClientSession, number: int, program: int) -> tuple[Survey, list[tuple[bytes, Query]]]:
+        """Begin to answer a Stats request: what to ask whom."""
+        told = session.programs.all.get(program)
+        numbers = session.programs.newest if told is None else told.numbers
+        key = self.cluster.key()
+        alive = [w for w in self.cluster.workers if not w.lost]
+        self.surveys[key] = Survey(session, number, {w.index for w in alive}, self.cluster.now)
+        return self.surveys[key], [(w.peer, Query(key, True, numbers.get(w.index, []))) for w in alive]
+
+    def answered(self, worker: Worker, report: Report) -> Survey | None:
+        """A worker's Report: the survey that it completes, if any."""
+        stats, at = report.body.get("stats"), report.body.get("at")
+        fit = isinstance(at, list) and len(at) == 5 and isinstance(at[3], str)
+        self._seen(worker, at if fit else None, report.body.get("work"))
+        survey = self.surveys.get(report.request)
+        if survey is None or worker.index not in survey.left:
+            return None
+        if isinstance(stats, dict):
+            survey.reports[worker.index] = {"name": worker.name, **stats}
+        survey.left.discard(worker.index)
+        return self._complete(report.request)
+
+    def _complete(self, key: int) -> Survey | None:
+        return None if self.surveys[key].left else self.surveys.pop(key)
+
+    def without(self, index: int) -> list[Survey]:
+        """A worker is lost, or -1 for none: the surveys that are complete without it."""
+        for open_ in self.surveys.values():
+            open_.left.discard(index)
+        return [survey for key in list(self.surveys) if (survey := self._complete(key)) is not None]
+
+    def forget(self, session: ClientSession) -> None:
+        self.surveys = {key: survey for key, survey in self.surveys.items() if survey.session is not session}
+
+    # ---- whether they get on
+
+    def look(self, now: float) -> tuple[list[tuple[bytes, Query]], list[Examine]]:
+        """Whom to ask where it is: workers that have something to do. And whose processes to look at."""
+        if now - self._ticked > JUMP:
+            self.awake = now
+        self._ticked = now
+        asked: list[tuple[bytes, Query]] = []
+        for worker in self.cluster.workers:
+            place = self.places.get(worker.index)
+            if worker.lost or worker.done >= worker.runs:
+                self.places.pop(worker.index, None)
+            elif place is None or place.life != worker.lives or place.done != worker.done:
+                soon = now - self.heartbeat / LOOKS  # it is asked for the first time at the next tick
+                self.places[worker.index] = WorkerPosition(worker.lives, worker.done, now, now, soon, now)
+            elif now - place.asked >= self.heartbeat / LOOKS:
+                place.asked = now
+                asked.append((worker.peer, Query(self.cluster.key(), False)))
+        return asked, self._examine(now)
+
+    def _examine(self, now: float) -> list[Examine]:
+        self.halts = {i: halt for i, halt in self.halts.items() if self._living(i, halt.life)}
+        if not self.home or now - self._examined < self.heartbeat / LOOKS:
+            return []
+        self._examined = now
+        return [
+            Examine(w.peer, w.info["pid"], self.home)
+            for w in self.cluster.workers
+            if not w.lost and w.info.get("home") == self.home and w.info.get("pid")
+        ]
+
+    def _living(self, index: int, life: int) -> bool:
+        worker = self.cluster.workers[index]
+        return not worker.lost and worker.lives == life
+
+    def examined(self, worker: Worker, event: Examined) -> None:
+        """Take what the kernel says of a worker's process. One that says nothing itself, and computes, gets on."""
+        index, place = worker.index, self.places.get(worker.index)
+        if event.state == "" or event.state not in STOPPED:
+            self.halts.pop(index, None)
+        elif index not in self.halts:
+            self.halts[index] = Halt(worker.lives, event.at, describe(worker.info["pid"], event.state))
+        if place is not None and not place.waits and event.at - place.heard > 2 * self.heartbeat / LOOKS:
+            self._worked(place, 1, event.seconds)
+
+    def halted(self, share: float) -> dict[int, Halt]:
+        """Workers whose process has been stopped for this share of a heartbeat, as seen by one that was awake."""
+        now = self.cluster.now
+        return {i: halt for i, halt in self.halts.items() if now - max(halt.since, self.awake) >= share * self.heartbeat}
+
+    def quiet(self, place: WorkerPosition) -> float:
+        """Seconds in which a worker has not got on."""
+        return self.cluster.now - max(place.since, self.awake)
+
+    def _seen(self, worker: Worker, at: list | None, work: Any) -> None:
+        place, now = self.places.get(worker.index), self.cluster.now
+        if place is not None:
+            place.heard = now
+            if place.at != at:
+                place.came, place.since = (now, now) if place.at is not None else (place.came, place.since)
+                place.at = at
+            if type(work) is float:
+                self._worked(place, 0, work)
+            if place.kind in (LOAD, DEVICE) and now - place.came < LONG:
+                place.since = now
+
+    def _worked(self, place: WorkerPosition, source: int, seconds: float) -> None:
+        """CPU time, as one source counts it: some is used for nothing but to answer."""
+        if not 0 <= seconds - place.work[source] < WORK:
+            place.work[source] = seconds
+            place.since = self.cluster.now
+
+
+def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict[str, Any], str]:
+    """The body of a Stats answer; what it says of the newest replay's schedule, "" if it was in none."""
+    workers = [survey.reports[i] for i in sorted(survey.reports)]
+    actions, transfers = ([_stamps(row.get(what)) for row in workers] for what in ("actions", "transfers"))
+    body: dict[str, Any] = {"dispatcher": counters(survey.session, sent, received, relayed), "workers": workers}
+    order, ran = survey.session.programs.order, measured(actions, transfers)
+    if not order.get("rows") or not ran:
+        return body, ""
+    bubble = order["bubble"]
+    predicted = {"bubble": bubble, "idle": round(sum(bubble) / len(bubble), 4), "makespan": order["makespan"]}
+    body["schedule"] = {**{k: order[k] for k in ("name", "rows", "costs")}, "predicted": predicted, "measured": ran}
+    took = f"{ran['makespan'] * 1e3:.3f} ms"
+    return body, f"{order['name']}: bubble {ran['idle']:.2%} of {took} measured, {predicted['idle']:.2%} predicted"
+
+
+def _stamps(rows: Any) -> list:
+    """A worker's actions or transfers, if they are such: what a worker says is not trusted."""
+    fit = isinstance(rows, list) and all(
+        isinstance(one, (list, tuple)) and [type(part) for part in one] == [str, float, float] for one in rows
+    )
+    return rows if isinstance(rows, list) and fit else []
+
+
+def counters(session: ClientSession, sent: int, received: int, relayed: int) -> dict[str, Any]:
+    """The dispatcher's part of a client's Stats."""
+    return {
+        "ops_planned": session.ops,
+        "instructions_sent": session.emitter.sent,
+        "messages_sent": sent,
+        "messages_received": received,
+        "plan_cache_hits": session.planner.hits,
+        "programs": len(session.programs.all),
+        "replays": session.programs.launches,
+        "runs_sent": sum(worker.runs for worker in session.cluster.workers),
+        "tensor_bytes_uploaded": session.uploaded,
+        "tensor_bytes_fetched": session.requests.fetched,
+        "tensor_bytes_relayed": relayed,
+        **session.pace.lag.counters(),
+    }

@@ -1,0 +1,182 @@
+"""Peers that come and go: a Hello makes a client with a session or a worker of the cluster, until its end is known.
+
+Time ends some too: sessions that have had theirs, workers that do not start afresh, and those that are stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gt.dispatcher.cluster.admission import shared_out, worker_info
+from gt.dispatcher.cluster.leases import Lease, Waiting, workers
+from gt.dispatcher.cluster.workers import Worker
+from gt.dispatcher.events import Examined, Peer
+from gt.dispatcher.session import ClientSession
+from gt.dispatcher.state.failures import worker_lost
+from gt.dispatcher.state.log_lines import Scribe
+from gt.dispatcher.state.validate import CREDIT
+from gt.errors import GTError, ProtocolError
+from gt.log import plain
+from gt.wire.link import examine
+from gt.wire.messages import Abort, Exit, Goodbye, Hello, Notice, Renew, Welcome, World
+
+if TYPE_CHECKING:
+    from gt.dispatcher.core import Core
+
+log = logging.getLogger("gt.dispatcher")
+GOODBYE = "it said goodbye"
+LONGEST_REASON = 4000  # characters of another reason
+STALL = 300.0  # seconds, where a program says nothing of its stall_timeout
+OWN = frozenset({"workers", "stall_timeout"})  # of a client's switches those that no worker is told
+
+
+class Membership:
+    """One core's: it enters and removes its sessions and workers."""
+
+    def __init__(self, core: Core) -> None:
+        self._core, self._lending, self._terms = core, core.lending, core.terms
+        self._sessions, self._workers = core.sessions, core.workers
+        self._admission = core.admission
+        self._next_session = 0
+
+    def hello(self, peer: Peer, hello: Hello, frames: tuple) -> None:
+        if peer in self._sessions or peer in self._workers or self._lending.name(peer) or self._admission.knows(peer):
+            raise ProtocolError("Hello came twice on one connection")
+        examine(hello)
+        if hello.role == "worker":
+            self._worker_joins(peer, hello)
+        else:
+            self._admission.expect(peer, hello, self._core.now)
+            self._admit_clients()
+
+    def _worker_joins(self, peer: Peer, hello: Hello) -> None:
+        info = worker_info(hello.info)
+        self._terms.admit(info)
+        name, lease = self._lending.join(peer, info)
+        worker = lease.cluster.named(name) if lease is not None else None
+        if lease is not None and worker is not None:
+            self._workers[peer] = worker
+            for session in lease.sessions.values():
+                session.regain(worker)
+        log.info("worker %s joined", name)
+        self._core.log_line("CONNECT", name, f"worker {name if worker is None else worker.index}, {info['backend']}")
+        names = [w.name for w in lease.cluster.workers] if lease else [name]
+        self._core.send(peer, Welcome(0, name, names, [], CREDIT, self._core.process))
+        if lease is not None:
+            self._tell_world(lease, lease.cluster.form(again=True) if lease.cluster.formed else ())
+        self._admit_clients()
+
+    def _tell_world(self, lease: Lease, members: Sequence[int] = ()) -> None:
+        """members: those whose devices are to share memory."""
+        cluster = lease.cluster
+        cluster.generation += 1
+        rows = [w.row() for w in workers(lease)]
+        name = cluster.workers[members[0]].info["unique_id"] if members else ""
+        for worker in workers(lease):
+            self._core.send(worker.peer, World(cluster.generation, rows, list(members), name, cluster.hosts()))
+
+    def _admit_clients(self) -> None:
+        """Welcome every waiting client whose workers are all here, and its own if they have to be."""
+        waiting, self._admission.waiting = self._admission.waiting, []
+        for client in waiting:
+            try:
+                if self._lending.ready(client, self._admission.waiting, self._core.now):
+                    self._welcome(client)
+                else:
+                    self._admission.waiting.append(client)
+                    if (news := self._lending.news(client, self._core.now)) is not None:
+                        self._core.send(client.peer, news)
+            except GTError as error:
+                self._core.refuse(client.peer, error)
+            except Exception as error:
+                self._core.fault(client.peer, "Hello", error)
+
+    def _welcome(self, client: Waiting) -> None:
+        config, lease = client.config, self._lending.grant(client, self._core.now)
+        cluster, switches = lease.cluster, {k: v for k, v in client.hello.switches.items() if k not in OWN}
+        self._workers.update({worker.peer: worker for worker in workers(lease)})
+        session = ClientSession(self._next_session, client.peer, config, cluster, self._core.send)
+        session.memory, session.stall_timeout = self._terms.memory, client.hello.switches.get("stall_timeout", STALL)
+        session.switches = lambda worker: shared_out(switches, client.used, cluster, worker)
+        session.pace = self._core.pace
+        self._next_session += 1
+        self._sessions[client.peer] = lease.sessions[client.peer] = session
+        members = cluster.form()
+        if members or not cluster.generation:  # before the first program that may need it
+            self._tell_world(lease, members)
+        if self._core.logging:
+            session.scribe = session.emitter.scribe = Scribe(session, self._core.page)
+        self._core.log_line("CONNECT", self._core.name(client.peer), f"client with {len(config.groups)} groups")
+        names, name, groups = [w.name for w in cluster.workers], self._core.name(client.peer), list(config.groups)
+        self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process))
+
+    def goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
+        self.remove(peer, plain(message.reason, LONGEST_REASON) or GOODBYE)
+        self._core.close(peer)
+
+    def remove(self, peer: Peer, reason: str) -> None:
+        """A peer is gone, or to be parted from; nothing follows for one that is nobody."""
+        self._admission.forget(peer)
+        session, worker, lease = self._sessions.pop(peer, None), self._workers.pop(peer, None), self._lending.of(peer)
+        if session is not None and lease is not None:
+            self._core.log_line("DISCONNECT", f"client{session.number}", reason)
+            lease.sessions.pop(peer, None)
+            lease.watch.forget(session)
+            lease.stragglers.forget(session)
+            self._core.guarded(session, "its end", session.close, self._core.round_robin.leavings)
+        if worker is None:
+            for own in self._lending.release(peer, self._core.now):
+                self._core.send(own, Renew("the session that it was lent to has ended"))
+                del self._workers[own]
+        self._lending.lose(peer, reason)
+        if worker is not None and lease is not None:
+            self._lose_worker(lease, worker, reason)
+
+    def _lose_worker(self, lease: Lease, worker: Worker, reason: str) -> None:
+        worker.lost = reason or "its process ended"
+        worker.discard()
+        log.log(logging.INFO if reason == GOODBYE else logging.WARNING, "worker %s is lost: %s", worker.name, worker.lost)
+        self._core.log_line("DISCONNECT", worker.name, worker.lost)
+        self._core.log_line("ERROR", worker.name, str(worker_lost(worker.name, worker.lost)))
+        for other in workers(lease):
+            self._core.send(other.peer, Abort(worker.index, worker.lost))
+        for session in list(lease.sessions.values()):
+            self._core.guarded(session, "the loss of a worker", session.lose, worker)
+            self._core.round_robin.resume(session.peer)
+        for survey in lease.watch.without(worker.index):
+            self._core.surveyed(survey)
+
+    def tick(self) -> None:
+        for peer, said in self._terms.due(self._sessions, self._core.now):
+            self._core.send(peer, said) if isinstance(said, Notice) else self._core.refuse(peer, said)
+        for peer in self._lending.overdue(self._core.now):
+            self._core.send(peer, Exit("it was told to start afresh, and has not"))
+            self._core.close(peer)
+        if self._admission.waiting:
+            self._admit_clients()
+        for lease in list(self._lending.leases):
+            self._look(lease)
+
+    def _look(self, lease: Lease) -> None:
+        """Ask busy workers whether they get on; give up those that are stopped, and tell programs of slow ones."""
+        queries, examinations = lease.watch.look(self._core.now)
+        for peer, query in queries:
+            self._core.send(peer, query)
+        self._core.act(examinations)
+        for index, halt in lease.watch.halted(1.0).items():
+            self._give_up(lease.cluster.workers[index], f"for {self._core.heartbeat:g} s {halt.how}")
+        lease.stragglers.tell(lease.sessions.values(), self._core.now)
+
+    def examined(self, event: Examined) -> None:
+        lease, worker = self._lending.of(event.peer), self._workers.get(event.peer)
+        if lease is not None and worker is not None:
+            lease.watch.examined(worker, event)
+
+    def _give_up(self, worker: Worker, reason: str) -> None:
+        """Part from a worker that cannot go on by itself: should it be let go on, it ends."""
+        peer = worker.peer
+        self._core.send(peer, Exit(reason))
+        self.remove(peer, reason)
+        self._core.close(peer)

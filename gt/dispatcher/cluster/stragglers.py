@@ -1,0 +1,223 @@
+"""Programs are told of workers that are slow, stopped, or do not get on.
+
+Slow is a notice. An error is only what is proved: a process that is stopped, or a program of which no worker has got on for
+its whole stall_timeout. Nothing is lost by that error: whoever got it may wait again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gt import errors
+from gt.dispatcher.cluster.health import COMPILE, DEVICE, LOAD, MEETING, Watch, WorkerPosition
+from gt.dispatcher.session import ClientSession
+from gt.dispatcher.state.validate import CREDIT
+from gt.errors import WorkerStuck
+from gt.wire.messages import Describe, Failed, Fetch, Inspect, Message, Notice, Ops, Seal, Stats
+
+SLOW = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0)  # seconds at one instruction after which a program is told, then every 600
+SAME = 60.0  # seconds in which a program is not told for the second time that it has come to a slow instruction at one line
+HALTED = 0.5  # of a heartbeat: a process that is stopped for a moment is looked at by a debugger
+NAMED = 4  # workers that one message names, at most
+REMEMBERED = 64  # slow lines of a program
+DOING = {COMPILE: "compiling", LOAD: "loading kernels for", DEVICE: "waiting for its GPU, at"}
+
+
+@dataclass(slots=True)
+class Told:
+    """Notices that one program has had of slow workers. key: the instruction that the last was of; level: its place in SLOW."""
+
+    lines: dict[str, float]  # when it was first told of a line
+    key: tuple = ()
+    level: int = 0
+
+
+class Stragglers:
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.cluster = watch, watch.cluster
+        self._told: dict[int, Told] = {}  # by session
+
+    def forget(self, session: ClientSession) -> None:
+        self._told.pop(session.number, None)
+
+    def tell(self, sessions: Iterable[ClientSession], now: float) -> None:
+        """Notices and errors for the programs that wait for workers."""
+        halted = {i: halt.how for i, halt in self.watch.halted(HALTED).items()}
+        for session in sessions:
+            if session.uploads.awaited:
+                self._end_held(session, halted, now)
+            self._end_unanswered(session, now)
+            behind = self._behind(session)
+            if behind:
+                self._end(session, behind, halted, now)
+                self._warn(session, behind - set(halted), now)
+
+    def _behind(self, session: ClientSession) -> set[int]:
+        """Busy workers that have something of a program still to do."""
+        runs = [request.runs for request in session.requests.open.values()]
+        if session.batches.pending:
+            runs.append(session.batches.pending[-1].runs)
+        return {index for one in runs for index in self._waits(one)}
+
+    def _waits(self, runs: dict[int, int]) -> set[int]:
+        places, workers = self.watch.places, self.cluster.workers
+        return {index for index, run in runs.items() if index in places and workers[index].done < run}
+
+    # ---- errors
+
+    def _end(self, session: ClientSession, behind: set[int], halted: dict[int, str], now: float) -> None:
+        """End what waits for a worker that is stopped, or for workers of which none gets on."""
+        stalled = self._stalled(session, behind)
+        if not stalled and behind.isdisjoint(halted):
+            return
+        for request in list(session.requests.open.values()):
+            waits, waited = self._waits(request.runs), now - max(request.since, self.watch.awake)
+            stopped = {i: halted[i] for i in waits & set(halted)}
+            if stopped or (stalled and waits and waited >= session.stall_timeout):
+                said = self._says(session, self._blamed(waits), now)
+                session.requests.give_up(request, self._error(session, stopped, said))
+        pending = session.batches.pending
+        if pending and self._without_credit(session):
+            waits = self._waits(pending[0].runs)
+            stopped = {i: halted[i] for i in waits & set(halted)}
+            if stopped or (stalled and waits):
+                said = self._says(session, self._blamed(waits), now)
+                self._tell_stuck(session, self._error(session, stopped, said))
+
+    def _end_held(self, session: ClientSession, halted: dict[int, str], now: float) -> None:
+        """End questions behind an upload that a stopped worker has to take in, or only such as do not get on."""
+        uploads, waits = session.uploads, session.uploads.waits()
+        stopped = {i: halted[i] for i in waits & set(halted)}
+        stalled = self._silent(session, waits, uploads.moved, now)
+        if not waits or not (stopped or stalled):
+            return
+        said = f"{self._alive(waits)} taken in nothing of an upload for {now - uploads.moved:.1f} s"
+        error = self._error(session, stopped, said)
+        if self._without_credit(session):
+            self._tell_stuck(session, error)
+        left: deque[tuple[Message, tuple]] = deque()
+        for message, frames in session.inbox:
+            # A Seal ends a call whose ops are sent, which is not to be called again: it waits until the worker is lost.
+            if isinstance(message, (Fetch, Describe, Inspect, Stats)) or (stalled and isinstance(message, Seal)):
+                session.send(Failed(message.request, errors.to_wire(error)))
+            else:
+                left.append((message, frames))
+        session.inbox = left
+        if stalled:
+            uploads.moved = now  # who asks again waits as long again
+
+    def _end_unanswered(self, session: ClientSession, now: float) -> None:
+        """End questions that workers have done all work for, and of which an answer does not come."""
+        surveys = self.watch.surveys
+        for request in [r for r in session.requests.open.values() if r.moved >= 0]:
+            if error := self._unanswered(session, request.owed, request.moved, now):
+                session.requests.give_up(request, error)
+        for key, survey in [(key, survey) for key, survey in surveys.items() if survey.session is session]:
+            if error := self._unanswered(session, survey.left, survey.since, now):
+                session.send(Failed(surveys.pop(key).number, errors.to_wire(error)))
+
+    def _unanswered(self, session: ClientSession, waits: set[int], moved: float, now: float) -> WorkerStuck | None:
+        if not waits or not self._silent(session, waits, moved, now):
+            return None
+        return self._error(session, {}, f"{self._alive(waits)} answered nothing for {now - moved:.1f} s")
+
+    def _silent(self, session: ClientSession, waits: set[int], moved: float, now: float) -> bool:
+        """Whether nothing came for a program's stall_timeout from workers which do not get on with anything else either."""
+        places = self.watch.places
+        since = max(moved, self.watch.awake, *(places[i].since for i in waits if i in places), 0.0)
+        return 0 < session.stall_timeout <= now - since
+
+    def _alive(self, waits: set[int]) -> str:
+        names = ", ".join(self.cluster.workers[i].name for i in sorted(waits)[:NAMED])
+        more = f" and {len(waits) - NAMED} more" if len(waits) > NAMED else ""
+        return f"workers {names}{more} are alive and have" if len(waits) > 1 else f"worker {names} is alive and has"
+
+    @staticmethod
+    def _without_credit(session: ClientSession) -> bool:
+        """Whether a program may wait until a batch is acknowledged, and has not been told why."""
+        batches = len(session.batches.pending) + len(session.batches.coming)
+        batches += sum(isinstance(message, Ops) for message, _ in session.inbox)
+        return batches >= CREDIT and not session.told_stuck
+
+    @staticmethod
+    def _tell_stuck(session: ClientSession, error: WorkerStuck) -> None:
+        session.told_stuck = True
+        session.send(Failed(-1, errors.to_wire(error)))
+
+    def _stalled(self, session: ClientSession, behind: set[int]) -> bool:
+        """True if none of these has got on for a program's stall_timeout; 0 is no limit."""
+        limit = session.stall_timeout
+        return limit > 0 and all(self.watch.quiet(self.watch.places[i]) >= limit for i in behind)
+
+    def _error(self, session: ClientSession, stopped: dict[int, str], slow: str) -> WorkerStuck:
+        """slow: of workers that are not stopped."""
+        again = "Nothing is lost: wait again (fetch the value once more)"
+        if stopped:
+            said = "; ".join(f"worker {self.cluster.workers[i].name} is stopped: {stopped[i]}" for i in sorted(stopped)[:NAMED])
+            return WorkerStuck(f"{said}. {again}; a worker that is stopped for {self.watch.heartbeat:g} s counts as lost")
+        limit = f"no worker of this program has made progress for {session.stall_timeout:g} s"
+        return WorkerStuck(f"{limit}: {slow}. {again}, or give a longer stall_timeout= or GT_STALL_TIMEOUT")
+
+    # ---- notices
+
+    def _warn(self, session: ClientSession, behind: set[int], now: float) -> None:
+        """Say once a level where the slowest worker is that waits for nobody."""
+        places, awake = self.watch.places, self.watch.awake
+        late = self._blamed({i for i in behind if now - max(places[i].came, awake) >= SLOW[0]})
+        told = self._told.setdefault(session.number, Told({}))
+        if not late:
+            return
+        index, place = min(late.items(), key=lambda row: row[1].came)
+        key = (index, place.life, *(place.at or ())[:2], place.came)
+        if told.key != key:
+            told.key, told.level = key, 0
+        level = _level(now - max(place.came, awake))
+        if level <= told.level:
+            return
+        told.level = level
+        line = self._line(session, place)
+        if level == 1 and now - told.lines.get(line, -SAME) < SAME:
+            return
+        if level == 1:
+            told.lines[line] = now
+            if len(told.lines) > REMEMBERED:
+                del told.lines[next(iter(told.lines))]
+        session.send(Notice(f"slow: {self._says(session, late, now)}; the wait goes on, Ctrl-C ends it"))
+
+    def _blamed(self, waits: set[int]) -> dict[int, WorkerPosition]:
+        """Late workers that wait for no other; all of them where each waits for another."""
+        places = {index: self.watch.places[index] for index in sorted(waits)}
+        return {index: place for index, place in places.items() if not place.waits} or places
+
+    def _says(self, session: ClientSession, late: dict[int, WorkerPosition], now: float) -> str:
+        rows = [self._one(session, index, place, now) for index, place in list(late.items())[:NAMED]]
+        more = f"; and {len(late) - NAMED} more workers" if len(late) > NAMED else ""
+        return "; ".join(rows) + more
+
+    def _one(self, session: ClientSession, index: int, place: WorkerPosition, now: float) -> str:
+        name, seconds = self.cluster.workers[index].name, now - place.came
+        if place.at is None:
+            return f"worker {name} is alive and has not reported its work for {seconds:.1f} s"
+        doing = f"{DOING[place.kind]} " if place.kind in DOING else ""
+        kind = f" ({place.kind})" if place.kind in MEETING else ""
+        return f"worker {name} is alive and has been at {doing}{self._line(session, place)}{kind} for {seconds:.1f} s"
+
+    def _line(self, session: ClientSession, place: WorkerPosition) -> str:
+        """The op that a worker is at, as its own program knows it."""
+        if place.at is None:
+            return "something"
+        row = session.journal.find(place.at[2]) if isinstance(place.at[2], int) else None
+        asked = next((r for r in session.requests.open.values() if r.seq == place.at[2]), None)
+        if row is None:
+            return "an op of another program" if asked is None else f"reading {asked.name}"
+        row = row.at(place.at[2])
+        where = f"{row.origin.file}:{row.origin.line}: " if row.origin.file else ""
+        group = f", group {row.origin.group}" if row.origin.group else ""
+        return f"{where}{row.known.template.op}{group}"
+
+
+def _level(seconds: float) -> int:
+    """The number of notices in a wait of so many seconds."""
+    return sum(seconds >= limit for limit in SLOW) + max(int(seconds // SLOW[-1]) - 1, 0)

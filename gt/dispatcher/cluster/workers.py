@@ -1,0 +1,219 @@
+"""The workers as the dispatcher sees them: who they are, what is queued for each, where on the heap they exchange data.
+
+Pure bookkeeping: definitions are numbered here, heap offsets handed out here, since only here every use is known.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+
+from gt.dispatcher.fairness.run_queue import RunQueue
+from gt.errors import SystemFailure
+from gt.ir.heap import MEETING_BYTES, Sizes, channel_bytes, channel_class, enough, sizes, team_bytes
+from gt.ir.instr import FIRST, Define
+from gt.ir.template import weight
+
+MOST = 1 << 17  # numbers of one Run, about: it has to fit a body whatever a client sends
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker process and the stream that is being written for it. runs/done count its Run messages.
+
+    What is written stays here until the event that wrote it has been dealt with: then all of it goes, or none. A process
+    that takes a lost one's place is the same Worker, so that plans that name it hold; `lives` counts these.
+    """
+
+    index: int
+    name: str
+    peer: bytes
+    info: dict
+    lost: str = ""
+    known: set[int] = field(default_factory=set)
+    defines: list = field(default_factory=list)
+    code: list = field(default_factory=list)
+    runs: int = 0
+    done: int = 0
+    lives: int = 1
+    switches: dict | None = None  # as its newest Switch said
+    session: int = -1  # the same
+    shared: bool = False  # the same
+    weight: int = 0  # of `defines`
+    seconds: float = 0.0  # what `code` and `cuts` take, by estimate
+    told: list = field(default_factory=list)  # definitions that go with whatever is sent next
+    cuts: list = field(default_factory=list)  # (defines, code) before these
+
+    def revive(self, peer: bytes, info: dict) -> None:
+        """A new process, which knows and holds nothing; numbers go on, and what its predecessor left undone is done."""
+        self.peer, self.info, self.lost, self.switches, self.session = peer, info, "", None, -1
+        self.known, self.done = set(), self.runs
+        self.told, self.defines, self.code, self.cuts, self.weight, self.seconds = [], [], [], [], 0, 0.0
+        self.lives += 1
+
+    def row(self) -> list:
+        """Its row of World."""
+        return [self.index, self.name, *(self.info.get(k, 0) for k in ("pid", "host", "heap_fd", "heap_bytes", "doorbell"))]
+
+    def define(self, definition: Define) -> int:
+        """Number of the definition, sent along if this worker has not seen it."""
+        number = definition.number
+        if number not in self.known:
+            self.known.add(number)
+            self.defines.append(definition.wire())
+            self.weight += weight(definition.payload)
+        return number
+
+    def tell(self, definition: Define) -> None:
+        """Have it know of what a program will name, whether or not what this event writes is sent."""
+        if definition.number not in self.known:
+            self.known.add(definition.number)
+            self.told.append(definition.wire())
+
+    def cut(self) -> None:
+        """What is written from here on is another Run's."""
+        if self.code:
+            self.cuts.append((self.defines, self.code))
+        self.defines, self.code, self.weight = [], [], 0
+
+    def take(self) -> list[tuple[list, list]]:
+        """(defines, code) of the Runs that were written since."""
+        self.cut()
+        cuts, self.cuts, self.seconds = self.cuts, [], 0.0
+        if self.told:  # now, if only by themselves: what is written next may be another session's, and sent before
+            cuts = cuts or [([], [])]
+            cuts[0] = self.told + cuts[0][0], cuts[0][1]
+            self.told = []
+        return cuts
+
+    def discard(self) -> None:
+        """Unwrite them."""
+        self.cut()
+        for defines, _ in self.cuts:
+            self.known.difference_update(row[0] for row in defines)
+        self.cuts, self.seconds = [], 0.0
+
+
+class HeapFull(SystemFailure):
+    """No place for another channel or team."""
+
+
+class Cluster:
+    """Workers by index, with heap regions for pairs and teams."""
+
+    def __init__(self) -> None:
+        self.workers: list[Worker] = []
+        self._numbers = itertools.count(FIRST)  # several threads take from it
+        self.heap_used = MEETING_BYTES
+        self.generation = 0
+        self.seq = 0  # of the next op, over all sessions
+        self.next_key = 0
+        self.now = 0.0  # of the event that is being dealt with
+        self.queue = RunQueue()
+        self.formed: dict[int, int] = {}  # workers whose devices share memory, and which of their lives do
+        self._channels: dict[int, tuple[int, Sizes]] = {}
+        self._teams: dict[tuple[int, ...], tuple[int, int, int]] = {}
+
+    def add(self, peer: bytes, info: dict) -> Worker:
+        """A worker joins; one of the name of a lost worker takes its place."""
+        name = info.get("name") or ""
+        for worker in self.workers:
+            if worker.lost and (not name or worker.name == name):
+                worker.revive(peer, info)
+                return worker
+        index = len(self.workers)
+        worker = Worker(index, name or f"w{index}", peer, info)
+        self.workers.append(worker)
+        return worker
+
+    def named(self, name: str) -> Worker | None:
+        return next((w for w in self.workers if w.name == name), None)
+
+    def hosts(self) -> dict[str, int]:
+        """Numbers of workers that compute in their host's memory, by host."""
+        return dict(Counter(w.info.get("host", "") for w in self.workers if not w.lost and w.info.get("device") == "cpu"))
+    def finished(self, worker: Worker, run: int) -> None:
+        """A worker has carried out its Runs up to this one: what waited for that is sent."""
+        worker.done = run
+        self.queue.done(worker.index, run)
+        if self.queue.waiting:
+            self.take_turns()
+
+    def take_turns(self) -> None:
+        for unit in self.queue.due():
+            unit.send()
+
+    def send_all(self) -> None:
+        """All that waits for its turn: it was planned with the workers in mind that there were until now."""
+        for unit in self.queue.all():
+            unit.send()
+
+    def check(self) -> None:
+        """Invariants between events; tests call it."""
+        for worker in self.workers:
+            assert not worker.code and not worker.cuts and not worker.defines, f"half a batch is left for {worker.name}"
+            assert worker.done <= worker.runs
+        self.queue.check()
+
+    def number(self) -> int:
+        """A new name for one definition."""
+        return next(self._numbers)
+
+    def key(self) -> int:
+        """A new name for one upload or answer."""
+        self.next_key += 1
+        return self.next_key
+
+    def _take(self, nbytes: int, members: tuple[int, ...]) -> int:
+        offset = self.heap_used
+        limit = min(self.workers[i].info.get("heap_bytes", 0) for i in members)
+        if offset + nbytes > limit:
+            text = f"the symmetric heap of {limit} bytes has no room for {nbytes} more, {offset} are taken by earlier groups"
+            larger = enough(limit, offset + nbytes) >> 20
+            raise HeapFull(f"{text}: start the workers with GT_HEAP_SIZE={larger}MiB, or use fewer different groups")
+        self.heap_used += nbytes
+        return offset
+
+    def _sizes(self, members: tuple[int, ...]) -> Sizes:
+        return sizes(min(self.workers[i].info.get("heap_bytes", 0) for i in members))
+
+    def channel(self, source: int, target: int) -> tuple[int, Sizes]:
+        """Heap offset and sizes for messages source -> target; pairs that never meet in a heap share one."""
+        shared = channel_class(source, target)
+        if shared not in self._channels:
+            found = self._sizes((source, target))
+            self._channels[shared] = self._take(channel_bytes(found.slot, found.slots), (source, target)), found
+        return self._channels[shared]
+
+    def team(self, workers: tuple[int, ...]) -> tuple[int, int, int]:
+        """(id, heap offset, buffer size) of a team, made on first use."""
+        if workers not in self._teams:
+            buffer = self._sizes(workers).buffer
+            self._teams[workers] = len(self._teams), self._take(team_bytes(buffer, len(workers)), workers), buffer
+        return self._teams[workers]
+
+    def team_payload(self, workers: tuple[int, ...], rank: int) -> dict:
+        number, offset, buffer = self.team(workers)
+        return {"id": number, "workers": list(workers), "rank": rank, "offset": offset, "bytes": buffer}
+
+    def channel_payload(self, source: int, target: int, peer: int) -> dict:
+        offset, found = self.channel(source, target)
+        return {"peer": peer, "offset": offset, "bytes": found.slot, "slots": found.slots}
+
+    def form(self, again: bool = False) -> list[int]:
+        """Workers whose devices are to share memory from here on: all of one host that can, unless some do already.
+
+        again: only once all are back that did so before.
+        """
+        if any(not self.workers[i].lost and self.workers[i].lives == lives for i, lives in self.formed.items()):
+            return []
+        hosts: dict[str, list[int]] = {}
+        for worker in self.workers:
+            if not worker.lost and worker.info.get("unique_id"):
+                hosts.setdefault(worker.info.get("host", ""), []).append(worker.index)
+        able = max(hosts.values(), key=lambda some: (set(self.formed) <= set(some), len(some)), default=[])
+        if len(able) < 2 or (again and not set(self.formed) <= set(able)):
+            return []
+        self.formed = {i: self.workers[i].lives for i in able}
+        return able

@@ -1,0 +1,115 @@
+"""Round robin of sessions: messages that wait for their session, and sessions that have more to do than fits one turn.
+
+A session's messages are taken in order. While it is stalled they wait; what takes long is cut into slices, and between two of
+them every other peer is heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gt.dispatcher.events import Peer, Received
+from gt.dispatcher.fairness.time_slices import Leavings, Pace
+from gt.dispatcher.state.fetches import MOST
+from gt.dispatcher.state.validate import CREDIT
+from gt.errors import ProtocolError
+from gt.wire.messages import Describe, Fetch, Inspect, Message, Ops, Seal, Stats
+
+if TYPE_CHECKING:
+    from gt.dispatcher.core import Core
+    from gt.dispatcher.session import ClientSession
+
+DEFERRED = frozenset({Ops, Fetch, Describe, Inspect, Seal, Stats})  # what a stalled session keeps for later, in order
+MOST_DEFERRED = CREDIT + MOST + 1
+
+
+class RoundRobin:
+    """One core's. `pending`: somebody has more to do, though nothing comes."""
+
+    def __init__(self, core: Core, pace: Pace) -> None:
+        self._core, self._pace = core, pace
+        self._waiting: dict[Peer, None] = {}  # sessions with more to do, in the order of their turns
+        self.leavings = Leavings(pace)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._waiting or self.leavings or self._pace.background.pending)
+
+    def aside(self, session: ClientSession, what: str, call: Callable[[], None]) -> None:
+        """Do what may take long for a session, which is stalled meanwhile."""
+
+        def done() -> None:
+            try:
+                self._core.attempt(session.peer, what, call)
+            finally:
+                session.aside = False
+                self._note(session.peer)
+
+        session.aside = True
+        self._pace.background.begin(done)
+
+    def waits(self, event: Received) -> bool:
+        """True if a session's message is kept for later, or means nothing any more as what came before it was refused."""
+        if type(event.message) not in DEFERRED:
+            return False
+        core, session = self._core, self._core.sessions[event.peer]
+        if session.inbox or self._stalled(event.peer, session, event.message):
+            if len(session.inbox) >= MOST_DEFERRED:
+                core.refuse(event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already"))
+            elif event.peer in core.sessions:
+                session.inbox.append((event.message, event.frames))
+                self._note(event.peer)
+            return True
+        return event.peer not in core.sessions
+
+    def resume(self, peer: Peer) -> None:
+        """Take what waits for a session, as far as it can be and the turn lasts."""
+        core = self._core
+        while (session := core.sessions.get(peer)) is not None and session.inbox:
+            if self._stalled(peer, session, session.inbox[0][0]):
+                break
+            if session.inbox:  # or the session has just ended
+                core.take(peer, *session.inbox.popleft())
+            if self._pace.spent:
+                break
+        self._note(peer)
+
+    def go_on(self) -> None:
+        """One slice for the session whose turn it is."""
+        self._pace.background.go_on()
+        if not self._waiting:
+            return
+        peer = next(iter(self._waiting))
+        del self._waiting[peer]
+        session = self._core.sessions.get(peer)
+        if session is not None and session.aside:
+            return  # it comes again when that is done
+        if session is not None and session.batches.busy and session.batches.long:
+            self.aside(session, "Ops", session.batches.go_on)
+        elif session is not None and session.batches.busy:
+            self._core.attempt(peer, "Ops", session.batches.go_on)
+            self._note(peer)
+        else:
+            self.resume(peer)
+
+    def _note(self, peer: Peer) -> None:
+        """Put a session that has more to do at the end of the row."""
+        session = self._core.sessions.get(peer)
+        if session is not None and not session.aside and (session.batches.busy or (session.inbox and not session.stalled)):
+            self._waiting.setdefault(peer)
+
+    def _stalled(self, peer: Peer, session: ClientSession, message: Message) -> bool:
+        """True if a message has to wait; a question ends the waiting of what was sent before it."""
+        if not session.stalled and not isinstance(message, Ops):
+            self._core.attempt(peer, "Ops", session.batches.finish)
+            if not isinstance(message, Seal) and not session.batches.busy:
+                session.programs.later.let_go()
+        return session.stalled
+
+    def check(self) -> None:
+        """Invariants between events; tests call it."""
+        for session in self._core.sessions.values():
+            assert len(session.inbox) <= MOST_DEFERRED
+            assert session.stalled or not session.inbox or session.peer in self._waiting
+            assert not session.batches.busy or session.aside or session.peer in self._waiting

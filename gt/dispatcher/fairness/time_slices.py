@@ -1,0 +1,68 @@
+"""A turn of the dispatcher's loop is short: what takes long is done in slices, with other peers' messages in between.
+
+Knows no clock of its own: one is given, or nothing is ever cut into slices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from gt.dispatcher.fairness.background import Inline
+from gt.dispatcher.fairness.lag import Lag
+
+SLICE = 0.01  # seconds
+STEP = 128  # things that are dropped between looks at the clock
+
+
+class Pace:
+    """Says when a turn has taken long enough. `clock`: seconds; without one a turn has no end. background: for long passes."""
+
+    def __init__(
+        self, clock: Callable[[], float] | None = None, seconds: float = SLICE, background: Inline | None = None
+    ) -> None:
+        self._clock, self._seconds = clock, seconds
+        self.background = background or Inline()
+        self._end = float("inf")
+        self.lag = Lag()
+
+    def begin(self) -> None:
+        if self._clock is not None:
+            self._end = self._clock() + self._seconds
+
+    @property
+    def spent(self) -> bool:
+        return self._clock is not None and self._clock() >= self._end
+
+
+class Leavings:
+    """Containers that nobody needs any more, too large to be freed at once: each turn frees a slice of them.
+
+    emptied: called with each thing that is taken out of a container.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._rest: deque[tuple[Any, Callable[[Any], None] | None]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._rest)
+
+    def add(self, container: Any, emptied: Callable[[Any], None] | None = None) -> None:
+        """A dict, list or deque that is the caller's no longer."""
+        if container:
+            self._rest.append((container, emptied))
+
+    def clear(self) -> None:
+        """Free as much as the turn has time for."""
+        while self._rest:
+            container, emptied = self._rest[0]
+            while container:
+                for _ in range(min(STEP, len(container))):
+                    item = container.popitem()[1] if isinstance(container, dict) else container.pop()
+                    if emptied is not None:
+                        emptied(item)
+                if self._pace.spent:
+                    return
+            self._rest.popleft()

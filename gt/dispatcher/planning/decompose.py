@@ -1,0 +1,121 @@
+"""Ops that are carried out as several: a mean over split rows, and what works along a dim that is split."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gt.dispatcher.sharding.chain import ChainOp, Name
+from gt.dispatcher.sharding.localize import payload
+from gt.dispatcher.sharding.losses import mean_backward
+from gt.dispatcher.sharding.lower import parts_of, quotient, share, sums
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.redistribute import Order
+from gt.dispatcher.sharding.vocab_parallel import LOWERINGS, SUMS, Starts, embedding_backward
+from gt.dispatcher.state.tensors import Tensor
+from gt.ir.layout import Layout, Mesh, R
+
+if TYPE_CHECKING:
+    from gt.dispatcher.planning.planner import OpPlan, Planner
+    from gt.dispatcher.session import Origin
+
+LOOK_UPS = ("embedding", "embedding_dense_backward")
+
+
+class Lowering:
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self.s = planner, planner.s
+        self._tables: dict[tuple, Layout] = {}  # of that shape, where one was last looked up on that mesh
+
+    def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int], values: tuple, mesh: Mesh) -> bool:
+        """Carry an op out as several ops, if that is how it is done where its inputs lie so."""
+        if mean_backward(known):
+            parts = parts_of(known, mesh, self._planner.starts(known, origin, ins[1:2], mesh)[0])
+            if parts > 1:
+                self._part_of_mean(*share(known, parts), origin, ins, values, outs)
+            return parts > 1
+        if known.name not in (*LOWERINGS, *LOOK_UPS) or known.values:
+            return False
+        starts = self._planner.starts(known, origin, ins, mesh)
+        if known.name == "_log_softmax_backward_data" and (sums := self._sums(ins[0], mesh)) is not None:
+            ins, starts = [*ins, sums], [*starts, list(sums.layout.placements)]  # type: ignore[union-attr]
+        key = ("lowered", mesh, self._table(known, starts, mesh), *map(tuple, starts))
+        if key not in known.plans:
+            known.plans[key] = self._parts(known, starts, mesh)
+        if known.plans[key]:
+            self._chain(known.plans[key], origin, ins, outs, mesh)
+        return bool(known.plans[key])
+
+    def _sums(self, grad: Tensor, mesh: Mesh) -> Tensor | None:
+        """The sums of a gradient's rows, if they are known there and it is as it was then."""
+        version, sums = grad.sums or (-1, None)
+        there = sums is not None and sums.layout is not None and sums.layout.mesh == mesh
+        return sums if there and version == grad.storage.version else None
+
+    def _table(self, known: OpSchema, starts: Starts, mesh: Mesh) -> Layout | None:
+        """How the table lies that is looked up, or whose gradient this is as far as is known."""
+        if known.name == "embedding":
+            lies = Layout(mesh, tuple(R if p is None else p for p in starts[0]))
+            self._tables[mesh, known.template.ins[0].shape] = lies
+            return lies
+        made = known.template.outs[0].spec
+        return self._tables.get((mesh, made.shape)) if known.name in LOOK_UPS and made is not None else None
+
+    def _parts(self, known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | None:
+        if known.name in LOWERINGS:
+            return LOWERINGS[known.name](known, starts, mesh)
+        table = self._table(known, starts, mesh)
+        return embedding_backward(known, starts, mesh, table.placements) if table is not None else None
+
+    def _chain(self, parts: list[ChainOp], origin: Origin, ins: list[Tensor], outs: list[int], mesh: Mesh) -> None:
+        """Carry out parts, and drop what is between as soon as nothing reads it any more."""
+        names: dict[Name, int] = {-1 - n: i for n, i in enumerate(outs)}
+        last: dict[Name, int] = {
+            name: n for n, part in enumerate(parts) for name in (*part.ins, *part.outs) if isinstance(name, str)
+        }
+        rows, emitter = self.s.table.rows, self.s.emitter
+        for n, part in enumerate(parts):
+            operands = [ins[i] if isinstance(i, int) and i >= 0 else rows[names[i]] for i in part.ins]
+            for name in part.outs:
+                if name not in names:
+                    names[name] = emitter.temporary()
+            made = [names[name] for name in part.outs]
+            if part.wants:
+                plan = part.known[0].plans.get("said") or self._said(part, mesh)
+                self._planner.carry_out(part.known[0], plan, operands, (), made)
+            else:
+                self._planner.anew(part.known[0], origin, operands, (), made)
+            over = [names[name] for name in dict.fromkeys((*part.ins, *part.outs)) if last.get(name) == n and name != SUMS]
+            self.s.mover.release(over)
+        if SUMS in names:
+            made_by = rows[outs[0]]
+            made_by.sums = made_by.storage.version, rows.pop(names[SUMS])
+
+    def _said(self, part: ChainOp, mesh: Mesh) -> OpPlan:
+        wants, makes = (tuple(self.s.intern(Layout(mesh, p)) for p in some) for some in (part.wants, part.makes))
+        ranks = part.known * (1 if len(part.known) > 1 else len(mesh.workers))
+        orders = [
+            Order(worker, "op", payload(known, wants, makes, rank))
+            for rank, (worker, known) in enumerate(zip(mesh.workers, ranks, strict=True))
+        ]
+        plan = part.known[0].plans["said"] = self._planner.bound(wants, makes, orders)
+        return plan
+
+    def mean_of_rows(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
+        """Sum and weight of each worker's rows, added up over the mesh, and their quotient."""
+        rows, mover, total = self.s.table.rows, self.s.mover, self.s.emitter.temporary()
+        self._planner.anew(sums(known), origin, ins, values, [total, outs[1]])
+        pair = [rows[total], rows[outs[1]]]
+        for t in pair:
+            if t.layout is not None and t.layout.partial:
+                mover.settle(t.storage)
+        self._planner.anew(quotient(known), origin, pair, (), [outs[0]])
+        mover.release([total])
+
+    def _part_of_mean(
+        self, divide: OpSchema, part: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]
+    ) -> None:
+        """The gradient of a mean of equal parts is that of each part's mean, divided by how many there are."""
+        grad = self.s.emitter.temporary()
+        self._planner.anew(divide, origin, ins[:1], (), [grad])
+        self._planner.anew(part, origin, [self.s.table.rows[grad], *ins[1:]], values, outs)
+        self.s.mover.release([grad])

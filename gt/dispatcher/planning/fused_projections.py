@@ -1,0 +1,123 @@
+"""Fused projections: one matmul whose result is split into parts, each of which is split over the workers by itself.
+
+Whether a projection is one is known when its result is split: mostly a few ops later, which are waited for; else what was laid
+out plainly is laid out again, once.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from gt.dispatcher.sharding.groups import COLUMN
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.views import VIEWS, wanted_parts
+from gt.dispatcher.state.tensors import Tensor
+from gt.ir.instr import FREE, PARAM
+from gt.ir.layout import Layout, Shard
+
+if TYPE_CHECKING:
+    from gt.dispatcher.session import ClientSession
+    from gt.dispatcher.state.validate import Origin
+
+log = logging.getLogger("gt.dispatcher")
+WEIGHTS = {
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    "bmm": (0, 1),
+    "baddbmm": (1, 2),
+    "embedding": (0, -1),
+}  # op -> its two factors
+LOOK_AHEAD = 24  # ops that are searched for the split of a fused projection
+
+
+class Unseen(Exception):
+    """How an op is planned depends on ops that are still to come."""
+
+
+def note_maker(s: ClientSession, known: OpSchema, ins: list[Tensor], outs: list[int]) -> None:
+    """Remember the projection that made a tensor, in case a later split shows that it is a fused one."""
+    maker = None
+    if known.name in WEIGHTS:
+        right = WEIGHTS[known.name][1]
+        if right >= 0 and ins[right].storage.param:
+            maker = ins[right], ins[0] if known.name == "addmm" and ins[0].storage.param else None
+    elif known.name == "_unsafe_view":
+        maker = ins[0].storage.made_by
+    elif known.name == "add" and len(ins) == 2 and ins[1].storage.param and ins[0].storage.made_by:
+        maker = ins[0].storage.made_by[0], ins[1]
+    if maker is not None:
+        s.table.rows[outs[0]].storage.made_by = maker
+
+
+def lay_out_again(s: ClientSession, base: Tensor, parts: int) -> bool:
+    """Lay a fused projection out by its parts, once and for good: weight, bias and the result at hand."""
+    weight, bias = base.storage.made_by or (None, None)
+    root = next(t for t in base.storage.tensors.values() if t.base is None)
+    layout = root.layout
+    assert layout is not None and weight is not None
+    split = [p for p in layout.placements if isinstance(p, Shard)]
+    if len(split) != 1 or split[0].parts > 1 or split[0].dim != len(root.spec.shape) - 1:
+        return False
+    size = dict(zip(layout.placements, layout.mesh.sizes, strict=True))[split[0]]
+    if root.spec.shape[-1] % (parts * size):
+        return False
+    log.info("a projection into %d parts was split plainly: it is laid out again, once", parts)
+    for t in (weight, bias, root):
+        if t is not None and t.layout is not None:
+            again = tuple(Shard(p.dim, parts) if isinstance(p, Shard) else p for p in t.layout.placements)
+            s.mover.relayout(t.storage, s.placer.root_layout(t, Layout(layout.mesh, again)))
+    base.storage.made_by = None
+    return True
+
+
+def undecided(s: ClientSession, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int]) -> bool:
+    """Whether this is the first use of a weight that is split by its columns, and what follows is still to come."""
+    meaning = origin.meaning
+    if meaning is None or meaning.kind != COLUMN or meaning.parts or known.name not in WEIGHTS:
+        return False
+    right = WEIGHTS[known.name][1]
+    if right < 0 or not ins[right].storage.param or ins[right].placed:
+        return False
+    try:
+        parts_ahead(s, outs)
+    except Unseen:
+        return True
+    return False
+
+
+def parts_ahead(s: ClientSession, outs: list[int]) -> int:
+    """How many equal pieces the result of a fused projection is split into; Unseen where that may be still to come."""
+    found, left = {outs[0]}, LOOK_AHEAD
+    for code, start in s.batches.ahead():
+        at = start
+        while left and at < len(code):
+            number = code[at]
+            if at + 1 >= len(code) or type(number) is not int:
+                return 1
+            if number in (FREE, PARAM) and type(code[at + 1]) is int:
+                at += 2 + (max(code[at + 1], 0) if number == FREE else 0)
+                continue
+            known = s.templates.get(number)
+            if known is None:  # something else, or a lie, which will be met in its turn
+                return 1
+            parts = _follow(known, code[at + 2 : at + 2 + known.length], found)
+            if parts:
+                return parts
+            at, left = at + 2 + known.length, left - 1
+        if not left:
+            return 1
+    return 1
+
+
+def _follow(known: OpSchema, ids: list, found: set[int]) -> int:
+    """Into how many parts an op splits what is followed, 0 if it does not; what it makes of that is followed too."""
+    if known.name in VIEWS and known.tensors == 1 and ids[:1] and ids[0] in found:
+        wanted = wanted_parts(known)
+        last = len(known.template.ins[0].shape) - 1
+        if wanted and wanted[0] == last:
+            return wanted[1] if known.name.startswith("split") or wanted[1] == 3 else 1
+        found.update(ids[1 + known.values :])
+    elif known.name == "add" and ids[:1] and ids[0] in found:  # its bias
+        found.update(ids[known.tensors + known.values :])
+    return 0

@@ -1,0 +1,181 @@
+"""List ops (`_foreach_*`, `_fused_adamw_`): one op holds tensors of every mesh, so it is cut into one op for each layout.
+
+The first list leads: what stands beside its i-th tensor in the other lists comes to its layout, for good where it is
+written (optimizer state follows its parameter). No tensor of the first list moves. A number that the op writes (found_inf)
+is in terms where it was written over pieces, and goes from mesh to mesh with what it is by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gt.dispatcher.planning.planner import OpPlan
+from gt.dispatcher.sharding import list_rules
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.state.emitter import lost_in
+from gt.dispatcher.state.tensors import Tensor
+from gt.ir.layout import Layout, Partial, R, Shard, replicated
+from gt.ir.template import Chosen, Out, T, Template
+
+if TYPE_CHECKING:
+    from gt.dispatcher.session import ClientSession, Origin
+
+
+@dataclass(slots=True)
+class ListPart:
+    """A list op over some of the indices: the operands and results it takes of the whole."""
+
+    known: OpSchema
+    ins: list[int]
+    values: list[int]
+    outs: list[int]
+
+
+class Lists:
+    def __init__(self, session: ClientSession) -> None:
+        self.s = session
+
+    def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
+        """Cut, bring and emit; or, where all lies as it did when nothing had to be brought, only emit."""
+        combined = list_rules.combination(known, values)
+        key = ("list", combined, *[id(t.layout) for t in ins])
+        cuts = None if self.s.troubled else known.plans.get(key)
+        if cuts is None:
+            buckets = self._buckets(known, origin, ins, combined)
+            cuts = [self._cut(*bucket, combined, known, ins, values, outs) for bucket in buckets.items()]
+            if key[2:] == tuple([id(t.layout) for t in ins]) and all(cut and cut[1].direct for cut in cuts):
+                known.plans[key] = cuts
+            return
+        self.s.planner.hits += 1
+        for part, plan in cuts:
+            ids = [ins[i].id for i in part.ins]
+            self._emit(part, plan, ins, ids, values, outs)
+
+    def _emit(
+        self, part: ListPart, plan: OpPlan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]
+    ) -> None:
+        mine = [ins[i] for i in part.ins], brought, tuple([values[i] for i in part.values]), [outs[i] for i in part.outs]
+        self.s.planner.emit(part.known, plan, *mine)
+
+    def _buckets(self, known: OpSchema, origin: Origin, ins: list[Tensor], combined: str | None) -> dict[Layout, list[int]]:
+        """Indices of the lists by the layout of the tensor that leads there; what is not done on pieces is brought whole."""
+        lead = known.columns[0].indices(T)
+        cut, whole = list_rules.cut(known), None
+        buckets: dict[Layout, list[int]] = {}
+        for place, index in enumerate(lead):
+            t = ins[index]
+            if t.layout is None:
+                home = self._home(known, origin, ins, place)
+                self.s.placer.place(t.storage, home or replicated(self.s.default_mesh()))
+                t.storage.default = home is None
+            assert t.layout is not None
+            if t.layout.partial:
+                self.s.mover.settle(t.storage)
+            layout = t.layout
+            if not cut:
+                layout = whole = whole or self.s.intern(replicated(layout.mesh))
+            elif not list_rules.on_pieces(known, place, layout, combined):
+                layout = self.s.intern(replicated(layout.mesh))
+            buckets.setdefault(layout, []).append(place)
+        return buckets
+
+    def _home(self, known: OpSchema, origin: Origin, ins: list[Tensor], place: int) -> Layout | None:
+        """An unplaced leader goes where another list has a tensor beside it, else where its group says, if it has one."""
+        shape = known.template.ins[known.columns[0].indices(T)[place]].shape
+        for column in known.columns[1:]:
+            items = column.indices(T)
+            beside = ins[items[place]] if place < len(items) else None
+            if beside is not None and beside.layout is not None:
+                return beside.layout if beside.spec.shape == shape else replicated(beside.layout.mesh)
+        return replicated(origin.meaning.mesh) if origin.meaning else None
+
+    def _cut(
+        self,
+        layout: Layout,
+        indices: list[int],
+        combined: str | None,
+        whole_op: OpSchema,
+        all_ins: list[Tensor],
+        values: tuple,
+        outs: list[int],
+    ) -> tuple[ListPart, OpPlan] | None:
+        """Carry out a list op over some of its indices; how, unless a worker it needs is lost."""
+        part = self._part(whole_op, tuple(indices))
+        known, ins = part.known, [all_ins[i] for i in part.ins]
+        if lost_in(self.s.cluster, layout.mesh):
+            self.s.planner.abandon(known, layout.mesh, ins, [outs[i] for i in part.outs])
+            return None
+        wants = self._wants(known, layout, ins)
+        brought = [self.s.mover.bring(t, want) for t, want in zip(ins, wants, strict=True)]
+        made = self.s.intern(list_rules.made(layout, combined))
+        makes = (made,) * len(known.template.outs)
+        key = (layout, made, *map(id, wants))
+        bound = known.plans.get(key)
+        if bound is None:
+            bound = known.plans[key] = self.s.mover.bind_op(known, wants or list(makes), makes)
+        plan = OpPlan(tuple(wants), makes, bound, all(t.layout is w for t, w in zip(ins, wants, strict=True)))
+        self._emit(part, plan, all_ins, brought, values, outs)
+        for index in known.template.writes:
+            if brought[index] != ins[index].id:  # a view of something laid out otherwise: the copy was written
+                self.s.mover.write_back(brought[index], ins[index], wants[index])
+        return part, plan
+
+    def _wants(self, known: OpSchema, layout: Layout, ins: list[Tensor]) -> list[Layout]:
+        """Layout wanted of each operand: in a list the leader's, numbers whole; what is written goes there for good."""
+        whole, lead = self.s.intern(replicated(layout.mesh)), known.columns[0].indices(T)
+        wants = [layout if i in known.listed and t.spec.shape else whole for i, t in enumerate(ins)]
+        for index in known.template.writes:
+            t = ins[index]
+            if index not in known.listed and known.name in list_rules.WRITTEN:
+                wants[index] = self._in_terms(t, layout, Partial(list_rules.WRITTEN[known.name]))
+            elif t.layout is not None and t.layout != wants[index] and index not in lead:  # as far as its root can be laid so
+                self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, wants[index]))
+        for index in known.listed:
+            t = ins[index]
+            if t.storage.default and not t.spec.shape and t.layout != wants[index]:  # a step count that was placed by itself
+                self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, wants[index]))
+                t.storage.default = False
+        return wants
+
+    def _in_terms(self, t: Tensor, layout: Layout, term: Partial) -> Layout:
+        """The layout that a number gets which workers write by what their pieces are: terms, wherever the leader is split."""
+        views = t.storage.tensors.values()
+        there = all(v.layout is not None and v.layout.mesh == layout.mesh for v in views)
+        if not there or any(p not in (R, term) for v in views for p in v.layout.placements):  # type: ignore[union-attr]
+            self.s.mover.relayout(t.storage, replicated(layout.mesh))
+        for view in views:
+            assert view.layout is not None
+            pairs = zip(layout.placements, view.layout.placements, strict=True)
+            view.layout = self.s.intern(Layout(layout.mesh, tuple(term if isinstance(p, Shard) else q for p, q in pairs)))
+        assert t.layout is not None
+        return t.layout
+
+    def _part(self, known: OpSchema, indices: tuple[int, ...]) -> ListPart:
+        """The op over these indices only, made once."""
+        key = ("part", indices)
+        if key not in known.plans:
+            count = len(known.columns[0].items)
+            if len(indices) == count:
+                template = known.template
+                everything = [list(range(n)) for n in (len(template.ins), template.values, known.results)]
+                known.plans[key] = ListPart(known, *everything)
+            else:
+                known.plans[key] = _over(known, indices, count)
+        return known.plans[key]
+
+
+def _over(known: OpSchema, indices: tuple[int, ...], count: int) -> ListPart:
+    template, chosen = known.template, Chosen(indices, count)
+    args = tuple(map(chosen, template.args))
+    kwargs = tuple((name, chosen(arg)) for name, arg in template.kwargs)
+    ins, values = chosen.ins, chosen.values
+    where = {old: new for new, old in enumerate(ins)}
+    flat = [i for i in indices if i < len(template.outs)] if len(template.outs) == count else []
+    outs = tuple(Out(o.kind, o.spec, where.get(o.of, -1)) for o in (template.outs[i] for i in flat))
+    order = {index: place for place, index in enumerate(known.news)}
+    taken = [order[i] for i in flat if i in order]
+    writes = tuple(where[w] for w in template.writes if w in where)
+    specs = tuple(template.ins[i] for i in ins)
+    cut = Template(template.op, args, kwargs, specs, len(values), outs, writes, template.dynamic, template.pointwise)
+    return ListPart(OpSchema(cut), ins, values, taken)

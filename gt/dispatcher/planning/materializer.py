@@ -1,0 +1,261 @@
+"""Recipes: tensors that nothing has used yet are only described, and made where their first use wants them.
+
+An upload (the client keeps the bytes), a factory, initialisers in place and views are not uses. Placing runs the recipe on
+each worker for its part only; steps that are not elementwise run whole, and the result is split afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gt.dispatcher.sharding.base import Place
+from gt.dispatcher.sharding.localize import SIZES, dense, duplicate
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.redistribute import spans
+from gt.dispatcher.sharding.rules import decide_along
+from gt.dispatcher.sharding.views import VIEWS
+from gt.dispatcher.state.tensors import RecipeStep, Storage, Tensor
+from gt.ir.layout import Layout, R, Shard, boxes, local_shape, replicated
+from gt.wire.messages import Release
+
+if TYPE_CHECKING:
+    from gt.dispatcher.cluster.workers import Worker
+    from gt.dispatcher.session import ClientSession
+    from gt.ir.spec import Spec
+
+ELEMENTWISE = ("clone", "_to_copy", "zeros_like", "empty_like")  # and whatever torch tags as pointwise
+LONGEST = 64  # steps of a recipe; a longer one is placed
+MOST_VIEWS = 256  # steps up to which a view is one more: each of them is written anew
+
+
+class Placer:
+    def __init__(self, session: ClientSession) -> None:
+        self.s = session
+        self.host_uses: dict[int, int] = {}  # upload whose bytes the client keeps -> recipes that need it
+
+    # ---- writing recipes
+
+    def defers(self, known: OpSchema, ins: list[Tensor], grouped: bool) -> bool:
+        """Whether an op is no use of its inputs, but one more step of a recipe."""
+        if known.name == "gt.upload":
+            return True
+        template = known.template
+        if template.dynamic or known.columns or any(t.placed for t in ins):
+            return False
+        if known.name in VIEWS and ins:
+            return len(ins[0].storage.recipe or ()) < MOST_VIEWS
+        if not self.s.groups or sum(len(t.storage.recipe or ()) for t in ins) >= LONGEST:
+            return False
+        if not ins:
+            return known.results == len(template.outs)
+        if grouped or not (known.overwrites or template.pointwise or known.name in ELEMENTWISE):
+            return False
+        return self.s.programs.tape is None or self.s.programs.tape.defers(ins)
+
+    def defer(self, known: OpSchema, ins: list[Tensor], values: tuple, out_ids: list[int], data: Any) -> None:
+        """Add the op to the recipe of its target or base, or begin one with those of its inputs."""
+        template = known.template
+        steps, slots, count = _joined(ins)
+        made = tuple(range(count, count + known.results))
+        steps.append(RecipeStep(known, tuple(slots[t.id] for t in ins), values, made, data))
+        views = known.name in VIEWS and bool(ins)
+        target = ins[template.writes[0]] if template.writes else ins[0] if views else None
+        if target is not None:
+            self._assign(target.storage, steps, slots)
+        for slot, tensor_id, index in zip(made, out_ids, known.news, strict=True):
+            out = template.outs[index]
+            assert out.spec is not None
+            if views:
+                self.s.table.view(tensor_id, out.spec, ins[0], None, (known, values, index)).storage.slots[tensor_id] = slot
+            else:
+                self._assign(self.s.table.new(tensor_id, out.spec, None, self.s.origin).storage, steps, {tensor_id: slot})
+
+    def _assign(self, storage: Storage, steps: list[RecipeStep], slots: dict[int, int]) -> None:
+        """Give a storage its (longer) recipe, counting who needs which host copy."""
+        for host in self._hosts(steps):
+            self.host_uses[host] = self.host_uses.get(host, 0) + 1
+        for host in self._hosts(storage.recipe or []):
+            self.host_uses[host] -= 1
+        storage.recipe = steps
+        storage.slots = {i: slot for i, slot in slots.items() if i in storage.tensors}
+
+    @staticmethod
+    def _hosts(steps: list[RecipeStep]) -> list[int]:
+        return [s.data[1] for s in steps if s.data and s.data[0] == "host"]
+
+    def forget(self, storage: Storage) -> None:
+        """A recipe is done with: the client may drop host copies that no other needs."""
+        for host in self._hosts(storage.recipe or []):
+            self.host_uses[host] -= 1
+            if not self.host_uses[host]:
+                del self.host_uses[host]
+                self.s.send(Release([host]))
+
+    # ---- carrying them out
+
+    def root_layout(self, tensor: Tensor, want: Layout) -> Layout:
+        """Layout of a storage's root that gives a view of it the layout `want`, as far as strides show it; terms come later."""
+        root = next(t for t in tensor.storage.tensors.values() if t.base is None)
+        through = [p if tensor is root else self._through(root, tensor, p) for p in want.placements if isinstance(p, Shard)]
+        split = iter(through)
+        placements = [next(split) if isinstance(p, Shard) else R for p in want.placements]
+        return Layout(want.mesh, tuple(placements))
+
+    @staticmethod
+    def _through(root: Tensor, view: Tensor, place: Shard) -> Any:
+        """The dim of the root that steps through memory as the view's split dim does."""
+        a, b = root.spec, view.spec
+        if a.numel != b.numel or len(a.shape) != len(b.shape):
+            return R
+        for dim, (n, stride) in enumerate(zip(a.shape, a.stride, strict=True)):
+            if stride == b.stride[place.dim] and n == b.shape[place.dim]:
+                return Shard(dim, place.parts)
+        return R
+
+    def place(self, storage: Storage, want: Layout) -> None:
+        """Make a storage on workers, its root in layout `want`, all its live views with it."""
+        root = next(t for t in storage.tensors.values() if t.base is None)
+        recipe = storage.recipe
+        assert recipe is not None
+        names = {slot: i for i, slot in storage.slots.items()}
+        made = self._layouts(recipe, storage, root, want)
+        if made is None:
+            made = self._layouts(recipe, storage, root, replicated(want.mesh))
+            assert made is not None
+        self._run(recipe, made, names)
+        self.s.note_planned(recipe[-1].known, (), (storage,))
+        self.forget(storage)
+        for tensor in storage.tensors.values():
+            tensor.layout = self.s.intern(made[storage.slots[tensor.id]])
+        storage.data = recipe[0].data is not None and not storage.param
+        storage.recipe, storage.slots = None, {}
+        spec, layout = root.spec, root.layout
+        assert layout is not None
+        self.s.emitter.line(root.id, spec.text(), layout, f"place {recipe[0].known.name}", (), self.s.note())
+        if layout != want:
+            self.s.mover.relayout(storage, want)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """A temporary, not in the table, with an unplaced tensor's value on the default mesh; the recipe stays."""
+        storage = tensor.storage
+        layout = replicated(self.s.default_mesh())
+        root = next(t for t in storage.tensors.values() if t.base is None)
+        made = self._layouts(storage.recipe or [], storage, root, layout)
+        assert made is not None
+        copy = Tensor(self.s.emitter.temporary(), tensor.spec, Storage(), layout)
+        self._run(storage.recipe or [], made, {storage.slots[tensor.id]: copy.id})
+        self.s.note_planned((storage.recipe or [])[-1].known, (), (copy.storage,))
+        return copy
+
+    def whole(self, storage: Storage) -> bool:
+        """Whether it is no data but made, and cannot be in parts: counted positions are cheaper whole than brought together."""
+        return any(_whole(step) for step in storage.recipe or ())
+
+    def _layouts(self, recipe: list[RecipeStep], storage: Storage, root: Tensor, want: Layout) -> dict[int, Layout] | None:
+        """Layout of every value of the recipe if all can be made in parts; None if something has to run whole."""
+        made: dict[int, Layout] = {}
+        shape = root.spec.shape
+        for step in recipe:
+            template = step.known.template
+            specs = [template.outs[i].spec for i in step.known.news]
+            if not step.ins:
+                if _whole(step) and not want.replicated:
+                    return None
+                for slot, spec in zip(step.outs, specs, strict=True):
+                    made[slot] = want if spec and spec.shape == shape else replicated(want.mesh)
+                continue
+            held = [made[i] for i in step.ins]
+            columns = []
+            places: list[list[Place]] = [[h.placements[axis] for h in held] for axis in range(len(want.mesh.axes))]
+            for have, decision in zip(places, decide_along(step.known, places, want.mesh.sizes), strict=True):
+                if decision is None or list(decision.wants) != have:
+                    return None
+                columns.append(decision.outs)
+            for slot, index in zip(step.outs, step.known.news, strict=True):
+                made[slot] = Layout(want.mesh, tuple(c[index] for c in columns))
+        if step_partial(made):
+            return None
+        return made
+
+    def _run(self, recipe: list[RecipeStep], made: dict[int, Layout], names: dict[int, int]) -> None:
+        """Emit the steps; values that no tensor names are freed at the end."""
+        emitter = self.s.emitter
+        ids: dict[int, int] = {}
+        for step in recipe:
+            for slot in step.outs:
+                ids[slot] = names.get(slot) or emitter.temporary()
+            if step.data is not None:
+                self._upload(step, made[step.outs[0]], ids[step.outs[0]])
+                continue
+            outs = iter(step.outs)
+            layouts = [
+                made[next(outs)] if out.kind in ("new", "view") else made[step.ins[max(out.of, 0)]]
+                for out in step.known.template.outs
+            ]
+            ins = [made[i] for i in step.ins]
+            out_ids = [ids[o] for o in step.outs]
+            self.s.mover.compute(step.known, ins, layouts, [ids[i] for i in step.ins], step.values, out_ids)
+        loose = [ids[slot] for slot in ids if slot not in names]
+        if loose:
+            emitter.free(next(iter(made.values())).mesh.workers, loose)
+
+    def _upload(self, step: RecipeStep, layout: Layout, tensor: int) -> None:
+        """Tell each worker to expect its part, and send it (or ask the client for it): equal parts once."""
+        emitter, spec = self.s.emitter, step.known.template.outs[0].spec
+        assert spec is not None
+        parts: dict[tuple, list[int]] = {}
+        for rank in range(len(layout.mesh.workers)):
+            parts.setdefault(spans(layout, spec.shape, rank), []).append(rank)
+        for ranks in parts.values():
+            workers = [emitter.cluster.workers[layout.mesh.workers[r]] for r in ranks]
+            local = dense(local_shape(layout, spec.shape, ranks[0]), spec)
+            payload = {"shape": list(local.shape), "stride": list(local.stride), "dtype": spec.dtype}
+            key = self.s.uploads.begin(step.data, spec, boxes(layout, spec.shape, ranks[0]), workers)
+            define = self._define(step.known, payload)
+            tape = self.s.programs.tape
+            if tape is not None:
+                tape.met(step.data, layout)
+            name = tensor if tape is None else emitter.temporary()  # in a program a copy of what is kept for it
+            for worker in workers:
+                emitter.write(worker, define, [emitter.offset + name, key])
+            if tape is not None:
+                tape.keep([w.index for w in workers], name)
+                self._copy(step.known, local, workers, name, tensor)
+
+    def _copy(self, known: OpSchema, local: Spec, workers: list[Worker], source: int, target: int) -> None:
+        """target is a copy of source, of this local look."""
+        key, emitter = ("copy", local), self.s.emitter
+        if key not in known.plans:
+            known.plans[key] = emitter.define("op", duplicate(local))
+        for worker in workers:
+            emitter.write(worker, known.plans[key], emitter.ids([source, target]))
+
+    def _define(self, known: OpSchema, payload: dict) -> Any:
+        key = ("upload", tuple(payload["shape"]), payload["dtype"])
+        if key not in known.plans:
+            known.plans[key] = self.s.emitter.define("upload", payload)
+        return known.plans[key]
+
+
+def _whole(step: RecipeStep) -> bool:
+    """eye, arange and the like: a piece is not the same op of other sizes."""
+    return not step.ins and step.data is None and not step.known.random and step.known.name not in SIZES
+
+
+def _joined(ins: list[Tensor]) -> tuple[list[RecipeStep], dict[int, int], int]:
+    """One list of steps for all inputs, the slots of their storages' tensors in it, and how many values it makes."""
+    steps: list[RecipeStep] = []
+    slots: dict[int, int] = {}
+    count = 0
+    for storage in dict.fromkeys(t.storage for t in ins):
+        assert storage.recipe is not None
+        for step in storage.recipe:
+            moved = tuple(i + count for i in step.ins), tuple(o + count for o in step.outs)
+            steps.append(RecipeStep(step.known, moved[0], step.values, moved[1], step.data))
+        slots.update({i: slot + count for i, slot in storage.slots.items()})
+        count += sum(len(step.outs) for step in storage.recipe)
+    return steps, slots, count
+
+
+def step_partial(made: dict[int, Layout]) -> bool:
+    return any(layout.partial for layout in made.values())

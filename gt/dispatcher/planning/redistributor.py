@@ -1,0 +1,342 @@
+"""Bringing tensors to where an op wants them: copies are kept until either side changes, terms are added up in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+from gt.dispatcher.sharding import cost, redistribute
+from gt.dispatcher.sharding.localize import copied, dense, payload, row_major, strided
+from gt.dispatcher.sharding.redistribute import Order, RedistributionStep
+from gt.dispatcher.sharding.rules import decide_along
+from gt.dispatcher.sharding.views import VIEWS
+from gt.dispatcher.state.emitter import Bound
+from gt.dispatcher.state.tensors import Storage, Tensor
+from gt.ir.layout import Layout, Mesh, Partial, R, Shard, local_shape
+
+if TYPE_CHECKING:
+    from gt.dispatcher.session import ClientSession
+    from gt.dispatcher.sharding.op_schema import OpSchema
+
+MOST_STEPS = 4096  # conversions whose steps are kept
+
+
+class Mover:
+    def __init__(self, session: ClientSession) -> None:
+        self.s = session
+        self._steps: dict[tuple, list[tuple[RedistributionStep, list[Bound]]]] = {}
+        self._reduces: dict[tuple[Layout, int], list[Bound]] = {}
+
+    def bring(self, tensor: Tensor, want: Layout) -> int:
+        """Id that names `tensor` in layout `want`: the tensor itself, a kept copy, or a new one."""
+        if tensor.layout is None:
+            self.s.placer.place(tensor.storage, self.s.placer.root_layout(tensor, want))
+            tensor.storage.default = self.s.origin.meaning is None
+        assert tensor.layout is not None
+        if tensor.layout == want:
+            return tensor.id
+        kept = (tensor.copies or {}).get(want)
+        if kept and kept[0] == tensor.storage.version:
+            return kept[1]
+        if tensor.layout.partial and not same_terms(tensor.layout, want):
+            self.settle(tensor.storage)
+            if tensor.layout == want:
+                return tensor.id
+        made = self._view_of_copy(tensor, want) or self.convert(tensor.id, tensor, tensor.layout, want)
+        if tensor.copies is None:
+            tensor.copies = {}
+        elif kept:
+            self.s.emitter.free(want.mesh.workers, [kept[1]])
+        tensor.copies[want] = (tensor.storage.version, made)
+        return made
+
+    def _view_of_copy(self, tensor: Tensor, want: Layout) -> int | None:
+        """A view is copied to another mesh by copying its base once, split as the view is wanted, and viewing that; and so is
+        a view of a view.
+        """
+        if tensor.base is None or tensor.base.layout is None or tensor.base.layout.mesh == want.mesh:
+            return None
+        views = [tensor]
+        while (base := views[-1].base) is not None and not row_major(base.spec):
+            views.append(base)  # a copy of this would not have its strides
+        if base is None or any(t.via is None or not _of_its_base(t.via[0]) or t.spec.numel != base.spec.numel for t in views):
+            return None
+        lies = self._of_copies(base, views, want)
+        if lies is None:
+            return None
+        now = first = self.bring(base, lies[0])
+        for view, have, made_so in zip(reversed(views), lies, lies[1:]):
+            assert view.via is not None
+            known, values, _ = view.via
+            made = self.s.emitter.temporary()
+            self.compute(known, [have] * known.tensors, [made_so], [now], values, [made])
+            if now != first:
+                self.s.emitter.free(want.mesh.workers, [now])
+            now = made
+        return now
+
+    def _of_copies(self, base: Tensor, views: Sequence[Tensor], want: Layout) -> list[Layout] | None:
+        """Layouts of a copy of the base, and of each view of that in turn, the last as it is wanted."""
+        if want.replicated:
+            whole = self.s.intern(Layout(want.mesh, (R,) * len(want.mesh.axes)))
+            return [whole] * len(views) + [want]
+        if base.layout is None or base.layout.partial or want.partial:
+            return None
+        split = [[p] if not isinstance(p, Shard) else self._splits(base, p.parts, p.dim) for p in want.placements]
+        starts = [*product(*split)]
+        if base.layout.mesh.axes == want.mesh.axes:
+            starts.insert(0, base.layout.placements)
+        for start in starts:
+            lies = [self.s.intern(Layout(want.mesh, start))]
+            for view in reversed(views):
+                made = self.view_layouts(view.via[0], lies[-1]) if view.via is not None else None
+                if made is None or view.via is None:
+                    break
+                lies.append(made[view.via[2]])
+            if lies[-1] == want and len(lies) > len(views):
+                return lies
+        return None
+
+    @staticmethod
+    def _splits(base: Tensor, parts: int, dim: int) -> list[Shard]:
+        """How a base may be split whose view is split along a dim: the same dim first, if it has that."""
+        return sorted((Shard(d, parts) for d in range(len(base.spec.shape))), key=lambda p: p.dim != dim)
+
+    def convert(self, source: int, tensor: Tensor, have: Layout, want: Layout) -> int:
+        """A new tensor that holds `source` in another layout. Terms must have been added up."""
+        emitter, spec = self.s.emitter, tensor.spec
+        steps = self._plan(spec.shape, spec.dtype, have, want)
+        now = source
+        for step, bound in steps:
+            made = emitter.temporary()
+            emitter.step(step, bound, now, made)
+            emitter.line(made, spec.text(), step.layout, step.text, (now,), self.s.note(f"{step.nbytes} B"))
+            if now != source:
+                emitter.free(dict.fromkeys(w.index for w, _ in bound), [now])
+            now = made
+        return now
+
+    def _plan(self, shape: tuple, dtype: str, have: Layout, want: Layout) -> list[tuple[RedistributionStep, list[Bound]]]:
+        key = (shape, dtype, have, want)
+        if key not in self._steps:
+            if len(self._steps) >= MOST_STEPS:
+                self._steps.clear()
+            cluster, steps = self.s.cluster, []
+            now = have
+            if have.mesh != want.mesh:
+                landing = Layout(want.mesh, tuple(R if isinstance(p, Partial) else p for p in want.placements))
+                name = self.s.groups.transfer(have.mesh, want.mesh)
+                steps.append(redistribute.between(cluster, shape, dtype, have, landing, name))
+                now = landing
+            steps += redistribute.on_mesh(cluster, shape, dtype, now, want)
+            self._steps[key] = [(step, self.s.emitter.bind(step.orders)) for step in steps]
+        return self._steps[key]
+
+    def settle(self, storage: Storage) -> None:
+        """Add up the terms of a storage, in place, for all its views at once."""
+        root = next(t for t in storage.tensors.values() if t.base is None)
+        emitter = self.s.emitter
+        assert root.layout is not None
+        for axis, place in enumerate(root.layout.placements):
+            if not isinstance(place, Partial):
+                continue
+            key = (root.layout, axis)
+            if key not in self._reduces:
+                self._reduces[key] = emitter.bind(redistribute.reduce(self.s.cluster, root.layout, axis))
+            ids = emitter.ids([root.id])
+            for worker, define in self._reduces[key]:
+                if not worker.lost:
+                    emitter.write(worker, define, ids)
+            name = root.layout.mesh.axes[axis][0]
+            for tensor in storage.tensors.values():
+                assert tensor.layout is not None
+                tensor.layout = self.s.intern(replaced(tensor.layout, axis))
+            op = "" if place.op == "sum" else f" ({place.op})"
+            text = f"all_reduce{op} over {name}"
+            emitter.line(root.id, root.spec.text(), root.layout, text, [root.id], self.s.note(f"{root.spec.nbytes} B"))
+            emitter.joined = True
+
+    def relayout(self, storage: Storage, want: Layout) -> None:
+        """Move a storage for good: its root gets the new layout, every live view is made again."""
+        root = next(t for t in storage.tensors.values() if t.base is None)
+        if root.layout is None:
+            self.s.placer.place(storage, want)
+            return
+        if root.layout.partial:
+            self.settle(storage)
+        if root.layout == want:
+            return
+        emitter = self.s.emitter
+        old = root.layout
+        made = self.convert(root.id, root, old, want)
+        for view in storage.tensors.values():
+            self.drop_copies(view)
+        emitter.free(set(old.mesh.workers) - set(want.mesh.workers), list(storage.tensors))
+        if row_major(root.spec):
+            self._alias(made, root.id, want)
+        else:
+            self._restride(made, root, want)
+        root.layout = self.s.intern(want)
+        for view in sorted(storage.tensors.values(), key=lambda t: t.id):
+            if view.base is not None:
+                self._remake(view)
+
+    def _alias(self, source: int, target: int, layout: Layout) -> None:
+        emitter = self.s.emitter
+        define = emitter.common("alias")
+        for index in layout.mesh.workers:
+            worker = emitter.cluster.workers[index]
+            if not worker.lost:
+                emitter.write(worker, define, emitter.ids([source, target]))
+        emitter.free(layout.mesh.workers, [source])
+
+    def write_back(self, copy: int, tensor: Tensor, lies: Layout) -> None:
+        """Bring what was written into a copy home to the tensor it is a copy of."""
+        assert tensor.layout is not None
+        layout, emitter = tensor.layout, self.s.emitter
+        back = self.convert(copy, tensor, lies, layout)
+        orders = []
+        for rank, index in enumerate(layout.mesh.workers):
+            spec = dense(local_shape(layout, tensor.spec.shape, rank), tensor.spec)
+            orders.append(Order(index, "op", copied(spec)))
+        for worker, define in emitter.bind(orders):
+            if not worker.lost:
+                emitter.write(worker, define, emitter.ids([tensor.id, back]))
+        emitter.free(layout.mesh.workers, [back])
+
+    def _restride(self, source: int, root: Tensor, layout: Layout) -> None:
+        """What came row-major gets the strides that its views were made for."""
+        emitter = self.s.emitter
+        fresh, copy = [], []
+        for rank, index in enumerate(layout.mesh.workers):
+            spec = dense(local_shape(layout, root.spec.shape, rank), root.spec)
+            fresh.append(Order(index, "op", strided(spec)))
+            copy.append(Order(index, "op", copied(spec)))
+        for bound, ids in ((emitter.bind(fresh), [root.id]), (emitter.bind(copy), [root.id, source])):
+            for worker, define in bound:
+                if not worker.lost:
+                    emitter.write(worker, define, emitter.ids(ids))
+        emitter.free(layout.mesh.workers, [source])
+
+    def _remake(self, view: Tensor) -> None:
+        """Run a view's op again on its base, which has moved."""
+        assert view.base is not None and view.base.layout is not None and view.via is not None
+        known, values, index = view.via
+        emitter = self.s.emitter
+        layout = view.base.layout
+        outs = self.view_layouts(known, layout)
+        if outs is None:
+            self.relayout(view.storage, whole(layout))
+            return
+        made = [view.id if i == index else emitter.temporary() for i in known.news]
+        self.compute(known, [layout] * known.tensors, outs, [view.base.id], values, made)
+        emitter.free(layout.mesh.workers, [i for i in made if i != view.id])
+        view.layout = self.s.intern(outs[index])
+
+    def view_layouts(self, known: OpSchema, base: Layout) -> list[Layout] | None:
+        """Layouts of a view's outputs on a base, or None where it has no local form."""
+        columns = []
+        for place, decision in zip(base.placements, decide_along(known, [[p] for p in base.placements], base.mesh.sizes)):
+            if decision is None or decision.wants[0] != place:
+                return None
+            columns.append(decision.outs)
+        return [Layout(base.mesh, tuple(c[i] for c in columns)) for i in range(len(known.template.outs))]
+
+    def compute(
+        self, known: OpSchema, ins: list[Layout], outs: list[Layout], in_ids: list[int], values: tuple, out_ids: list[int]
+    ) -> None:
+        """Emit one op on the mesh of its layouts."""
+        mesh = (outs or ins)[0].mesh
+        key = ("compute", mesh, tuple(ins), tuple(outs))
+        bound = known.plans.get(key)
+        if bound is None:
+            bound = known.plans[key] = self.bind_op(known, ins, outs)
+        emitter = self.s.emitter
+        operands = [*emitter.ids(in_ids), *values, *emitter.ids(out_ids)]
+        for worker, define in bound:
+            emitter.write(worker, define, operands)
+
+    def bind_op(self, known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout]) -> list[Bound]:
+        """One op's definitions for the workers of its mesh."""
+        mesh = (outs or ins)[0].mesh
+        orders = [Order(worker, "op", payload(known, ins, outs, rank)) for rank, worker in enumerate(mesh.workers)]
+        bound = self.s.emitter.bind(orders)
+        for rank, (worker, define) in enumerate(bound):
+            self.s.emitter.estimate(define, _seconds(known, ins, rank, bool(worker.info.get("unique_id"))))
+        return bound
+
+    def drop_copies(self, tensor: Tensor) -> None:
+        for layout, (_, copy) in (tensor.copies or {}).items():
+            self.s.emitter.free(layout.mesh.workers, [copy])
+        tensor.copies = None
+        if tensor.sums is not None:
+            sums, tensor.sums = tensor.sums[1], None
+            self.drop_copies(sums)
+            self.s.emitter.free(sums.layout.mesh.workers, [sums.id])  # type: ignore[union-attr]
+
+    def release(self, ids: list[int]) -> None:
+        """The client has freed these: copies go at once, a base only with its last view."""
+        gone: dict[Mesh, list[int]] = {}
+        rows = self.s.table.rows
+        for i in ids:
+            tensor = rows.get(i)
+            if tensor is None or tensor.released:
+                continue
+            if tensor.copies or tensor.sums:
+                self.drop_copies(tensor)
+            tensor.released = True
+            while tensor is not None and tensor.released and not tensor.children:
+                if tensor.layout is not None:
+                    gone.setdefault(tensor.layout.mesh, []).append(tensor.id)
+                tensor = self._remove(tensor)
+        for mesh, freed in gone.items():
+            self.s.emitter.free(mesh.workers, freed)
+
+    def _remove(self, tensor: Tensor) -> Tensor | None:
+        """Take a tensor off the table; its base, which may go next."""
+        storage = tensor.storage
+        del storage.tensors[tensor.id]
+        del self.s.table.rows[tensor.id]
+        if not storage.tensors and storage.recipe is not None:
+            self.s.placer.forget(storage)
+        if tensor.base is not None:
+            tensor.base.children -= 1
+        return tensor.base
+
+
+def _seconds(known: OpSchema, ins: Sequence[Layout], rank: int, gpu: bool) -> float:
+    """An estimate of one worker's part of an op, from below."""
+    specs = known.template.ins
+    shapes = [local_shape(layout, spec.shape, rank) for layout, spec in zip(ins, specs, strict=False)]
+    if len(shapes) < len(specs) or known.name in VIEWS:
+        return 0.0
+    made = [out.spec.shape for out in known.template.outs if out.spec is not None]
+    nbytes = sum(prod(shape) * spec.itemsize for shape, spec in zip(shapes, specs, strict=True))
+    try:
+        return cost.at_least(cost.flops(known.template.op, shapes, made), nbytes, gpu)
+    except (IndexError, OverflowError):  # no such op: it fails where it is carried out
+        return 0.0
+
+
+def _of_its_base(known: OpSchema) -> bool:
+    """Whether an op makes one view, of its operand's elements: as_strided counts from where the memory begins."""
+    return len(known.news) == 1 and known.name != "as_strided"
+
+
+def same_terms(have: Layout, want: Layout) -> bool:
+    """Whether what is in terms is wanted so."""
+    return have.mesh == want.mesh and all(
+        h == w for h, w in zip(have.placements, want.placements, strict=True) if isinstance(h, Partial)
+    )
+
+
+def replaced(layout: Layout, axis: int) -> Layout:
+    """With the value whole on one axis."""
+    return Layout(layout.mesh, (*layout.placements[:axis], R, *layout.placements[axis + 1 :]))
+
+
+def whole(layout: Layout) -> Layout:
+    """Every split undone."""
+    return Layout(layout.mesh, tuple(R if isinstance(p, Shard) else p for p in layout.placements))

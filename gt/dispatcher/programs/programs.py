@@ -1,0 +1,391 @@
+"""Programs: what a session's ops became on the workers, recorded once and carried out again with one instruction each.
+
+While a tape runs every instruction that is sent is kept too. Sealing makes one stream a worker of it: dead values are
+freed at their last use, what was freed by chance is not, and tensors read from the call before come from where it made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gt.dispatcher.fairness.time_slices import Leavings
+from gt.dispatcher.programs.codegen import Writer
+from gt.dispatcher.programs.deferred import Later
+from gt.dispatcher.programs.passes.bucket_all_reduces import early
+from gt.dispatcher.programs.passes.hoist_transfers import make_way
+from gt.dispatcher.programs.passes.pipeline import arrange
+from gt.dispatcher.programs.passes.rematerialize import BOUNDS, recompute
+from gt.dispatcher.programs.recording import Instruction, Recording
+from gt.dispatcher.state.failures import Cause, Launched, Planned
+from gt.errors import ProtocolError
+from gt.ir.instr import BACKENDS, FORGET, FREE, Define
+from gt.ir.layout import Layout, Partial, R, local_shape, replicated
+from gt.wire.messages import Seal
+
+if TYPE_CHECKING:
+    from gt.dispatcher.session import ClientSession
+    from gt.dispatcher.state.tensors import Storage, Tensor
+
+MOST = 64  # programs of one session
+MOST_ROWS = 1 << 22  # instructions that are kept for a session, in programs and while one is recorded
+MOST_SLOTS = 4096
+TROUBLED = "an op failed, or a worker is lost"
+
+
+@dataclass(slots=True)
+class Program:
+    """code: its definitions by worker, in order. layouts, made: how what it takes and what it makes lay when recorded."""
+
+    code: dict[int, list[Define]]
+    uses: list[Define]  # definitions that its code names: they live as long as it
+    journal: list[Planned]
+    layouts: list[tuple[Tensor, Layout]]
+    made: list[tuple[Tensor, Layout]]
+    reads: list[Storage]
+    writes: list[Storage]
+    makes: list[Storage]
+    constants: list[tuple[list[int], int]]
+    size: int
+    numbers: dict[int, list[int]] = field(init=False)  # of its definitions
+    launches: int = 0
+    order: dict = field(default_factory=dict)  # what arranging it said
+    failed: Cause | None = None  # a worker of it is lost: a process that takes its place knows nothing of it
+
+    def __post_init__(self) -> None:
+        self.numbers = {worker: [define.number for define in defines] for worker, defines in self.code.items()}
+
+
+class Programs:
+    """Those of one session."""
+
+    def __init__(self, session: ClientSession) -> None:
+        self.s = session
+        self.tape: Recording | None = None
+        self.later = Later(session)
+        self.all: dict[int, Program] = {}
+        self.order: dict = {}  # of the program that was launched last, and its definitions by worker
+        self.newest: dict[int, list[int]] = {}
+        self.times: dict[int, float] = {}  # of its definitions: the least seconds that one took while something was recorded
+        self.launches = self.kept = 0  # replays, and instructions of all programs
+        self._hints: dict[int, list[tuple[int, Layout | None]]] = {}  # slot -> dims of its inputs, how they came to lie
+
+    # ---- recording
+
+    def record(self, slot: int, how: int, ids: Sequence[int]) -> None:
+        """Keep what follows. Inputs that lie nowhere yet are placed as those of the call before came to lie. how: see Later."""
+        self.discard()
+        s = self.s
+        s.recover()
+        self.times = {number: took for number, took in self.times.items() if number in s.emitter.defined}
+        inputs = [s.row(i) for i in ids]
+        hints = self._hints.get(slot)
+        for n, tensor in enumerate(inputs if hints is not None else ()):
+            dims, layout = hints[n] if hints is not None and n < len(hints) else (-1, None)
+            if tensor.layout is None and not s.troubled:
+                lies = layout if layout is not None and dims == len(tensor.spec.shape) else replicated(s.default_mesh())
+                s.placer.place(tensor.storage, s.placer.root_layout(tensor, lies))
+        self._drop_copies()  # a kept one would be of the value that there was
+        s.cut()
+        self.tape = Recording(slot, inputs, {i: t.layout for i, t in s.table.rows.items()}, hints is None)
+        s.journal.tape, s.emitter.kept = self.tape.journal, self.tape.defines
+        self.later.begin(how)
+
+    def _drop_copies(self) -> None:
+        for tensor in self.s.table.rows.values():
+            if tensor.copies or tensor.sums:
+                self.s.mover.drop_copies(tensor)
+
+    def discard(self) -> None:
+        """Record no more, and make nothing of it."""
+        if self.later.holds:
+            self.s.cut()
+        tape = self._stop()
+        if tape is not None:
+            self.later.end(tape)
+            self._free(tape.constants)
+
+    def _stop(self) -> Recording | None:
+        tape, self.tape, self.s.journal.tape, self.s.emitter.kept = self.tape, None, None, None
+        if tape is not None:
+            if len(self._hints) >= MOST_SLOTS:
+                self._hints.clear()
+            self._hints[tape.slot] = [(len(t.spec.shape), t.layout or tape.found.get(n)) for n, t in enumerate(tape.inputs)]
+        return tape
+
+    def _free(self, constants: Iterable[tuple[list[int], int]]) -> None:
+        for workers, name in constants:
+            self.s.emitter.free(workers, [name])
+
+    def take(self, worker: int, base: int, code: Sequence) -> None:
+        """Keep what is being sent to a worker, less what ends there: when a value ends is decided by sealing."""
+        tape = self.tape
+        if tape is None:
+            return
+        if self.kept + tape.size > MOST_ROWS:
+            tape.code.clear()
+            return
+        rows, at = tape.code[worker], 0
+        while at < len(code):
+            number = code[at]
+            if number in (FREE, FORGET):
+                at += 3 + code[at + 2]
+                continue
+            define = tape.defines[number]
+            end = at + 2 + define.operands
+            rows.append(Instruction(base + code[at + 1], define, list(code[at + 2 : end])))
+            at = end
+            tape.size += 1
+
+    # ---- sealing
+
+    def seal(self, message: Seal) -> dict:
+        """Make a program of the tape; the body of the answer."""
+        s, number = self.s, message.program
+        s.emitter.seq = s.emitter.base = s.cluster.seq
+        self._place_all({made for _, made in _pairs(message.carried, s.table.rows)})
+        tape = self._stop()
+        if tape is None:
+            raise ProtocolError(f"Seal.program is {number}, and nothing was recorded")
+        if number in self.all or len(self.all) >= MOST:
+            raise ProtocolError(f"Seal.program is {number}, want a number that is not in use, and at most {MOST} programs")
+        if message.backend not in BACKENDS:
+            raise ProtocolError(f"Seal.backend is {message.backend!r:.40}, want one of {', '.join(BACKENDS)}")
+        if message.recompute not in (0, *BOUNDS):
+            raise ProtocolError(f"Seal.recompute is {message.recompute!r:.40}, want 0, 1 or 2")
+        pairs = _pairs(message.carried, s.table.rows)
+        self.later.end(tape)
+        added: dict[str, Define] = {}
+        with s.apart():
+            why = self._prevents(tape, pairs)
+            order, again, parts = ({}, {}, {}) if why else self._passes(tape, message, added)
+        s.renumber()
+        why = why or (TROUBLED if s.troubled else "")  # it may be since
+        if why:
+            self._free(tape.constants)
+        else:
+            for define in added.values():
+                for worker in tape.code:
+                    s.emitter.tell(s.cluster.workers[worker], define)
+            self._make(tape, pairs, message, parts)
+            self.all[message.program].order = order
+        s.cut()
+        counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
+        return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order, "recomputed": again}
+
+    def _passes(self, tape: Recording, message: Seal, added: dict[str, Define]) -> tuple[dict, dict, dict[int, list[dict]]]:
+        """Order a tape, and write it: what arranging it said, what is made again, and the parts of each worker's program.
+
+        added: takes the definitions that arranging adds.
+        """
+        s, compiled = self.s, message.backend != "eager"
+        times = self.times.copy()  # workers tell others meanwhile
+        order = arrange(tape, message.schedule, times, self._lies, compiled) if message.schedule else {}
+        if not order or order["why"]:
+            early(tape, partial(self._define, added))
+        lasting = {s.emitter.offset + i for i in s.table.rows}
+        again = self.again(tape, lasting, compiled, message.recompute) if message.recompute else {}
+        if message.backend == "cudagraphs" and tape.names:  # elsewhere a transfer is waited for
+            make_way(tape)
+        index = {row.seq: n for n, row in enumerate(tape.journal)}
+        carried = [(s.emitter.offset + read, s.emitter.offset + made) for read, made in _pairs(message.carried, s.table.rows)]
+        parts: dict[int, list[dict]] = {}
+        for worker, rows in tape.code.items():
+            writer = Writer(index, lasting, message, tape.names)
+            writer.write([row for row in rows if row.define.kind != "upload"])
+            held = {i for row in rows for i in row.ids()[1]}
+            writer.alias(s.emitter.common("alias"), [(made, read) for read, made in carried if made in held])
+            parts[worker] = writer.parts
+        return order, again, parts
+
+    def again(self, tape: Recording, lasting: set[int], compiled: bool, much: int) -> dict[str, list[int]]:
+        """Have what is cheap made again where that lowers the peak of memory; what came of it, by worker."""
+        s, rows, offset = self.s, self.s.table.rows, self.s.emitter.offset
+        homes = {offset + i: id(rows[i].storage) for i in tape.before if i in rows}
+        told = recompute(tape, lasting, homes, self._lies, lambda: offset + s.emitter.temporary(), compiled, BOUNDS[much])
+        return {s.cluster.workers[worker].name: said for worker, said in told.items()}
+
+    def once(self, rows: Sequence[Instruction], base: int, lasting: set[int]) -> list[dict]:
+        """A worker's rows as definitions that are carried out once, with no random numbers but those they have."""
+        writer = Writer({row.seq: row.seq - base for row in rows}, lasting, Seal(0, 0, "", "cudagraphs", [], -1, 0, False), {})
+        writer.write(rows)
+        return [{**part, "once": True} for part in writer.parts]
+
+    def _define(self, known: dict[str, Define], kind: str, payload: dict) -> Define:
+        """Definitions that arranging a tape adds, which all of its workers are to know. known: those it added so far."""
+        key = f"{kind} {payload}"
+        if key not in known:
+            known[key] = self.s.emitter.define(kind, payload)
+        return known[key]
+
+    def _place_all(self, carried: set[int]) -> None:
+        """What was made while this was recorded lies somewhere: so a replay makes it too.
+
+        A scalar's terms are added up, since a loss is read after most replays. Gradients may go on being accumulated.
+        """
+        s, tape = self.s, self.tape
+        if tape is None or s.troubled:
+            return
+        for storage in dict.fromkeys(t.storage for i, t in s.table.rows.items() if i not in tape.before):
+            if any(i in tape.before for i in storage.tensors):
+                continue
+            root = next(t for t in storage.tensors.values() if t.base is None)
+            if storage.recipe is not None:
+                s.placer.place(storage, replicated(s.default_mesh()))
+                storage.default = True
+            elif not root.spec.shape and root.layout and root.layout.partial and carried.isdisjoint(storage.tensors):
+                s.mover.settle(storage)
+        s.cut()
+
+    def _prevents(self, tape: Recording, pairs: list[tuple[int, int]]) -> str:
+        """Why this tape cannot be a program, or "" if it can."""
+        if self.kept + tape.size > MOST_ROWS:
+            return f"it has too many instructions: {tape.size}, and {self.kept} of at most {MOST_ROWS} are in other programs"
+        if tape.late:
+            return "it defers an op on a tensor that is not placed yet"
+        if not tape.journal:
+            return "the function did no op"
+        if self.s.troubled:
+            return TROUBLED
+        for tensor_id, layout in tape.before.items():
+            tensor = self.s.table.rows.get(tensor_id)
+            if tensor is not None and tensor.layout != layout:
+                return (
+                    f"tensor %{tensor_id} changed its layout in the call: it was {layout or 'not placed'}, now {tensor.layout}"
+                )
+        for pair in pairs:
+            read, made = (self.s.table.rows[i].spec for i in pair)
+            if (read.shape, read.dtype) != (made.shape, made.dtype):
+                return f"the call replaces a tensor {read.text():.80} by {made.text():.80}, which the next call reads"
+            have, want = (self.s.table.rows[i].layout for i in pair)
+            if have is None or have != want:
+                return f"the call replaces a tensor with layout {have} by one with {want}, which the next call reads"
+        for rows in tape.code.values():
+            bad = next((row.define.kind for row in rows if row.define.kind in ("fetch", "describe")), None)
+            if bad is not None:
+                return "the function reads a value of a remote tensor: return the tensor and read it outside"
+        return ""
+
+    def _make(self, tape: Recording, pairs: list[tuple[int, int]], message: Seal, parts: dict[int, list[dict]]) -> None:
+        s = self.s
+        code = {worker: [s.emitter.define("program", part) for part in rows] for worker, rows in parts.items()}
+        for worker, rows in tape.code.items():
+            s.emitter.estimate(code[worker][0], sum(s.emitter.costs.get(row.define.number, 0.0) for row in rows))
+        for read, made in pairs:
+            self._alias(made, read)
+        self._drop_copies()  # a replay makes them, and ends them
+        self.kept += tape.size
+        self.all[message.program] = self._program(tape, code, [s.table.rows[read].storage for read, _ in pairs])
+
+    def _program(self, tape: Recording, code: dict[int, list[Define]], carried: list[Storage]) -> Program:
+        rows = self.s.table.rows
+        older = [tensor for i in tape.before if (tensor := rows.get(i)) is not None]
+        storages = dict.fromkeys(t.storage for t in older)
+        reads = dict.fromkeys(r for row in tape.journal for r in row.reads if r in storages)
+        writes = dict.fromkeys([w for row in tape.journal for w in row.writes if w in storages] + carried)
+        makes = dict.fromkeys(t.storage for i, t in rows.items() if i not in tape.before)
+        layouts = [(t, t.layout) for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None]
+        made = [(t, t.layout) for i, t in rows.items() if i not in tape.before and t.layout is not None and t.base is None]
+        uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
+        journal = [Planned(n, row.known, row.origin, (), (), ()) for n, row in enumerate(tape.journal)]
+        return Program(code, [*uses], journal, layouts, made, [*reads], [*writes], [*makes], tape.constants, tape.size)
+
+    def _lies(self, worker: int, name: int) -> tuple[tuple[int, ...], int] | None:
+        """Local shape and itemsize of a tensor of the table."""
+        tensor = self.s.table.rows.get(name - self.s.emitter.offset)
+        if tensor is None or tensor.layout is None or worker not in tensor.layout.mesh.workers:
+            return None
+        rank = tensor.layout.mesh.workers.index(worker)
+        return local_shape(tensor.layout, tensor.spec.shape, rank), tensor.spec.itemsize
+
+    def _alias(self, source: int, target: int) -> None:
+        """Now too, so that the first replay reads what the recorded call made."""
+        s = self.s
+        tensor, define = s.table.rows[target], s.emitter.common("alias")
+        assert tensor.layout is not None
+        for index in tensor.layout.mesh.workers:
+            s.emitter.write(s.cluster.workers[index], define, s.emitter.ids([source, target]))
+
+    # ---- replaying
+
+    def launch(self, number: int, seed: Any, counter: Any) -> None:
+        """One instruction to each worker that has a part in it."""
+        program = self.all.get(number) if type(number) is int else None
+        if program is None or type(seed) is not int or type(counter) is not int:
+            raise ProtocolError(f"Ops.code launches {number!r:.40}, which is no program")
+        s = self.s
+        program.launches += 1
+        self.order, self.newest = program.order, program.numbers
+        self.launches += 1
+        for tensor, layout in program.layouts:
+            if tensor.layout is not layout and program.failed is None:
+                s.mover.relayout(tensor.storage, s.placer.root_layout(tensor, layout))
+        for tensor, layout in program.made if program.failed is None else ():
+            if tensor.layout is not layout and tensor.storage.tensors:
+                self._made_again(tensor.storage, layout)
+        s.emitter.seq = s.cluster.seq
+        row = Launched(
+            s.cluster.seq, program.journal[0].known, s.origin, tuple(program.reads), tuple(program.writes),
+            tuple(program.makes), program.journal, program.launches,
+        )  # fmt: skip
+        s.journal.add(row)
+        s.cluster.seq += len(program.journal)
+        for storage in (*program.writes, *program.makes):
+            storage.version += 1
+        if s.troubled and self._doomed(program):
+            return
+        for worker, defines in program.code.items():
+            for define in defines:
+                s.emitter.write(s.cluster.workers[worker], define, (seed, counter))
+
+    def _made_again(self, storage: Storage, layout: Layout) -> None:
+        """What came to lie otherwise since it was made: its terms were added up, or it moved."""
+        terms = {axis: place for axis, place in enumerate(layout.placements) if isinstance(place, Partial)}
+        self.s.mover.relayout(
+            storage, Layout(layout.mesh, tuple(R if n in terms else p for n, p in enumerate(layout.placements)))
+        )
+        for tensor in storage.tensors.values() if terms else ():
+            lies = tensor.layout.placements if tensor.layout else ()
+            tensor.layout = self.s.intern(Layout(layout.mesh, tuple(terms.get(n, place) for n, place in enumerate(lies))))
+
+    def _doomed(self, program: Program) -> bool:
+        """What reads a failed tensor fails; whether it is not sent at all, for want of a worker."""
+        cause = program.failed or next((s.failed for s in program.reads if s.failed is not None), None)
+        for storage in program.makes:
+            if cause is not None:
+                storage.failed = cause
+            elif storage.failed is not None and storage.failed.lost < 0:
+                storage.failed = None  # made anew, from what is good
+        for storage in program.writes if cause is not None else ():
+            storage.failed = storage.failed or cause
+        return cause is not None and cause.lost >= 0
+
+    def lose(self, worker: int, cause: Cause) -> None:
+        """A worker is gone, and with it its part of programs."""
+        for program in self.all.values():
+            if worker in program.code:
+                program.failed = program.failed or cause
+
+    def leave(self, leavings: Leavings) -> None:
+        """The session is over."""
+        for program in self.all.values():
+            for part in (program.journal, program.layouts, program.made, program.reads, program.writes, program.makes):
+                leavings.add(part)
+        self.all.clear()
+
+    def drop(self, number: Any) -> None:
+        program = self.all.pop(number, None) if type(number) is int else None
+        if program is None:
+            raise ProtocolError(f"Ops.code drops {number!r:.40}, which is no program")
+        self.kept -= program.size
+        self._free(program.constants)
+
+
+def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:
+    """Seal.carried as it came; ProtocolError unless it names tensors of this session."""
+    for row in rows:
+        if type(row) is not list or len(row) != 2 or any(type(i) is not int or i not in table for i in row):
+            raise ProtocolError(f"Seal.carried has {row!r:.80}, want [read, made], tensors of this session")
+    return [(read, made) for read, made in rows]

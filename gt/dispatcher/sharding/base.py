@@ -1,0 +1,63 @@
+"""What sharding rules are made of: what one decides, and how an operand may lie on one mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.ir.layout import Partial, Placement, R, Shard
+from gt.ir.spec import Spec
+
+Place = Placement | None
+
+# Known by another name: a reduction of pieces that all have something, however many elements each
+OF_PIECES = {"amax": "amax of pieces", "amin": "amin of pieces"}
+
+
+class Decision(NamedTuple):
+    """Placements wanted of each tensor operand, and of each flat output, on this axis."""
+
+    wants: tuple[Placement, ...]
+    outs: tuple[Placement, ...]
+
+
+Rule = Callable[[OpSchema, list[Place], int], Decision | None]
+
+
+def shape(known: OpSchema, index: int) -> tuple[int, ...]:
+    return known.template.ins[index].shape
+
+
+def out_shape(known: OpSchema, index: int = 0) -> tuple[int, ...]:
+    out = known.template.outs[index]
+    return out.spec.shape if out.spec else shape(known, out.of)
+
+
+def out_dtype(known: OpSchema, index: int = 0) -> str:
+    out = known.template.outs[index]
+    return (out.spec or known.template.ins[out.of]).dtype
+
+
+def even(extent: int, place: Shard, size: int) -> bool:
+    """Whether a split gives every worker the same extent."""
+    return extent % (size * place.parts) == 0
+
+
+def a_piece_is_empty(extent: int, size: int) -> bool:
+    """Whether the last worker has nothing of a dim that is split."""
+    return -(-extent // size) * (size - 1) >= extent
+
+
+def settled(place: Place) -> Placement:
+    """Where an input stays if it need not move: free ones replicate, terms are added up."""
+    return R if place is None or isinstance(place, Partial) else place
+
+
+def whole(known: OpSchema) -> Decision:
+    return Decision((R,) * known.tensors, (R,) * len(known.template.outs))
+
+
+def alike(specs: Sequence[Spec]) -> bool:
+    """Whether they have one shape."""
+    return len({spec.shape for spec in specs}) == 1

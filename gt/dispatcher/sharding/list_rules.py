@@ -1,0 +1,87 @@
+"""Sharding rules for list ops: which of them work on pieces, and how the pieces' results are combined.
+
+A list op without a row here runs whole, on one mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.ir.layout import Layout, Partial, Shard, local_shape
+from gt.ir.template import T, V
+
+# Each element comes of the elements at its place; in-place forms have one more `_`
+_UNARY = (
+    "abs acos asin atan ceil clone cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "
+    "rsqrt sigmoid sign sin sinh sqrt tan tanh trunc zero"
+)
+_SEVERAL = "add addcdiv addcmul clamp_max clamp_min copy div lerp maximum minimum mul pow sub"
+ELEMENTWISE = frozenset(
+    {
+        *(f"_foreach_{name}{form}" for name in f"{_UNARY} {_SEVERAL}".split() for form in ("", "_")),
+        *(f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd")),
+        "_amp_foreach_non_finite_check_and_unscale_",
+    }
+)
+
+# op -> how numbers that every worker writes for its pieces become one
+WRITTEN = {"_amp_foreach_non_finite_check_and_unscale_": "max"}
+
+_NORMS = {0.0: "sum", 1.0: "sum", 2.0: "norm2", math.inf: "max", -math.inf: "min"}
+
+
+def _norm(order: Any) -> str:
+    return _NORMS.get(order, "") if isinstance(order, (int, float)) else ""
+
+
+def _powers(order: Any) -> str:
+    return "sum" if isinstance(order, (int, float)) and 0 <= order < math.inf else ""
+
+
+# op -> how the results over pieces are combined, by its order
+REDUCTIONS: dict[str, Callable[[Any], str]] = {
+    "_foreach_norm": _norm,
+    "_foreach_powsum": _powers,
+    "_foreach_max": lambda order: "max",
+}
+
+
+def combination(known: OpSchema, values: tuple) -> str | None:
+    """The op that combines a reduction's results over pieces, "" if they cannot be; None for what is no reduction."""
+    rule = REDUCTIONS.get(known.name)
+    if rule is None:
+        return None
+    order = known.named(1, "ord", 2)
+    return rule(values[order.index] if isinstance(order, V) else order)
+
+
+def cut(known: OpSchema) -> bool:
+    """True if the op may be done over some of its indices: an operand beside the lists could have a row for each of them."""
+    beside = [spec.shape for index, spec in enumerate(known.template.ins) if index not in known.listed]
+    return (known.name in ELEMENTWISE or known.name in REDUCTIONS) and not any(beside)
+
+
+def on_pieces(known: OpSchema, place: int, layout: Layout, combined: str | None) -> bool:
+    """True if the tensors at a place of the lists are worked on as the first of them is split."""
+    if not any(isinstance(p, Shard) for p in layout.placements):
+        return True
+    ins, outs = known.template.ins, known.template.outs
+    shape = ins[known.columns[0].indices(T)[place]].shape
+    if combined is not None:
+        if combined not in ("max", "min"):
+            return combined != ""
+        return all(all(local_shape(layout, shape, rank)) for rank in range(len(layout.mesh.workers)))  # nothing has no maximum
+    beside = [ins[items[place]].shape for column in known.columns if place < len(items := column.indices(T))]
+    out = outs[place].spec if len(outs) == len(known.columns[0].items) else None
+    return {*beside, *([out.shape] if out else [])} <= {shape, ()}
+
+
+def made(layout: Layout, combined: str | None) -> Layout:
+    """Layout of a result: as the first list's tensor lies, or the terms of a reduction."""
+    if combined is None:
+        return layout
+    terms = (Partial(combined) if isinstance(p, Shard) else p for p in layout.placements)
+    return Layout(layout.mesh, tuple(terms))

@@ -1,0 +1,75 @@
+"""A template the dispatcher has met, with what planning derives from it once: its rule, its lists, its cached plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gt.ir.ops import RANDOM
+from gt.ir.template import T, Template, V
+
+# In place, and nothing of the old content is left: heals a failed target, and is a recipe's initialiser
+OVERWRITES = frozenset(
+    {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "exponential_", "bernoulli_", "log_normal_", "cauchy_",
+     "geometric_"}
+)  # fmt: skip
+
+
+LISTS = ("_foreach_", "_fused_", "_amp_foreach")  # how list ops are called
+
+
+@dataclass(eq=False)
+class OpSchema:
+    template: Template
+    name: str = ""  # aten.add.Tensor -> add
+    plans: dict = field(default_factory=dict)  # planner's cache
+    columns: tuple[Column, ...] = ()  # list arguments, if it is a list op
+    overwrites: bool = False
+    random: bool = False
+
+    def __post_init__(self) -> None:
+        op = self.template.op
+        self.name = op.split(".")[1] if op.startswith("aten.") else op.rpartition(".")[0]
+        if op == "aten.view.dtype":  # the same bytes, no other shape
+            self.name = "view.dtype"
+        self.random = op in RANDOM
+        self.overwrites = self.name in OVERWRITES
+        if self.name.startswith(LISTS):
+            self.columns = _columns(self.template)
+        self.specs = list(self.template.ins)
+        self.tensors = len(self.specs)
+        self.values = self.template.values
+        self.results = self.template.results
+        self.length = self.tensors + self.values + self.results
+        self.listed = frozenset(index for column in self.columns for index in column.indices(T))  # tensors in lists
+        self.news = [i for i, out in enumerate(self.template.outs) if out.kind in ("new", "view")]
+
+    def arg(self, index: int, default: Any = None) -> Any:
+        args = self.template.args
+        return args[index] if index < len(args) else default
+
+    def named(self, index: int, name: str, default: Any = None) -> Any:
+        """A constant given by position or by name."""
+        if index < len(self.template.args):
+            return self.template.args[index]
+        return dict(self.template.kwargs).get(name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One list argument: its place among args (int) or kwargs (str), and what is in it."""
+
+    place: int | str
+    items: tuple
+
+    def indices(self, kind: type) -> list[int]:
+        return [item.index for item in self.items if isinstance(item, kind)]  # type: ignore[attr-defined]
+
+
+def _columns(template: Template) -> tuple[Column, ...]:
+    places: list[tuple[int | str, Any]] = [*enumerate(template.args), *template.kwargs]
+    return tuple(
+        Column(place, tuple(arg))
+        for place, arg in places
+        if isinstance(arg, (list, tuple)) and arg and all(isinstance(item, (T, V)) for item in arg)
+    )

@@ -1,0 +1,222 @@
+"""From one layout to another: which workers exchange which boxes, with which collective. Pure; nothing is sent here.
+
+On one mesh the axes change one at a time; between meshes each receiver is sent just what it lacks, pairwise.
+A `Move` is a list of (worker, kind, payload) in an order that every worker can follow without deadlock: each receive comes
+right after its sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from gt.dispatcher.cluster.workers import Cluster
+from gt.ir.layout import Interval, Layout, Mesh, Partial, Placement, R, Replicate, Shard, intervals, local_shape
+from gt.ir.spec import DTYPES
+
+Spans = tuple[tuple[Interval, ...], ...]  # per dim, the intervals of the global tensor that are held
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What one worker is told; `text` is the step in plan notation, once a step."""
+
+    worker: int
+    kind: str
+    payload: dict
+
+
+@dataclass(frozen=True, slots=True)
+class RedistributionStep:
+    """One collective, local change or transfer of a whole tensor, and the layout it leaves."""
+
+    orders: tuple[Order, ...]
+    layout: Layout
+    text: str
+    nbytes: int
+
+
+def spans(layout: Layout, shape: Sequence[int], rank: int) -> Spans:
+    """Intervals that the rank-th worker holds, a list a dim."""
+    splits: dict[int, list[tuple[int, int, int]]] = {}
+    for (_, size), place, p in zip(layout.mesh.axes, layout.mesh.coordinates(rank), layout.placements, strict=True):
+        if isinstance(p, Shard):
+            splits.setdefault(p.dim, []).append((size, place, p.parts))
+    return tuple(tuple(intervals(extent, splits.get(dim, []))) for dim, extent in enumerate(shape))
+
+
+def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """The intervals that lie in both."""
+    both = [(max(p, r), min(q, s)) for p, q in a for r, s in b]
+    return [(start, stop) for start, stop in both if start < stop]
+
+
+def within(interval: Interval, held: Sequence[Interval]) -> Interval:
+    """Where an interval of the global dim lies in a local tensor that holds `held` one after the other."""
+    at = 0
+    for start, stop in held:
+        if start <= interval[0] and interval[1] <= stop:
+            return at + interval[0] - start, at + interval[1] - start
+        at += stop - start
+    raise AssertionError(f"{interval} is not in {held}")
+
+
+def local_boxes(part: Sequence[Sequence[Interval]], held: Spans) -> list[list[list[int]]]:
+    """The boxes of `part` (intervals a dim) in the indices of a local tensor that holds `held`."""
+    where = [[list(within(i, h)) for i in intervals_] for intervals_, h in zip(part, held, strict=True)]
+    return [[list(span) for span in box] for box in product(*where)]
+
+
+def on_mesh(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, want: Layout) -> Iterator[RedistributionStep]:
+    """Steps between two layouts of one mesh: gathers first, from the last axis; then splits, from the first."""
+    now = have
+    tangled = _tangled(have, want)
+    for axis in reversed(range(len(have.mesh.axes))):
+        held, wanted = now.placements[axis], want.placements[axis]
+        if isinstance(held, Replicate) or (held == wanted and not (isinstance(held, Shard) and held.dim in tangled)):
+            continue
+        if isinstance(held, Partial):
+            raise AssertionError("terms are added up in place before a tensor is moved")
+        if isinstance(wanted, Shard) and all(_alone(at, axis) for at in (now, want, _with(now, axis, wanted))):
+            step = _exchange(cluster, shape, dtype, now, axis, wanted)
+        else:
+            step = _gather(cluster, shape, dtype, now, axis)
+        now = step.layout
+        yield step
+    for axis in range(len(have.mesh.axes)):
+        if now.placements[axis] != want.placements[axis]:
+            step = _slice(shape, dtype, now, axis, want.placements[axis])
+            now = step.layout
+            yield step
+
+
+def _tangled(have: Layout, want: Layout) -> set[int]:
+    """Dims that several axes split, before or after, and not alike: their splits nest, so all are undone first."""
+    found = set()
+    for layout in (have, want):
+        dims = [p.dim for p in layout.placements if isinstance(p, Shard)]
+        found |= {d for d in dims if dims.count(d) > 1}
+    return {d for d in found if _splits(have, d) != _splits(want, d)}
+
+
+def _splits(layout: Layout, dim: int) -> list[Placement | None]:
+    return [p if isinstance(p, Shard) and p.dim == dim else None for p in layout.placements]
+
+
+def _alone(layout: Layout, axis: int) -> bool:
+    """Whether no other axis splits the dim that this axis splits."""
+    mine = layout.placements[axis]
+    return isinstance(mine, Shard) and all(
+        not isinstance(p, Shard) or p.dim != mine.dim for i, p in enumerate(layout.placements) if i != axis
+    )
+
+
+def _with(layout: Layout, axis: int, placement: Placement) -> Layout:
+    return Layout(layout.mesh, (*layout.placements[:axis], placement, *layout.placements[axis + 1 :]))
+
+
+def _nbytes(shape: Sequence[int], dtype: str) -> int:
+    return prod(shape) * DTYPES[dtype][0]
+
+
+def _gather(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, axis: int) -> RedistributionStep:
+    mesh, after = layout.mesh, _with(layout, axis, R)
+    orders = []
+    for team in mesh.teams(axis):
+        whole = spans(after, shape, team[0])
+        boxes = [local_boxes(spans(layout, shape, rank), whole) for rank in team]
+        for place, rank in enumerate(team):
+            payload = {
+                "team": team_payload(cluster, mesh, team, place),
+                "shape": list(local_shape(after, tuple(shape), rank)),
+                "dtype": dtype,
+                "boxes": boxes,
+            }
+            orders.append(Order(mesh.workers[rank], "all_gather", payload))
+    return RedistributionStep(tuple(orders), after, f"all_gather over {mesh.axes[axis][0]}", _nbytes(shape, dtype))
+
+
+def _exchange(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, axis: int, to: Shard) -> RedistributionStep:
+    """Shard(i) -> Shard(j) with one all_to_all."""
+    mesh, after, whole_layout = layout.mesh, _with(layout, axis, to), _with(layout, axis, R)
+    orders = []
+    for team in mesh.teams(axis):
+        whole = spans(whole_layout, shape, team[0])
+        have = [local_boxes(spans(layout, shape, rank), whole) for rank in team]
+        want = [local_boxes(spans(after, shape, rank), whole) for rank in team]
+        for place, rank in enumerate(team):
+            payload = {
+                "team": team_payload(cluster, mesh, team, place),
+                "shape": list(local_shape(whole_layout, tuple(shape), rank)),
+                "dtype": dtype,
+                "have": have,
+                "want": want,
+            }
+            orders.append(Order(mesh.workers[rank], "all_to_all", payload))
+    return RedistributionStep(tuple(orders), after, f"all_to_all over {mesh.axes[axis][0]}", _nbytes(shape, dtype))
+
+
+def _slice(shape: Sequence[int], dtype: str, layout: Layout, axis: int, to: Placement) -> RedistributionStep:
+    """Replicate -> Shard or Partial: each worker keeps its part, or the first the value."""
+    mesh, after = layout.mesh, _with(layout, axis, to)
+    orders = []
+    for rank, worker in enumerate(mesh.workers):
+        if isinstance(to, Partial):
+            keep = to.op != "sum" or mesh.coordinates(rank)[axis] == 0
+            orders.append(Order(worker, "partial", {"keep": keep, "op": to.op}))
+            continue
+        boxes = local_boxes(spans(after, shape, rank), spans(layout, shape, rank))
+        local = list(local_shape(after, tuple(shape), rank))
+        orders.append(Order(worker, "shard", {"shape": local, "dtype": dtype, "boxes": boxes}))
+    return RedistributionStep(
+        tuple(orders), after, f"{'keep' if isinstance(to, Partial) else 'shard'} over {mesh.axes[axis][0]}", 0
+    )
+
+
+def team_payload(cluster: Cluster, mesh: Mesh, team: tuple[int, ...], place: int) -> dict:
+    return cluster.team_payload(tuple(mesh.workers[rank] for rank in team), place)
+
+
+def reduce(cluster: Cluster, layout: Layout, axis: int) -> tuple[Order, ...]:
+    """The all_reduce, in place, that makes an axis's terms a value."""
+    place = layout.placements[axis]
+    assert isinstance(place, Partial)
+    mesh = layout.mesh
+    return tuple(
+        Order(mesh.workers[rank], "all_reduce", {"team": team_payload(cluster, mesh, team, i), "op": place.op})
+        for team in mesh.teams(axis)
+        for i, rank in enumerate(team)
+    )
+
+
+def between(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, want: Layout, name: str) -> RedistributionStep:
+    """Pairwise transfers from one mesh to another; a worker of both keeps what it has."""
+    sources: dict[Spans, list[int]] = {}
+    for rank in range(len(have.mesh.workers)):
+        sources.setdefault(spans(have, shape, rank), []).append(rank)
+    orders: list[Order] = []
+    moved = 0
+    for rank, worker in enumerate(want.mesh.workers):
+        target = spans(want, shape, rank)
+        parts, local = [], []
+        for held, ranks in sources.items():
+            part = [common(t, h) for t, h in zip(target, held, strict=True)]
+            if not all(part):
+                continue
+            into = local_boxes(part, target)
+            out = local_boxes(part, held)
+            holders = [have.mesh.workers[r] for r in ranks]
+            if worker in holders:
+                local += [[src, dst] for src, dst in zip(out, into, strict=True)]
+                continue
+            sender = holders[rank * len(holders) // len(want.mesh.workers)]
+            channel = cluster.channel_payload(sender, worker, worker)
+            orders.append(Order(sender, "send", {"channel": channel, "boxes": out}))
+            parts.append([cluster.channel_payload(sender, worker, sender), into])
+            moved += sum(prod(b - a for a, b in box) for box in into)
+        payload = {"shape": list(local_shape(want, tuple(shape), rank)), "dtype": dtype, "parts": parts}
+        kind = "merge" if local else "recv"
+        orders.append(Order(worker, kind, {**payload, "local": local} if local else payload))
+    return RedistributionStep(tuple(orders), want, name, moved * DTYPES[dtype][0])

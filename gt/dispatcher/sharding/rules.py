@@ -1,0 +1,384 @@
+"""Sharding rules by class of op: from the placements of an op's inputs on one mesh axis to those it wants and makes.
+
+Each rule sees one axis at a time, so a mesh of two axes is two applications. `None` is an input that may be placed as the
+rule likes. A rule that returns None has no answer: the inputs are gathered and the op runs whole, which is logged once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gt.dispatcher.sharding.base import (
+    OF_PIECES,
+    Decision,
+    Place,
+    Rule,
+    a_piece_is_empty,
+    even,
+    out_shape,
+    settled,
+    shape,
+    whole,
+)
+from gt.dispatcher.sharding.losses import LOSSES, PART, loss, loss_backward, nll_loss, nll_loss_backward
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.partial import counts_up, linear, of_one_kind
+from gt.dispatcher.sharding.views import RESHAPES, VIEWS, reshape_along, view
+from gt.ir.layout import P, Partial, Placement, R, Replicate, Shard
+from gt.ir.spec import Spec
+
+ELEMENTWISE = frozenset(
+    {"copy_", "_to_copy", "clone", "fill_", "zero_", "where", "zeros_like", "ones_like", "empty_like", "full_like", "fill",
+     "gelu_backward", "silu_backward", "threshold_backward", "sigmoid_backward", "tanh_backward", "leaky_relu_backward",
+     "elu_backward", "hardtanh_backward", "softplus_backward", "native_dropout", "native_dropout_backward", "uniform_",
+     "normal_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "rand_like", "randn_like",
+     "lift_fresh", "_conj_physical", "detach", "alias", "masked_fill", "masked_fill_",
+     "gt.move"}
+)  # fmt: skip
+
+# Elementwise, and only the shape of the operand is read: terms need not be added up
+VALUELESS = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"})
+
+# op -> position of the dim it works along; split along another dim it is local
+DIMWISE = {
+    "_softmax": 1, "_log_softmax": 1, "cumsum": 1, "cumprod": 1, "logcumsumexp": 1, "_softmax_backward_data": 2,
+    "_log_softmax_backward_data": 2, "flip": 1, "sort": 1, "topk": 2, "argsort": 1, "cummax": 1, "cummin": 1,
+}  # fmt: skip
+
+# op -> the Partial its result over a split dim is (None: not to be combined from terms)
+REDUCTIONS = {
+    "sum": "sum", "mean": "avg", "amax": "max", "amin": "min", "max": "max", "min": "min", "prod": None, "any": None,
+    "all": None, "logsumexp": None, "argmax": None, "argmin": None, "var": None, "std": None, "var_mean": None,
+    "linalg_vector_norm": None, "norm": None, "count_nonzero": "sum", OF_PIECES["amax"]: "max", OF_PIECES["amin"]: "min",
+}  # fmt: skip
+
+
+def pointwise(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    """Elementwise with broadcasting: the first operand that is split decides, dims are aligned from the right."""
+    outs, ins = known.template.outs, known.template.ins
+    if known.name in VALUELESS and isinstance(places[0], Partial):
+        return Decision((places[0],), (R,) * len(outs))
+    if counts_up(known, places):
+        return Decision((P, P), (P,))
+    if linear(known, places):
+        return Decision(tuple(p if isinstance(p, Partial) else R for p in places), tuple(P for _ in outs))
+    writes = known.template.writes
+    result = shape(known, writes[0]) if writes else out_shape(known)
+    leader = _leader(known, places, result, writes)
+    if leader is None:
+        return Decision((R,) * len(places), (R,) * len(outs))
+    back = leader.dim - len(result)  # counted from the right
+    wants: list[Placement] = []
+    for spec in ins:
+        dim = len(spec.shape) + back
+        wants.append(Shard(dim, leader.parts) if dim >= 0 and spec.shape[dim] == result[leader.dim] else R)
+    if writes and wants[writes[0]] != settled(places[writes[0]]):
+        return None
+    made = tuple(Shard(len(out_shape(known, i)) + back, leader.parts) for i in range(len(outs)))
+    return Decision(tuple(wants), made)
+
+
+def _leader(known: OpSchema, places: list[Place], result: tuple[int, ...], writes: tuple[int, ...]) -> Shard | None:
+    """The split of the result: the target's if the op is in place, else that of the largest split operand."""
+    if writes:
+        place = places[writes[0]]
+        return place if isinstance(place, Shard) else None
+    best, most = None, -1
+    for spec, place in zip(known.template.ins, places, strict=True):
+        if isinstance(place, Shard) and spec.numel > most:
+            dim = place.dim + len(result) - len(spec.shape)
+            if spec.shape[place.dim] == result[dim]:
+                best, most = Shard(dim, place.parts), spec.numel
+    return best
+
+
+def reduction(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    """Sums and the like: a split dim that is reduced leaves terms, another one stays split."""
+    place, spec = places[0], known.template.ins[0]
+    if known.tensors != 1:
+        return None
+    outs = len(known.template.outs)
+    if isinstance(place, Partial):
+        same = place.op == "sum" and known.name in ("sum", "mean") and of_one_kind(known, places)
+        return Decision((place,), (place,) * outs) if same else None
+    if not isinstance(place, Shard):
+        return Decision((R,), (R,) * outs)
+    dims, keep = _reduced(known)
+    if place.dim in dims:
+        op = REDUCTIONS[known.name]
+        any_length = op == "sum" or known.name in OF_PIECES.values()
+        usable = outs == 1 and (any_length or even(spec.shape[place.dim], place, size))
+        return Decision((place,), (Partial(op),)) if usable and op else None
+    dim = place.dim if keep else place.dim - sum(d < place.dim for d in dims)
+    return Decision((place,), (Shard(dim, place.parts),) * outs)
+
+
+def _reduced(known: OpSchema) -> tuple[set[int], bool]:
+    """Dims that a reduction removes, and whether it keeps them at size 1."""
+    rank = len(shape(known, 0))
+    dims = known.named(2, "dim") if known.name == "linalg_vector_norm" else known.named(1, "dim")
+    if isinstance(dims, int):
+        dims = [dims]
+    if dims is None or not isinstance(dims, (list, tuple)) or not dims:
+        return set(range(rank)), len(out_shape(known)) == rank and rank > 0
+    return {d % rank for d in dims}, len(out_shape(known)) == rank
+
+
+def matmul(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    """mm, addmm, bmm, baddbmm, mv: rows, columns or the summed dim may be split; whatever moves the fewest bytes wins."""
+    first = 1 if known.name in ("addmm", "baddbmm", "addmv", "addmm_", "baddbmm_") else 0
+    specs = known.template.ins
+    a, b = len(specs[first].shape), len(specs[first + 1].shape)
+    m, k, kb = a - 2, a - 1, b - 2 if b > 1 else 0
+    options = [(Shard(m), R, Shard(m)), (R, Shard(b - 1), Shard(b - 1)), (Shard(k), Shard(kb), P), (P, R, P), (R, P, P)]
+    if b == 1:
+        options = [o for o in options if o[1] != Shard(b - 1) or o[2] is P]
+    if a == 3:
+        options.append((Shard(0), Shard(0), Shard(0)))
+    options = _with_parts(options, places[first : first + 2])
+    options.append((R, R, R))
+    held = places[first : first + 2]
+    if all(not isinstance(p, (Shard, Partial)) for p in held):
+        return _mm_decision(known, first, options[-1])
+    legal = [o for o in options if _fits(o, specs[first : first + 2], size)]
+    if first and _odd_where_empty(known):
+        legal = [o for o in legal if not isinstance(o[2], Partial) and not _leaves_one_empty(o[2], out_shape(known), size)]
+    best = min(legal, key=lambda o: _moved(held, o, specs[first : first + 2]))
+    return _mm_decision(known, first, best)
+
+
+def _leaves_one_empty(place: object, made: tuple[int, ...], size: int) -> bool:
+    return isinstance(place, Shard) and a_piece_is_empty(made[place.dim], size)
+
+
+def _odd_where_empty(known: OpSchema) -> bool:
+    """Whether torch does this sum otherwise where there is nothing: scales integers by a fraction, keeps a lone element."""
+    return "float" not in known.template.ins[0].dtype or (known.name == "addmv" and shape(known, 0) in ((), (1,)))
+
+
+def _moved(held: list[Place], option: tuple, specs: tuple[Spec, ...]) -> float:
+    return sum(_cost(have, want, spec.nbytes) for have, want, spec in zip(held, option[:2], specs, strict=True))
+
+
+def _with_parts(options: list, held: list[Place]) -> list:
+    """The options again with the `parts` of an operand that is split that way."""
+    more = []
+    for x, y, out in options:
+        for mine, place in ((x, held[0]), (y, held[1])):
+            if isinstance(mine, Shard) and isinstance(place, Shard) and place.parts > 1 and place.dim == mine.dim:
+                scale = [Shard(p.dim, place.parts) if isinstance(p, Shard) else p for p in (x, y, out)]
+                more.append(tuple(scale))
+    return more + options
+
+
+def _fits(option: tuple, specs: tuple, size: int) -> bool:
+    return all(
+        not isinstance(p, Shard) or even(s.shape[p.dim], p, size) or p.parts == 1
+        for p, s in zip(option[:2], specs, strict=False)
+    )
+
+
+def _cost(have: Place, want: Placement, nbytes: int) -> float:
+    """Bytes moved to bring an operand; a Partial that is not wanted as such is added up (twice its bytes)."""
+    if have is None or have == want:
+        return 0
+    if isinstance(have, Partial):
+        return 2 * nbytes
+    if isinstance(have, Replicate):
+        return 0.01 * nbytes if isinstance(want, Shard) else 0.5 * nbytes
+    return nbytes
+
+
+def _mm_decision(known: OpSchema, first: int, option: tuple) -> Decision:
+    """With the added operand of addmm laid as the result is, as far as it is not broadcast there."""
+    x, y, out = option
+    if not first:
+        return Decision((x, y), (out,))
+    bias = shape(known, 0)
+    rank = len(out_shape(known))
+    added: Placement = out
+    if isinstance(out, Shard):
+        dim = out.dim - (rank - len(bias))
+        added = Shard(dim, out.parts) if dim >= 0 and bias[dim] != 1 else R
+    if known.template.writes and isinstance(out, Partial):
+        added = P
+    return Decision((added, x, y), (out,))
+
+
+def layer_norm(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    """Split along leading dims it is local; weight and bias are whole."""
+    backward = known.name.endswith("_backward")
+    index = 1 if backward else 0
+    normalized = known.arg(2) if backward else known.arg(1)
+    lead = len(shape(known, index)) - len(normalized)
+    place = next((p for p in places[: index + 1] if isinstance(p, Shard) and p.dim < lead), None)
+    outs = known.template.outs
+    if place is None or place.parts > 1:
+        return Decision((R,) * known.tensors, (R,) * len(outs))
+    tall = len(shape(known, index))
+    wants = tuple(place if len(spec.shape) == tall and tall > len(normalized) else R for spec in known.template.ins)
+    if not backward:
+        return Decision(wants, (place,) * len(outs))
+    return Decision(wants, tuple(place if i == 0 else P for i in range(len(outs))))
+
+
+def dimwise(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    """Ops along one dim: split along another they are local."""
+    rank = len(shape(known, 0))
+    dims = known.named(DIMWISE[known.name], "dim", -1)
+    along = {d % rank for d in (dims if isinstance(dims, list) else [dims]) if isinstance(d, int)} if rank else set()
+    place = next((p for p in places if isinstance(p, Shard)), None)
+    outs = len(known.template.outs)
+    if place is None or place.dim in along or any(len(s.shape) != rank for s in known.template.ins):
+        return Decision((R,) * known.tensors, (R,) * outs)
+    return Decision((place,) * known.tensors, (place,) * outs)
+
+
+def embedding(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    """Rows of a table: the table's columns or the indices may be split."""
+    table, index = places
+    last = len(out_shape(known)) - 1
+    if isinstance(table, Shard) and table.dim == 1:
+        return Decision((table, R), (Shard(last, table.parts),))
+    if isinstance(index, Shard):
+        return Decision((R, index), (index,))
+    return Decision((R, R), (R,))
+
+
+def embedding_backward(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    grad, index = places
+    last = len(shape(known, 0)) - 1
+    if isinstance(grad, Shard) and grad.dim == last:
+        return Decision((grad, R), (Shard(1, grad.parts),))
+    place = next((p for p in (grad, index) if isinstance(p, Shard)), None)
+    if place is not None and place.parts == 1:
+        return Decision((place, place), (P,))
+    return Decision((R, R), (R,))
+
+
+def attention(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    """Batch and head dims may be split, alike in q, k and v; a mask is split where it is not broadcast."""
+    ins, outs = known.template.ins, known.template.outs
+    backward = known.name == "gt.sdpa_backward"
+    ranks = [len(s.shape) for s in ins[backward : backward + 3]]
+    rank = ranks[0]
+    if len(set(ranks)) > 1:  # batch dims that only some of q, k and v have
+        return whole(known)
+    place = next((p for p in places if isinstance(p, Shard) and p.dim < rank - 2 and p.parts == 1), None)
+    if place is None or not _alike({s.shape[place.dim] for s in ins if len(s.shape) == rank}, size):
+        return Decision((R,) * known.tensors, (R,) * len(outs))
+    wants: list[Placement] = []
+    for index, spec in enumerate(ins):
+        sums = backward and index == known.tensors - 1  # the log-sum-exp, which has q's dims but the last
+        dim = place.dim if sums else place.dim + len(spec.shape) - rank
+        wants.append(Shard(dim) if dim >= 0 and spec.shape[dim] > 1 else R)
+    return Decision(tuple(wants), (place,) * len(outs))
+
+
+def _alike(extents: set[int], size: int) -> bool:
+    """Whether chunks of dims of these extents belong together (grouped-query heads: if all split evenly)."""
+    extents.discard(1)
+    return len(extents) == 1 or (bool(extents) and all(n % size == 0 for n in extents))
+
+
+def padded(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    """slice_backward, select_backward: zeros around a gradient; linear, and local along the other dims."""
+    place = places[0]
+    dim = known.arg(2, 0) % len(out_shape(known))
+    if isinstance(place, Shard) and known.name == "select_backward":
+        return Decision((place,), (Shard(place.dim + (place.dim >= dim), place.parts),))
+    if isinstance(place, Shard) and place.dim == dim:
+        return None
+    kept = settled(place) if isinstance(place, Partial) and place.op != "sum" else place or R
+    return Decision((kept,), (kept,))
+
+
+def constant_pad(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    """Local along dims that get nothing; a pad has two lengths for each dim, the last dim's first."""
+    place, pad = places[0], known.arg(1)
+    if not isinstance(place, Shard):
+        return whole(known)
+    at = 2 * (len(out_shape(known)) - 1 - place.dim)
+    return Decision((place,), (place,)) if not any(pad[at : at + 2]) else None
+
+
+def _cat_with_nothing(known: OpSchema, places: list[Place], dim: int) -> Decision:
+    """Operands of the shape [0] are left out, whatever the rank of the others: an empty cache of keys, say."""
+    rank = len(out_shape(known))
+    some = {p for p, s in zip(places, known.template.ins, strict=True) if s.shape != (0,)}
+    place = some.pop() if len(some) == 1 else R
+    kept = isinstance(place, Shard) and place.dim != dim % rank
+    there = place if kept and isinstance(place, Shard) else R
+    return Decision(tuple(R if s.shape == (0,) else there for s in known.template.ins), (there,))
+
+
+def cat(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    """cat and stack: a split along another dim is kept where all operands have it."""
+    outs, ins = known.template.outs, known.template.ins
+    dim = known.arg(1, 0)
+    if known.name == "cat" and any(s.shape == (0,) for s in ins) and len(out_shape(known)) > 1:
+        return _cat_with_nothing(known, places, dim)
+    rank = max((len(s.shape) for s in known.template.ins), default=0)
+    kinds = set(places)
+    if len(kinds) == 1 and isinstance(places[0], Partial) and places[0].op == "sum":
+        return Decision(tuple(p for p in places if p), (P,) * len(outs))
+    first = next((p for p in places if isinstance(p, Shard)), None)
+    same = all(s.shape == shape(known, 0) for s in known.template.ins) or known.name == "cat"
+    if first is None or not same or any(len(s.shape) != rank for s in known.template.ins):
+        return Decision((R,) * known.tensors, (R,) * len(outs))
+    if known.name == "stack":
+        at = dim % (rank + 1)
+        return Decision((first,) * known.tensors, (Shard(first.dim + (first.dim >= at), first.parts),))
+    if first.dim == dim % rank:
+        pieces = {s.shape[first.dim] for s in known.template.ins}
+        if kinds == {first} and first.parts == 1 and len(pieces) == 1 and pieces.pop() % size == 0:
+            return Decision((first,) * known.tensors, (Shard(first.dim, known.tensors),))
+        return Decision((R,) * known.tensors, (R,) * len(outs))
+    return Decision((first,) * known.tensors, (first,))
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(VIEWS, lambda known, places, size: _view(known, places, size)),
+    **dict.fromkeys(ELEMENTWISE, pointwise),
+    **dict.fromkeys(DIMWISE, dimwise),
+    **dict.fromkeys(REDUCTIONS, reduction),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"), matmul),
+    **dict.fromkeys(("native_layer_norm", "native_layer_norm_backward"), layer_norm),
+    **dict.fromkeys(("gt.sdpa", "gt.sdpa_backward"), attention),
+    "embedding": embedding,
+    "embedding_dense_backward": embedding_backward,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), nll_loss_backward),
+    **dict.fromkeys(LOSSES, loss),
+    **dict.fromkeys((PART, *(f"{name}_backward" for name in LOSSES)), loss_backward),
+    **dict.fromkeys(("slice_backward", "select_backward"), padded),
+    "constant_pad_nd": constant_pad,
+    "cat": cat,
+    "stack": cat,
+}
+
+
+def _view(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    place = settled(places[0]) if not isinstance(places[0], Partial) else places[0]
+    made = view(known, place, size)
+    return None if made is None else Decision((place,), made)
+
+
+def decide(known: OpSchema, places: list[Place], size: int) -> Decision | None:
+    """The rule of the op's class for one mesh axis; None where the inputs have to be gathered."""
+    rule = RULES.get(known.name)
+    if rule is None and known.template.pointwise:
+        rule = pointwise
+    moved = [p for p in places if isinstance(p, (Shard, Partial))]
+    if rule is None or known.template.dynamic:
+        return whole(known) if not moved else None
+    return rule(known, places, size)
+
+
+def decide_along(known: OpSchema, columns: Sequence[list[Place]], sizes: Sequence[int]) -> list[Decision | None]:
+    """The rule's answer for each mesh axis, each asked by itself but of a reshape of what several of them split."""
+    if known.name not in RESHAPES or sum(isinstance(places[0], Shard) for places in columns) < 2:
+        return [decide(known, places, size) for places, size in zip(columns, sizes, strict=True)]
+    starts = [places[0] if isinstance(places[0], Partial) else settled(places[0]) for places in columns]
+    made = reshape_along(known, starts, sizes)
+    return [None] * len(starts) if made is None else [Decision((p,), (m,)) for p, m in zip(starts, made, strict=True)]

@@ -1,0 +1,347 @@
+"""Forms of ops that sharding rules know: how shapes of operands, sizes and results belong together.
+
+A client's template may claim any shapes. Where they are not those that torch gives, the op gets a name that no rule has: its
+inputs are gathered, and it fails on its worker in torch's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from gt.dispatcher.sharding import list_rules
+from gt.dispatcher.sharding.losses import LOSSES
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.rules import DIMWISE, ELEMENTWISE, REDUCTIONS
+from gt.dispatcher.sharding.views import OTHER_VIEW, VIEWS
+from gt.ir.schema import TABLE
+from gt.ir.template import Template, V
+
+OTHER = "an op of another form"
+Shape = tuple[int, ...]
+Form = Callable[["Shapes"], bool]
+
+
+class Shapes:
+    """Shapes of an op's operands and results. A result that is its operand has that one's shape; `none` has None."""
+
+    def __init__(self, known: OpSchema) -> None:
+        template = known.template
+        self.known, self.name, self.arg, self.named = known, known.name, known.arg, known.named
+        self.ins = [spec.shape for spec in template.ins]
+        looks = [out.spec or (template.ins[out.of] if out.kind == "same" else None) for out in template.outs]
+        self.outs = [look.shape if look is not None else None for look in looks]
+
+    def makes(self, *shapes: Shape) -> bool:
+        return self.outs == [*shapes]
+
+
+def known(template: Template) -> OpSchema:
+    """A client's template as planning knows it, with a rule only if it has the form that the rule is for."""
+    met = OpSchema(template)
+    if regular(met):
+        return met
+    views = met.name in VIEWS and all(out.kind == "view" for out in template.outs) and bool(template.ins)
+    other = OpSchema(replace(template, pointwise=False))
+    other.name, other.columns, other.overwrites = OTHER_VIEW if views else OTHER, (), False
+    return other
+
+
+def regular(known: OpSchema) -> bool:
+    """True if its shapes are those that its rule is for."""
+    template = known.template
+    if known.name == "gt.upload":
+        return True
+    if known.columns:
+        return _lists(known)
+    form = FORMS.get(known.name) or (pointwise if template.pointwise else None)
+    if form is None:
+        return True
+    by_position = {argument.name for schema in TABLE.find(template.op) for argument in schema.positional}
+    if template.dynamic or not by_position.isdisjoint(name for name, _ in template.kwargs):
+        return False
+    try:
+        return form(Shapes(known))
+    except (IndexError, TypeError, ValueError):  # fewer operands or dims than the form speaks of
+        return False
+
+
+def _lists(known: OpSchema) -> bool:
+    """All lists have something beside each tensor of the first; what is done in parts gives a result for each, or none."""
+    lengths = {len(column.items) for column in known.columns}
+    if len(lengths) != 1 or any(isinstance(item, V) for item in known.columns[0].items):
+        return False
+    return not list_rules.cut(known) or len(known.template.outs) in (0, *lengths)
+
+
+# ---- dims
+
+
+def _dims(given: Any, rank: int) -> list[int]:
+    """Dims as torch counts them; IndexError for one that a tensor of this rank lacks, or that comes twice."""
+    dims = [given] if isinstance(given, int) else list(given)
+    least, most = -max(rank, 1), max(rank, 1)
+    found = [d % rank for d in dims if rank]
+    if any(not least <= d < most for d in dims) or len(set(found)) != len(found):
+        raise IndexError(f"dims {given} of {rank}")
+    return found
+
+
+def _without(shape: Shape, dims: Iterable[int]) -> Shape:
+    return tuple(n for d, n in enumerate(shape) if d not in dims)
+
+
+def _same_but(a: Shape, b: Shape | None, dims: Iterable[int]) -> bool:
+    """True if two shapes differ along these dims at most."""
+    return b is not None and len(a) == len(b) and all(x == y or d in dims for d, (x, y) in enumerate(zip(a, b, strict=True)))
+
+
+def _broadcasts(shape: Shape, to: Shape) -> bool:
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(to)))
+
+
+# ---- rules
+
+
+def pointwise(op: Shapes) -> bool:
+    """Operands are broadcast to the result, which in place is the operand that is written."""
+    writes = op.known.template.writes
+    result = op.ins[writes[0]] if writes else op.outs[0]
+    return result is not None and set(op.outs) == {result} and all(_broadcasts(shape, result) for shape in op.ins)
+
+
+def dimwise(op: Shapes) -> bool:
+    dims = _dims(op.named(DIMWISE[op.name], "dim", -1), len(op.ins[0]))
+    change = dims if op.name == "topk" else ()
+    return bool(op.outs) and len(set(op.ins)) == 1 and all(_same_but(op.ins[0], out, change) for out in op.outs)
+
+
+def reduction(op: Shapes) -> bool:
+    if len(op.ins) != 1:
+        return bool(op.ins)  # a maximum of two tensors, which the rule leaves alone
+    (x,) = op.ins
+    given = op.named(2 if op.name == "linalg_vector_norm" else 1, "dim")
+    gone = (_dims(given, len(x)) if isinstance(given, (int, list)) else []) or range(len(x))
+    kept = tuple(1 if d in gone else n for d, n in enumerate(x))
+    return set(op.outs) in ({kept}, {_without(x, gone)})
+
+
+def matmul(op: Shapes) -> bool:
+    first, batched, vector = int(op.name.startswith(("add", "badd"))), "bmm" in op.name, op.name.endswith("mv")
+    a, b = op.ins[first:]
+    made = a[:-1] if vector else (*a[:-1], b[-1])
+    fits = b == a[-1:] if vector else len(b) == len(a) and b[:-1] == (*a[:-2], a[-1])
+    return fits and len(a) == 2 + batched and op.makes(made) and all(_broadcasts(added, made) for added in op.ins[:first])
+
+
+def layer_norm(op: Shapes) -> bool:
+    """Operands: input and weights, or gradient, input, statistics and weights."""
+    backward = op.name.endswith("_backward")
+    x, normalized = op.ins[int(backward)], tuple(op.arg(1 + backward))
+    lead = len(x) - len(normalized)
+    rows = x[:lead] + (1,) * len(normalized)
+    if not normalized or lead < 0 or x[lead:] != normalized:
+        return False
+    if not backward:
+        return set(op.ins[1:]) <= {normalized} and op.makes(x, rows, rows)
+    grads = all(made in (None, shape) for made, shape in zip(op.outs, (x, normalized, normalized), strict=True))
+    return op.ins[0] == x and op.ins[2:4] == [rows, rows] and set(op.ins[4:]) <= {normalized} and grads
+
+
+def attention(op: Shapes) -> bool:
+    """Operands: query, key, value and a mask or none; before them a gradient, and behind them result and sums of rows."""
+    backward = op.name.endswith("_backward")
+    q, k, v = op.ins[int(backward) : 3 + backward]
+    rank = len(q)
+    ranks = [len(shape) for shape in op.ins if len(shape) > rank] or [rank]
+    if ranks != [rank] or (backward and (len(op.ins[-1]) != rank - 1 or op.ins[0] != op.ins[-2])):
+        return False
+    return op.makes(q, k, v) if backward else [len(shape or ()) for shape in op.outs] == [rank, rank - 1]
+
+
+def embedding(op: Shapes) -> bool:
+    table, index = op.ins
+    return len(table) == 2 and op.makes((*index, table[1]))
+
+
+def embedding_backward(op: Shapes) -> bool:
+    grad, index = op.ins
+    return grad[:-1] == index and op.makes((op.arg(2), grad[-1]))
+
+
+def nll_loss(op: Shapes) -> bool:
+    scores, labels, *weight = op.ins
+    return _labelled(op, scores, labels, weight) and op.makes(() if op.arg(3) else labels, ())
+
+
+def nll_loss_backward(op: Shapes) -> bool:
+    grad, scores, labels, *weight, total = op.ins
+    good = _labelled(op, scores, labels, weight) and op.arg(4) in (0, 1, 2)
+    return good and total == () and grad == (() if op.arg(4) else labels) and op.makes(scores)
+
+
+def _labelled(op: Shapes, scores: Shape, labels: Shape, weight: Sequence[Shape]) -> bool:
+    """Scores [N, C] or [C], of pixels [N, C, H, W], and a label for each of N."""
+    dim = min(len(scores), 2) - 1
+    ranks = (4,) if "2d" in op.name else (1, 2)
+    return len(scores) in ranks and labels == _without(scores, (dim,)) and set(weight) <= {(scores[dim],)}
+
+
+def loss(op: Shapes) -> bool:
+    code = op.named(LOSSES[op.name], "reduction", 1)
+    return len(op.ins) > 1 and code in (0, 1, 2) and op.makes(() if code else op.ins[0])
+
+
+def loss_backward(op: Shapes) -> bool:
+    code = op.named(LOSSES[op.name.removesuffix("_backward")] + 1, "reduction", 1)
+    return len(op.ins) > 2 and code in (0, 1, 2) and op.makes(op.ins[1]) and _broadcasts(op.ins[0], op.ins[1])
+
+
+def padded(op: Shapes) -> bool:
+    """slice_backward, select_backward: a gradient, and the shape around it."""
+    (grad,), made = op.ins, tuple(op.arg(1))
+    dims = _dims(op.arg(2, 0), len(made))
+    fits = grad == _without(made, dims) if op.name == "select_backward" else _same_but(grad, made, dims)
+    return len(dims) == 1 and fits and op.makes(made)
+
+
+def constant_pad(op: Shapes) -> bool:
+    (x,), pad = op.ins, op.arg(1)
+    wide = list(x)
+    for place in range(0, len(pad), 2):
+        wide[-1 - place // 2] += pad[place] + pad[place + 1]
+    return len(pad) <= 2 * len(x) and op.makes(tuple(wide))
+
+
+def cat(op: Shapes) -> bool:
+    (made,) = op.outs
+    some = [shape for shape in op.ins if shape != (0,)] or op.ins
+    (dim,) = _dims(op.arg(1, 0), len(made or ()))
+    return bool(some) and all(_same_but(shape, made, (dim,)) for shape in some)
+
+
+def stack(op: Shapes) -> bool:
+    (shape,) = set(op.ins)
+    (dim,) = _dims(op.arg(1, 0), len(shape) + 1)
+    return op.makes((*shape[:dim], len(op.ins), *shape[dim:]))
+
+
+# ---- views, of one operand
+
+
+def reshape(op: Shapes) -> bool:
+    (made,) = op.outs
+    return made is not None and prod(made) == prod(op.ins[0])
+
+
+def expand(op: Shapes) -> bool:
+    (made,) = op.outs
+    return made is not None and _broadcasts(op.ins[0], made)
+
+
+def permute(op: Shapes) -> bool:
+    (x,) = op.ins
+    dims = _dims(op.arg(1), len(x))
+    return len(dims) == len(x) and op.makes(tuple(x[d] for d in dims))
+
+
+def transpose(op: Shapes) -> bool:
+    (x,) = op.ins
+    swapped = list(x)
+    if op.name == "t":
+        swapped.reverse()
+    elif x:
+        (a,), (b,) = _dims(op.arg(1), len(x)), _dims(op.arg(2), len(x))
+        swapped[a], swapped[b] = x[b], x[a]
+    return (op.name != "t" or len(x) < 3) and op.makes(tuple(swapped))
+
+
+def unsqueeze(op: Shapes) -> bool:
+    (x,) = op.ins
+    (dim,) = _dims(op.arg(1), len(x) + 1)
+    return op.makes((*x[:dim], 1, *x[dim:]))
+
+
+def squeeze(op: Shapes) -> bool:
+    (x,), given = op.ins, op.arg(1)
+    dims = range(len(x)) if given is None else _dims(given, len(x))
+    return op.makes(_without(x, [d for d in dims if x[d] == 1]))
+
+
+def along(op: Shapes) -> bool:
+    (x,), (made,) = op.ins, op.outs
+    return _same_but(x, made, _dims(op.arg(1, 0), len(x)))
+
+
+def select(op: Shapes) -> bool:
+    """select, and unbind, which has a result for each index."""
+    (x,) = op.ins
+    (dim,) = _dims(op.arg(1, 0), len(x))
+    return op.makes(*[_without(x, (dim,))] * (x[dim] if op.name == "unbind" else 1))
+
+
+def split(op: Shapes) -> bool:
+    (x,) = op.ins
+    (dim,) = _dims(op.arg(2, 0), len(x))
+    pieces = [made[dim] for made in op.outs if made is not None and _same_but(x, made, (dim,))]
+    return 0 < len(pieces) == len(op.outs) and sum(pieces) == x[dim]
+
+
+def same(op: Shapes) -> bool:
+    (x,) = op.ins
+    return op.makes(x)
+
+
+def as_real(op: Shapes) -> bool:
+    (x,) = op.ins
+    return op.makes((*x, 2))
+
+
+def as_complex(op: Shapes) -> bool:
+    (x,) = op.ins
+    return op.makes(x[:-1]) and x[-1:] == (2,)
+
+
+def retyped(op: Shapes) -> bool:
+    (x,), (made,) = op.ins, op.outs
+    return _same_but(x, made, (len(x) - 1,))
+
+
+def anything(op: Shapes) -> bool:
+    return len(op.ins) == 1
+
+
+FORMS: dict[str, Form] = {
+    **dict.fromkeys(ELEMENTWISE, pointwise),
+    **dict.fromkeys(DIMWISE, dimwise),
+    **dict.fromkeys(REDUCTIONS, reduction),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"), matmul),
+    **dict.fromkeys(("native_layer_norm", "native_layer_norm_backward"), layer_norm),
+    **dict.fromkeys(("gt.sdpa", "gt.sdpa_backward"), attention),
+    "embedding": embedding,
+    "embedding_dense_backward": embedding_backward,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), nll_loss),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), nll_loss_backward),
+    **dict.fromkeys(LOSSES, loss),
+    **dict.fromkeys((f"{name}_backward" for name in LOSSES), loss_backward),
+    **dict.fromkeys(("slice_backward", "select_backward"), padded),
+    "constant_pad_nd": constant_pad,
+    "cat": cat,
+    "stack": stack,
+    **dict.fromkeys(("view", "_unsafe_view", "reshape"), reshape),
+    "expand": expand,
+    "permute": permute,
+    **dict.fromkeys(("t", "transpose"), transpose),
+    "unsqueeze": unsqueeze,
+    "squeeze": squeeze,
+    **dict.fromkeys(("slice", "narrow"), along),
+    **dict.fromkeys(("select", "unbind"), select),
+    **dict.fromkeys(("split", "split_with_sizes"), split),
+    **dict.fromkeys(("alias", "detach", "_conj", "_neg_view"), same),
+    **dict.fromkeys(("as_strided", "diagonal", "unfold"), anything),
+    "view_as_real": as_real,
+    "view_as_complex": as_complex,
+    "view.dtype": retyped,
+}

@@ -1,0 +1,154 @@
+"""Writing to workers' streams: ids get the session's base, definitions their numbers, plan lines their place in the log."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+from gt.dispatcher.cluster.workers import MOST, Cluster, Worker
+from gt.dispatcher.sharding.redistribute import Order, RedistributionStep
+from gt.dispatcher.state.log_lines import Scribe
+from gt.ir.instr import BASE_BITS, END, FORGET, FREE, Define
+from gt.ir.layout import Layout, Mesh
+from gt.ir.text import PlanLine
+
+TEMPORARY = 1 << 39  # ids of tensors that only the dispatcher names start here, below the session's base
+LONG = 1e-4  # seconds that an instruction is estimated to take, to be counted
+
+Bound = tuple[Worker, Define]
+
+
+class _Life(weakref.ref):
+    """Tells, on its callback, which definition has ended with the plan that held it."""
+
+    __slots__ = ("number",)
+    number: int
+
+
+class Emitter:
+    """One session's pen. `seq` is the op being planned, `base` the first of the batch."""
+
+    def __init__(self, cluster: Cluster, session: int) -> None:
+        self.cluster = cluster
+        self.offset = session << BASE_BITS
+        self.seq = self.base = 0
+        self.next_temporary = TEMPORARY
+        self.used: set[int] = set()  # workers this session has sent anything
+        self.joined = False  # whether values have ever crossed between workers
+        self.sent = 0
+        self.scribe: Scribe | None = None  # where an instruction log is kept
+        self.costs: dict[int, float] = {}  # seconds that a definition takes, of long ones
+        self.seconds = 0.0  # what is written takes on one worker, since it was last sent
+        self.kept: dict[int, Define] | None = None  # while a program is recorded, what it names
+        self._shared: dict[str, Define] = {}
+        self.defined: dict[int, _Life] = {}
+        self._ended: list[_Life] = []
+
+    def temporary(self) -> int:
+        self.next_temporary += 1
+        return self.next_temporary
+
+    def define(self, kind: str, payload: dict) -> Define:
+        define = Define(self.cluster.number(), kind, payload)
+        life = self.defined[define.number] = _Life(define, self._ended.append)
+        life.number = define.number
+        return define
+
+    def common(self, kind: str) -> Define:
+        """The one definition of a kind that has no payload."""
+        if kind not in self._shared:
+            self._shared[kind] = self.define(kind, {})
+        return self._shared[kind]
+
+    def bind(self, orders: Iterable[Order]) -> list[Bound]:
+        """Definitions for orders, one shared by all workers that are told the same."""
+        bound: list[Bound] = []
+        seen: list[tuple[str, dict, Define]] = []
+        for order in orders:
+            define = next((d for kind, payload, d in seen if kind == order.kind and payload == order.payload), None)
+            if define is None:
+                define = self.define(order.kind, order.payload)
+                seen.append((order.kind, order.payload, define))
+            bound.append((self.cluster.workers[order.worker], define))
+        return bound
+
+    def write(self, worker: Worker, define: Define, operands: Sequence) -> None:
+        """Append one instruction; ids among the operands must have been mapped."""
+        number = define.number
+        if len(worker.code) > MOST or worker.weight > MOST:
+            worker.cut()
+        if number not in worker.known:
+            worker.define(define)
+            self.used.add(worker.index)
+        worker.code += (number, self.seq - self.base, *operands)
+        self.sent += 1
+        if number in self.costs:
+            worker.seconds += self.costs[number]
+            self.seconds = max(self.seconds, worker.seconds)
+        if self.kept is not None:
+            self.kept[number] = define
+
+    def estimate(self, define: Define, seconds: float) -> None:
+        """Have a definition count for what it takes."""
+        if seconds > max(LONG, self.costs.get(define.number, 0.0)):
+            self.costs[define.number] = seconds
+
+    def tell(self, worker: Worker, define: Define) -> None:
+        """Have a worker know of what a program will name."""
+        worker.tell(define)
+        self.used.add(worker.index)
+
+    def ids(self, ids: Iterable[int]) -> list[int]:
+        offset = self.offset
+        return [offset + i for i in ids]
+
+    def step(self, step: RedistributionStep, bound: list[Bound], src: int, dst: int) -> None:
+        """One step of a redistribution from tensor src to tensor dst."""
+        offset = self.offset
+        operands = {"send": (offset + src,), "recv": (offset + dst,)}
+        both = (offset + src, offset + dst)
+        for worker, define in bound:
+            if not worker.lost:
+                self.write(worker, define, operands.get(define.kind, both))
+        self.joined = self.joined or len(bound) > 1
+
+    def free(self, workers: Iterable[int], ids: Sequence[int]) -> None:
+        for index in workers:
+            worker = self.cluster.workers[index]
+            for first in () if worker.lost else range(0, len(ids), MOST):
+                some = self.ids(ids[first : first + MOST])
+                worker.code += (FREE, self.seq - self.base, len(some), *some)
+                if len(worker.code) > MOST:
+                    worker.cut()
+
+    def end(self) -> None:
+        """Have workers drop all that is this session's, whatever else was written and not sent."""
+        self.base = self.seq = self.cluster.seq
+        for worker in self.cluster.workers:
+            if worker.index in self.used and not worker.lost:
+                worker.code += (END, 0, 2, self.offset, self.offset + (1 << BASE_BITS))
+        self.forget(everything=True)
+
+    def forget(self, everything: bool = False) -> None:
+        """Have workers drop the definitions that no plan names any more, or all of this session's. What this writes has to be
+        sent: it is not written again."""
+        ended = {life.number for life in self._ended}
+        self._ended.clear()
+        gone = set(self.defined) if everything else ended
+        for number in gone:
+            self.defined.pop(number, None)
+            self.costs.pop(number, None)
+        for worker in self.cluster.workers if gone else ():
+            numbers = worker.known & gone
+            if numbers and not worker.lost:
+                worker.known -= numbers
+                worker.code += (FORGET, self.seq - self.base, len(numbers), *numbers)
+
+    def line(self, tensor: int, spec: str, layout: Layout, op: str, ins: Sequence[int], note: str) -> None:
+        """A line of the plan, if anyone reads them."""
+        if self.scribe is not None:
+            self.scribe.step(PlanLine(tensor, spec, str(layout), op, tuple(ins), layout.mesh.workers, note))
+
+
+def lost_in(cluster: Cluster, mesh: Mesh) -> Worker | None:
+    return next((cluster.workers[i] for i in mesh.workers if cluster.workers[i].lost), None)

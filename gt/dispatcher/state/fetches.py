@@ -1,0 +1,366 @@
+"""What a client waits for: values, shapes, reports. No answer leaves before all it may depend on is known to be good.
+
+A fetch is answered when every worker of the session has carried out what was issued before it, so a failure anywhere
+upstream is known by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gt import errors
+from gt.dispatcher.sharding.redistribute import spans
+from gt.dispatcher.state.emitter import lost_in
+from gt.dispatcher.state.failures import Cause
+from gt.dispatcher.state.tensors import Tensor
+from gt.errors import GTError, OpFailed, ProtocolError
+from gt.ir.instr import Define
+from gt.ir.layout import Layout, boxes, local_shape
+from gt.ir.spec import Spec
+from gt.wire.messages import AHEAD, CHUNK, THROUGH, Described, Failed, More, Piece, Report, Value
+
+if TYPE_CHECKING:
+    from gt.dispatcher.session import ClientSession
+
+
+MOST = 256  # requests of a client under way
+MOST_TENSORS = 4096  # of one Describe
+
+
+@dataclass(slots=True)
+class Request:
+    """One fetch or describe under way. runs: how far workers must come before it may be answered; since: when it came."""
+
+    number: int
+    kind: str
+    runs: dict[int, int]
+    tensors: list[Tensor]
+    keys: dict[int, int] = field(default_factory=dict)  # of each part, and the worker that is to send it
+    parts: list = field(default_factory=list)  # [key, boxes] of a fetch
+    held: list[tuple[Piece, tuple]] = field(default_factory=list)
+    specs: dict[int, list] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)  # bytes of each piece to come (1 for an empty one)
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes of each piece
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    verified: bool = False
+    since: float = 0.0
+    seq: int = -1  # of what was asked of the workers
+    granted: dict[int, int] = field(default_factory=dict)  # bytes of a large piece that may come, once more than AHEAD
+    moved: float = -1.0  # when something of the answer came last, or could come at last; below 0: it has to be worked for
+
+    @property
+    def owed(self) -> set[int]:
+        """Workers that have still to send what they may."""
+        if self.kind == "describe":
+            return {index for key, index in self.keys.items() if key not in self.specs}
+        ends = {key: self.sizes[key] - left + min(left, CHUNK) for key, left in self.left.items() if left}
+        return {self.keys[key] for key, end in ends.items() if end <= self.granted.get(key, AHEAD)}
+
+    @property
+    def name(self) -> str:
+        return f"%{self.tensors[0].id}" if self.tensors else "what says that it is through"
+
+    @property
+    def spec(self) -> str:
+        return self.tensors[0].spec.text() if self.tensors else "u8[]"
+
+
+class Requests:
+    def __init__(self, session: ClientSession) -> None:
+        self.s = session
+        self.open: dict[int, Request] = {}
+        self.by_key: dict[int, Request] = {}
+        self.fetched = 0
+        self._byte: Define | None = None
+
+    # ---- asking
+
+    def fetch(self, number: int, tensor_id: int) -> None:
+        """Ask the workers that hold the parts, each part once."""
+        s = self.s
+        self._check(number)
+        if tensor_id == THROUGH:
+            self._through(number)
+            return
+        tensor = s.row(tensor_id)
+        if self._refused(number, [tensor]):
+            return
+        mesh = tensor.layout.mesh if tensor.layout is not None else s.default_mesh()
+        if (lost := lost_in(s.cluster, mesh)) is not None:
+            self._fail(number, s.cause_of_loss(lost))
+            return
+        s.emitter.base = s.emitter.seq = s.cluster.seq
+        held = tensor if tensor.layout is not None else s.placer.read(tensor)
+        if held.layout is not None and held.layout.partial:
+            s.mover.settle(held.storage)
+        assert held.layout is not None
+        request = Request(number, "fetch", {}, [tensor, held], shape=tensor.spec.shape, dtype=tensor.spec.dtype)
+        if tensor.spec.nbytes > CHUNK:  # its pieces pass as they come, once all that was asked before is known to be good
+            request.runs = s.flush(s.emitter.base)
+        self._ask_parts(request, held.id, held.layout, tensor.spec)
+        request.seq = s.emitter.seq
+        s.cluster.seq += 1  # nothing else has the number of a fetch
+        if held is not tensor:
+            s.emitter.free(held.layout.mesh.workers, [held.id])
+        self._begin(request)
+
+    def _through(self, number: int) -> None:
+        """A byte made by each worker of the session, which its device comes to after all that was issued."""
+        s, emitter = self.s, self.s.emitter
+        if self._refused(number, []):
+            return
+        workers = [s.cluster.workers[index] for index in sorted(emitter.used)]
+        workers = [worker for worker in workers if not worker.lost]
+        emitter.base = emitter.seq = s.cluster.seq
+        if self._byte is None:
+            self._byte = emitter.define("fill", {"shape": (), "stride": (), "dtype": "uint8"})
+        request = Request(number, "fetch", {}, [], shape=(len(workers),), dtype="uint8")
+        made = emitter.temporary()
+        for rank, worker in enumerate(workers):
+            key = s.cluster.key()
+            request.parts.append([key, [[[rank, rank + 1]]]])
+            request.keys[key], request.sizes[key], request.left[key] = worker.index, 1, 1
+            emitter.write(worker, self._byte, emitter.ids([made]))
+            emitter.write(worker, emitter.common("fetch"), [*emitter.ids([made]), key])
+        request.seq = emitter.seq
+        s.cluster.seq += 1
+        emitter.free([worker.index for worker in workers], [made])
+        self._begin(request)
+
+    def _ask_parts(self, request: Request, source: int, layout: Layout, spec: Spec) -> None:
+        emitter = self.s.emitter
+        define = emitter.common("fetch")
+        seen = set()
+        for rank, index in enumerate(layout.mesh.workers):
+            held = spans(layout, spec.shape, rank)
+            if held in seen:
+                continue
+            seen.add(held)
+            key = self.s.cluster.key()
+            parts = [[list(span) for span in box] for box in boxes(layout, spec.shape, rank)]
+            request.parts.append([key, parts])
+            request.keys[key] = index
+            n = spec.itemsize
+            for extent in local_shape(layout, spec.shape, rank):
+                n *= extent
+            request.sizes[key], request.left[key] = n, max(n, 1)  # an empty piece is one message all the same
+            emitter.write(self.s.cluster.workers[index], define, [emitter.offset + source, key])
+
+    def describe(self, number: int, tensors: list[int]) -> None:
+        """Ask one worker for the specs of outputs whose shape depends on values."""
+        self._check(number)
+        if len(tensors) > MOST_TENSORS:
+            raise ProtocolError(f"Describe.tensors has {len(tensors)} tensors, at most {MOST_TENSORS} are described")
+        rows = [self.s.row(t) for t in tensors]
+        if self._refused(number, rows):
+            return
+        for row in rows:
+            if row.layout is None:
+                raise ProtocolError(f"Describe.tensors: the shape of %{row.id} does not depend on values, so it is known")
+            if (lost := lost_in(self.s.cluster, row.layout.mesh)) is not None:
+                self._fail(number, self.s.cause_of_loss(lost))
+                return
+        emitter = self.s.emitter
+        emitter.base = emitter.seq = self.s.cluster.seq
+        request = Request(number, "describe", {}, rows)
+        for row in rows:
+            key = self.s.cluster.key()
+            assert row.layout is not None
+            worker = self.s.cluster.workers[row.layout.mesh.workers[0]]
+            request.keys[key] = worker.index
+            emitter.write(worker, emitter.common("describe"), [emitter.offset + row.id, key])
+        request.seq = emitter.seq
+        self.s.cluster.seq += 1
+        self._begin(request)
+
+    def _check(self, number: int) -> None:
+        if number in self.open or len(self.open) >= MOST:
+            raise ProtocolError(f"request {number} is in use, or more than {MOST} requests are open")
+
+    def _begin(self, request: Request) -> None:
+        request.since = self.s.cluster.now
+        last = self.s.flush(self.s.emitter.base)
+        request.runs = request.runs or last
+        self.open[request.number] = request
+        self.by_key.update(dict.fromkeys(request.keys, request))
+        self.settle()
+
+    def _refused(self, number: int, tensors: list[Tensor]) -> bool:
+        """Answer at once what is already known to have failed."""
+        for tensor in tensors:
+            if tensor.storage.failed is not None:
+                self._fail(number, tensor.storage.failed)
+                return True
+        if self.s.unreported:
+            self._fail(number, self.s.unreported.popleft())
+            return True
+        return False
+
+    def inspect(self, number: int, tensor_id: int) -> None:
+        """Layout, mesh, and each piece's worker, shape and bytes."""
+        tensor = self.s.row(tensor_id)
+        spec, layout = tensor.spec, tensor.layout
+        body: dict = {"tensor": tensor_id, "spec": spec.text(), "layout": "unplaced", "mesh": "", "pieces": []}
+        if layout is not None:
+            body.update(layout=str(layout), mesh=layout.mesh.text())
+            for rank, index in enumerate(layout.mesh.workers):
+                shape = local_shape(layout, spec.shape, rank)
+                n = spec.itemsize
+                for extent in shape:
+                    n *= extent
+                name = self.s.cluster.workers[index].name
+                body["pieces"].append({"worker": name, "index": index, "shape": list(shape), "bytes": n})
+        self.s.send(Report(number, body))
+
+    # ---- what workers and client answer
+
+    def _asked(self, key: int, index: int) -> Request | None:
+        """The request that a worker's answer is for; None for one that is no longer open."""
+        request = self.by_key.get(key)
+        if request is not None and request.keys[key] != index:
+            raise ProtocolError(f"key {key} is another worker's to answer")
+        return request
+
+    def piece(self, index: int, message: Piece, frames: tuple) -> None:
+        """A frame of a fetched piece: passed on, or held until the value may be known."""
+        request = self._asked(message.key, index)
+        if request is None:
+            return
+        if request.kind != "fetch":
+            raise ProtocolError(f"Piece.key is {message.key}, of which a description was asked")
+        size, total = sum(len(f) for f in frames), request.sizes[message.key]
+        if message.total != total:
+            self._misfit(request, f"it has {message.total} bytes on worker {self.s.cluster.workers[index].name}, not {total}")
+            return
+        at = total - request.left[message.key] if total else 0
+        if message.offset != at or size > total - at or (total and not size):
+            raise ProtocolError(f"Piece.offset is {message.offset} with {size} bytes of {total}, want {at}")
+        request.left[message.key] -= size if total else 1
+        self.fetched += size
+        if request.verified:
+            request.moved = self.s.cluster.now
+            self.s.send(message, frames)
+            self._finish(request)
+        else:
+            request.held.append((message, frames))
+
+    def took(self, key: int, upto: int) -> None:
+        """The client has taken in so many bytes of a piece: the worker may send as many more."""
+        request = self.by_key.get(key)
+        if request is None or request.kind != "fetch":
+            return  # it has ended meanwhile
+        if not 0 <= upto <= request.sizes[key] - request.left[key]:
+            sent = request.sizes[key] - request.left[key]
+            raise ProtocolError(f"Took.upto is {upto} of piece {key}, of which {sent} bytes were sent")
+        request.granted[key], request.moved = upto + AHEAD, self.s.cluster.now
+        self._tell(request, key, upto + AHEAD)
+
+    def _tell(self, request: Request, key: int, upto: int) -> None:
+        worker = self.s.cluster.workers[request.keys[key]]
+        if not worker.lost:
+            self.s.out(worker.peer, More(key, upto), ())
+
+    def close(self) -> None:
+        """The client is gone: workers keep nothing for it."""
+        for request in list(self.open.values()):
+            self._drop(request)
+
+    def failed(self, seq: int, worker: str, how: str) -> bool:
+        """A worker could not answer: whoever asked is told. False if nobody asked under this number."""
+        request = next((r for r in self.open.values() if r.seq == seq), None)
+        if request is None:
+            return False
+        self._drop(request)
+        cause = next((t.storage.failed for t in request.tensors if t.storage.failed), None)
+        if cause is not None:
+            self._fail(request.number, cause)
+            return True
+        error = OpFailed(f"{request.name} cannot be read on worker {worker}: {how}")
+        self.s.send(Failed(request.number, errors.to_wire(error)))
+        return True
+
+    def _misfit(self, request: Request, how: str) -> None:
+        """An op gave another shape than the client said."""
+        self._drop(request)
+        error = OpFailed(f"{request.name} was declared as {request.spec} by the client and is another: {how}")
+        self.s.send(Failed(request.number, errors.to_wire(error)))
+
+    def described(self, index: int, key: int, specs: list) -> None:
+        request = self._asked(key, index)
+        if request is None:
+            return
+        try:
+            (spec,) = specs
+            Spec.from_wire(spec)
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"Described.specs: {error}") from None
+        request.specs[key] = spec
+        self.settle()
+
+    def settle(self) -> None:
+        """Answer the requests that have come far enough."""
+        for request in list(self.open.values()):
+            if request.verified or not self.s.reached(request.runs):
+                continue
+            if request.moved < 0:
+                request.moved = self.s.cluster.now
+            cause = next((t.storage.failed for t in request.tensors if t.storage.failed), None)
+            if cause is None and self.s.unreported:
+                cause = self.s.unreported.popleft()
+            if cause is not None:
+                self._drop(request)
+                self._fail(request.number, cause)
+            elif request.kind == "fetch":
+                self._answer_value(request)
+            elif len(request.specs) == len(request.keys):
+                self._answer_specs(request)
+
+    def _answer_value(self, request: Request) -> None:
+        """Announce a value that is good, with what is here of it; one that is here whole and small is one message."""
+        request.verified = True
+        held, request.held = request.held, []
+        value = Value(request.number, list(request.shape), request.dtype, request.parts)
+        alone = len(held) == 1 and not any(request.left.values())
+        self.s.send(value, held.pop()[1] if alone else ())
+        for message, frames in held:
+            self.s.send(message, frames)
+        self._finish(request)
+
+    def _answer_specs(self, request: Request) -> None:
+        specs = [request.specs[key] for key in request.keys]
+        for tensor, spec in zip(request.tensors, specs, strict=True):
+            tensor.spec = Spec.from_wire(spec)
+        self._drop(request)
+        self.s.send(Described(request.number, specs))
+
+    def _finish(self, request: Request) -> None:
+        if request.verified and not any(request.left.values()):
+            self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        self.open.pop(request.number, None)
+        for key in request.keys:
+            self.by_key.pop(key, None)
+            if request.left.get(key) and request.sizes[key] > AHEAD:
+                self._tell(request, key, -1)
+
+    def _fail(self, number: int, cause: Cause) -> None:
+        if cause.full:
+            self.s.full_upto = self.s.cluster.seq
+        told = [one for one in self.s.unreported if one is cause or (one.full and cause.full)]
+        for one in told:
+            self.s.unreported.remove(one)
+        self.s.send(Failed(number, errors.to_wire(cause.error)))
+
+    def give_up(self, request: Request, error: GTError) -> None:
+        """Nobody knows when this will be answered: the client may ask again."""
+        self._drop(request)
+        self.s.send(Failed(request.number, errors.to_wire(error)))
+
+    def fail_all(self, cause: Cause) -> None:
+        """A worker is lost: whoever waits is told."""
+        for request in list(self.open.values()):
+            self._drop(request)
+            self._fail(request.number, cause)

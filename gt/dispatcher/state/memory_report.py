@@ -1,0 +1,88 @@
+"""The part of an out-of-memory error that says which lines of the program hold a worker's memory.
+
+A session is told its own lines, and of other sessions how much they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gt.dispatcher.programs.recording import Instruction
+from gt.ir.instr import FREE
+from gt.ir.schedules import size
+
+if TYPE_CHECKING:
+    from gt.dispatcher.cluster.workers import Worker
+    from gt.dispatcher.programs.programs import Program
+    from gt.dispatcher.session import ClientSession
+    from gt.dispatcher.state.validate import Origin
+
+LINES = 5  # of the program, those that hold most
+COUNTS = ("limit", "session_limit", "used", "session", "others")
+
+
+def memory_report(session: ClientSession, worker: Worker, memory: dict[str, Any]) -> str:
+    """Lines of an error, from Trouble.memory; "" for what is no such thing: what a worker says is not trusted."""
+    top = memory.get("top")
+    if any(type(memory.get(name)) is not int for name in COUNTS) or type(top) is not list or not all(map(_named, top)):
+        return ""
+    limit, own, used, mine, others = (memory[name] for name in COUNTS)
+    bounds = [f"the limit of this worker is {size(limit)}, of which {size(used)} are taken"] if limit else []
+    bounds += [f"that of a session {size(own)}"] if own else []
+    said = f"\n  {worker.name} holds {size(mine)} in tensors of this session and {size(others)} in those of others"
+    lines = _lines(session, worker, top)
+    most = sorted(lines.items(), key=lambda item: -item[1][0])[:LINES]
+    made = "; ".join(f"{size(nbytes)} in {count} of {where}" for where, (nbytes, count) in most)
+    return (
+        "; ".join([said, *bounds])
+        + (f"\n  most is held by {made}" if made else "")
+        + "\n  try to delete what is not needed any more, smaller batches, more workers or a larger --memory-limit"
+    )
+
+
+def _named(row: Any) -> bool:
+    return type(row) is list and [type(part) for part in row] == [int, int]
+
+
+def _lines(session: ClientSession, worker: Worker, top: list[list[int]]) -> dict[str, tuple[int, int]]:
+    """Bytes and tensors by the line that made them."""
+    rows, offset = session.table.rows, session.emitter.offset
+    copies = {made: t for t in rows.values() for _, made in (t.copies or {}).values()}
+    within: dict[int, tuple[Origin, str]] | None = None  # what programs make, looked up where it is needed
+    found: dict[str, tuple[int, int]] = {}
+    for name, nbytes in top:
+        i = name - offset
+        tensor, copied = rows.get(i) or copies.get(i), i in copies
+        if tensor is not None and tensor.storage.origin is not None:
+            where = _where(tensor.storage.origin, ", a copy" if copied else "")
+        else:
+            if within is None:
+                within = {made: origin for program in session.programs.all.values() for made, origin in _made(program, worker)}
+            where = _where(*within[name]) if name in within else "what is let go by now, or passes between ops"
+        before = found.get(where, (0, 0))
+        found[where] = before[0] + nbytes, before[1] + 1
+    return found
+
+
+def _made(program: Program, worker: Worker) -> Iterator[tuple[int, tuple[Origin, str]]]:
+    """Ids that a program makes on a worker, each with the line of its op."""
+    defines = {define.number: define for define in program.uses}
+    for part in program.code.get(worker.index, ()):
+        code, at = part.payload["code"], 0
+        while at < len(code):
+            if code[at] == FREE:
+                at += 3 + code[at + 2]
+                continue
+            define = defines.get(code[at])
+            if define is None:  # what was added in sealing: it makes nothing
+                break
+            end = at + 2 + define.operands
+            row = program.journal[code[at + 1]]
+            for made in Instruction(0, define, list(code[at + 2 : end])).ids()[1]:
+                yield made, (row.origin, f", {row.known.template.op} in a program")
+            at = end
+
+
+def _where(origin: Origin, note: str) -> str:
+    return (f"{origin.file}:{origin.line}" if origin.file else "ops without a line") + note

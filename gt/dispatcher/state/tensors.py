@@ -1,0 +1,101 @@
+"""The tensor table's rows: tensors are views of storages; a storage is placed on a mesh or still a recipe.
+
+Knows ids, specs and layouts; never data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gt.ir.layout import Layout
+from gt.ir.spec import Spec
+
+if TYPE_CHECKING:
+    from gt.dispatcher.sharding.op_schema import OpSchema
+    from gt.dispatcher.state.failures import Cause
+    from gt.dispatcher.state.validate import Origin
+
+
+UNKNOWN = Spec((), (), 0, "uint8")  # until a dynamic op's output has been described
+
+
+@dataclass(slots=True)
+class RecipeStep:
+    """One op of a recipe: slots are positions in the recipe's list of values, not tensor ids."""
+
+    known: OpSchema
+    ins: tuple[int, ...]
+    values: tuple
+    outs: tuple[int, ...]
+    data: Any = None  # gt.upload: ("inline", bytes) or ("host", tensor id)
+
+
+class Storage:
+    """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
+
+    __slots__ = ("data", "default", "failed", "made_by", "origin", "param", "recipe", "slots", "tensors", "version")
+
+    def __init__(self, origin: Origin | None = None) -> None:
+        self.origin = origin  # of the op that made it
+        self.tensors: dict[int, Tensor] = {}  # live views by id, and the root as long as any lives
+        self.version = 0
+        self.param = False
+        self.failed: Cause | None = None
+        self.recipe: list[RecipeStep] | None = None  # not placed yet
+        self.slots: dict[int, int] = {}  # tensor id -> position among the recipe's values
+        self.made_by: tuple | None = None  # (weight, bias) tensors of the matmul that made it, dim split
+        self.data = False  # the user's data, not a value that was computed: whole, it enters a group wherever that uses it
+        self.default = False  # placed for want of a group: its first grouped use may move it
+
+
+class Tensor:
+    """An id, what torch sees, and how it lies. `via` re-makes a view from `base` when its storage moves."""
+
+    __slots__ = ("base", "children", "copies", "id", "layout", "released", "spec", "storage", "sums", "via")
+
+    def __init__(self, tensor_id: int, spec: Spec | None, storage: Storage, layout: Layout | None) -> None:
+        self.id, self.storage, self.layout = tensor_id, storage, layout
+        self.spec = spec or UNKNOWN
+        self.base: Tensor | None = None
+        self.children = 0  # views made of this tensor that still live
+        self.via: tuple[OpSchema, tuple, int] | None = None  # (template, values, index among its outputs)
+        self.copies: dict[Layout, tuple[int, int]] | None = None  # layout -> (storage version, id of the copy)
+        self.sums: tuple[int, Tensor] | None = None  # storage version -> the sums of its rows, which are in no table
+        self.released = False  # freed by the client, kept for its live views
+        storage.tensors[tensor_id] = self
+
+    def leave(self) -> None:
+        """Its session is over: what it names goes without the help of the collector of cycles."""
+        self.storage.tensors.clear()
+        self.base = self.via = self.copies = self.sums = None
+
+    @property
+    def placed(self) -> bool:
+        return self.layout is not None
+
+
+@dataclass(slots=True)
+class Table:
+    """One session's tensors. check() holds what must always be true."""
+
+    rows: dict[int, Tensor] = field(default_factory=dict)
+
+    def new(self, tensor_id: int, spec: Spec | None, layout: Layout | None, origin: Origin | None = None) -> Tensor:
+        tensor = Tensor(tensor_id, spec, Storage(origin), layout)
+        self.rows[tensor_id] = tensor
+        return tensor
+
+    def view(self, tensor_id: int, spec: Spec | None, base: Tensor, layout: Layout | None, via: tuple) -> Tensor:
+        tensor = Tensor(tensor_id, spec, base.storage, layout)
+        tensor.base, tensor.via = base, via
+        base.children += 1
+        self.rows[tensor_id] = tensor
+        return tensor
+
+    def check(self) -> None:
+        for tensor_id, tensor in self.rows.items():
+            assert tensor.id == tensor_id and tensor.storage.tensors[tensor_id] is tensor
+            assert (tensor.storage.recipe is None) == tensor.placed, f"%{tensor_id} is neither placed nor a recipe"
+            assert tensor.base is None or tensor.base.storage is tensor.storage
+            assert not tensor.released or tensor.children

@@ -1,0 +1,319 @@
+"""The process that a program starts to get a dispatcher and workers on its own machine.
+
+It forks the dispatcher, imports torch once, and forks the workers from there; a worker that dies later is started again, and so
+is one that stays stopped, once the dispatcher has given it up. It lives as long as the program does: until its stdin ends, its
+parent changes, or SIGTERM. On stdout it writes one JSON line for each thing it has to report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from gt import env, log
+from gt.launch import machine
+from gt.launch.process import ending, fork
+from gt.wire.liveness import LOOKS, Vigil, home, sight
+
+POLL = 0.2  # seconds between looks at parent and children
+ASK, GRACE = 0.5, 1.0  # seconds that children get to end when the dispatcher says so, and after SIGTERM
+AGAIN, WITHIN = 3, 60.0  # times that a worker is started again within so many seconds
+GIVEN_UP = 2  # heartbeats in which a worker's process is stopped until another takes its place
+NEVER_UP = 0.5  # heartbeats in which a process that starts is stopped until that is an error
+WORDS = 12  # lines of stderr kept from each worker, for when it dies at start
+
+
+class Nursery:
+    """order: {"token", "workers", "gpu", "backend", "heartbeat"}, see launch.local; the token is the server's secret."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._order = order
+        self._parent = os.getppid()
+        self._select = selectors.DefaultSelector()
+        self._dispatcher = 0
+        self._workers: dict[int, int] = {}  # pid -> number
+        self._vigils: dict[int, Vigil] = {}  # by pid
+        self._look = 0.0  # when they look next
+        self._words: dict[int, deque[str]] = {}
+        self._again: dict[int, deque[float]] = {}  # number -> when it was started again
+        self._start: Callable[[int], None] = lambda number: None
+        self._ready = self._stopping = self._silent = False
+        self._port = 0  # once the dispatcher has told it
+        self._status = b""  # of the dispatcher, the start of a line
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stopping", True))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def run(self) -> None:
+        status = os.pipe()
+        self._dispatcher = fork("gt.server", lambda: _dispatch(self._order, status[1]))
+        os.close(status[1])
+        self._watch(self._dispatcher)
+        gpus = _preload(self._order["backend"]) if self._order["workers"] else []
+        self._select.register(0, selectors.EVENT_READ, self._on_stdin)
+        self._select.register(status[0], selectors.EVENT_READ, self._on_status)
+        try:
+            while not (self._port or self._stopping):
+                self._turn(POLL)
+            if not self._stopping:
+                self._fork_workers(self._port, gpus if self._order["gpu"] else [])
+                self._report(port=self._port, gpus=len(gpus))
+            while not self._stopping:
+                self._turn(POLL)
+        except RuntimeError as error:
+            self._report(failed=str(error))
+        finally:
+            self._end()
+
+    # ---- children
+
+    def _fork_workers(self, port: int, gpus: list[str]) -> None:
+        gc.freeze()  # what is shared with the children stays shared
+        self._start = partial(self._fork_worker, port, gpus)
+        for number in range(self._order["workers"]):
+            self._start(number)
+        if not self._order["workers"]:
+            self._up()
+
+    def _fork_worker(self, port: int, gpus: list[str], number: int) -> None:
+        end, start = os.pipe()
+        gpu = gpus[number] if number < len(gpus) else ""
+        pid = fork(f"gt.worker {number}", partial(_work, self._order, port, gpu), stderr=start)
+        os.close(start)
+        self._workers[pid] = number
+        self._watch(pid)
+        self._words[number] = deque(maxlen=WORDS)
+        self._select.register(end, selectors.EVENT_READ, partial(self._on_stderr, number=number))
+
+    def _watch(self, pid: int) -> None:
+        self._vigils[pid] = Vigil(pid, home(), int((GIVEN_UP if self._ready else NEVER_UP) * LOOKS))
+
+    def _up(self) -> None:
+        """All have started. From here on the dispatcher is the program's to look at."""
+        self._ready = True
+        self._vigils.clear()
+        for pid in self._workers:
+            self._watch(pid)
+
+    def _lost_worker(self, number: int) -> None:
+        """Another in its place, unless it keeps dying. What it held is lost; the dispatcher tells whom that concerns."""
+        now, times = time.monotonic(), self._again.setdefault(number, deque(maxlen=AGAIN))
+        if len(times) == AGAIN and now - times[0] < WITHIN:
+            sys.stderr.write(f"gt: worker {number} died {AGAIN + 1} times within {WITHIN:g} s and is not started again\n")
+            return
+        times.append(now)
+        self._start(number)
+
+    def _turn(self, timeout: float) -> None:
+        ready = self._select.select(timeout)
+        # Looked at first: what workers say of a dead dispatcher, the program is told anyway.
+        self._silent |= bool(ready) and not log.asked("worker") and (not self._dispatcher or ending(self._dispatcher))
+        dead = list(_ended())
+        for key, _ in ready:
+            key.data(key.fd)
+        if os.getppid() != self._parent:
+            self._stopping = True
+        for pid, code in dead:
+            if pid == self._dispatcher:
+                self._dispatcher, self._stopping = 0, True
+                self._vigils.pop(pid, None)
+                if not self._ready:
+                    self._drain()
+                    raise RuntimeError(f"the dispatcher died while starting{_how(code)}")
+            elif pid in self._workers:
+                number = self._workers.pop(pid)
+                del self._vigils[pid]
+                if not self._ready and not self._stopping:
+                    self._drain()
+                    raise RuntimeError(_last_words(number, code, self._words[number]))
+                if not self._stopping and self._dispatcher:
+                    self._lost_worker(number)
+        self._end_stopped()
+
+    def _end_stopped(self) -> None:
+        """End workers that the dispatcher has given up: they are of no use, should they go on. RuntimeError at the start."""
+        now = time.monotonic()
+        if self._vigils and now >= self._look:
+            self._look = now + self._order["heartbeat"] / LOOKS
+            for pid, vigil in self._vigils.items():
+                if not vigil.look():
+                    continue
+                if not self._ready:
+                    name = f"worker {self._workers[pid]}" if pid in self._workers else "the dispatcher"
+                    how = f"its process {pid} is stopped by a signal or a debugger (state {sight(pid, home()).state})"
+                    raise RuntimeError(f"{name} does not start: {how}; start again")
+                _signal(pid, signal.SIGKILL)
+
+    def _drain(self) -> None:
+        """What dead workers still had to say."""
+        for key, _ in self._select.select(0):
+            key.data(key.fd)
+
+    def _end(self) -> None:
+        """Have the dispatcher tell the workers to end, then ask whoever has not, then insist."""
+        if 0 in self._select.get_map():
+            self._select.unregister(0)
+        left = {self._dispatcher, *self._workers} - {0}
+        _signal(self._dispatcher, signal.SIGTERM)
+        left = self._wait(left, ASK)
+        for pid in left:
+            _signal(pid, signal.SIGTERM)
+        for pid in self._wait(left, GRACE):
+            _signal(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+    def _wait(self, pids: set[int], seconds: float) -> set[int]:
+        """Those that are still there after so long; their stderr is passed on meanwhile."""
+        deadline = time.monotonic() + seconds
+        while pids and time.monotonic() < deadline:
+            for key, _ in self._select.select(0.01):
+                key.data(key.fd)
+            pids = pids - {pid for pid, _ in _ended()}
+        return pids
+
+    # ---- what comes in
+
+    def _on_stdin(self, fd: int) -> None:
+        if not os.read(fd, 4096):
+            self._select.unregister(fd)
+            self._stopping = True
+
+    def _on_status(self, fd: int) -> None:
+        data = os.read(fd, 4096)
+        if not data:
+            self._select.unregister(fd)
+            return
+        *lines, self._status = (self._status + data).split(b"\n")
+        for row in map(json.loads, lines):
+            if "failed" in row:
+                raise RuntimeError(row["failed"])
+            self._port = row.get("port", self._port)
+            if row.get("workers") == self._order["workers"] and not self._ready:
+                self._up()
+                self._report(ready=self._order["workers"])
+
+    def _on_stderr(self, fd: int, number: int) -> None:
+        data = os.read(fd, 1 << 16)
+        if not data:
+            self._select.unregister(fd)
+            os.close(fd)
+            return
+        self._words[number].extend(data.decode(errors="replace").splitlines())
+        if not self._silent:
+            with contextlib.suppress(OSError):
+                os.write(2, data)
+
+    def _report(self, **what: Any) -> None:
+        with contextlib.suppress(OSError):  # nobody listens any more: stdin says so too
+            os.write(1, json.dumps(what).encode() + b"\n")
+
+
+def main() -> int:
+    """Read the order, one JSON line on stdin (it has the token, which must not show in `ps`), and carry it out."""
+    line = b""
+    while not line.endswith(b"\n"):
+        data = os.read(0, 1)
+        if not data:
+            return 1
+        line += data
+    Nursery(json.loads(line)).run()
+    return 0
+
+
+# ---- in the children
+
+
+def _dispatch(order: dict[str, Any], status: int) -> None:
+    """The dispatcher: tells its port, then how many workers it has."""
+    from gt import errors
+    from gt.dispatcher.cluster.leases import Terms
+    from gt.dispatcher.server import Server
+    from gt.wire.access.auth import Access
+    from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
+
+    def tell(**what: Any) -> None:
+        with contextlib.suppress(OSError):
+            os.write(status, json.dumps(what).encode() + b"\n")
+
+    log.setup("dispatcher", "gt.server")
+    more_descriptors()
+    try:
+        access, terms = Access(secret=order["token"]), Terms(most=order["workers"])
+        server = Server("127.0.0.1", 0, access, order["heartbeat"], terms=terms)
+    except errors.GTError as error:
+        tell(failed=str(error))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: server.stop("the program that started it has ended"))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server.on_workers = lambda count: tell(workers=count)
+    tell(port=server.port)
+    keep_freed()
+    collect_less()
+    take_turns()
+    server.run()
+
+
+def _work(order: dict[str, Any], port: int, gpu: str) -> None:
+    from gt.worker.loop import WorkerOptions, run
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if gpu:
+        env.export(CUDA_VISIBLE_DEVICES=gpu)
+    device = "cuda:0" if gpu else "cpu"
+    why = run(WorkerOptions("127.0.0.1", port, order["token"], backend=order["backend"], device=device))
+    if why:
+        sys.stderr.write(f"gt worker: {why}\n")
+
+
+# ---- small things
+
+
+def _preload(backend: str) -> list[str]:
+    """Import once what all workers need; the GPUs they can have."""
+    import gt.worker.loop
+    from gt.worker.engine.base import ENGINES, open_engine
+
+    if backend != "torch":
+        if backend in ENGINES:
+            open_engine(backend, "cpu")  # for its modules, which the workers then share
+        return []
+    import torch
+
+    import gt.worker.engine.torch  # noqa: F401
+
+    return machine.gpus() if torch.backends.cuda.is_built() else []
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """(pid, exit code) of each child that has ended since; negative codes are signals."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            yield pid, os.waitstatus_to_exitcode(status)
+
+
+def _signal(pid: int, number: int) -> None:
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _last_words(number: int, code: int, words: deque[str]) -> str:
+    said = ": " + " | ".join(words) if words else ", and said nothing: run with GT_VERBOSE=1 to see why"
+    return f"worker {number} died while starting{_how(code)}{said}"
+
+
+def _how(code: int) -> str:
+    return f" (signal {signal.Signals(-code).name})" if code < 0 else f" (exit code {code})" if code else ""

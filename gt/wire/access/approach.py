@@ -1,0 +1,149 @@
+"""The way of a client or worker to its server: attempts to connect, each with a key of its own, and why they fail.
+
+Each attempt looks for the server's file anew, as a server makes a new secret when it starts. Nothing is sent but the key.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections.abc import Callable
+
+import zmq
+
+from gt.wire import tcp
+from gt.wire.access import auth, server_files
+from gt.wire.access.auth import CURVE, NULL, PLAIN, Credentials
+from gt.wire.messages import MAX_BODY
+from gt.wire.socket import GONE, HANDSHAKE, QUEUE, descriptor_of, monitored, options, show
+
+log = logging.getLogger("gt.wire")
+
+SHORTEST, LONGEST = 0.03, 0.3  # seconds between attempts
+NEVER = 24 * 3600 * 1000  # milliseconds
+SURE = 3  # times that a handshake fails before it is no accident
+CONNECTED, MADE, CLOSED = int(zmq.EVENT_CONNECTED), int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_CLOSED)
+DENIED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+BOTH = "set GT_TOKEN to the server's on both sides"
+
+
+class Approach:
+    """`sock`, its `monitor` and the connection's `descriptor` are those of the last attempt."""
+
+    def __init__(self, address: str, ip: str, port: int, token: str, heartbeat: float) -> None:
+        self.address, self._ip, self._port = address, ip, port
+        self._token, self._heartbeat = token, heartbeat
+        self.sock: zmq.Socket | None = None
+        self.monitor: zmq.Socket | None = None
+        self.descriptor = -1
+        self.pause = SHORTEST
+        self._key: Credentials | None = None  # of the last attempt
+        self._denied = self._broken = 0  # how many attempts in a row ended so, with the same key
+        self._warned = ""
+
+    def attempt(self, context: zmq.Context, bell: int, until: float, over: Callable[[], bool]) -> bool:
+        """Try once, until a moment of the monotonic clock at most, or over() when the bell rings: whether it is connected."""
+        self.close(0)
+        key = auth.key(self._entry(), self._token, self._ip, self._port)
+        if key != self._key:
+            self._key, self._denied, self._broken = key, 0, 0
+        if key is None:
+            return False
+        sock = self.sock = context.socket(zmq.DEALER)
+        options(sock, self._heartbeat, MAX_BODY)
+        show(sock, key)
+        sock.setsockopt(zmq.SNDHWM, QUEUE)
+        # Credit bounds what comes. A limit here would leave heartbeats unread too, while nobody has time to take messages in.
+        sock.setsockopt(zmq.RCVHWM, 0)
+        # The next attempt is ours, and a link once made is not made again. Without any, what came last would be dropped.
+        sock.setsockopt(zmq.RECONNECT_IVL, NEVER)
+        self.monitor = sock.get_monitor_socket(CONNECTED | MADE | CLOSED | GONE | FAILED)
+        sock.connect(f"tcp://{self._ip}:{self._port}")
+        outcome = self._outcome(self.monitor, bell, min(until, time.monotonic() + HANDSHAKE), over)
+        self._denied = self._denied + 1 if outcome == DENIED else 0
+        self._broken = self._broken + 1 if outcome & FAILED and outcome != DENIED else 0
+        self.pause = min(1.5 * self.pause, LONGEST)
+        return outcome == MADE
+
+    def refusal(self, patient: bool) -> str:
+        """Why trying again is in vain, "" if it may not be. patient: say on the log what a server in its place would mend."""
+        if self._denied > 1:
+            return self._misfit()
+        if self._broken < SURE:
+            return ""
+        self._broken = 0
+        spoken = tcp.mechanism(self._ip, self._port)
+        mine = self._key.mechanism if self._key is not None else NULL
+        if spoken not in (PLAIN, CURVE, NULL) or spoken == mine != CURVE:  # only CURVE does not say that a key is wrong
+            return ""
+        text = self._misfit(spoken)
+        if patient and text != self._warned:
+            self._warned = text
+            log.warning("%s; trying again", text)
+        return "" if patient else text
+
+    def why(self, seconds: float) -> str:
+        """Why there is no connection after so long."""
+        tried = f"(tried for {seconds:g} s)"
+        start = f"start one with `python -m gt.server -p {self._port}`"
+        if not tcp.listens(self._ip, self._port):
+            return f"no server at {self.address} {tried}: {start}"
+        spoken = tcp.mechanism(self._ip, self._port)
+        if spoken is None:
+            return f"what listens at {self.address} does not answer {tried}: it is stopped, busy, or out of descriptors"
+        if spoken not in (PLAIN, CURVE, NULL):
+            return f"what listens at {self.address} is not a gt server: check the port"
+        if self._key is None:
+            return f"what listens at {self.address} is no server of this user: set GT_TOKEN to its token, or {start} elsewhere"
+        if spoken == self._key.mechanism:
+            return f"the server at {self.address} ends each connection {tried}: it has too many, or its `ulimit -n` is too low"
+        return f"the server at {self.address} did not let this process in {tried}: {self._misfit(spoken)}"
+
+    def close(self, linger: int) -> None:
+        if self.monitor is not None and self.sock is not None:
+            self.sock.disable_monitor()
+            self.monitor.close(0)
+        if self.sock is not None:
+            self.sock.close(linger)
+        self.sock = self.monitor = None
+
+    def _entry(self) -> auth.AccessEntry | None:
+        text = server_files.find(self._ip, self._port)
+        return None if text is None else auth.read(text)
+
+    def _outcome(self, monitor: zmq.Socket, bell: int, until: float, over: Callable[[], bool]) -> int:
+        """The event that an attempt ended with, 0 if with none."""
+        poll = select.poll()
+        for descriptor in (descriptor_of(monitor), bell):
+            poll.register(descriptor, select.POLLIN)
+        while not over():
+            for event, value in monitored(monitor):
+                if event == CONNECTED:
+                    self.descriptor = value
+                if event & (MADE | CLOSED | FAILED):
+                    return event
+                if event == GONE:
+                    return FAILED & ~DENIED
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            ready = poll.poll(left * 1000)
+            if any(descriptor == bell for descriptor, _ in ready):
+                poll.unregister(bell)  # it is read once there is something to be done
+        return 0
+
+    def _misfit(self, spoken: str = "") -> str:
+        """Words for what does not agree. spoken: the server's mechanism, "" for ours."""
+        mine = self._key.mechanism if self._key is not None else NULL
+        spoken, at = spoken or mine, f"the server at {self.address}"
+        if spoken == mine == NULL:
+            return f"{at} refused this process"
+        if spoken == mine:
+            return f"{at} has another token: {BOTH}" if self._token else f"{at} wants a token: {BOTH}"
+        if spoken == CURVE:
+            return f"{at} wants a token: {BOTH}" if not self._token else f"{at} encrypts, and its file says otherwise"
+        if spoken == PLAIN:
+            return f"{at} lets in its own user's processes only: start it with --encrypt for all who have its token"
+        return f"{at} lets anybody in, so it cannot show that it has the token: unset GT_TOKEN, or give the server one"

@@ -1,0 +1,91 @@
+"""The torch engine for steps that move data between GPUs: bytes are shown where they are, in the GPU's memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gt.worker.engine.torch.dtypes import DTYPE
+
+if TYPE_CHECKING:
+    from gt.worker.engine.torch import TorchEngine
+
+
+class Raw:
+    """Memory of a GPU that torch did not allocate."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+class Combination:
+    """A reduction of bytes, and its name for who can do it otherwise."""
+
+    __slots__ = ("_dtype", "_reduce", "kind", "op")
+
+    def __init__(self, op: str, kind: str, reduce: Callable) -> None:
+        self.op, self.kind, self._dtype, self._reduce = op, kind, DTYPE[kind], reduce
+
+    def __call__(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        if dst.numel():
+            self._reduce(dst.view(self._dtype), src.view(self._dtype))
+
+
+class DirectEngine:
+    """Engine.direct of a TorchEngine. A view is a flat uint8 tensor."""
+
+    def __init__(self, engine: TorchEngine, combines: dict[str, Callable]) -> None:
+        self.device, self._combines = engine.device, combines
+        self.copy, self.flat, self.dtype, self.divide = engine.copy, engine.flat, engine.dtype, engine.divide
+
+    def packed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+    def staging(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=DTYPE[dtype], device=self.device)
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.numel():
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # view(-1) keeps an odd stride of one element
+
+    def combine(self, op: str, dtype: str) -> Combination:
+        return Combination(op, dtype, self._combines[op])
+
+    # ---- what a plane asks
+
+    def address(self, view: torch.Tensor) -> int:
+        return view.data_ptr()
+
+    def words(self, view: torch.Tensor) -> torch.Tensor:
+        return view.view(torch.int64)
+
+    def memory(self, address: int, nbytes: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+        return torch.as_tensor(Raw(address, nbytes), device=self.device)
+
+    def stream(self) -> int:
+        return 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
+
+    def write(self, view: torch.Tensor, data: bytes) -> None:
+        view.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def read(self, view: torch.Tensor) -> bytes:
+        return view.cpu().numpy().tobytes()
+
+    def finish(self) -> None:
+        if self.device.type != "cpu":
+            torch.cuda.synchronize(self.device)
+
+
+def direct(engine: Any, combines: dict[str, Callable]) -> DirectEngine | None:
+    """Of an engine on a GPU."""
+    return None if engine.host else DirectEngine(engine, combines)

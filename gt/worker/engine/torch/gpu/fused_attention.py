@@ -1,0 +1,189 @@
+"""Attention by a GPU's fused kernels: torch's choice, inputs in the form that the kernel takes, and its own backward.
+
+Keys and values of grouped heads stay as they are where the kernel reads them so. Masks are expanded by strides, not copied.
+Dropout is not drawn here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf, sqrt
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from gt.worker.engine.torch.attention import AttentionCall
+
+aten = torch.ops.aten
+MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # torch.nn.attention.SDPBackend
+FUSED = frozenset({FLASH, EFFICIENT, CUDNN})
+KEPT = 4096  # choices that are remembered
+LANES = 8  # flash wants head sizes in multiples of it
+BIAS = 16  # elements: kernels want rows of a bias to begin at multiples of it
+LSE = 32  # rows of its logsumexp are padded to multiples of it
+_choices: dict[Hashable, Choice] = {}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """kernel: of torch.nn.attention.SDPBackend. repeat: whether grouped keys and values have to be repeated for it; wide:
+    whether heads have to be padded to LANES.
+    """
+
+    kernel: int
+    repeat: bool = False
+    wide: bool = False
+
+
+def choice(call: AttentionCall) -> Choice:
+    """torch's choice for inputs of these sizes, that forward and backward make alike."""
+    mask = None if call.mask is None else (call.mask.shape, call.mask.dtype)
+    sizes = call.q.shape, call.k.shape, call.v.shape, call.q.dtype, call.q.device
+    key = sizes, mask, call.causal, call.scale, call.gqa, torch.are_deterministic_algorithms_enabled()
+    made = _choices.get(key)
+    if made is None:
+        if len(_choices) >= KEPT:
+            _choices.clear()
+        made = _choices[key] = _choose(plain(call))
+    return made
+
+
+def _choose(call: AttentionCall) -> Choice:
+    """The first form of the inputs that torch has a fused kernel for: as they are, or repeated, padded, or both."""
+    grouped = call.gqa and call.k.shape[-3] != call.q.shape[-3]
+    odd = any(tensor.shape[-1] % LANES for tensor in call.inputs)
+    for repeat, wide in ((False, False), (True, False), (False, True), (True, True)):
+        if (grouped or not repeat) and (odd or not wide):
+            form = _padded(_repeated(call) if repeat else call) if wide else _repeated(call) if repeat else call
+            kernel = _ask(form)
+            if kernel in FUSED:
+                return Choice(kernel, repeat, wide or (kernel == FLASH and odd))
+    return Choice(MATH)
+
+
+def _ask(call: AttentionCall) -> int:
+    with torch.enable_grad():  # some kernels have no backward for what they have a forward for
+        q, k, v = (tensor.detach().requires_grad_() for tensor in call.inputs)
+        return torch._fused_sdp_choice(q, k, v, call.mask, 0.0, call.causal, scale=call.scale, enable_gqa=call.gqa)
+
+
+def forward(call: AttentionCall, chosen: Choice) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [batch, heads, L, Ev], logsumexp f32 [batch, heads, L]."""
+    call, size = _given(call, chosen), call.v.shape[-1]
+    rest = {"scale": call.scale}
+    if chosen.kernel == FLASH:
+        out, lse = aten._scaled_dot_product_flash_attention(*call.inputs, 0.0, call.causal, False, **rest)[:2]
+    elif chosen.kernel == CUDNN:
+        cudnn = aten._scaled_dot_product_cudnn_attention
+        out, lse = cudnn(*call.inputs, _bias(call), True, 0.0, call.causal, False, **rest)[:2]
+        lse = lse.flatten(-2)
+    else:
+        efficient = aten._scaled_dot_product_efficient_attention
+        out, lse = efficient(*call.inputs, _whole_bias(call), True, 0.0, call.causal, **rest)[:2]
+    return out[..., :size], lse[..., : call.q.shape[-2]]
+
+
+def backward(
+    call: AttentionCall, chosen: Choice, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, by the kernel that made out and lse."""
+    sizes = [tensor.shape[-1] for tensor in call.inputs]
+    groups, given = call.k.shape[-3], _given(call, chosen)
+    state, rest = _no_state(call.q.device), {"scale": given.scale}
+    grad = _rows(grad)
+    if chosen.wide:
+        grad, out = _widened(grad), _widened(out)
+    if chosen.kernel == FLASH:
+        lengths = given.q.shape[-2], given.k.shape[-2]
+        flash = aten._scaled_dot_product_flash_attention_backward
+        made = flash(grad, *given.inputs, out, lse, None, None, *lengths, 0.0, given.causal, state, state, **rest)
+    elif chosen.kernel == CUDNN:
+        lengths = given.q.shape[-2], given.k.shape[-2]
+        cudnn = aten._scaled_dot_product_cudnn_attention_backward
+        saved = out, lse.unsqueeze(-1), state[0], state[1]
+        made = cudnn(grad, *given.inputs, *saved, _bias(given), None, None, *lengths, 0.0, given.causal, **rest)
+    else:
+        lse = pad(lse, (0, -lse.shape[-1] % LSE), value=inf)
+        efficient = aten._scaled_dot_product_efficient_attention_backward
+        inputs, saved, wanted = (*given.inputs, _whole_bias(given)), (out, lse, state[0], state[1]), [True, True, True, False]
+        made = efficient(grad, *inputs, *saved, 0.0, wanted, given.causal, **rest)
+    of_q, of_k, of_v = (part[..., :size] for part, size in zip(made, sizes, strict=False))
+    if chosen.repeat:
+        of_k, of_v = (part.unflatten(-3, (groups, -1)).sum(-3) for part in (of_k, of_v))
+    return of_q, of_k, of_v
+
+
+# ---- inputs as kernels want them
+
+
+def plain(call: AttentionCall) -> AttentionCall:
+    """The same with elements of a head next to one another, and a mask of four dims."""
+    q, k, v = map(_rows, call.inputs)
+    return replace(call, q=q, k=k, v=v)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _repeated(call: AttentionCall) -> AttentionCall:
+    times = call.q.shape[-3] // call.k.shape[-3]
+    k, v = (tensor.repeat_interleave(times, -3) for tensor in (call.k, call.v))
+    return replace(call, k=k, v=v, gqa=False)
+
+
+def _given(call: AttentionCall, chosen: Choice) -> AttentionCall:
+    call = plain(call)
+    if chosen.repeat:
+        call = _repeated(call)
+    return _padded(call) if chosen.wide else call
+
+
+def _padded(call: AttentionCall) -> AttentionCall:
+    """Zeros behind each head change no score; the scale stays that of the true size."""
+    scale = 1 / sqrt(call.q.shape[-1]) if call.scale is None else call.scale
+    q, k, v = map(_widened, call.inputs)
+    return replace(call, q=q, k=k, v=v, scale=scale)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    missing = -tensor.shape[-1] % LANES
+    return pad(tensor, (0, missing)) if missing else tensor
+
+
+def _bias(call: AttentionCall) -> torch.Tensor | None:
+    """The sum to the scores, [batch or 1, heads or 1, L, S] in q's dtype. Rows begin where kernels can read them.
+
+    A dim that the mask broadcasts takes no memory, but for that of the keys, along which kernels read several elements at once.
+    """
+    bias = call.bias()
+    if bias is None:
+        return None
+    keys = call.k.shape[-2]
+    bias = bias.to(call.q.dtype)
+    bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
+    shape = (*bias.shape[:2], call.q.shape[-2], keys)
+    steps = [step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1]
+    rows = bias.shape[-1] == keys and bias.stride(-1) == 1
+    if not rows or keys % BIAS or any(step % BIAS for step in steps) or bias.storage_offset() % BIAS:
+        small = bias[tuple(slice(None if step else 1) for step in bias.stride()[:-1])]
+        room = bias.new_zeros((*small.shape[:-1], keys + -keys % BIAS))
+        room[..., :keys] = small
+        bias = room[..., :keys]
+    return bias.expand(shape)
+
+
+def _whole_bias(call: AttentionCall) -> torch.Tensor | None:
+    """The same, [batch, heads, L, S]."""
+    bias = _bias(call)
+    return None if bias is None else bias.expand(*call.q.shape[:-1], call.k.shape[-2])
+
+
+@cache
+def _no_state(device: torch.device) -> torch.Tensor:
+    """The random state that backward kernels are given, of no use to them without dropout."""
+    return torch.zeros(2, dtype=torch.int64, device=device)

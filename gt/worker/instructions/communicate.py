@@ -1,0 +1,321 @@
+"""Steps that move data between workers, through the plane: collectives and pairwise transfers.
+
+Transfers carry boxes one after the other, each row-major; collectives carry a rank's local tensor, row-major. A step that
+cannot bring its part (no such tensor, another shape, no memory) takes part with nothing: the others fail at once instead of
+waiting, and what workers exchange afterwards, for other programs too, stays in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+from gt.errors import SystemFailure
+from gt.ir.layout import Box, volume
+from gt.ir.spec import DTYPES, contiguous
+from gt.worker.context import ExecutionContext, Step
+from gt.worker.engine.base import Combine, Moves, Tensor
+from gt.worker.instructions.pieces import as_boxes, cut, extent, index, leading, local, shared
+
+NOTHING = memoryview(bytearray())
+
+
+def peers(payload: dict[str, Any]) -> Sequence[int]:
+    """Workers that have a part in what moves data, this one too."""
+    if "team" in payload:
+        return payload["team"]["workers"]
+    channels = [payload["channel"]] if "channel" in payload else [channel for channel, _ in payload.get("parts", ())]
+    return [channel["peer"] for channel in channels]
+
+
+def _declined(decline: Callable, *args: Any) -> None:
+    """Take part with nothing; why it had to is raised by the caller."""
+    with suppress(Exception):
+        decline(*args)
+
+
+def _never(dst: memoryview, src: memoryview) -> None:
+    raise AssertionError("nothing to add")
+
+
+def _combines(engine: Moves) -> Any:
+    return lru_cache(maxsize=None)(engine.combine)
+
+
+def all_reduce(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    held, team, op = worker.tensors, payload["team"], payload["op"]
+    engine, plane = worker.reach(team["workers"])
+    combines = _combines(engine)
+
+    def step(code: list, at: int) -> None:
+        worker.collectives["all_reduce"] += 1
+        try:
+            target = held[code[at]]
+            data = engine.packed(target)
+            view = engine.view(data)
+            combine: Combine = combines("sum" if op == "avg" else op, engine.dtype(target))
+        except Exception:
+            _declined(plane.all_reduce, team, NOTHING, _never)
+            raise
+
+        def then() -> None:
+            if op == "avg":
+                engine.divide(data, len(team["workers"]))
+            if data is not target:
+                engine.copy(target, data)
+
+        plane.all_reduce(team, view, combine, then)
+
+    return step
+
+
+def together(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    """By itself nothing: gt.worker.program.overlap makes one row of those that follow."""
+    return lambda code, at: None
+
+
+def all_gather(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    held, team = worker.tensors, payload["team"]
+    engine, plane = worker.reach(team["workers"])
+    shape, dtype = tuple(payload["shape"]), payload["dtype"]
+    ranks = [as_boxes(rows) for rows in payload["boxes"]]
+    own = local(ranks[team["rank"]])[0]
+    direct = [len(boxes) == 1 and leading(boxes[0], shape) for boxes in ranks]
+    need, nbytes = worker.budget.need, contiguous(shape, dtype).nbytes
+
+    def step(code: list, at: int) -> None:
+        worker.collectives["all_gather"] += 1
+        try:
+            src = engine.view(engine.packed(planned(engine, held[code[at]], own, dtype)))
+            need(nbytes)
+            dst = engine.staging(shape, dtype)
+            pieces = [
+                dst[index(boxes[0])] if straight else engine.staging(local(boxes)[0], dtype)
+                for boxes, straight in zip(ranks, direct, strict=True)
+            ]
+            views = [engine.view(piece) for piece in pieces]
+        except Exception:
+            _declined(plane.all_gather, team, NOTHING, [NOTHING] * len(ranks))
+            raise
+        plane.all_gather(team, src, views)
+        for boxes, piece, straight in zip(ranks, pieces, direct, strict=True):
+            if not straight:
+                for box, place in zip(boxes, local(boxes)[1], strict=True):
+                    engine.copy(dst[index(box)], piece[index(place)])
+        held[code[at + 1]] = engine.adopt(dst)
+
+    return step
+
+
+def reduce_scatter(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    held, team = worker.tensors, payload["team"]
+    engine, plane = worker.reach(team["workers"])
+    op, shape, dtype = payload["op"], tuple(payload["shape"]), payload["dtype"]
+    ranks = [as_boxes(rows) for rows in payload["boxes"]]
+    own = local(ranks[team["rank"]])[0]
+    combines = _combines(engine)
+    need, nbytes = worker.budget.need, contiguous(own, dtype).nbytes
+
+    def step(code: list, at: int) -> None:
+        worker.collectives["reduce_scatter"] += 1
+        try:
+            src = planned(engine, held[code[at]], shape, dtype)
+            need(nbytes)
+            sections = [engine.view(_assembled(engine, src, boxes, dtype)) for boxes in ranks]
+            out = engine.staging(own, dtype)
+            view, combine = engine.view(out), combines(op, dtype)
+        except Exception:
+            _declined(plane.reduce_scatter, team, [NOTHING] * len(ranks), NOTHING, _never)
+            raise
+        plane.reduce_scatter(team, sections, view, combine)
+        held[code[at + 1]] = engine.adopt(out)
+
+    return step
+
+
+def all_to_all(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    held, team = worker.tensors, payload["team"]
+    engine, plane = worker.reach(team["workers"])
+    dtype, rank = payload["dtype"], payload["team"]["rank"]
+    have = [as_boxes(rows) for rows in payload["have"]]
+    want = [as_boxes(rows) for rows in payload["want"]]
+    shape, own = local(want[rank])[0], local(have[rank])[0]
+    outgoing = [[src for src, _ in shared(have[rank], boxes)] for boxes in want]
+    incoming = [[dst for _, dst in shared(boxes, want[rank])] for boxes in have]
+    need, nbytes = worker.budget.need, contiguous(shape, dtype).nbytes
+    longest = DTYPES[dtype][0] * max(sum(volume(src) for src, _ in shared(a, b)) for a in have for b in want)
+
+    def step(code: list, at: int) -> None:
+        worker.collectives["all_to_all"] += 1
+        try:
+            src = planned(engine, held[code[at]], own, dtype)
+            need(nbytes)
+            dst = engine.staging(shape, dtype)
+            sends = [engine.view(_packed(engine, src, boxes, dtype)) for boxes in outgoing]
+            recvs = [_room(engine, dst, boxes, dtype) for boxes in incoming]
+            views = [engine.view(part) for part in recvs]
+        except Exception:
+            _declined(plane.all_to_all, team, [NOTHING] * len(have), [NOTHING] * len(have))
+            raise
+        plane.all_to_all(team, sends, views, longest)
+        for boxes, part in zip(incoming, recvs, strict=True):
+            _spread(engine, dst, boxes, part)
+        held[code[at + 1]] = engine.adopt(dst)
+
+    return step
+
+
+def send(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    held, channel = worker.tensors, payload["channel"]
+    engine, plane = worker.reach([channel["peer"]])
+    boxes = as_boxes(payload["boxes"])
+
+    def step(code: list, at: int) -> None:
+        try:
+            src = held[code[at]]
+            data = engine.view(_packed(engine, src, boxes, engine.dtype(src)))
+        except Exception:
+            _declined(plane.send, channel, NOTHING)
+            raise
+        plane.send(channel, data)
+
+    return step
+
+
+def recv(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    held, receive = worker.tensors, _receiver(worker, payload)
+    engine, _ = _between(worker, payload)
+    need, nbytes = worker.budget.need, contiguous(tuple(payload["shape"]), payload["dtype"]).nbytes
+
+    def step(code: list, at: int) -> None:
+        try:
+            need(nbytes)
+            dst = engine.staging(payload["shape"], payload["dtype"])
+        except Exception:
+            _decline(worker, payload)
+            raise
+        receive(dst)
+        held[code[at]] = engine.adopt(dst)
+
+    return step
+
+
+def merge(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    held, receive = worker.tensors, _receiver(worker, payload)
+    engine, _ = _between(worker, payload)
+    need, nbytes = worker.budget.need, contiguous(tuple(payload["shape"]), payload["dtype"]).nbytes
+    pairs = [as_boxes(pair) for pair in payload["local"]]
+
+    def step(code: list, at: int) -> None:
+        try:
+            src = held[code[at]]
+            need(nbytes)
+            dst = engine.staging(payload["shape"], payload["dtype"])
+            for source, target in pairs:
+                engine.copy(dst[index(target)], cut(src, source))
+        except Exception:
+            _decline(worker, payload)
+            raise
+        receive(dst)
+        held[code[at + 1]] = engine.adopt(dst)
+
+    return step
+
+
+def _between(worker: ExecutionContext, payload: dict[str, Any]) -> tuple[Moves, Any]:
+    """Engine and plane of what is received: the same for all parts, so that it is put together in one kind of memory."""
+    found = [worker.reach([channel["peer"]]) for channel, _ in payload["parts"]]
+    if len({id(plane) for _, plane in found}) > 1:
+        raise SystemFailure("workers on GPUs and others send parts of one tensor: keep groups to one kind of worker")
+    return found[0] if found else worker.reach([])
+
+
+def _decline(worker: ExecutionContext, payload: dict[str, Any]) -> None:
+    """Take every part from its channel, to nowhere: what does not fit is dropped there."""
+    _, plane = _between(worker, payload)
+    for channel, _ in payload["parts"]:
+        _declined(plane.recv, channel, NOTHING)
+
+
+def _receiver(worker: ExecutionContext, payload: dict[str, Any]) -> Any:
+    """dst -> None: takes every part, also after one failed, so that the channels of living peers stay in step."""
+    dtype = payload["dtype"]
+    engine, plane = _between(worker, payload)
+    parts = [(channel, as_boxes(rows)) for channel, rows in payload["parts"]]
+
+    def receive(dst: Tensor) -> None:
+        failure: Exception | None = None
+        for channel, boxes in parts:
+            try:
+                room = _room(engine, dst, boxes, dtype)
+                view = engine.view(room)
+            except Exception as error:
+                failure = failure or error
+                _declined(plane.recv, channel, NOTHING)
+                continue
+            try:
+                plane.recv(channel, view)
+                _spread(engine, dst, boxes, room)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    return receive
+
+
+# ---- boxes of a tensor and runs of bytes
+
+
+def planned(engine: Moves, tensor: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """The tensor; ValueError unless it is what the plan says, or members would take what others left in a team's buffer."""
+    if tuple(tensor.shape) != shape or engine.dtype(tensor) != dtype:
+        raise ValueError(f"the tensor is {engine.dtype(tensor)}{list(tensor.shape)}, planned is {dtype}{list(shape)}")
+    return tensor
+
+
+def _assembled(engine: Moves, src: Tensor, boxes: list[Box], dtype: str) -> Tensor:
+    """The local tensor of these boxes of src, as `view` can show it."""
+    if len(boxes) == 1:
+        return engine.packed(cut(src, boxes[0]))
+    shape, places = local(boxes)
+    part = engine.staging(shape, dtype)
+    for box, place in zip(boxes, places, strict=True):
+        engine.copy(part[index(place)], cut(src, box))
+    return part
+
+
+def _packed(engine: Moves, src: Tensor, boxes: list[Box], dtype: str) -> Tensor:
+    """The boxes of src one after the other."""
+    if len(boxes) == 1:
+        return engine.packed(cut(src, boxes[0]))
+    flat = engine.staging((sum(map(volume, boxes)),), dtype)
+    for box, run in _runs(engine, flat, boxes):
+        engine.copy(run, cut(src, box))
+    return flat
+
+
+def _room(engine: Moves, dst: Tensor, boxes: list[Box], dtype: str) -> Tensor:
+    """Where the boxes of dst are received: in their place if they are one run of memory there."""
+    if len(boxes) == 1 and leading(boxes[0], tuple(dst.shape)):
+        return dst[index(boxes[0])]
+    return engine.staging((sum(map(volume, boxes)),), dtype)
+
+
+def _spread(engine: Moves, dst: Tensor, boxes: list[Box], room: Tensor) -> None:
+    """What was received in a _room to where it belongs."""
+    if len(boxes) == 1 and leading(boxes[0], tuple(dst.shape)):
+        return
+    for box, run in _runs(engine, room, boxes):
+        engine.copy(dst[index(box)], run)
+
+
+def _runs(engine: Moves, flat: Tensor, boxes: list[Box]) -> list[tuple[Box, Tensor]]:
+    runs, start = [], 0
+    for box in boxes:
+        stop = start + volume(box)
+        runs.append((box, engine.flat(flat[start:stop], extent(box))))
+        start = stop
+    return runs

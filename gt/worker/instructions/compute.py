@@ -1,0 +1,162 @@
+"""Steps that concern this worker alone: ops, and what it exchanges with the dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gt.ir.spec import Spec
+from gt.wire.messages import Described
+from gt.worker.context import ExecutionContext, Step
+from gt.worker.instructions.pieces import as_boxes, cut, index, local
+
+
+def op(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    tensors, values = payload["tensors"], payload["values"]
+    results = sum(out[0] in ("new", "view") for out in payload["outs"])
+    call = worker.engine.bind(payload)
+    if values == 0 and (tensors, results) in SPECIAL:
+        return SPECIAL[tensors, results](worker.tensors, call)
+    return _general(worker.tensors, call, tensors, values, results)
+
+
+def _general(held: dict[int, Any], call: Any, tensors: int, values: int, results: int) -> Step:
+    get = held.__getitem__
+    inputs = tensors + values
+
+    def none(code: list, at: int) -> None:
+        call(*map(get, code[at : at + tensors]), *code[at + tensors : at + inputs])
+
+    def one(code: list, at: int) -> None:
+        held[code[at + inputs]] = call(*map(get, code[at : at + tensors]), *code[at + tensors : at + inputs])
+
+    def many(code: list, at: int) -> None:
+        made = call(*map(get, code[at : at + tensors]), *code[at + tensors : at + inputs])
+        held.update(zip(code[at + inputs : at + inputs + results], made, strict=True))
+
+    return none if results == 0 else one if results == 1 else many
+
+
+def _one_to_none(held: dict[int, Any], call: Any) -> Step:
+    def step(code: list, at: int) -> None:
+        call(held[code[at]])
+
+    return step
+
+
+def _one_to_one(held: dict[int, Any], call: Any) -> Step:
+    def step(code: list, at: int) -> None:
+        held[code[at + 1]] = call(held[code[at]])
+
+    return step
+
+
+def _two_to_none(held: dict[int, Any], call: Any) -> Step:
+    def step(code: list, at: int) -> None:
+        call(held[code[at]], held[code[at + 1]])
+
+    return step
+
+
+def _two_to_one(held: dict[int, Any], call: Any) -> Step:
+    def step(code: list, at: int) -> None:
+        held[code[at + 2]] = call(held[code[at]], held[code[at + 1]])
+
+    return step
+
+
+def _three_to_one(held: dict[int, Any], call: Any) -> Step:
+    def step(code: list, at: int) -> None:
+        held[code[at + 3]] = call(held[code[at]], held[code[at + 1]], held[code[at + 2]])
+
+    return step
+
+
+SPECIAL = {
+    (1, 0): _one_to_none,
+    (1, 1): _one_to_one,
+    (2, 0): _two_to_none,
+    (2, 1): _two_to_one,
+    (3, 1): _three_to_one,
+}
+
+
+def shard(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    engine, held = worker.engine, worker.tensors
+    boxes, shape = as_boxes(payload["boxes"]), tuple(payload["shape"])
+    _, places = local(boxes)
+
+    def step(code: list, at: int) -> None:
+        src = held[code[at]]
+        if len(boxes) == 1:
+            held[code[at + 1]] = engine.clone(cut(src, boxes[0]))
+            return
+        dst = engine.empty(shape, engine.dtype(src))
+        for box, place in zip(boxes, places, strict=True):
+            engine.copy(dst[index(place)], cut(src, box))
+        held[code[at + 1]] = dst
+
+    return step
+
+
+def partial(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    engine, held, keep, reduction = worker.engine, worker.tensors, payload["keep"], payload["op"]
+
+    def step(code: list, at: int) -> None:
+        src = held[code[at]]
+        # A copy, since an all-reduce in place may follow.
+        held[code[at + 1]] = engine.clone(src) if keep else engine.filled(src, reduction)
+
+    return step
+
+
+def upload(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    engine, held, uploads = worker.engine, worker.tensors, worker.uploads
+    spec = Spec(tuple(payload["shape"]), tuple(payload["stride"]), 0, payload["dtype"])
+
+    def step(code: list, at: int) -> None:
+        data = uploads.take(code[at + 1], worker.epoch)
+        worker.budget.hold(len(data))
+        held[code[at]] = engine.upload(data, spec)
+
+    return step
+
+
+def fetch(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    engine, held, begin = worker.engine, worker.tensors, worker.outgoing.begin
+
+    def step(code: list, at: int) -> None:
+        src = held[code[at]]
+        packed = engine.packed(src)
+        begin(code[at + 1], engine.view(packed), packed is not src)
+        if at + 2 < len(code):
+            worker.outgoing.settle()
+
+    return step
+
+
+def describe(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    engine, held, send = worker.engine, worker.tensors, worker.send
+
+    def step(code: list, at: int) -> None:
+        send(Described(code[at + 1], [engine.spec(held[code[at]]).wire()]))
+
+    return step
+
+
+def alias(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    held = worker.tensors
+
+    def step(code: list, at: int) -> None:
+        held[code[at + 1]] = held[code[at]]
+
+    return step
+
+
+def fill(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    engine, held = worker.engine, worker.tensors
+    spec = Spec(tuple(payload["shape"]), tuple(payload["stride"]), 0, payload["dtype"])
+
+    def step(code: list, at: int) -> None:
+        held[code[at]] = engine.zeros(spec)
+
+    return step

@@ -1,0 +1,58 @@
+"""What stands for the outputs of an instruction that failed, so that what follows still runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gt.ir.instr import KINDS, Define
+from gt.ir.spec import Spec, contiguous
+from gt.worker.context import ExecutionContext
+from gt.worker.instructions.pieces import as_boxes
+from gt.worker.instructions.pieces import local as local_shape
+
+
+@dataclass(frozen=True)
+class Blank:
+    """An output to be made up when its instruction failed: by its spec, or shape and dtype of operand `like`."""
+
+    place: int
+    spec: Spec | None = None
+    like: int | None = None
+    shape: tuple[int, ...] | None = None
+
+    def make(self, worker: ExecutionContext, code: list, at: int) -> None:
+        spec = self._spec(worker, code, at)
+        worker.budget.need(spec.nbytes)
+        worker.tensors[code[at + self.place]] = worker.engine.zeros(spec)
+
+    def _spec(self, worker: ExecutionContext, code: list, at: int) -> Spec:
+        source = None if self.like is None else worker.tensors.get(code[at + self.like])
+        if self.spec is not None or source is None:
+            return self.spec or contiguous(self.shape or (0,), "float32")
+        spec = worker.engine.spec(source)
+        return spec if self.shape is None else contiguous(self.shape, spec.dtype)
+
+
+def blanks(define: Define) -> list[Blank]:
+    """What a definition makes."""
+    payload, operands = define.payload, KINDS[define.kind][0]
+    if define.kind == "op":
+        first = payload["tensors"] + payload["values"]
+        outs = [out for out in payload["outs"] if out[0] in ("new", "view")]
+        return [Blank(first + n, Spec.from_wire(out[1]) if out[1] else None) for n, out in enumerate(outs)]
+    if "dst" not in operands:
+        return []
+    place, shape = operands.index("dst"), _shape(define)
+    if shape is None or "dtype" not in payload:
+        return [Blank(place, like=operands.index("src"), shape=shape)]
+    spec = contiguous(shape, payload["dtype"])
+    return [Blank(place, Spec(shape, tuple(payload.get("stride", spec.stride)), 0, spec.dtype))]
+
+
+def _shape(define: Define) -> tuple[int, ...] | None:
+    """Local shape of dst, None for that of src."""
+    payload = define.payload
+    for kind, key in (("reduce_scatter", "boxes"), ("all_to_all", "want")):
+        if define.kind == kind:
+            return local_shape(as_boxes(payload[key][payload["team"]["rank"]]))[0]
+    return tuple(payload["shape"]) if "shape" in payload else None

@@ -1,0 +1,258 @@
+"""Memory that this process may take, so that an op fails before the kernel ends the process.
+
+Results that are planned are compared with the room there is. What a kernel takes besides is bounded by RLIMIT_DATA, which is
+a reserve above the limit: the reserve is for messages, whose library ends the process where it gets no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from gt.errors import ConfigError
+from gt.ir.instr import Define
+from gt.ir.schedules import size
+from gt.ir.spec import Spec, contiguous
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+SHARE = 0.9  # of the memory that this host's processes may have: CPU workers share it by default
+RESERVE = 64 << 20  # bytes above the limit
+STACK = 8 << 20  # bytes of a thread's stack, which count as data; pools of threads are made when they are first needed
+LEAST = 16 << 20  # bytes of a limit
+PLANNED = 16 << 10  # bytes of results from which an op is compared with the room by itself
+OPERANDS = 4  # numbers of an instruction, at least: so many smaller results a stream can have
+NOBODY = -1
+UNSET = -(1 << 62)
+AGAIN = 1.0  # seconds after which freed memory is given back once more
+
+
+Step = Callable[[list, int], None]  # as in gt.worker.context
+Bound = Mapping[int, tuple[Step, int]]
+
+
+class OutOfMemory(MemoryError):
+    """An op needs more than there is room for."""
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's struct mallinfo2; of its ten fields `fordblks` is wanted."""
+
+    _fields_ = [("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+
+
+LIBC = ctypes.CDLL(None)
+_mallinfo = getattr(LIBC, "mallinfo2", None)
+if _mallinfo is not None:
+    _mallinfo.restype = _Mallinfo
+
+
+class Budget:
+    """One worker's. Without a limit it costs nothing. `admit` may be called by any thread, the rest by the executing one.
+
+    held: bytes of a session's tensors, by its number.
+    """
+
+    def __init__(self, held: Callable[[int], int] = lambda session: 0) -> None:
+        self.limit = 0  # bytes that this process may take for what it is told to hold, 0 for any number
+        self.session, self.session_limit = NOBODY, 0
+        self.held = held
+        self._left = 0  # bytes that may be made before it is looked again
+        self._bound = self._left = 0
+        self._base = NOBODY
+        self._slack = UNSET  # bytes that were freed and kept when RLIMIT_DATA was set
+        self._trimmed = 0.0
+        self._statm = -1
+
+    @property
+    def bounded(self) -> bool:
+        return bool(self._bound)
+
+    def open(self, own: int) -> None:
+        """Have this process bounded; own: bytes, 0 for a share of what this host has. ConfigError for too few."""
+        if own and own < LEAST:
+            raise ConfigError(f"the memory limit is {size(own)}, want at least {size(LEAST)}")
+        self._bound = own or int(available() * SHARE)
+        self._own = bool(own)
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+        self._before = resource.getrlimit(resource.RLIMIT_DATA)
+        self._threads = 1 + (os.cpu_count() or 1)
+        self._base = NOBODY  # until it begins to serve
+
+    def close(self) -> None:
+        if self._statm >= 0:
+            os.close(self._statm)
+            self._statm, self._bound, self.limit = -1, 0, 0
+            resource.setrlimit(resource.RLIMIT_DATA, self._before)
+
+    def share(self, workers: int) -> None:
+        """So many CPU workers share this host."""
+        if self._bound:
+            self.limit = self._bound if self._own else self._bound // max(workers, 1)
+            if self._base < 0:  # with what its links take
+                self._base = self._data() - _freed()
+            self._slack = UNSET
+            self._left = self._room()
+
+    def serve(self, session: int, limit: int) -> None:
+        """Serve this session from here on, which may hold so many bytes here, 0 for any number."""
+        before, self.session, self.session_limit = self.session_limit, session, limit
+        if (limit or before) and self._bound:
+            self._slack = UNSET
+            self._left = self._room()
+
+    def used(self) -> int:
+        """Bytes that this process has taken since it began to serve."""
+        return self._data() - _freed() - self._base if self._statm >= 0 else 0
+
+    def need(self, nbytes: int) -> None:
+        """So many are about to be made; OutOfMemory if there is no room."""
+        left = self._left - nbytes
+        self._left = left if left >= 0 or not self._bound else self._look(nbytes)
+
+    def fits(self, nbytes: int) -> bool:
+        """As `need`, and whether there is room."""
+        try:
+            self.need(nbytes)
+        except OutOfMemory:
+            return False
+        return True
+
+    def hold(self, nbytes: int) -> None:
+        """So many that this process has already are about to be the session's."""
+        if self.session_limit and nbytes > (room := self.session_limit - self.held(self.session)):
+            raise OutOfMemory(f"out of memory: it needs {size(nbytes)}, the session's limit leaves {size(max(room, 0))}")
+
+    def begin(self, numbers: int) -> bool:
+        """A stream so long follows; whether its smaller results have to be compared with the room too."""
+        if not self._bound:
+            return False
+        small = numbers // OPERANDS * PLANNED
+        if self._left < small:
+            self._left = self._room()
+        if self._left < small:
+            return True
+        self._left -= small
+        return False
+
+    def unsure(self) -> None:
+        """Results were made whose bytes were not planned."""
+        self._left = -1
+
+    def admit(self, nbytes: int) -> None:
+        """An upload begins; OutOfMemory if there is no room for it."""
+        if self.limit and nbytes > (room := self.limit - self.used()):  # one may come before this worker knows its share
+            raise OutOfMemory(self._says(nbytes, room))
+        self._left = -1
+
+    def _look(self, nbytes: int) -> int:
+        """Bytes that are left when these are made."""
+        room = self._room()
+        if nbytes > room:
+            raise OutOfMemory(self._says(nbytes, room))
+        return room - nbytes
+
+    def _room(self) -> int:
+        """Bytes that may be made now. What was freed and is kept counts as room, in pieces though it may be: so RLIMIT_DATA is
+        as much above the limit, and the kernel gets the pages back.
+        """
+        data, freed = self._data(), _freed()
+        taken = data - freed - self._base if self._base >= 0 else 0
+        own = room = (self.limit or self._bound) - taken
+        if self.session_limit:
+            own = min(room, self.session_limit - self.held(self.session))
+        if self.session_limit or abs(freed - self._slack) > RESERVE // 4:
+            self._slack = freed
+            self._fence(data + max(own, 0) + RESERVE + self._threads * STACK)
+        if data - self._base > self.limit and time.monotonic() - self._trimmed > AGAIN:
+            self._trimmed = time.monotonic()
+            LIBC.malloc_trim(0)
+        return own
+
+    def _says(self, nbytes: int, room: int) -> str:
+        return f"out of memory: it needs {size(nbytes)}, and {size(max(room, 0))} are left"
+
+    def _data(self) -> int:
+        return int(os.pread(self._statm, 128, 0).split()[5]) * PAGE
+
+    def _fence(self, soft: int) -> None:
+        """No more data than this, whatever a kernel asks for."""
+        hard = self._before[1]
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
+
+
+class Careful:
+    """Bound definitions in place of the table of them, whose smaller results are compared with the room too."""
+
+    def __init__(self, steps: Bound, small: dict[int, int], need: Callable[[int], None]) -> None:
+        self._steps, self._small, self._need = steps, small, need
+
+    def __getitem__(self, number: int) -> tuple[Step, int]:
+        step, numbers = self._steps[number]
+        return self.step(number, step), numbers
+
+    def step(self, number: int, step: Step) -> Step:
+        small, need = self._small.get(number, 0), self._need
+
+        def checked(code: list, at: int) -> None:
+            need(small)
+            step(code, at)
+
+        return checked if small else step
+
+
+def results(define: Define) -> int:
+    """Bytes of an instruction's new tensors; below 0 if they depend on values, or on what it is given."""
+    payload = define.payload
+    if define.kind == "op":
+        specs = [out[1] for out in payload["outs"] if out[0] == "new"]
+        return -1 if None in specs else sum(Spec.from_wire(spec).nbytes for spec in specs)
+    if define.kind in ("shard", "fill"):
+        return contiguous(tuple(payload["shape"]), payload["dtype"]).nbytes
+    return -1 if define.kind == "partial" else 0
+
+
+def bounded(step: Step, made: int, budget: Budget) -> Step:
+    """A step that makes so many bytes (`results`), which are compared with the room there is."""
+    need = budget.need
+
+    def large(code: list, at: int) -> None:
+        need(made)
+        step(code, at)
+
+    def unknown(code: list, at: int) -> None:
+        step(code, at)
+        budget.unsure()
+
+    return unknown if made < 0 else large if made >= PLANNED else step
+
+
+def _freed() -> int:
+    """Bytes that the C library keeps for what comes next."""
+    return int(_mallinfo().fordblks) if _mallinfo is not None else 0
+
+
+def available() -> int:
+    """Bytes that the processes of this host may have: its memory, or what a control group leaves of it."""
+    return min([os.sysconf("SC_PHYS_PAGES") * PAGE, *_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def _groups(own: Path, root: Path) -> Iterator[int]:
+    """Limits of this process's control groups and of those above them, of either version."""
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            top, name = (root / "memory", "memory.limit_in_bytes") if kinds else (root, "memory.max")
+            folder = top / path.strip("/")
+            for place in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):
+                    yield int((place / name).read_text())
+                if place == top:
+                    break

@@ -1,0 +1,97 @@
+"""What a worker holds: uploads that arrive by key, assembled by the I/O thread and taken by the one that executes.
+
+Tensors themselves are a plain dict id -> tensor in the executor. Knows nothing about sockets or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Condition
+
+import numpy as np
+
+from gt.errors import SystemFailure
+from gt.wire.messages import Data
+
+REMEMBERED = 4096  # uploads that were called off, in case something still asks for them
+
+
+class Cancelled(SystemFailure):
+    """An upload that was waited for will not come."""
+
+
+@dataclass
+class _Arriving:
+    buffer: np.ndarray
+    left: int
+
+
+@dataclass
+class UploadBuffers:
+    """Buffers of uploads by key. `receive` and `cancel` are called by the I/O thread, `take` by the executing one."""
+
+    _ready: Condition = field(default_factory=Condition)
+    _arriving: dict[int, _Arriving] = field(default_factory=dict)
+    _cancelled: dict[int, Exception] = field(default_factory=dict)
+    _failure: str = ""
+    admit: Callable[[int], None] = lambda nbytes: None  # raises MemoryError where there is no room for so many bytes
+    epoch: int = 0  # how often everything that was awaited has been cancelled
+    bytes_received: int = 0
+
+    def receive(self, message: Data, frame: memoryview | bytes | None) -> None:
+        """Put one frame into its place; a total below 0 cancels the key."""
+        if message.total < 0:
+            self._fail(message.key, Cancelled("the upload was cancelled: its client is gone"))
+            return
+        part = self._arriving.get(message.key)
+        if part is None:
+            if message.key in self._cancelled:
+                return
+            try:
+                self.admit(message.total)
+                part = _Arriving(np.empty(message.total, np.uint8), message.total)
+            except (MemoryError, ValueError) as error:
+                self._fail(message.key, MemoryError(f"no room for an upload of {message.total} bytes: {error}"))
+                return
+        if frame is not None and message.total:
+            data = np.frombuffer(frame, np.uint8)
+            if message.offset < 0 or message.offset + len(data) > len(part.buffer):
+                end = message.offset + len(data)
+                raise ValueError(f"upload {message.key} has data up to byte {end}, want at most {message.total}")
+            part.buffer[message.offset : message.offset + len(data)] = data
+            part.left -= len(data)
+            self.bytes_received += len(data)
+        with self._ready:
+            self._arriving[message.key] = part
+            if part.left <= 0:
+                self._ready.notify_all()
+
+    def _fail(self, key: int, reason: Exception) -> None:
+        with self._ready:
+            self._arriving.pop(key, None)
+            self._cancelled[key] = reason
+            if len(self._cancelled) > REMEMBERED:  # called off before anything was told to take it
+                del self._cancelled[next(iter(self._cancelled))]
+            self._ready.notify_all()
+
+    def cancel(self, reason: str) -> None:
+        """Fail every upload that instructions received so far wait for."""
+        with self._ready:
+            self.epoch += 1
+            self._failure = reason
+            self._arriving.clear()
+            self._ready.notify_all()
+
+    def take(self, key: int, epoch: int) -> np.ndarray:
+        """The whole upload, its buffer now the caller's; Cancelled if it will not come. epoch: of the Run that asks."""
+        with self._ready:
+            while True:
+                part = self._arriving.get(key)
+                if part is not None and part.left <= 0:
+                    return self._arriving.pop(key).buffer
+                if key in self._cancelled:
+                    raise self._cancelled.pop(key)
+                if epoch < self.epoch:
+                    raise Cancelled(self._failure)
+                self._ready.wait()
