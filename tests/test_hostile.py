@@ -23,7 +23,7 @@ from gt.dispatcher.state.uploads import WINDOW
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import DispatcherLost, UnsupportedOp
 from gt.ir import check
-from gt.ir.instr import FREE
+from gt.ir.instr import DISCARD, FREE, RECORD
 from gt.ir.spec import Spec
 from gt.wire.link import hello
 from gt.wire.messages import (
@@ -453,3 +453,18 @@ def test_few_unknown_groups_get_a_near_name():
     bench.give(b"c", Ops(0, [], [[n + 1, "f.py", 1, name + "y", False, -1] for n, name in enumerate(names[:100])], []))
     near = [m.text for m in bench.to(b"c", Notice) if "did you mean" in m.text]
     assert 0 < len(near) <= 4 < len(bench.to(b"c", Notice))
+
+
+def test_a_recording_has_no_numbers_of_ops_that_another_session_used(bench):
+    """An input is placed as its recording begins, under numbers of its own: a failure is told to one session."""
+    upload, data = row("gt.upload.default", [], [], [spec(4, 4)], 1), (bytes(64),)
+    begin = [17, 1, 1, 2, RECORD, 1, 0, 1, 1]  # a first use places tensor 1; the recording takes it
+    bench.client(b"d")
+    origins = [[1, "f", 1, "", False, -1]]
+    bench.give(b"c", Ops(0, [[16, upload], [17, NEG]], origins, [16, 1, 0, 1, *begin, DISCARD]), data)
+    bench.give(b"d", Ops(0, [[16, upload], [17, NEG]], origins, [16, 1, 0, 1, 17, 1, 1, 2, 17, 1, 2, 3]), data)
+    bench.give(b"c", Ops(1, [], [], [16, 1, 0, 3]), data)
+    bench.give(b"d", Ops(1, [], [], [17, 1, 3, 4, 17, 1, 4, 5]))
+    bench.give(b"c", Ops(2, [], [], [RECORD, 1, 0, 1, 3, DISCARD, 17, 1, 3, 4]))
+    numbers = [row.seq for peer in (b"c", b"d") for row in bench.core.sessions[peer].journal.rows]
+    assert len(numbers) > 6 and len(set(numbers)) == len(numbers)

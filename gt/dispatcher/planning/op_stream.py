@@ -152,7 +152,7 @@ class Batches:
                     batch.at, batch.spent = at, True
                     return False
                 self.due = at + LOOK
-            number = code[at]
+            number, emitter.seq = code[at], cluster.seq  # what is written gets a number that no session has used
             if number < FIRST:
                 if number in (RECORD, DISCARD) and s.programs.later.holds and s.pace.background.beside and not s.aside:
                     batch.at, batch.spent = at, True  # begins a slice, which is done aside
@@ -177,7 +177,6 @@ class Batches:
             for i in code[third:at]:
                 if type(i) is not int or not 0 < i < TEMPORARY or i in rows:
                     raise ProtocolError(f"Ops.code has {i!r:.40} at {third} as the id of a new tensor")
-            emitter.seq = cluster.seq
             try:
                 op(known, origin, ins, tuple(code[second:third]), code[third:at])
             except Unseen:
