@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import test_programs
@@ -63,7 +64,9 @@ def script(path: str, *flags: str) -> Callable[[Path], None]:
     def run(folder: Path) -> None:
         from gt.cli.plan import run as carry_out
 
-        before = set(sys.modules)
+        before = _examples_modules()  # examples have modules of the same names
+        for name in before:
+            del sys.modules[name]
         if path.startswith("gpt2"):
             (folder / "text.txt").write_text(TEXT)
             prepare = runpy.run_path(str(EXAMPLES / "gpt2" / "prepare_data.py"))
@@ -72,12 +75,17 @@ def script(path: str, *flags: str) -> Callable[[Path], None]:
         try:
             with contextlib.redirect_stderr(io.StringIO()):
                 carry_out(str(EXAMPLES / path), [flag.replace("FOLDER", str(folder)) for flag in flags])
-        finally:  # examples have modules of the same names
-            for name in set(sys.modules) - before:
-                if str(EXAMPLES) in str(getattr(sys.modules[name], "__file__", "")):
-                    del sys.modules[name]
+        finally:
+            for name in _examples_modules():
+                del sys.modules[name]
+            sys.modules.update(before)
 
     return run
+
+
+def _examples_modules() -> dict[str, ModuleType]:
+    found = ((name, module) for name, module in list(sys.modules.items()) if name != "__main__")
+    return {name: module for name, module in found if str(EXAMPLES) in str(getattr(module, "__file__", ""))}
 
 
 def gpt2(size: str, stages: int, *flags: str) -> Callable[[Path], None]:
