@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -176,6 +177,13 @@ def test_a_worker_that_makes_code_of_a_program_is_not_taken_for_stuck(monkeypatc
     bench.do("program", payload, 0, 0)
     assert seen == [(0, 100, "compile", 0)]
     assert bench.executor.where() == (0, 100, "program", 0) and torch.equal(bench[5], x.tanh().tanh().tanh().tanh())
+
+
+def test_a_thread_that_defines_generated_functions_is_at_no_place_of_theirs():
+    seen: list = []
+    text = compile("ask()", python_codegen.FILE, "exec")
+    exec(text, {"ask": lambda: seen.append(python_codegen.whereabouts(threading.get_ident())), "places": {}})
+    assert seen == [None]
 
 
 def test_an_op_that_a_gpu_has_not_done_before_is_told_from_one_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
