@@ -184,6 +184,9 @@ def test_a_thread_that_defines_generated_functions_is_at_no_place_of_theirs():
     text = compile("ask()", python_codegen.FILE, "exec")
     exec(text, {"ask": lambda: seen.append(python_codegen.whereabouts(threading.get_ident())), "places": {}})
     assert seen == [None]
+    scope: dict = {"ask": lambda: seen.append(python_codegen.whereabouts(threading.get_ident())), "places": {"run": [7, 8]}}
+    exec(compile("def run():\n    (lambda: ask())()\nrun()", python_codegen.FILE, "exec"), scope)
+    assert seen == [None, 8]
 
 
 def test_an_op_that_a_gpu_has_not_done_before_is_told_from_one_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

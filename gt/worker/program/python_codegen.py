@@ -20,7 +20,6 @@ from gt.worker.program.partition import Row, runs
 
 FEWEST, MOST = 4, 256  # rows of one function: fewer gain nothing, and what fails or is stuck is looked for in all of them
 FILE = "<program>"  # what tells frames of these functions from others
-MODULE = "<module>"  # name of the code that defines the functions, which another thread may find under way
 
 
 class Straight:
@@ -216,7 +215,8 @@ def whereabouts(thread: int) -> int | None:
     """The place in its program that a thread is at, if it is in such a function; by any thread."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
-        if frame.f_code.co_filename == FILE and frame.f_code.co_name != MODULE:
+        # The code that defines the functions, and what is nested in one, is in the file too and has no places.
+        if frame.f_code.co_filename == FILE and frame.f_code.co_name in frame.f_globals.get("places", ()):
             return _place(frame, frame.f_lineno)
         frame = frame.f_back
     return None
