@@ -32,20 +32,20 @@ from gt.wire.messages import (
     Described,
     Done,
     Fetch,
+    FinishCapture,
     Goodbye,
-    Host,
     Inspect,
     Message,
-    Need,
+    OpError,
     Ops,
     Piece,
     Query,
     Report,
     Run,
-    Seal,
     Stats,
-    Took,
-    Trouble,
+    UploadChunk,
+    UploadProgress,
+    UploadRequest,
 )
 from gt.wire.process_settings import collect_less
 from tests.hostile import row, spec
@@ -76,7 +76,7 @@ class Loop:
         self.core = Core(pace=Pace(time.monotonic, background=self.background))
         self.gates: dict[bytes, Gate] = {}
         self.batch = 0
-        self.needs: list[Need] = []
+        self.needs: list[UploadRequest] = []
         self.answers: list[Message] = []
         for n in range(self.workers):
             self.give(b"w%d" % n, hello("worker", info={"name": f"w{n}", "heap_bytes": 1 << 40}))
@@ -122,7 +122,7 @@ class Loop:
 
     def _follows(self, action: Send) -> Message | None:
         message = action.message
-        if isinstance(message, Need):
+        if isinstance(message, UploadRequest):
             self.needs.append(message)
         if action.peer == b"c":
             self.answers.append(message)
@@ -410,7 +410,7 @@ def sealed(ops: int, **how: Any) -> Loop:
     loop = recorded(ops, chain=how.pop("chain", True))
     loop.fresh()
     fields = {"schedule": "", "backend": "eager", "carried": [], "seed": 0, "counter": 0, "recompute": 0, **how}
-    loop.give(b"c", Seal(1, 0, *fields.values()))
+    loop.give(b"c", FinishCapture(1, 0, *fields.values()))
     return loop
 
 
@@ -602,15 +602,15 @@ def a_described_of_much() -> Loop:
 
 @case
 def a_trouble() -> Loop:
-    return said(Trouble(5, "op", "x" * 1_000_000))
+    return said(OpError(5, "op", "x" * 1_000_000))
 
 
 @case
 def what_nobody_asked_for() -> Loop:
     loop = said(Piece(7, 0, 0))
-    loop.give(b"w1", Took(1 << 60, 5))
-    loop.give(b"c", Took(1 << 60, 5))
-    loop.give(b"c", Host(1 << 60, 5, 1 << 62))
+    loop.give(b"w1", UploadProgress(1 << 60, 5))
+    loop.give(b"c", UploadProgress(1 << 60, 5))
+    loop.give(b"c", UploadChunk(1 << 60, 5, 1 << 62))
     return loop
 
 

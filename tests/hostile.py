@@ -31,24 +31,24 @@ from gt.wire.messages import (
     Exit,
     Failed,
     Fetch,
+    FinishCapture,
     Goodbye,
     Hello,
-    Host,
     Inspect,
     Message,
-    More,
-    Need,
+    OpError,
     Ops,
     Piece,
     Query,
     Reject,
     Report,
     Run,
-    Seal,
     Stats,
-    Took,
-    Trouble,
+    UploadChunk,
+    UploadProgress,
+    UploadRequest,
     Value,
+    WindowUpdate,
 )
 
 WILD: list[Any] = [
@@ -232,7 +232,7 @@ class Liar:
         rng = self.rng
         return rng.choice(self.sealed) if self.sealed and rng.random() < 0.95 else rng.choice([1, -1, 99, 0.5])
 
-    def seal(self) -> Seal:
+    def seal(self) -> FinishCapture:
         rng = self.rng
         number = len(self.sealed) + 1
         self.sealed.append(number)
@@ -242,7 +242,7 @@ class Liar:
         schedule = rng.choice(["", "", "1f1b", "zb-v", "auto", "no schedule"])
         backend = rng.choice(["eager", "eager", "inductor", "x"])
         numbers = rng.choice([0, 7]), rng.choice([0, 5, -1])
-        return Seal(rng.randrange(1 << 30), number, schedule, backend, carried, *numbers, rng.random() < 0.5)
+        return FinishCapture(rng.randrange(1 << 30), number, schedule, backend, carried, *numbers, rng.random() < 0.5)
 
     def op(self, number: int, form: Any, frames: list) -> list:
         rng = self.rng
@@ -269,20 +269,22 @@ class Liar:
 
     def as_client(self) -> tuple[Message, tuple]:
         rng = self.rng
-        need = next((m for m in reversed(self.heard) if isinstance(m, (Need, More))), None)
+        need = next((m for m in reversed(self.heard) if isinstance(m, (UploadRequest, WindowUpdate))), None)
         dice = rng.random()
         if need is not None and dice < 0.4:
             total = rng.choice([64, 32, 16, need.upto, 10 << 30, 1 << 62])
             if rng.random() < 0.8:
-                total = 64 if isinstance(need, More) else 4 * math.prod(b - a for a, b in need.boxes[0]) * len(need.boxes)
+                total = (
+                    64 if isinstance(need, WindowUpdate) else 4 * math.prod(b - a for a, b in need.boxes[0]) * len(need.boxes)
+                )
             size = min(total, need.upto, 1 << 20) if rng.random() < 0.9 else 32
-            return Host(need.key, 0 if rng.random() < 0.95 else 32, total), (bytes(size),) if size else ()
+            return UploadChunk(need.key, 0 if rng.random() < 0.95 else 32, total), (bytes(size),) if size else ()
         if dice < 0.75:
             return self.ops()
         request = rng.choice([rng.randrange(1 << 30), 1, -1])
         kinds: list[Message] = [
             Fetch(request, self.as_int(self.id())), Describe(request, [self.id() for _ in range(rng.randrange(3))]),
-            Inspect(request, self.as_int(self.id())), Stats(request), Host(rng.randrange(100), 0, 10 << 30), self.seal(),
+            Inspect(request, self.as_int(self.id())), Stats(request), UploadChunk(rng.randrange(100), 0, 10 << 30), self.seal(),
         ]  # fmt: skip
         if dice > 0.98:
             return self.anything()
@@ -303,10 +305,10 @@ class Liar:
             (Piece(rng.choice(keys), 0, 0), ()),
             (Described(rng.choice(keys), [rng.choice([spec(3), "x", [], spec(1 << 40, 1 << 40)])]), ()),
             (
-                Trouble(rng.randrange(self.field.core.cluster.seq + 2), rng.choice(["op", "peer", "unsupported", "?"]), "lie"),
+                OpError(rng.randrange(self.field.core.cluster.seq + 2), rng.choice(["op", "peer", "unsupported", "?"]), "lie"),
                 (),
             ),
-            (Took(rng.choice(keys), rng.choice([0, 64, 1 << 62])), ()),
+            (UploadProgress(rng.choice(keys), rng.choice([0, 64, 1 << 62])), ()),
             (Report(rng.choice([*queries[-1:], 3]), {"stats": rng.choice([{}, 3, {"name": []}]), "at": rng.choice(WILD)}), ()),
         ]
         return rng.choice(said) if rng.random() < 0.98 else self.anything()

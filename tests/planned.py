@@ -15,7 +15,7 @@ from gt.dispatcher.events import MARK, Lines, Received, Send, Turn, TurnWanted
 from gt.dispatcher.fairness.time_slices import Pace
 from gt.ir.text import PlanLine, parse
 from gt.wire.link import hello
-from gt.wire.messages import Done, Failed, Need, Ops, Query, Report, Run, Stats
+from gt.wire.messages import Done, Failed, Ops, Query, Report, Run, Stats, UploadRequest
 
 
 class PlanSession:
@@ -28,7 +28,7 @@ class PlanSession:
         self.lines: list[PlanLine] = []
         self.rows: list[str] = []  # of the instruction log
         self.errors: list[dict] = []
-        self.needs: list[Need] = []
+        self.needs: list[UploadRequest] = []
         self.runs: list[tuple[bytes, Run]] = []
         self.batch = 0
         self.slow = False  # whether workers keep their Done to themselves
@@ -55,7 +55,7 @@ class PlanSession:
                         pending.append(Received(action.peer, Done(action.message.seq)))
                 elif isinstance(action, Send) and isinstance(action.message, Query):
                     pending.append(Received(action.peer, Report(action.message.request, {"stats": {}})))
-                elif isinstance(action, Send) and isinstance(action.message, Need):
+                elif isinstance(action, Send) and isinstance(action.message, UploadRequest):
                     self.needs.append(action.message)
                 elif isinstance(action, Send) and (isinstance(action.message, Failed) or hasattr(action.message, "error")):
                     self.errors.append(action.message.error)

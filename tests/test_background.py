@@ -12,7 +12,7 @@ from gt.dispatcher.fairness.background import MOST, Background, Inline
 from gt.dispatcher.fairness.time_slices import Pace
 from gt.ir.instr import DISCARD, RECORD
 from gt.wire.link import hello
-from gt.wire.messages import Inspect, Ops, Report, Seal
+from gt.wire.messages import FinishCapture, Inspect, Ops, Report
 from tests.hostile import TEMPLATES
 
 UPLOAD, NEG = TEMPLATES[0], TEMPLATES[3]
@@ -69,7 +69,7 @@ def record(gate: Gate, peer: bytes) -> None:
 
 def test_others_are_served_while_a_program_is_sealed(gate):
     record(gate, b"c")
-    assert not gate.give(b"c", Seal(1, 0, "", "eager", [], 0, 0, 0))
+    assert not gate.give(b"c", FinishCapture(1, 0, "", "eager", [], 0, 0, 0))
     assert gate.inside.wait(20)
     assert not gate.give(b"c", Inspect(2, 1))  # after its seal
     gate.give(b"d", Ops(0, [[16, UPLOAD]], [], [16, 0, 0, 1]), (bytes(64),))
@@ -84,7 +84,7 @@ def test_others_are_served_while_a_program_is_sealed(gate):
 
 def test_a_client_that_leaves_meanwhile_leaves_nothing(gate):
     record(gate, b"c")
-    gate.give(b"c", Seal(1, 0, "", "eager", [], 0, 0, 0))
+    gate.give(b"c", FinishCapture(1, 0, "", "eager", [], 0, 0, 0))
     assert gate.inside.wait(20)
     gate.core.handle(PeerLost(b"c", "gone"))
     gate.open.set()
@@ -94,7 +94,7 @@ def test_a_client_that_leaves_meanwhile_leaves_nothing(gate):
 
 def test_a_worker_lost_meanwhile_makes_it_no_program(gate):
     record(gate, b"c")
-    gate.give(b"c", Seal(1, 0, "", "eager", [], 0, 0, 0))
+    gate.give(b"c", FinishCapture(1, 0, "", "eager", [], 0, 0, 0))
     assert gate.inside.wait(20)
     gate.core.handle(PeerLost(b"w0", "gone"))
     gate.open.set()
@@ -105,7 +105,7 @@ def test_a_worker_lost_meanwhile_makes_it_no_program(gate):
 def test_a_seal_that_is_none_is_refused_and_others_go_on(gate):
     gate.open.set()
     record(gate, b"c")
-    gate.give(b"c", Seal(1, 0, "", "nothing", [], 0, 0, 0))
+    gate.give(b"c", FinishCapture(1, 0, "", "nothing", [], 0, 0, 0))
     assert b"c" not in gate.core.sessions and b"d" in gate.core.sessions
     assert not gate.background._legs
 
@@ -116,7 +116,7 @@ def test_a_fault_in_a_pass_ends_one_session(gate, monkeypatch):
 
     monkeypatch.setattr("gt.dispatcher.programs.programs.early", fault)
     record(gate, b"c")
-    gate.give(b"c", Seal(1, 0, "", "eager", [], 0, 0, 0))
+    gate.give(b"c", FinishCapture(1, 0, "", "eager", [], 0, 0, 0))
     gate.turn()
     assert b"c" not in gate.core.sessions and b"d" in gate.core.sessions
 

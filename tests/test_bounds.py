@@ -16,7 +16,7 @@ from gt.dispatcher.planning import redistributor
 from gt.dispatcher.state import validate
 from gt.ir.instr import FIRST, FORGET, Define
 from gt.wire.link import hello
-from gt.wire.messages import AHEAD, CHUNK, Ack, Done, Exit, Fetch, More, Ops, Piece, Run, Took, Value
+from gt.wire.messages import AHEAD, CHUNK, Ack, Done, Exit, Fetch, Ops, Piece, Run, UploadProgress, Value, WindowUpdate
 from gt.worker.downloads import Outgoing
 from gt.worker.program.liveness import made
 from tests.planned import planned
@@ -189,26 +189,28 @@ def test_a_large_value_is_sent_as_its_client_takes_it_in():
         client, frame = b"client", b"\0" * CHUNK
 
         def more(actions: list) -> list[int]:
-            return [a.message.upto for a in actions if isinstance(a, Send) and isinstance(a.message, More)]
+            return [a.message.upto for a in actions if isinstance(a, Send) and isinstance(a.message, WindowUpdate)]
 
         core.handle(Received(client, Fetch(7, x._ref.id)))
         core.handle(Received(worker.peer, Done(worker.runs)))
         (key,) = core.sessions[client].requests.by_key
         for offset in (0, CHUNK):
             core.handle(Received(worker.peer, Piece(key, offset, total), (frame,)))
-        assert more(core.handle(Received(client, Took(key, CHUNK)))) == [AHEAD + CHUNK]
-        assert more(core.handle(Received(client, Took(key + 1, CHUNK)))) == []
+        assert more(core.handle(Received(client, UploadProgress(key, CHUNK)))) == [AHEAD + CHUNK]
+        assert more(core.handle(Received(client, UploadProgress(key + 1, CHUNK)))) == []
         assert more(core.handle(PeerLost(client, "gone"))) == [-1]  # the worker keeps nothing for it
         core.handle(Received(b"other", hello("client")))
-        assert told(core.handle(Received(b"other", Took(key, CHUNK))), b"other") == []
+        assert told(core.handle(Received(b"other", UploadProgress(key, CHUNK))), b"other") == []
     with planned("", 1) as plan:
         plan.slow = True
         x = torch.zeros(total // 4, device="remote") + 1
         current_session.current().flush()
         plan.core.handle(Received(client, Fetch(7, x._ref.id)))
         (key,) = plan.core.sessions[client].requests.by_key
-        refused = plan.core.handle(Received(client, Took(key, CHUNK)))
-        assert "Took.upto is" in next(a.message.reason for a in refused if isinstance(a, Send) and isinstance(a.message, Exit))
+        refused = plan.core.handle(Received(client, UploadProgress(key, CHUNK)))
+        assert "UploadProgress.upto is" in next(
+            a.message.reason for a in refused if isinstance(a, Send) and isinstance(a.message, Exit)
+        )
 
 
 def test_a_piece_is_what_the_tensor_was_when_it_was_asked_for():

@@ -669,9 +669,7 @@ class Given:
 
 
 @pytest.mark.usefixtures("plain_threads", "one")
-def test_of_an_installed_package_objects_are_compared_and_code_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_an_installed_package_objects_are_compared_and_code_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "installed_for_a_test.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(user_code, "_SITES", (f"{tmp_path}/",))

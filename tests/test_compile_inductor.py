@@ -21,7 +21,7 @@ from torch import nn
 import gt
 from gt.dispatcher.programs.passes import bucket_all_reduces
 from gt.ir.template import T, V
-from gt.wire.messages import Trouble
+from gt.wire.messages import OpError
 from gt.worker.engine.numpy import NumpyEngine
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -270,7 +270,7 @@ def test_an_op_that_fails_in_compiled_code_is_reported_and_leaves_placeholders(w
     held[2].fill_(99)
     replay(got)
     ((trouble, _),) = got.sent[:1]
-    assert isinstance(trouble, Trouble) and trouble.kind == "op" and "index out of range" in trouble.message
+    assert isinstance(trouble, OpError) and trouble.kind == "op" and "index out of range" in trouble.message
     made = [i for i in got.executor.tensors if i > 1000]
     assert made == sorted(i for i in script.held if i > 1000)
     got.sent.clear()

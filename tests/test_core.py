@@ -19,12 +19,12 @@ from gt.wire.messages import (
     Failed,
     Fetch,
     Notice,
+    OpError,
     Ops,
     Piece,
     Reject,
     Run,
     Stats,
-    Trouble,
     Value,
     Welcome,
 )
@@ -110,7 +110,7 @@ def test_a_failure_spreads_over_workers_and_no_further(plan):
     bad, good = on("a", torch.neg, x), on("a", torch.abs, x)
     far, view = on("b", torch.exp, bad), bad[1:]
     plan.text()
-    plan.handle(Received(b"w0", Trouble(seq_of(plan, bad), "op", "no memory left")))
+    plan.handle(Received(b"w0", OpError(seq_of(plan, bad), "op", "no memory left")))
     later = on("b", torch.sin, far)
     ask = Asking(plan)
     for remote in (bad, far, view, later):
@@ -126,9 +126,9 @@ def test_what_fails_of_a_placeholder_is_no_news(plan):
     bad = on("a", torch.neg, x)
     far, good = on("a", torch.exp, bad), on("b", torch.abs, x)
     plan.text()
-    plan.handle(Received(b"w0", Trouble(seq_of(plan, bad), "op", "no memory left")))
-    plan.handle(Received(b"w0", Trouble(seq_of(plan, far), "op", "no tensor has the id 2")))
-    plan.handle(Received(b"w1", Trouble(seq_of(plan, good), "op", "neither has this")))
+    plan.handle(Received(b"w0", OpError(seq_of(plan, bad), "op", "no memory left")))
+    plan.handle(Received(b"w0", OpError(seq_of(plan, far), "op", "no tensor has the id 2")))
+    plan.handle(Received(b"w1", OpError(seq_of(plan, good), "op", "neither has this")))
     ask = Asking(plan)
     assert "no memory left" in ask.failed(far) and "neither has this" in ask.failed(good)
     assert ask.failed(x) == ask.failed(x) == ""
@@ -142,8 +142,8 @@ def test_what_failed_before_another_failure_came_to_what_it_read_is_no_value(pla
     out = on("a", torch.exp, good)
     on("a", good.add_, bad)
     plan.text()
-    plan.handle(Received(b"w0", Trouble(seq_of(plan, bad), "op", "no memory left")))
-    plan.handle(Received(b"w0", Trouble(seq_of(plan, out), "op", "nor for this")))
+    plan.handle(Received(b"w0", OpError(seq_of(plan, bad), "op", "no memory left")))
+    plan.handle(Received(b"w0", OpError(seq_of(plan, out), "op", "nor for this")))
     ask = Asking(plan)
     assert "no memory left" in ask.failed(x) and ask.failed(x) == ""  # told at the next wait, and once
     assert ask.failed(out) and "no memory left" in ask.failed(good)
@@ -168,7 +168,7 @@ def test_a_program_is_through_once_every_workers_device_is(plan):
     assert value.shape == [2] and [key for key, _ in value.pieces] == [piece.key for piece in pieces]
     bad = on("b", torch.exp, made[1])
     plan.text()
-    plan.handle(Received(b"w1", Trouble(seq_of(plan, bad), "op", "no memory left")))
+    plan.handle(Received(b"w1", OpError(seq_of(plan, bad), "op", "no memory left")))
     assert "no memory left" in ask.ask(THROUGH)[0].error["message"]
     core = plan.core
     core.handle(Received(b"client", Fetch(100, THROUGH)))
@@ -182,7 +182,7 @@ def test_a_fetch_that_a_worker_cannot_carry_out_is_answered(plan):
     core = plan.core
     core.handle(Received(b"client", Fetch(1, good._ref.id)))
     (request,) = core.sessions[b"client"].requests.open.values()
-    sent = [a.message for a in core.handle(Received(b"w0", Trouble(request.seq, "op", "no bytes"))) if isinstance(a, Send)]
+    sent = [a.message for a in core.handle(Received(b"w0", OpError(request.seq, "op", "no bytes"))) if isinstance(a, Send)]
     assert [type(m) for m in sent] == [Failed] and "cannot be read on worker w0: no bytes" in sent[0].error["message"]
     assert Asking(plan).failed(good) == ""  # the tensor itself is well
 
@@ -191,7 +191,7 @@ def test_the_next_wait_is_told_once_of_a_failure_that_nothing_depends_on(plan):
     x = torch.ones(3, device="remote")
     bad, good = on("a", torch.neg, x), on("a", torch.abs, x)
     plan.text()
-    plan.handle(Received(b"w0", Trouble(seq_of(plan, bad), "op", "broken")))
+    plan.handle(Received(b"w0", OpError(seq_of(plan, bad), "op", "broken")))
     ask = Asking(plan)
     assert "broken" in ask.failed(good)
     assert ask.failed(good) == ""
@@ -206,7 +206,7 @@ def test_what_a_failed_op_should_have_written_fails_until_it_is_written_anew(pla
     plan.text()
     session = plan.core.sessions[b"client"]
     row = next(r for r in session.journal.rows if r.known.name == "add_")
-    plan.handle(Received(b"w0", Trouble(row.seq, "op", "broken")))
+    plan.handle(Received(b"w0", OpError(row.seq, "op", "broken")))
     ask = Asking(plan)
     assert "broken" in ask.failed(a)
     on("a", a.fill_, 0.0)
@@ -221,8 +221,8 @@ def test_both_workers_of_a_mesh_may_report_one_failure():
         bad, good = on("a", torch.neg, x), on("a", torch.abs, x)
         plan.text()
         seq = seq_of(plan, bad)
-        plan.handle(Received(b"w0", Trouble(seq, "op", "first")))
-        plan.handle(Received(b"w1", Trouble(seq, "op", "second")))
+        plan.handle(Received(b"w0", OpError(seq, "op", "first")))
+        plan.handle(Received(b"w1", OpError(seq, "op", "second")))
         ask = Asking(plan)
         assert "first" in ask.failed(bad)
         assert ask.failed(good) == ""
@@ -253,7 +253,7 @@ def test_what_waited_for_a_lost_worker_is_lost_also_when_its_successor_came_firs
     plan.handle(PeerLost(b"w1", "its process ended"))
     plan.handle(Received(b"again", worker("w1")))
     assert not any(w.lost for w in plan.core.cluster.workers)
-    plan.handle(Received(b"w0", Trouble(seq, "peer", "")))
+    plan.handle(Received(b"w0", OpError(seq, "peer", "")))
     ask = Asking(plan)
     assert "worker w1 is lost: its process ended" in ask.failed(a)
     assert ask.failed(good) == ""

@@ -13,7 +13,7 @@ from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.dispatcher.programs.reorder_check import flow
 from gt.ir.instr import FREE, Define
 from gt.ir.spec import contiguous
-from gt.wire.messages import Seal
+from gt.wire.messages import FinishCapture
 
 SPEC = contiguous((8,), "float32").wire()  # 32 bytes
 
@@ -238,7 +238,7 @@ def test_what_is_done_together_is_in_one_definition(monkeypatch: pytest.MonkeyPa
     sums = [Instruction(n, reduce(20, (0, 1), 0), [n]) for n in range(6)]
     mark = Instruction(0, define("together", {"count": 4}), [])
     rows = [Instruction(0, ADD, [0, 1, 9]), mark, *sums, *(Instruction(7, ADD, [0, n, 10 + n]) for n in range(3))]
-    writer = writing.Writer({}, set(), Seal(0, 0, "", "eager", [], 0, 0, False), {})
+    writer = writing.Writer({}, set(), FinishCapture(0, 0, "", "eager", [], 0, 0, False), {})
     writer.write(rows)
     kinds = {row.define.number: row.define for row in rows}
     found = []

@@ -24,13 +24,13 @@ from gt.wire.messages import (
     Failed,
     Fetch,
     Goodbye,
-    Host,
-    More,
-    Need,
+    OpError,
     Ops,
     Run,
-    Took,
-    Trouble,
+    UploadChunk,
+    UploadProgress,
+    UploadRequest,
+    WindowUpdate,
     World,
 )
 from tests.hostile import TEMPLATES, row, spec
@@ -65,7 +65,7 @@ def test_what_a_worker_ends_of_is_told_to_who_waits_for_it() -> None:
     bench = Bench()
     grouped(bench)
     bench.give(b"c", Fetch(1, 2))
-    bench.give(b"w0", Trouble(1, "op", "CUDA out of memory"))
+    bench.give(b"w0", OpError(1, "op", "CUDA out of memory"))
     bench.give(b"w0", Goodbye("others wait on their GPUs for a send that failed: CUDA out of memory"))
     told = [failed.error for failed in bench.to(b"c", Failed)]
     assert told[0]["kind"] == "WorkerLost"
@@ -177,7 +177,7 @@ def test_what_did_not_arrive_from_a_lost_worker_is_never_a_value():
     session = bench.core.sessions[b"c"]
     seq = session.journal.rows[-1].seq
     bench.feed(PeerLost(b"w1", "killed"))
-    bench.give(b"w0", Trouble(seq, "peer", "worker 1 is gone"))
+    bench.give(b"w0", OpError(seq, "peer", "worker 1 is gone"))
     bench.give(b"w0", Done(bench.core.cluster.workers[0].runs))
     bench.give(b"c", Fetch(1, 20))
     assert "worker w1 is lost: killed" in bench.to(b"c", Failed)[0].error["message"]
@@ -205,16 +205,18 @@ class Uploading:
             peer, message = coming.popleft()
             if peer == b"c":
                 self.told.append(message)
-            if isinstance(message, Need):
+            if isinstance(message, UploadRequest):
                 self.totals[message.key] = 4 * prod(stop - start for start, stop in message.boxes[0])
                 self.at[message.key] = 0
-            if isinstance(message, (Need, More)) and peer == b"c":
+            if isinstance(message, (UploadRequest, WindowUpdate)) and peer == b"c":
                 while (at := self.at[message.key]) < message.upto and most > 0:
                     size = min(CHUNK, self.totals[message.key] - at)
                     self.at[message.key], most = at + size, most - 1
-                    coming += self.bench.give(b"c", Host(message.key, at, self.totals[message.key]), (bytes(size),))
+                    coming += self.bench.give(b"c", UploadChunk(message.key, at, self.totals[message.key]), (bytes(size),))
             elif isinstance(message, Data) and message.total > SMALL and peer not in self.stopped:
-                coming += self.bench.give(peer, Took(message.key, message.offset + min(CHUNK, message.total - message.offset)))
+                coming += self.bench.give(
+                    peer, UploadProgress(message.key, message.offset + min(CHUNK, message.total - message.offset))
+                )
             elif isinstance(message, Run) and peer not in self.stopped:
                 coming += self.bench.give(peer, Done(message.seq))
 
@@ -241,7 +243,7 @@ def test_an_upload_whose_worker_is_lost_ends_and_its_program_goes_on(worker: byt
     client.stopped.add(worker)
     client.go_on(bench.feed(PeerLost(worker, "killed")))
     for key, at in client.at.items():  # what it was granted before
-        client.go_on([(b"c", More(key, session.uploads.open[key].granted))] if at < LARGE else [])
+        client.go_on([(b"c", WindowUpdate(key, session.uploads.open[key].granted))] if at < LARGE else [])
     assert "WorkerLost" in [message.error["kind"] for message in client.told if isinstance(message, Failed)]
     assert not session.uploads.open and not session.stalled and set(client.at.values()) == {LARGE}
     client.told.clear()

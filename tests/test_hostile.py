@@ -35,10 +35,7 @@ from gt.wire.messages import (
     Failed,
     Fetch,
     Goodbye,
-    Host,
     Inspect,
-    More,
-    Need,
     Notice,
     Ops,
     Piece,
@@ -46,9 +43,12 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
-    Took,
+    UploadChunk,
+    UploadProgress,
+    UploadRequest,
     Value,
     Welcome,
+    WindowUpdate,
 )
 from gt.worker.uploads import UploadBuffers
 from tests import fuzz
@@ -238,42 +238,42 @@ def test_requests_under_way_are_bounded(bench):
 # ---- claims of length
 
 
-def asked(bench: Bench, rows: int = 1 << 20) -> Need:
+def asked(bench: Bench, rows: int = 1 << 20) -> UploadRequest:
     """What a client is asked for when a host copy of [rows, 4] floats is used."""
     form, neg = (
         row("gt.upload.default", [], [], [spec(rows, 4)], 1),
         row("aten.neg.default", [{"t": 0}], [spec(rows, 4)], [spec(rows, 4)]),
     )
     bench.give(b"c", Ops(0, [[16, form], [17, neg]], [], [16, 0, -1, 1, 17, 0, 1, 2]))
-    (need,) = bench.to(b"c", Need)
+    (need,) = bench.to(b"c", UploadRequest)
     return need
 
 
 @pytest.mark.parametrize(
     ("offset", "total", "size", "says"),
     [
-        (0, 10 << 30, 64, "Host.total is 10737418240, the region has 16777216 bytes"),
-        (0, -1, 64, "Host.total is -1"),
-        (64, 16 << 20, 64, "Host.offset is 64 with 64 bytes, want 0"),
-        (0, 16 << 20, 0, "Host.offset is 0 with 0 bytes"),
+        (0, 10 << 30, 64, "UploadChunk.total is 10737418240, the region has 16777216 bytes"),
+        (0, -1, 64, "UploadChunk.total is -1"),
+        (64, 16 << 20, 64, "UploadChunk.offset is 64 with 64 bytes, want 0"),
+        (0, 16 << 20, 0, "UploadChunk.offset is 0 with 0 bytes"),
     ],
 )
 def test_a_host_copy_is_what_was_asked_for(bench, offset, total, size, says):
     need = asked(bench)
-    assert says in bench.refusal(b"c", Host(need.key, offset, total), (bytes(size),) if size else ())
+    assert says in bench.refusal(b"c", UploadChunk(need.key, offset, total), (bytes(size),) if size else ())
 
 
 def test_host_frames_beyond_the_window_are_refused(bench):
     need = asked(bench)
     for n in range(need.upto // CHUNK):
-        bench.give(b"c", Host(need.key, n * CHUNK, 16 << 20), (bytes(CHUNK),))
-    assert f"up to {WINDOW} at most" in bench.refusal(b"c", Host(need.key, need.upto, 16 << 20), (bytes(CHUNK),))
+        bench.give(b"c", UploadChunk(need.key, n * CHUNK, 16 << 20), (bytes(CHUNK),))
+    assert f"up to {WINDOW} at most" in bench.refusal(b"c", UploadChunk(need.key, need.upto, 16 << 20), (bytes(CHUNK),))
 
 
 def test_an_absurd_upload_allocates_nothing(bench):
     need = asked(bench, 1 << 57)
     assert need.upto == WINDOW
-    bench.give(b"c", Host(need.key, 0, 1 << 61), (bytes(CHUNK),))
+    bench.give(b"c", UploadChunk(need.key, 0, 1 << 61), (bytes(CHUNK),))
     uploads = UploadBuffers()
     for message in bench.to(b"w0", Data):
         uploads.receive(message, memoryview(bytes(CHUNK)))  # no room: that upload fails, not the worker
@@ -287,10 +287,10 @@ def test_frames_are_bounded_in_number_and_size():
 
     gate = Gate()
     gate.admit(hello("client"))
-    with pytest.raises(ProtocolError, match="Host came with 2 frames, it has at most 1"):
-        gate.admit(Host(1, 0, 5), 2)
+    with pytest.raises(ProtocolError, match="UploadChunk came with 2 frames, it has at most 1"):
+        gate.admit(UploadChunk(1, 0, 5), 2)
     with pytest.raises(ProtocolError, match="a frame of 2000000 bytes"):
-        gate.admit(Host(1, 0, 5), 1, 2_000_000)
+        gate.admit(UploadChunk(1, 0, 5), 1, 2_000_000)
 
 
 @pytest.mark.parametrize("wire", [
@@ -346,8 +346,8 @@ def test_a_piece_of_another_size_is_the_clients_lie(bench):
 
 def test_what_a_worker_took_is_what_it_was_sent(bench):
     need = asked(bench)
-    bench.give(b"w0", Took(need.key, 5))
-    assert "Took.upto is 5" in bench.to(b"w0", Exit)[0].reason
+    bench.give(b"w0", UploadProgress(need.key, 5))
+    assert "UploadProgress.upto is 5" in bench.to(b"w0", Exit)[0].reason
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_a_message_that_fits_no_body_ends_its_receiver_not_the_server():
 def test_ends_and_ticks_of_nobody_are_nothing(bench):
     for event in (PeerLost(b"nobody", "gone"), Tick(1.0), Received(b"nobody", Goodbye())):
         bench.feed(event)
-    for message in (Report(3, {}), More(1, 2), Value(1, [], "x", []), Welcome(0, "", [], [], 1)):
+    for message in (Report(3, {}), WindowUpdate(1, 2), Value(1, [], "x", []), Welcome(0, "", [], [], 1)):
         assert bench.refusal(b"nobody", message)
     assert np.all([b"w0" in bench.core.workers, b"c" in bench.core.sessions])
 

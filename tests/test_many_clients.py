@@ -17,7 +17,7 @@ from gt.errors import OpFailed
 from gt.ir.instr import END, FORGET, FREE
 from gt.launch import local
 from gt.wire.link import hello
-from gt.wire.messages import CHUNK, Data, Done, Fetch, Host, Ops, Run, Switch, Took
+from gt.wire.messages import CHUNK, Data, Done, Fetch, Ops, Run, TorchSettings, UploadChunk, UploadProgress
 from tests import starve
 from tests.fuzz import serving
 from tests.hostile import TEMPLATES, row, spec
@@ -106,7 +106,7 @@ def test_a_client_killed_half_way_through_an_upload_leaves_no_bytes_of_it():
     bench = Bench()
 
     need = asked(bench)
-    bench.give(b"c", Host(need.key, 0, 16 << 20), (bytes(CHUNK),))
+    bench.give(b"c", UploadChunk(need.key, 0, 16 << 20), (bytes(CHUNK),))
     bench.feed(PeerLost(b"c", "killed"))
     assert [(m.key, m.total) for m in bench.to(b"w0", Data)] == [(need.key, -1)]
 
@@ -155,9 +155,9 @@ def test_a_worker_waits_for_no_client():
     assert [run.seq for run in bench.to(b"w0", Run)] == [1]
     total, order = 16 << 20, []
     for offset in range(0, total, CHUNK):
-        bench.give(b"c", Host(need.key, offset, total), (bytes(CHUNK),))
+        bench.give(b"c", UploadChunk(need.key, offset, total), (bytes(CHUNK),))
         order += [type(m).__name__ for p, m in bench.sent if p == b"w0" and isinstance(m, (Data, Run))]
-        bench.give(b"w0", Took(need.key, offset + CHUNK))
+        bench.give(b"w0", UploadProgress(need.key, offset + CHUNK))
     assert order == ["Data"] * 16 + ["Run", "Run"]  # the batch, and what was kept
     bench.give(b"w0", Done(3))
 
@@ -168,15 +168,15 @@ def test_switches_go_with_the_session_whose_runs_follow():
     bench = Bench()
     for peer, precision in ((b"x", "high"), (b"y", "medium")):
         bench.give(peer, hello("client", switches={"threads": 2, "matmul_precision": precision}))
-        assert not [m for _, m in bench.sent if isinstance(m, Switch)]
+        assert not [m for _, m in bench.sent if isinstance(m, TorchSettings)]
     heard = []
     for n, peer in enumerate((b"x", b"x", b"y", b"x")):
         batch = sum(one == peer for one in (b"x", b"x", b"y", b"x")[:n])
         templates = [[16, TEMPLATES[0]], [17, TEMPLATES[3]]] if batch == 0 else []
         first = 2 * batch + 1
         bench.give(peer, Ops(batch, templates, [], [16, 0, 0, first, 17, 0, first, first + 1]), (bytes(64),))
-        heard += [m.switches["matmul_precision"] for m in bench.to(b"w0", Switch)]
-        assert len(bench.to(b"w0", Run)) == 1 and not bench.to(b"w1", Switch)
+        heard += [m.switches["matmul_precision"] for m in bench.to(b"w0", TorchSettings)]
+        assert len(bench.to(b"w0", Run)) == 1 and not bench.to(b"w1", TorchSettings)
     assert heard == ["high", "medium", "high"]
 
 

@@ -21,7 +21,7 @@ from gt.ir.instr import BASE_BITS, Define
 from gt.ir.spec import contiguous
 from gt.ir.template import T
 from gt.launch import local
-from gt.wire.messages import Data, Trouble
+from gt.wire.messages import Data, OpError
 from gt.worker.engine.numpy import NumpyEngine
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.executor import Executor
@@ -216,7 +216,7 @@ def test_a_session_has_its_own_limit_on_a_worker():
             executor.run([16 + session, 0, first + 1, first + 2], 100)
             (trouble,) = sent
             sent.clear()
-            assert isinstance(trouble, Trouble) and (trouble.seq, trouble.kind) == (100, "memory")
+            assert isinstance(trouble, OpError) and (trouble.seq, trouble.kind) == (100, "memory")
             assert "it needs 20 MiB, and 12 MiB are left" in trouble.message
             assert trouble.memory["session_limit"] == 32 * MIB and trouble.memory["others"] == session * 20 * MIB
             assert trouble.memory["top"] == [[first + 1, 20 * MIB]]

@@ -200,7 +200,7 @@ def together(count: int, run: Callable[[int, Arena], Any], seed: int = 0, ring: 
     return members_of(count, member, failed)
 
 
-class Host:
+class UploadChunk:
     """Plane shm between threads, as far as ids need it."""
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class Host:
 
 def by_nccl(count: int, run: Callable[[int, Any], Any]) -> list[Any]:
     """As `together`, with plane nccl's way."""
-    ring, host, engine = Ring(), Host(), DirectEngine(TorchEngine("cpu"), COMBINE)
+    ring, host, engine = Ring(), UploadChunk(), DirectEngine(TorchEngine("cpu"), COMBINE)
 
     def member(rank: int) -> Any:
         rings = Rings(ring, engine, host.of(rank), Plane().count_bytes)

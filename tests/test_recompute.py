@@ -22,7 +22,7 @@ from gt.dispatcher.programs.passes.rematerialize import Bounds
 from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.ir.instr import FREE, Define
 from gt.ir.spec import contiguous
-from gt.wire.messages import Seal
+from gt.wire.messages import FinishCapture
 
 FAR = 1 << 20  # names that are made here
 ALL = Bounds(0.5, 0.0)
@@ -97,7 +97,7 @@ def random_rows(rng: random.Random, ops: Ops, length: int) -> tuple[list[Instruc
 
 def carried_out(rows: list[Instruction], lasting: set[int], homes: Any = ()) -> tuple[dict[int, int], int]:
     """Values of what lasts, and the most bytes that were held of what was made, by the stream that a worker has."""
-    writer = Writer({}, lasting, Seal(0, 0, "", "eager", [], 0, 0, False), {})
+    writer = Writer({}, lasting, FinishCapture(0, 0, "", "eager", [], 0, 0, False), {})
     writer.write(rows)
     kinds = {row.define.number: row.define for row in rows}
     code = [number for part in writer.parts for number in part["code"]]

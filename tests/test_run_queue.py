@@ -13,7 +13,7 @@ from gt.ir.instr import END
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
 from gt.wire.link import hello
-from gt.wire.messages import Ack, Data, Done, Fetch, Ops, Piece, Run, Switch, Value
+from gt.wire.messages import Ack, Data, Done, Fetch, Ops, Piece, Run, TorchSettings, Value
 from tests.fuzz import serving
 from tests.hostile import TEMPLATES
 from tests.streams import NEG, Stream
@@ -225,7 +225,7 @@ def test_a_worker_is_told_when_it_is_shared_and_when_it_is_no_longer():
         first = 2 * batch + 1
         bench.give(peer, Ops(batch, templates, [], [16, 0, 0, first, 17, 0, first, first + 1]), (bytes(64),))
         assert len(bench.to(b"w0", Run)) == 1
-        return [m.shared for m in bench.to(b"w0", Switch)]
+        return [m.shared for m in bench.to(b"w0", TorchSettings)]
 
     assert [said(b"c", 0), said(b"c", 1)] == [[False], []]
     bench.client(b"d", "")

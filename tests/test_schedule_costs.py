@@ -70,7 +70,7 @@ def train(name: str, depths: tuple[int, ...], parts: int = 8, clip: bool = False
 
 
 def order_of(name: str, depths: tuple[int, ...], config: str, **kwargs: Any) -> dict:
-    """The answer to Seal of a step that is only planned."""
+    """The answer to FinishCapture of a step that is only planned."""
     found: list[dict] = []
     gt.plan(lambda: found.append(train(name, depths, **kwargs)._programs[0].answer["schedule"]), config=config)
     return found[0]

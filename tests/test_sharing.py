@@ -22,6 +22,7 @@ from gt.wire.messages import (
     Failed,
     Goodbye,
     Notice,
+    OpError,
     Ops,
     Piece,
     Reject,
@@ -29,8 +30,7 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
-    Took,
-    Trouble,
+    UploadProgress,
     Welcome,
     World,
 )
@@ -130,7 +130,9 @@ def test_a_worker_is_asked_only_by_its_own_session():
     assert [row["name"] for row in report.body["workers"]] == ["w0"]
 
 
-@pytest.mark.parametrize("lie", [Done(99), Trouble(0, "op", "x"), Piece(1, 0, 0), Described(1, []), Took(1, 0), Report(1, {})])
+@pytest.mark.parametrize(
+    "lie", [Done(99), OpError(0, "op", "x"), Piece(1, 0, 0), Described(1, []), UploadProgress(1, 0), Report(1, {})]
+)
 def test_what_another_sessions_worker_says_touches_nobody_else(lie):
     shop = Shop(2)
     shop.client(b"c", 1), shop.client(b"d", 1)
@@ -139,7 +141,7 @@ def test_what_another_sessions_worker_says_touches_nobody_else(lie):
     assert b"c" in shop.core.sessions
 
 
-@pytest.mark.parametrize("lie", [Done(0), Trouble(0, "op", "x"), Piece(1, 0, 0), Report(1, {}), hello("worker")])
+@pytest.mark.parametrize("lie", [Done(0), OpError(0, "op", "x"), Piece(1, 0, 0), Report(1, {}), hello("worker")])
 def test_a_free_worker_that_speaks_is_parted_from(lie):
     shop = Shop(2)
     shop.give(b"w1", lie)
@@ -200,7 +202,7 @@ def test_what_a_worker_says_after_its_session_means_nothing():
     shop = Shop(1)
     shop.client(b"c")
     shop.leave(b"c")
-    for message in (Done(77), Trouble(0, "op", "x"), Piece(1, 0, 0), Goodbye("")):
+    for message in (Done(77), OpError(0, "op", "x"), Piece(1, 0, 0), Goodbye("")):
         assert shop.give(b"w0", message) == [] and not shop.closed
 
 

@@ -34,18 +34,18 @@ from gt.wire.messages import (
     Exit,
     Failed,
     Fetch,
-    Host,
-    More,
-    Need,
+    FinishCapture,
     Notice,
     Ops,
     Piece,
     Query,
     Report,
-    Seal,
     Stats,
-    Took,
+    UploadChunk,
+    UploadProgress,
+    UploadRequest,
     Value,
+    WindowUpdate,
 )
 from gt.worker.engine.numpy import NumpyEngine
 from gt.worker.process.progress import Effort
@@ -344,7 +344,7 @@ def test_of_a_large_value_each_part_may_take_as_long_and_who_does_not_take_it_bl
     begin = 200 if sends else 0
     assert [begin + 300 <= when <= begin + 302 for when in stuck(bench, start=begin, until=900)] == ([] if whole else [True])
     if whole:
-        bench.give(b"c", Took(key, CHUNK), at=900.0)
+        bench.give(b"c", UploadProgress(key, CHUNK), at=900.0)
         assert [1200 <= when <= 1202 for when in stuck(bench, start=900, until=1300)] == [True]
 
 
@@ -368,14 +368,14 @@ def test_shapes_and_statistics_that_are_not_told_are_errors_after_the_stall_time
 # ---- behind an upload
 
 
-def uploading(bench: Bench, peer: bytes = b"c") -> Need:
+def uploading(bench: Bench, peer: bytes = b"c") -> UploadRequest:
     """A host copy for worker w0, of which the client has sent all that it was granted, and w0 has taken in nothing."""
     size = spec(WINDOW // 8, 4)
     form, neg = row("gt.upload.default", [], [], [size], 1), row("aten.neg.default", [{"t": 0}], [size], [size])
     bench.give(peer, Ops(0, [[16, form], [17, neg]], [[1, "m.py", 1, "a", False, -1]], [16, 1, -1, 1, 17, 1, 1, 2]))
-    (need,) = bench.to(peer, Need)
+    (need,) = bench.to(peer, UploadRequest)
     for at in range(0, need.upto, CHUNK):
-        bench.give(peer, Host(need.key, at, 2 * WINDOW), (bytes(CHUNK),))
+        bench.give(peer, UploadChunk(need.key, at, 2 * WINDOW), (bytes(CHUNK),))
     return need
 
 
@@ -384,13 +384,15 @@ def test_a_stopped_worker_is_named_to_who_waits_behind_an_upload():
     seen(bench)
     uploading(bench)
     bench.give(b"c", Fetch(1, 2))
-    bench.give(b"c", Seal(2, 1, "", "", [], 0, 0, 0))
+    bench.give(b"c", FinishCapture(2, 1, "", "", [], 0, 0, 0))
     rows = told(bench, lambda now: {}, until=12, halts=lambda now: {b"w0": ("T" if now > 3 else "R", 0.0)})
     ((when, peer, kind, text),) = rows
     assert 8 <= when <= 10 and (peer, kind) == (b"c", "WorkerStuck")
     assert text.startswith("worker w0 is stopped: its process 100 is stopped (state T; `kill -CONT 100` lets it go on)")
     bench.core.check()
-    assert [type(message) for message, _ in bench.core.sessions[b"c"].inbox] == [Seal], "its call is not to be made again"
+    assert [type(message) for message, _ in bench.core.sessions[b"c"].inbox] == [FinishCapture], (
+        "its call is not to be made again"
+    )
     bench.feed(PeerLost(b"w0", "given up"))
     assert not bench.core.sessions.get(b"c") or not bench.core.sessions[b"c"].inbox
 
@@ -413,8 +415,8 @@ def test_an_upload_that_nobody_takes_in_ends_what_waits_behind_it_after_the_stal
     assert "worker w0 is alive and has taken in nothing of an upload for " in text and "Nothing is lost" in text
     bench.give(b"d", Fetch(2, 2), at=500)
     assert [row[1] for row in told(bench, still, start=500, until=720) if row[2] != "Notice"] == [b"d"], "as long again"
-    bench.give(b"w0", Took(need.key, need.upto), at=720)
-    assert bench.to(b"d", More) == [More(need.key, 2 * WINDOW)]
+    bench.give(b"w0", UploadProgress(need.key, need.upto), at=720)
+    assert bench.to(b"d", WindowUpdate) == [WindowUpdate(need.key, 2 * WINDOW)]
 
 
 def test_a_client_without_credit_is_told_of_a_stopped_worker_behind_an_upload():
@@ -430,7 +432,7 @@ def test_a_client_without_credit_is_told_of_a_stopped_worker_behind_an_upload():
 def test_a_client_that_does_not_send_what_it_was_granted_is_nobody_elses_fault():
     bench = Bench()
     need = uploading(bench)
-    bench.give(b"w0", Took(need.key, need.upto))
+    bench.give(b"w0", UploadProgress(need.key, need.upto))
     bench.give(b"c", Fetch(1, 2))
     assert told(bench, lambda now: {}) == []
 

@@ -12,7 +12,7 @@ import pytest
 
 from gt.wire import codec
 from gt.wire.dealer import Dealer
-from gt.wire.messages import Ack, Fetch, Host, Report, Stats
+from gt.wire.messages import Ack, Fetch, Report, Stats, UploadChunk
 from gt.wire.router import Arrived, Router
 from gt.wire.signals import uninterrupted
 from tests.limits import limit
@@ -90,7 +90,7 @@ class Caller:
                 self.link.push()
             if draw.random() < 0.02:
                 for _ in range(draw.randrange(100)):  # more than libzmq holds: they wait here for room
-                    self.link.send(Host(1, 0, 1 << 16), (bytes(1 << 16),), wake=False)
+                    self.link.send(UploadChunk(1, 0, 1 << 16), (bytes(1 << 16),), wake=False)
                 self.link.push()
             self.ask(n, draw)
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import wait_until
 from test_worker_loop import ADD, FETCH, UPLOAD, Dispatcher
 
-from gt.wire.messages import Data, Done, Exit, Goodbye, Piece, Query, Renew, Report, Run, Switch, Trouble
+from gt.wire.messages import Data, Done, Exit, Goodbye, OpError, Piece, Query, Renew, Report, Run, TorchSettings
 from gt.wire.router import Gone, Router
 from gt.worker import loop
 from gt.worker.engine.torch import TorchEngine
@@ -76,7 +76,7 @@ class Site:
         assert self.done() == 0
 
     def share(self, shared: bool) -> None:
-        self.dispatcher.send(Switch({}, 1, 0, shared))
+        self.dispatcher.send(TorchSettings({}, 1, 0, shared))
 
     def run(self, code: list, defines: list | None = None) -> None:
         self.dispatcher.send(Run(self.seq, 10 * self.seq, defines or [], code))
@@ -209,7 +209,7 @@ def test_a_device_that_fails_ends_the_wait_and_the_next_op_finds_out(site, monke
     assert [site.done(), site.done(), site.done()] == [1, 2, 3]
     monkeypatch.setattr(TorchEngine, "poisoned", lambda self, error: True)
     site.run([18, 0, 77, 77, 3])
-    assert site.dispatcher.next(Trouble)[0].seq == 40
+    assert site.dispatcher.next(OpError)[0].seq == 40
     site.thread.join(limit(10))
     assert site.why == ["the device cannot be used any more: no tensor has the id 77"]
 

@@ -15,7 +15,7 @@ from gt.errors import ProtocolError
 from gt.ir.instr import KINDS, Define
 from gt.ir.layout import Layout, Mesh, Shard, boxes
 from gt.ir.template import Const, T, V
-from gt.wire.messages import CHUNK, Data, Described, Piece, Trouble
+from gt.wire.messages import CHUNK, Data, Described, OpError, Piece
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch.gpu.direct import DirectEngine
 from gt.worker.executor import BIND, Poisoned
@@ -152,7 +152,7 @@ def test_a_poisoned_device_ends_the_process_after_it_was_reported(monkeypatch):
     bench.put(_1=torch.ones(2, 3))
     with pytest.raises(Poisoned, match="mat1"):
         bench.do("op", op("aten.mm.default", [T(0), T(0)], 1, [new(torch.ones(2, 2))]), 1, 2)
-    assert isinstance(bench.sent[0][0], Trouble)
+    assert isinstance(bench.sent[0][0], OpError)
 
 
 def test_free_ignores_what_is_not_there_and_an_unknown_number_is_refused():
@@ -349,7 +349,7 @@ def test_a_failed_op_still_takes_part_in_the_collective_that_follows():
         bench.put(_1=torch.ones(2, 3), _2=torch.ones(3, 2) if rank else torch.ones(5, 5))
         bench.do("op", op("aten.mm.default", [T(0), T(1)], 2, [new(torch.empty(2, 2))]), 1, 2, 3)
         bench.do("all_reduce", {"team": team(rank), "op": "sum"}, 3)
-        assert [type(m) for m, _ in bench.sent] == ([] if rank else [Trouble])
+        assert [type(m) for m, _ in bench.sent] == ([] if rank else [OpError])
         return bench[3]
 
     assert all(torch.equal(got, torch.full((2, 2), 3.0)) for got in world(2, part))
@@ -419,7 +419,7 @@ def test_who_fails_while_others_wait_on_their_devices_has_to_end() -> None:
     with pytest.raises(Doomed, match="others wait on their GPUs for a send that failed: OutOfMemoryError: CUDA out of memory"):
         bench.do("send", sending, 1, seq=4)
     (trouble,) = [message for message, _ in bench.sent]
-    assert isinstance(trouble, Trouble) and trouble.seq == 104 and trouble.kind == "memory"
+    assert isinstance(trouble, OpError) and trouble.seq == 104 and trouble.kind == "memory"
     plane.failure = PeerGone(1, "it was killed")  # then there is nobody who waits, and the dispatcher knows what to do
     bench.do("send", sending, 1)
     assert bench.sent[1][0].kind == "peer"

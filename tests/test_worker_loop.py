@@ -26,14 +26,14 @@ from gt.wire.messages import (
     Exit,
     Goodbye,
     Hello,
+    OpError,
     Piece,
     Query,
     Reject,
     Renew,
     Report,
     Run,
-    Switch,
-    Trouble,
+    TorchSettings,
     Welcome,
     World,
 )
@@ -121,7 +121,7 @@ def test_a_worker_says_hello_and_carries_out(dispatcher, worker):
     hello = dispatcher.greet()
     assert (hello.role, hello.info["name"], hello.info["backend"]) == ("worker", "mine", "torch")
     threads = torch.get_num_threads()
-    dispatcher.send(Switch({"threads": threads, "matmul_precision": "highest", "deterministic": False}))
+    dispatcher.send(TorchSettings({"threads": threads, "matmul_precision": "highest", "deterministic": False}))
     dispatcher.send(Run(0, 10, [FETCH, UPLOAD, ADD], [17, 0, 1, 5, 18, 1, 1, 1, 2, 16, 2, 2, 6]))
     data = torch.tensor([1.5, -2.0])
     dispatcher.send(Data(5, 4, 8), (data.numpy().tobytes()[4:],))
@@ -143,7 +143,7 @@ def test_a_query_and_an_abort_do_not_wait_for_the_instruction_under_way(dispatch
     dispatcher.send(Query(1))
     assert dispatcher.next(Report)[0].body["done"] == -1
     dispatcher.send(Abort(-1, "the client is gone"))
-    trouble = dispatcher.next(Trouble)[0]
+    trouble = dispatcher.next(OpError)[0]
     assert (trouble.seq, trouble.kind, trouble.message) == (4, "peer", "the client is gone")
     assert dispatcher.next(Done)[0].seq == 0
 
@@ -242,7 +242,7 @@ def test_a_device_that_cannot_be_used_any_more_ends_the_worker_which_says_so(dis
     dispatcher.send(Run(0, 10, [ADD], [18, 0, 1, 1, 2]))
     dispatcher.thread.join(limit(10))
     assert worker == ["the device cannot be used any more: no tensor has the id 1"]
-    assert dispatcher.next(Trouble)[0].seq == 10 and dispatcher.next(Goodbye)[0].reason == worker[0]
+    assert dispatcher.next(OpError)[0].seq == 10 and dispatcher.next(Goodbye)[0].reason == worker[0]
 
 
 def test_a_lost_link_ends_the_worker(dispatcher, worker):

@@ -20,14 +20,14 @@ from gt.wire.messages import (
     Failed,
     Fetch,
     Hello,
-    Host,
-    Need,
     Ops,
     Piece,
     Reject,
     Release,
     Report,
     Stats,
+    UploadChunk,
+    UploadRequest,
     Value,
     Welcome,
 )
@@ -73,7 +73,7 @@ class ToyCore:
                 return [(Report(message.request, {"dispatcher": {"codes": len(self.codes)}, "workers": []}),)]
             case Fetch():
                 return self.fetch(message)
-            case Host():
+            case UploadChunk():
                 data = self.uploads.setdefault(message.key, bytearray(message.total))
                 for frame in frames:
                     data[message.offset : message.offset + len(frame)] = frame
@@ -87,7 +87,7 @@ class ToyCore:
         if tensor < 100:
             value = struct.pack("d", tensor)
             return [(Value(request, [], "float64", [[request, [[]]]]),), (Piece(request, 0, 8), [value])]
-        return [(Need(tensor, tensor, [[[0, 2], [0, 400_000]]]),)]
+        return [(UploadRequest(tensor, tensor, [[[0, 2], [0, 400_000]]]),)]
 
     def stopping(self, reason):
         return [Send(peer, Exit(reason)) for peer in self.peers]

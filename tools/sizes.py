@@ -1,6 +1,7 @@
-"""Size report: files and functions that have grown past a reader's patience, and the total.
+"""Size report: files and functions that have grown past a reader's patience.
 
-It prints, and fails only past the allowance written here; raising a number is a decision made in review.
+A file may have 600 lines where one idea fills them, a function 60. The total is printed and has no limit: blank lines, plain
+names and comments are welcome. Raising an allowance is a decision made in review.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE_LINES, FUNCTION_LINES = 400, 60
-ALLOWED = {"files": 0, "functions": 2, "total": 38_000}  # files and functions over the limits; lines in gt/
+FILE_LINES, FUNCTION_LINES = 600, 60
+ALLOWED = {"files": 0, "functions": 2}  # how many may be over the limits
 
 
 def functions(path: Path) -> Iterator[tuple[str, int, int]]:
@@ -33,7 +34,7 @@ def main() -> int:
             lengths.append(length)
             if length > FUNCTION_LINES:
                 longs.append(f"{name}:{line} {function}: {length} lines")
-    found = {"files": len(files), "functions": len(longs), "total": total}
+    found = {"files": len(files), "functions": len(longs)}
     for line in files + longs:
         print(f"  long  {line}")
     p90 = sorted(lengths)[len(lengths) * 9 // 10] if lengths else 0

@@ -106,8 +106,10 @@ def _put(source: int, target: int, nbytes: int) -> Result:
     if large is None or small is None:
         return f"put {source}-{target}", False, "another value arrived than was sent"
     rate = many * nbytes / large / 1e9
-    return f"put {source}-{target}", True, (
-        f"{nbytes / MIB:.0f} MiB in {large / many * 1e3:.2f} ms, {rate:.1f} GB/s; 8 B in {small / 64 * 1e6:.0f} us"
+    return (
+        f"put {source}-{target}",
+        True,
+        (f"{nbytes / MIB:.0f} MiB in {large / many * 1e3:.2f} ms, {rate:.1f} GB/s; 8 B in {small / 64 * 1e6:.0f} us"),
     )
 
 

@@ -25,7 +25,7 @@ from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import link, messages
 from gt.wire.dealer import Dealer
-from gt.wire.messages import THROUGH, Describe, Fetch, Goodbye, Host, Inspect, Message, Ops, Seal, Stats
+from gt.wire.messages import THROUGH, Describe, Fetch, FinishCapture, Goodbye, Inspect, Message, Ops, Stats, UploadChunk
 
 log = logging.getLogger("gt.client")
 
@@ -85,8 +85,8 @@ class Session:
         self._fetches = 0
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
-            messages.Need: self._need,
-            messages.More: lambda m, _: self._more(m.key, m.upto),
+            messages.UploadRequest: self._need,
+            messages.WindowUpdate: lambda m, _: self._more(m.key, m.upto),
             messages.Release: self._release,
             messages.Value: self._value,
             messages.Piece: self._piece,
@@ -171,8 +171,8 @@ class Session:
         return [Spec.from_wire(row) for row in self._ask(lambda request: Describe(request, tensors))]
 
     def seal(self, program: int, *what: Any) -> dict[str, Any]:
-        """Make a program of what was recorded; see messages.Seal for the rest and the answer."""
-        return self._ask(lambda request: Seal(request, program, *what))
+        """Make a program of what was recorded; see messages.FinishCapture for the rest and the answer."""
+        return self._ask(lambda request: FinishCapture(request, program, *what))
 
     def inspect(self, tensor: int) -> dict[str, Any]:
         """Layout, mesh and pieces of a tensor."""
@@ -335,10 +335,10 @@ class Session:
             with self._room:
                 self._room.notify_all()
 
-    def _need(self, message: messages.Need, frames: tuple[Any, ...]) -> None:
+    def _need(self, message: messages.UploadRequest, frames: tuple[Any, ...]) -> None:
         array = self._kept.get(message.tensor)
         if array is None:
-            raise ProtocolError(f"Need.tensor is {message.tensor}, of which no host copy is kept")
+            raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, of which no host copy is kept")
         self._uploading[message.key] = (array, message.boxes)
         if message.upto or not any(all(start < stop for start, stop in box) for box in message.boxes):
             self._more(message.key, message.upto)
@@ -347,12 +347,12 @@ class Session:
         """Send what of an upload may be sent by now."""
         left = self._uploading.get(key)
         if left is None:
-            raise ProtocolError(f"More.key is {key}, of which nothing is left to send")
+            raise ProtocolError(f"WindowUpdate.key is {key}, of which nothing is left to send")
         if isinstance(left, tuple):  # not begun: what has to be copied out of it is copied now
             left = self._uploading[key] = deque(host_buffers.frames(host_buffers.region(*left)))
         while left and left[0][0] + sum(map(len, left[0][2])) <= upto:
             offset, total, parts = left.popleft()
-            self._link.send(Host(key, offset, total), parts)
+            self._link.send(UploadChunk(key, offset, total), parts)
         if not left:
             del self._uploading[key]
 
@@ -377,7 +377,7 @@ class Session:
 
     def _piece(self, message: messages.Piece, frames: tuple[Any, ...]) -> None:
         if message.total > messages.AHEAD:
-            self._link.send(messages.Took(message.key, message.offset + len(frames[0])))
+            self._link.send(messages.UploadProgress(message.key, message.offset + len(frames[0])))
         pending = self._pieces.get(message.key)
         if pending is None or pending.assembly is None:
             return  # of a fetch that was interrupted

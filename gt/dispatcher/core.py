@@ -49,20 +49,20 @@ from gt.wire.messages import (
     Exit,
     Failed,
     Fetch,
+    FinishCapture,
     Goodbye,
     Hello,
-    Host,
     Inspect,
     Message,
+    OpError,
     Ops,
     Piece,
     Reject,
     Report,
     Run,
-    Seal,
     Stats,
-    Took,
-    Trouble,
+    UploadChunk,
+    UploadProgress,
 )
 
 log = logging.getLogger("gt.dispatcher")
@@ -102,8 +102,9 @@ class Core:
         self.now = 0.0
         self._on: dict[type[Message], Callable] = {
             Hello: self.membership.hello, Ops: self._ops, Fetch: self._fetch, Describe: self._describe, Inspect: self._inspect,
-            Seal: self._seal, Stats: self._stats, Host: self._host, Goodbye: self.membership.goodbye, Piece: self._piece,
-            Described: self._described, Report: self._report, Done: self._done, Trouble: self._trouble, Took: self._took,
+            FinishCapture: self._finish_capture, Stats: self._stats, UploadChunk: self._upload_chunk,
+            Goodbye: self.membership.goodbye, Piece: self._piece, Described: self._described, Report: self._report,
+            Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
         }  # fmt: skip
 
     @property
@@ -273,9 +274,11 @@ class Core:
     def _inspect(self, peer: Peer, message: Inspect, frames: tuple) -> None:
         self._session(peer).requests.inspect(message.request, message.tensor)
 
-    def _seal(self, peer: Peer, message: Seal, frames: tuple) -> None:
+    def _finish_capture(self, peer: Peer, message: FinishCapture, frames: tuple) -> None:
         session = self._session(peer)
-        self.round_robin.aside(session, "Seal", lambda: session.send(Report(message.request, session.programs.seal(message))))
+        self.round_robin.aside(
+            session, "FinishCapture", lambda: session.send(Report(message.request, session.programs.seal(message)))
+        )
 
     def _stats(self, peer: Peer, message: Stats, frames: tuple) -> None:
         session, watch = self._session(peer), self._lease(peer).watch
@@ -288,7 +291,7 @@ class Core:
             for one in watch.without(-1):
                 self.surveyed(one)
 
-    def _host(self, peer: Peer, message: Host, frames: tuple) -> None:
+    def _upload_chunk(self, peer: Peer, message: UploadChunk, frames: tuple) -> None:
         session = self._session(peer)
         session.uploads.host(message, frames)
         session.release()
@@ -321,7 +324,7 @@ class Core:
         if session is not None:
             session.requests.described(worker.index, message.request, message.specs)
 
-    def _took(self, peer: Peer, message: Took, frames: tuple) -> None:
+    def _upload_progress(self, peer: Peer, message: UploadProgress, frames: tuple) -> None:
         if peer in self.sessions:
             self.sessions[peer].requests.took(message.key, message.upto)
             return
@@ -344,7 +347,7 @@ class Core:
             if worker.index in session.emitter.used:
                 self.guarded(session, "an acknowledgement", session.settle_batches)
 
-    def _trouble(self, peer: Peer, message: Trouble, frames: tuple) -> None:
+    def _op_error(self, peer: Peer, message: OpError, frames: tuple) -> None:
         """An instruction failed: the session that issued the op learns of it, with the op's origin."""
         worker = self._worker(peer)
         for session in self._lease(peer).sessions.values():

@@ -34,7 +34,7 @@ from gt.dispatcher.state.uploads import Uploads
 from gt.dispatcher.state.validate import Origin
 from gt.errors import GTError, ProtocolError
 from gt.ir.layout import Layout, Mesh
-from gt.wire.messages import Ack, Data, Message, Run, Switch
+from gt.wire.messages import Ack, Data, Message, Run, TorchSettings
 
 log = logging.getLogger("gt.dispatcher")
 
@@ -158,7 +158,7 @@ class ClientSession:
         if self.ended or (worker.session == self.number and worker.switches == wanted and worker.shared == shared):
             return
         worker.session, worker.switches, worker.shared = self.number, wanted, shared
-        self.out(worker.peer, Switch(wanted, self.number, self.memory, shared), ())
+        self.out(worker.peer, TorchSettings(wanted, self.number, self.memory, shared), ())
 
     def transmit(self, held: BufferedInstructions) -> None:
         """To every worker in one go, so that all of them see what sessions exchange in the same order."""

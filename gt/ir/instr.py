@@ -17,7 +17,7 @@ PARAM = 1  # from the client: [PARAM, id], a leaf that requires grad
 FORGET = 2  # to workers: [FORGET, seq, n, numbers...], definitions that are not named again
 # from the client: [RECORD, slot, how, n, ids...], the ops that follow may become a program with these tensors as inputs. how: 0
 # executes them one by one; 1 executes them as one program with backend cudagraphs when the call returns; 2 and 3 do so
-# and recompute cheap values, as 1 and 2 of Seal.recompute
+# and recompute cheap values, as 1 and 2 of FinishCapture.recompute
 RECORD = 3
 DISCARD = 4  # from the client: [DISCARD], the ops recorded since RECORD become no program
 LAUNCH = 5  # from the client: [LAUNCH, program, seed, counter], replays a program

@@ -32,7 +32,7 @@ from gt.ir.spec import DTYPES, Spec
 from gt.ir.text import PlanLine
 from gt.observe.simulated_worker import WEIGHTS, OpAction, SimulatedInterval, StandIn
 from gt.wire.link import hello
-from gt.wire.messages import Done, Failed, Inspect, Message, Notice, Ops, Query, Reject, Report, Run, Seal, Stats
+from gt.wire.messages import Done, Failed, FinishCapture, Inspect, Message, Notice, Ops, Query, Reject, Report, Run, Stats
 
 log = logging.getLogger("gt")
 FEW = 16  # workers that are all followed
@@ -210,7 +210,7 @@ class Dry:
     def seal(self, program: int, schedule: str, *what: Any) -> dict[str, Any]:
         """A recording is over: it is the step. Where not all workers are followed its order is not checked."""
         every = len(self.followed) == len(self.workers)
-        self._handle(Received(CLIENT, Seal(0, program, schedule if every else "", *what)))
+        self._handle(Received(CLIENT, FinishCapture(0, program, schedule if every else "", *what)))
         answer = self._reports.pop(0)
         if not self.told:
             self.known(self.living())

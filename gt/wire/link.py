@@ -22,14 +22,13 @@ from gt.wire.messages import (
     Exit,
     Failed,
     Fetch,
+    FinishCapture,
     Goodbye,
     Hello,
-    Host,
     Inspect,
     Message,
-    More,
-    Need,
     Notice,
+    OpError,
     Ops,
     Piece,
     Query,
@@ -38,13 +37,14 @@ from gt.wire.messages import (
     Renew,
     Report,
     Run,
-    Seal,
     Stats,
-    Switch,
-    Took,
-    Trouble,
+    TorchSettings,
+    UploadChunk,
+    UploadProgress,
+    UploadRequest,
     Value,
     Welcome,
+    WindowUpdate,
     World,
 )
 
@@ -54,15 +54,17 @@ RELEASE = "0.1.0"  # for people to read; VERSION is what must agree
 # role -> (what it may send after Hello, what the dispatcher may send it)
 MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
     "client": (
-        frozenset({Ops, Fetch, Describe, Inspect, Seal, Stats, Host, Took, Goodbye}),
-        frozenset({Welcome, Reject, Ack, Need, More, Release, Value, Piece, Described, Report, Failed, Notice, Exit}),
+        frozenset({Ops, Fetch, Describe, Inspect, FinishCapture, Stats, UploadChunk, UploadProgress, Goodbye}),
+        frozenset(
+            {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice, Exit}
+        ),
     ),
     "worker": (
-        frozenset({Piece, Described, Report, Done, Trouble, Took, Goodbye}),
-        frozenset({Welcome, Reject, World, Run, Data, More, Switch, Abort, Query, Renew, Exit}),
+        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, Goodbye}),
+        frozenset({Welcome, Reject, World, Run, Data, WindowUpdate, TorchSettings, Abort, Query, Renew, Exit}),
     ),
 }
-CARRIES = {Ops: 4096, Host: 1, Piece: 1, Data: 1}  # the messages that have frames, and how many at most
+CARRIES = {Ops: 4096, UploadChunk: 1, Piece: 1, Data: 1}  # the messages that have frames, and how many at most
 
 
 def hello(role: str, config: str = "", config_path: str = "", **rest: dict[str, Any]) -> Hello:

@@ -87,7 +87,7 @@ class Describe(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Seal(Message):
+class FinishCapture(Message):
     """Client -> dispatcher: makes `program` of the ops recorded since RECORD. Answered by Report or Failed.
 
     schedule: name of a pipeline schedule, "" for the order of the calls. backend: one of ir.instr.BACKENDS. carried: [[read,
@@ -124,8 +124,11 @@ class Stats(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Host(Message):
-    """Client -> dispatcher, answers Need and More: the next frame of a host copy's region, at byte `offset` of `total`."""
+class UploadChunk(Message):
+    """Client -> dispatcher, answers UploadRequest and WindowUpdate: the next frame of a host copy's region.
+
+    Its bytes begin at `offset` of `total`.
+    """
 
     key: int
     offset: int
@@ -173,8 +176,8 @@ class Ack(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Need(Message):
-    """Dispatcher -> client: asks for a region of upload `tensor`, row-major, as Host messages with `key`.
+class UploadRequest(Message):
+    """Dispatcher -> client: asks for a region of upload `tensor`, row-major, as UploadChunk messages with `key`.
 
     boxes: [[start, stop], ...] of each box of the region. upto: frames beyond this byte wait for a More, which bounds the bytes
     in flight.
@@ -187,8 +190,11 @@ class Need(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class More(Message):
-    """Dispatcher -> client: allows Host frames of `key` up to byte `upto`. -> worker: Piece frames; -1 cancels the rest."""
+class WindowUpdate(Message):
+    """Dispatcher -> client: allows UploadChunk frames of `key` up to byte `upto`. -> worker: Piece frames.
+
+    -1 cancels the rest.
+    """
 
     key: int
     upto: int
@@ -233,7 +239,7 @@ class Described(Message):
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Dispatcher -> client, answers Inspect, Stats and Seal. Worker -> dispatcher, answers Query."""
+    """Dispatcher -> client, answers Inspect, Stats and FinishCapture. Worker -> dispatcher, answers Query."""
 
     request: int
     body: dict
@@ -287,7 +293,7 @@ class Run(Message):
 
 @dataclass(frozen=True, slots=True)
 class Data(Message):
-    """Dispatcher -> worker: a frame of upload `key`, at byte `offset` of `total`. Answered by Took.
+    """Dispatcher -> worker: a frame of upload `key`, at byte `offset` of `total`. Answered by UploadProgress.
 
     An upload with total 0 has no frame; total -1 cancels it. All frames precede the Run that uses the upload.
     """
@@ -298,7 +304,7 @@ class Data(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Switch(Message):
+class TorchSettings(Message):
     """Dispatcher -> worker: the session whose Runs follow, and its torch switches (as Hello.switches).
 
     It precedes a session's Run if the worker's last Run was another session's. The program's threads are divided among its
@@ -356,7 +362,9 @@ class Exit(Message):
 
 @dataclass(frozen=True, slots=True)
 class Done(Message):
-    """Worker -> dispatcher: every Run up to `seq` is executed (on a GPU see Switch.shared). Its failures were sent before.
+    """Worker -> dispatcher: every Run up to `seq` is executed. Its failures were sent before.
+
+    On a GPU that sessions share, the device has executed them too: see TorchSettings.shared.
 
     times: [number, seconds, ...] of the definitions of timed Runs: the shortest time of each.
     """
@@ -366,7 +374,7 @@ class Done(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble(Message):
+class OpError(Message):
     """Worker -> dispatcher: op `seq` failed, and its outputs are placeholders.
 
     kind: "op", "unsupported", "peer" or "memory". memory: with some of the kind "memory"; {"limit", "session_limit": 0 for
@@ -382,7 +390,7 @@ class Trouble(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Took(Message):
+class UploadProgress(Message):
     """Worker -> dispatcher: it has received bytes of upload `key` up to `upto`.
 
     Client -> dispatcher: it has received bytes of fetched piece `key` up to `upto`; only for pieces of more than AHEAD bytes.
@@ -393,6 +401,7 @@ class Took(Message):
 
 
 CODES: tuple[type[Message], ...] = (
-    Hello, Ops, Fetch, Describe, Inspect, Stats, Host, Goodbye, Welcome, Reject, Ack, Need, Release, Value, Piece, Described,
-    Report, Failed, World, Run, Data, Switch, Abort, Query, Exit, Done, Trouble, More, Took, Seal, Notice, Renew,
+    Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
+    Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
+    UploadProgress, FinishCapture, Notice, Renew,
 )  # fmt: skip

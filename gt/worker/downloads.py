@@ -26,7 +26,7 @@ class Outgoing:
 
     send: Callable[..., None]
     leaving: dict[int, _Leaving] = field(default_factory=dict)
-    _lock: threading.RLock = field(default_factory=threading.RLock)  # sending may bring a More
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # sending may bring a WindowUpdate
 
     def begin(self, key: int, data: memoryview, own: bool) -> None:
         """Send a piece. own: nobody writes this memory."""

@@ -1,6 +1,6 @@
 """Carries out instructions in order: definitions become bound steps, a stream of numbers names them.
 
-A step that fails reports Trouble and leaves placeholders of the right shape, so that what follows still runs and no
+A step that fails reports OpError and leaves placeholders of the right shape, so that what follows still runs and no
 peer waits for a collective that never comes. Knows neither torch nor sockets.
 """
 

@@ -32,16 +32,16 @@ from gt.wire.messages import (
     Exit,
     Goodbye,
     Message,
-    More,
     Piece,
     Query,
     Reject,
     Renew,
     Report,
     Run,
-    Switch,
-    Took,
+    TorchSettings,
+    UploadProgress,
     Welcome,
+    WindowUpdate,
     World,
 )
 from gt.wire.process_settings import keep_freed, more_descriptors
@@ -113,8 +113,8 @@ class Loop:
             case Data():
                 uploads.receive(message, frames[0] if frames else None)
                 if message.total > SMALL:
-                    self.send(Took(message.key, message.offset + len(frames[0])))
-            case Run() | Switch() | World():
+                    self.send(UploadProgress(message.key, message.offset + len(frames[0])))
+            case Run() | TorchSettings() | World():
                 if isinstance(message, World) and self._own(message) in message.members:
                     self._members = frozenset(message.members)
                 self._inbox.put((message, uploads.epoch))
@@ -123,7 +123,7 @@ class Loop:
                 at = self._at()
                 work = self._effort.seconds(at[3]) if at is not None else 0.0
                 self.send(Report(request, {"done": self.done, "at": at, "work": work, "stats": stats}))
-            case More(key, upto):
+            case WindowUpdate(key, upto):
                 self.executor.outgoing.more(key, upto)
             case Abort(index, reason):
                 log.debug("abort of worker %d: %s", index, reason)
@@ -192,7 +192,7 @@ class Loop:
             if self._exit is not None:  # what is still queued has nobody to answer to
                 log.info("exit: %s", self._exit.reason)
                 return self._why
-            if isinstance(message, Switch):
+            if isinstance(message, TorchSettings):
                 self._switch(message)
                 continue
             if isinstance(message, World):
@@ -219,7 +219,7 @@ class Loop:
             if self._untold >= TOGETHER or long:
                 self._tell_done()
 
-    def _switch(self, message: Switch) -> None:
+    def _switch(self, message: TorchSettings) -> None:
         """Another session's Runs follow."""
         self._engine.switch(message.switches)
         if self._session not in (NOBODY, message.session):

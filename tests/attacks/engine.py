@@ -342,9 +342,9 @@ def _text(data: bytes) -> str:
 
 
 def _host() -> bytes:
-    from gt.wire.messages import Host
+    from gt.wire.messages import UploadChunk
 
-    return codec.pack(Host(0, 0, 0))[1:2]
+    return codec.pack(UploadChunk(0, 0, 0))[1:2]
 
 
 HOST = _host()

@@ -9,7 +9,7 @@ from typing import Any
 
 from gt.errors import GTError
 from gt.wire.dealer import Dealer
-from gt.wire.messages import Exit, Failed, Message, Need, Reject, Welcome
+from gt.wire.messages import Exit, Failed, Message, Reject, UploadRequest, Welcome
 
 INTERNAL = "internal error of the server"
 KEPT = 512  # messages of one link that are remembered
@@ -37,11 +37,9 @@ class Leaks:
 class Peer:
     """A connection to the server, whatever it says. `answers` is what has come, newest last."""
 
-    def __init__(
-        self, address: str, token: str, leaks: Leaks, react: Callable[[Message, tuple], None] | None = None
-    ) -> None:
+    def __init__(self, address: str, token: str, leaks: Leaks, react: Callable[[Message, tuple], None] | None = None) -> None:
         self.answers: list[tuple[Message, tuple]] = []
-        self.needs: list[Need] = []
+        self.needs: list[UploadRequest] = []
         self.lost = ""
         self._leaks, self._react = leaks, react
         self._changed = threading.Condition()
@@ -95,7 +93,7 @@ class Peer:
             self.answers.append((message, frames))
             if len(self.answers) > KEPT:
                 del self.answers[: KEPT // 2]
-            if isinstance(message, Need):
+            if isinstance(message, UploadRequest):
                 self.needs.append(message)
             if isinstance(message, (Exit, Reject)):
                 self.lost = self.lost or repr(message)

@@ -10,13 +10,13 @@ from gt.errors import ProtocolError
 from gt.ir.instr import END, FORGET, FREE, Define
 from gt.wire import codec
 from gt.wire.link import hello
-from gt.wire.messages import Data, Described, Done, Message, Piece, Query, Report, Run, Took, Trouble, World
+from gt.wire.messages import Data, Described, Done, Message, OpError, Piece, Query, Report, Run, UploadProgress, World
 from tests.attacks import mutate
 from tests.attacks.peer import Leaks, Peer
 from tests.hostile import WILD, spec
 
 RATE = 0.15  # of answers that are wrong
-WRONG = (Piece, Described, Report, Done, Trouble, Took)
+WRONG = (Piece, Described, Report, Done, OpError, UploadProgress)
 
 
 class Puppet:
@@ -88,7 +88,7 @@ class Puppet:
         if isinstance(message, Query):
             return [(Report(message.request, {"done": -1, "stats": {"name": "puppet"}, "at": None}), ())]
         if isinstance(message, Data) and message.total > 64 << 10:
-            return [(Took(message.key, min(message.offset + (1 << 20), message.total)), ())]
+            return [(UploadProgress(message.key, min(message.offset + (1 << 20), message.total)), ())]
         if isinstance(message, Run):
             return [*self._run(message), (Done(message.seq), ())]
         return []
@@ -113,5 +113,5 @@ class Puppet:
         if define.kind == "describe":
             return [(Described(operands[1], [spec(2, 2)]), ())]
         if define.kind == "op" and self.rng.random() < 0.05:
-            return [(Trouble(0, "op", "a puppet's trouble"), ())]
+            return [(OpError(0, "op", "a puppet's trouble"), ())]
         return []

@@ -85,17 +85,17 @@ class PlannedSession:
         if isinstance(message, m.Run):
             yield Received(peer, m.Done(message.seq))
         elif isinstance(message, m.Data):
-            yield Received(peer, m.Took(message.key, message.offset + sum(map(len, frames))))
+            yield Received(peer, m.UploadProgress(message.key, message.offset + sum(map(len, frames))))
 
     def _client(self, message: m.Message, frames: Sequence) -> Iterator[Received]:
         if isinstance(message, m.Welcome):
             self._answers[-1] = message.workers, message.groups
-        elif isinstance(message, m.Need):
+        elif isinstance(message, m.UploadRequest):
             size = self._kept[message.tensor].itemsize
             total = size * sum(prod(stop - start for start, stop in box) for box in message.boxes)
             self._uploads[message.key] = deque((at, total) for at in range(0, max(total, 1), m.CHUNK))
             yield from self._more(message.key, message.upto)
-        elif isinstance(message, m.More):
+        elif isinstance(message, m.WindowUpdate):
             yield from self._more(message.key, message.upto)
         elif isinstance(message, m.Release):
             for tensor in message.tensors:
@@ -115,7 +115,7 @@ class PlannedSession:
         while left and min(left[0][0] + m.CHUNK, left[0][1]) <= upto:
             offset, total = left.popleft()
             frames = (bytes(min(m.CHUNK, total - offset)),) if total else ()
-            yield Received(CLIENT, m.Host(key, offset, total), frames)
+            yield Received(CLIENT, m.UploadChunk(key, offset, total), frames)
 
     def _ask(self, question: m.Message) -> Any:
         """A question that workers have no part in answering."""
@@ -166,7 +166,7 @@ class PlannedSession:
         return [Spec.from_wire(row) for row in self._answers.pop(number)]
 
     def seal(self, *what: Any) -> dict[str, Any]:
-        return self._ask(m.Seal(self._number(), *what))
+        return self._ask(m.FinishCapture(self._number(), *what))
 
     def inspect(self, tensor: int) -> dict[str, Any]:
         return self._ask(m.Inspect(self._number(), tensor))

@@ -276,7 +276,7 @@ class Compiled:
         return results if program is None else program.take()
 
     def _again(self) -> int:
-        """Which cheap values are made again: see Seal.recompute."""
+        """Which cheap values are made again: see FinishCapture.recompute."""
         graphs = (self.backend or current_session.Live.backend) == "cudagraphs"
         return int(graphs) if self.recompute is None else 2 * self.recompute
 

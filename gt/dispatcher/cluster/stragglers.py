@@ -15,7 +15,7 @@ from gt.dispatcher.cluster.health import COMPILE, DEVICE, LOAD, MEETING, Watch, 
 from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import WorkerStuck
-from gt.wire.messages import Describe, Failed, Fetch, Inspect, Message, Notice, Ops, Seal, Stats
+from gt.wire.messages import Describe, Failed, Fetch, FinishCapture, Inspect, Message, Notice, Ops, Stats
 
 SLOW = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0)  # seconds at one instruction after which a program is told, then every 600
 SAME = 60.0  # seconds in which a program is not told for the second time that it has come to a slow instruction at one line
@@ -99,8 +99,8 @@ class Stragglers:
             self._tell_stuck(session, error)
         left: deque[tuple[Message, tuple]] = deque()
         for message, frames in session.inbox:
-            # A Seal ends a call whose ops are sent, which is not to be called again: it waits until the worker is lost.
-            if isinstance(message, (Fetch, Describe, Inspect, Stats)) or (stalled and isinstance(message, Seal)):
+            # FinishCapture ends a call whose ops are sent and which must not be made again: it waits until the worker is lost.
+            if isinstance(message, (Fetch, Describe, Inspect, Stats)) or (stalled and isinstance(message, FinishCapture)):
                 session.send(Failed(message.request, errors.to_wire(error)))
             else:
                 left.append((message, frames))

@@ -37,7 +37,7 @@ class Worker:
     runs: int = 0
     done: int = 0
     lives: int = 1
-    switches: dict | None = None  # as its newest Switch said
+    switches: dict | None = None  # as its newest TorchSettings said
     session: int = -1  # the same
     shared: bool = False  # the same
     weight: int = 0  # of `defines`
@@ -133,6 +133,7 @@ class Cluster:
     def hosts(self) -> dict[str, int]:
         """Numbers of workers that compute in their host's memory, by host."""
         return dict(Counter(w.info.get("host", "") for w in self.workers if not w.lost and w.info.get("device") == "cpu"))
+
     def finished(self, worker: Worker, run: int) -> None:
         """A worker has carried out its Runs up to this one: what waited for that is sent."""
         worker.done = run

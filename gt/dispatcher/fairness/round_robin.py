@@ -14,13 +14,13 @@ from gt.dispatcher.fairness.time_slices import Leavings, Pace
 from gt.dispatcher.state.fetches import MOST
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import ProtocolError
-from gt.wire.messages import Describe, Fetch, Inspect, Message, Ops, Seal, Stats
+from gt.wire.messages import Describe, Fetch, FinishCapture, Inspect, Message, Ops, Stats
 
 if TYPE_CHECKING:
     from gt.dispatcher.core import Core
     from gt.dispatcher.session import ClientSession
 
-DEFERRED = frozenset({Ops, Fetch, Describe, Inspect, Seal, Stats})  # what a stalled session keeps for later, in order
+DEFERRED = frozenset({Ops, Fetch, Describe, Inspect, FinishCapture, Stats})  # what a stalled session keeps for later, in order
 MOST_DEFERRED = CREDIT + MOST + 1
 
 
@@ -103,7 +103,7 @@ class RoundRobin:
         """True if a message has to wait; a question ends the waiting of what was sent before it."""
         if not session.stalled and not isinstance(message, Ops):
             self._core.attempt(peer, "Ops", session.batches.finish)
-            if not isinstance(message, Seal) and not session.batches.busy:
+            if not isinstance(message, FinishCapture) and not session.batches.busy:
                 session.programs.later.let_go()
         return session.stalled
 

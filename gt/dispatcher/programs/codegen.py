@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gt.dispatcher.programs.passes.hoist_transfers import turned
 from gt.dispatcher.programs.recording import Instruction
 from gt.ir.instr import FREE, Define
-from gt.wire.messages import Seal
+from gt.wire.messages import FinishCapture
 
 LONGEST = 1 << 19  # numbers of one definition of a program; a longer one is several
 
@@ -25,7 +25,7 @@ def _channels(define: Define) -> list[tuple[int, int, bool]]:
 class Writer:
     """One worker's stream of a program. index: op by sequence number; lasting: tensors that are there afterwards."""
 
-    def __init__(self, index: dict[int, int], lasting: set[int], seal: Seal, names: dict[int, str]) -> None:
+    def __init__(self, index: dict[int, int], lasting: set[int], seal: FinishCapture, names: dict[int, str]) -> None:
         self.index, self.lasting, self.names = index, lasting, names
         self.seed, self.counter, self.backend = seal.seed, seal.counter, seal.backend
         self.parts: list[dict] = []

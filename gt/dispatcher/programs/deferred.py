@@ -66,7 +66,7 @@ class Later:
 
     def __init__(self, session: ClientSession) -> None:
         self.s = session
-        self.again = 0  # which cheap values are made again: as Seal.recompute
+        self.again = 0  # which cheap values are made again: as FinishCapture.recompute
         self._held: list[BufferedInstructions] | None = None
 
     @property

@@ -23,7 +23,7 @@ from gt.dispatcher.state.failures import Cause, Launched, Planned
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, FORGET, FREE, Define
 from gt.ir.layout import Layout, Partial, R, local_shape, replicated
-from gt.wire.messages import Seal
+from gt.wire.messages import FinishCapture
 
 if TYPE_CHECKING:
     from gt.dispatcher.session import ClientSession
@@ -141,20 +141,22 @@ class Programs:
 
     # ---- sealing
 
-    def seal(self, message: Seal) -> dict:
+    def seal(self, message: FinishCapture) -> dict:
         """Make a program of the tape; the body of the answer."""
         s, number = self.s, message.program
         s.emitter.seq = s.emitter.base = s.cluster.seq
         self._place_all({made for _, made in _pairs(message.carried, s.table.rows)})
         tape = self._stop()
         if tape is None:
-            raise ProtocolError(f"Seal.program is {number}, and nothing was recorded")
+            raise ProtocolError(f"FinishCapture.program is {number}, and nothing was recorded")
         if number in self.all or len(self.all) >= MOST:
-            raise ProtocolError(f"Seal.program is {number}, want a number that is not in use, and at most {MOST} programs")
+            raise ProtocolError(
+                f"FinishCapture.program is {number}, want a number that is not in use, and at most {MOST} programs"
+            )
         if message.backend not in BACKENDS:
-            raise ProtocolError(f"Seal.backend is {message.backend!r:.40}, want one of {', '.join(BACKENDS)}")
+            raise ProtocolError(f"FinishCapture.backend is {message.backend!r:.40}, want one of {', '.join(BACKENDS)}")
         if message.recompute not in (0, *BOUNDS):
-            raise ProtocolError(f"Seal.recompute is {message.recompute!r:.40}, want 0, 1 or 2")
+            raise ProtocolError(f"FinishCapture.recompute is {message.recompute!r:.40}, want 0, 1 or 2")
         pairs = _pairs(message.carried, s.table.rows)
         self.later.end(tape)
         added: dict[str, Define] = {}
@@ -175,7 +177,9 @@ class Programs:
         counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order, "recomputed": again}
 
-    def _passes(self, tape: Recording, message: Seal, added: dict[str, Define]) -> tuple[dict, dict, dict[int, list[dict]]]:
+    def _passes(
+        self, tape: Recording, message: FinishCapture, added: dict[str, Define]
+    ) -> tuple[dict, dict, dict[int, list[dict]]]:
         """Order a tape, and write it: what arranging it said, what is made again, and the parts of each worker's program.
 
         added: takes the definitions that arranging adds.
@@ -209,7 +213,9 @@ class Programs:
 
     def once(self, rows: Sequence[Instruction], base: int, lasting: set[int]) -> list[dict]:
         """A worker's rows as definitions that are carried out once, with no random numbers but those they have."""
-        writer = Writer({row.seq: row.seq - base for row in rows}, lasting, Seal(0, 0, "", "cudagraphs", [], -1, 0, False), {})
+        writer = Writer(
+            {row.seq: row.seq - base for row in rows}, lasting, FinishCapture(0, 0, "", "cudagraphs", [], -1, 0, False), {}
+        )
         writer.write(rows)
         return [{**part, "once": True} for part in writer.parts]
 
@@ -268,7 +274,9 @@ class Programs:
                 return "the function reads a value of a remote tensor: return the tensor and read it outside"
         return ""
 
-    def _make(self, tape: Recording, pairs: list[tuple[int, int]], message: Seal, parts: dict[int, list[dict]]) -> None:
+    def _make(
+        self, tape: Recording, pairs: list[tuple[int, int]], message: FinishCapture, parts: dict[int, list[dict]]
+    ) -> None:
         s = self.s
         code = {worker: [s.emitter.define("program", part) for part in rows] for worker, rows in parts.items()}
         for worker, rows in tape.code.items():
@@ -384,8 +392,8 @@ class Programs:
 
 
 def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:
-    """Seal.carried as it came; ProtocolError unless it names tensors of this session."""
+    """FinishCapture.carried as it came; ProtocolError unless it names tensors of this session."""
     for row in rows:
         if type(row) is not list or len(row) != 2 or any(type(i) is not int or i not in table for i in row):
-            raise ProtocolError(f"Seal.carried has {row!r:.80}, want [read, made], tensors of this session")
+            raise ProtocolError(f"FinishCapture.carried has {row!r:.80}, want [read, made], tensors of this session")
     return [(read, made) for read, made in rows]

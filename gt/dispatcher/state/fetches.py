@@ -18,7 +18,7 @@ from gt.errors import GTError, OpFailed, ProtocolError
 from gt.ir.instr import Define
 from gt.ir.layout import Layout, boxes, local_shape
 from gt.ir.spec import Spec
-from gt.wire.messages import AHEAD, CHUNK, THROUGH, Described, Failed, More, Piece, Report, Value
+from gt.wire.messages import AHEAD, CHUNK, THROUGH, Described, Failed, Piece, Report, Value, WindowUpdate
 
 if TYPE_CHECKING:
     from gt.dispatcher.session import ClientSession
@@ -253,14 +253,14 @@ class Requests:
             return  # it has ended meanwhile
         if not 0 <= upto <= request.sizes[key] - request.left[key]:
             sent = request.sizes[key] - request.left[key]
-            raise ProtocolError(f"Took.upto is {upto} of piece {key}, of which {sent} bytes were sent")
+            raise ProtocolError(f"UploadProgress.upto is {upto} of piece {key}, of which {sent} bytes were sent")
         request.granted[key], request.moved = upto + AHEAD, self.s.cluster.now
         self._tell(request, key, upto + AHEAD)
 
     def _tell(self, request: Request, key: int, upto: int) -> None:
         worker = self.s.cluster.workers[request.keys[key]]
         if not worker.lost:
-            self.s.out(worker.peer, More(key, upto), ())
+            self.s.out(worker.peer, WindowUpdate(key, upto), ())
 
     def close(self) -> None:
         """The client is gone: workers keep nothing for it."""

@@ -17,7 +17,7 @@ from gt.errors import ProtocolError
 from gt.ir.boxes import shape, take
 from gt.ir.layout import Box
 from gt.ir.spec import Spec
-from gt.wire.messages import CHUNK, Data, Host, More, Need
+from gt.wire.messages import CHUNK, Data, UploadChunk, UploadRequest, WindowUpdate
 
 if TYPE_CHECKING:
     from gt.dispatcher.cluster.workers import Worker
@@ -98,7 +98,7 @@ class Uploads:
         self.awaited += 1
         self.moved = self.s.cluster.now
         upload.granted = max(0, min(self._room(), total))
-        self.s.send(Need(tensor, key, boxes, upload.granted))
+        self.s.send(UploadRequest(tensor, key, boxes, upload.granted))
 
     def _room(self) -> int:
         return WINDOW - sum(u.granted - u.done for u in self.open.values())
@@ -110,22 +110,23 @@ class Uploads:
             step = min(room, upload.total - upload.granted)
             if step > 0:
                 upload.granted += step
-                self.s.send(More(upload.key, upload.granted))
+                self.s.send(WindowUpdate(upload.key, upload.granted))
                 room -= step
             if room <= 0:
                 return
 
-    def host(self, message: Host, frames: tuple) -> None:
+    def host(self, message: UploadChunk, frames: tuple) -> None:
         """Bytes from the client: on to the workers. ProtocolError for what was not asked for."""
         upload = self.open.get(message.key)
         size = sum(len(frame) for frame in frames)
         if upload is None or upload.arrived:
-            raise ProtocolError(f"Host.key {message.key} was not asked for")
+            raise ProtocolError(f"UploadChunk.key {message.key} was not asked for")
         if message.total != upload.total:
-            raise ProtocolError(f"Host.total is {message.total}, the region has {upload.total} bytes")
+            raise ProtocolError(f"UploadChunk.total is {message.total}, the region has {upload.total} bytes")
         if message.offset != upload.received or (upload.total and not size) or message.offset + size > upload.granted:
             raise ProtocolError(
-                f"Host.offset is {message.offset} with {size} bytes, want {upload.received}, up to {upload.granted} at most"
+                f"UploadChunk.offset is {message.offset} with {size} bytes, "
+                f"want {upload.received}, up to {upload.granted} at most"
             )
         upload.received += size
         self.moved = self.s.cluster.now
@@ -144,7 +145,7 @@ class Uploads:
         """A worker has taken in so many bytes. ProtocolError if it was not sent them."""
         upload = self.open[key]
         if index not in upload.taken or not upload.taken[index] <= upto <= upload.received:
-            raise ProtocolError(f"Took.upto is {upto} of upload {key}, of which {upload.received} bytes were sent")
+            raise ProtocolError(f"UploadProgress.upto is {upto} of upload {key}, of which {upload.received} bytes were sent")
         upload.taken[index] = upto
         self.moved = self.s.cluster.now
         self._settle(upload)

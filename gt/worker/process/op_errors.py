@@ -10,7 +10,7 @@ from typing import Any
 
 from gt.errors import UnsupportedOp
 from gt.ir.instr import BASE_BITS
-from gt.wire.messages import Trouble
+from gt.wire.messages import OpError
 from gt.worker.plane.base import PeerGone
 from gt.worker.process.memory_budget import Budget
 from gt.worker.uploads import Cancelled
@@ -26,7 +26,7 @@ Storage = Callable[[Any], tuple[int, int]]  # of a tensor: address and bytes of 
 
 
 def kind(error: Exception) -> str:
-    """Trouble.kind."""
+    """OpError.kind."""
     if isinstance(error, UnsupportedOp):
         return "unsupported"
     if isinstance(error, (PeerGone, Cancelled)):
@@ -35,7 +35,7 @@ def kind(error: Exception) -> str:
 
 
 def text(error: Exception) -> str:
-    """Trouble.message."""
+    """OpError.message."""
     said = str(error) or type(error).__name__
     if isinstance(error, KeyError):
         said = f"no tensor has the id {said}"
@@ -75,7 +75,7 @@ class Troubles:
         if found == "memory" and now >= self._next:
             holders = memory(self._tensors, self._budget, self._storage)
             self._next = now + SELDOM * (monotonic() - now)
-        self._send(Trouble(seq, found, said, holders))
+        self._send(OpError(seq, found, said, holders))
 
     def end(self) -> None:
         """The Run is over."""
@@ -86,12 +86,12 @@ class Troubles:
 
     def _flush(self) -> None:
         if self._rest:
-            self._send(Trouble(self._rest[0], self._rest_kind, "it failed as the ops before it did", {}, self._rest))
+            self._send(OpError(self._rest[0], self._rest_kind, "it failed as the ops before it did", {}, self._rest))
         self._rest, self._rest_kind = [], ""
 
 
 def memory(tensors: Mapping[int, Any], budget: Budget, storage: Storage) -> dict[str, Any]:
-    """Trouble.memory."""
+    """OpError.memory."""
     own = held(tensors, budget.session, storage)
     everything = dict(map(storage, list(tensors.values())))
     mine = sum(nbytes for _, nbytes in own.values())

@@ -85,7 +85,7 @@ class Bounds(NamedTuple):
     gain: float
 
 
-# as Seal.recompute asks for it; of GPT-2's values a GELU saves 7 parts of the peak for its time, a layer norm 2.3
+# as FinishCapture.recompute asks for it; of GPT-2's values a GELU saves 7 parts of the peak for its time, a layer norm 2.3
 BOUNDS = {1: Bounds(0.03, 4.0), 2: Bounds(0.1, 0.0)}
 
 

@@ -1,4 +1,4 @@
-"""What the answer to Seal says of a schedule: rows, costs, bubble, and what a better cut into stages would gain."""
+"""What the answer to FinishCapture says of a schedule: rows, costs, bubble, and what a better cut into stages would gain."""
 
 from __future__ import annotations
 
