@@ -20,6 +20,7 @@ PRELUDE = """
 import copy, os, sys
 sys.path[:0] = [{root!r}, {tests!r}]
 import torch, gt
+from tests.limits import limit
 from models import GPT
 torch.backends.cuda.matmul.allow_tf32 = False
 torch.manual_seed(0)

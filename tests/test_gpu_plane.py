@@ -20,6 +20,7 @@ PRELUDE = """
 import sys
 sys.path[:0] = [{root!r}, {tests!r}]
 import torch, gt
+from tests.limits import limit
 from models import demo
 torch.manual_seed(0)
 module = demo()

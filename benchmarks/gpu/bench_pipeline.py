@@ -34,18 +34,20 @@ def trainer(case: str, size: str, name: str, dtype: str = "bf16", backend: str =
     return training(case, size, name, dtype, backend)[0]
 
 
-def training(case: str, size: str, name: str, dtype: str, backend: str) -> tuple[Callable[..., Any], Any, Any]:
+def training(
+    case: str, size: str, name: str, dtype: str, backend: str, vocab: int = 50257
+) -> tuple[Callable[..., Any], Any, Any]:
     """And its model and optimizer."""
     import torch
     import train
 
     cut, parts, schedule = case.split(":", 2)
     batch, length = size.split("x")
-    flags = {"-e": name, "-b": batch, "-t": length, "-M": parts, "--schedule": schedule, "--dtype": dtype, "--seed": "0"}
-    flags["--connect"] = ""  # whatever GT_SERVER says
+    flags: dict[str, object] = {"-e": name, "-b": batch, "-t": length, "-M": parts, "--schedule": schedule, "--dtype": dtype}
+    flags |= {"--seed": 0, "--vocab": vocab, "--connect": ""}  # no server, whatever GT_SERVER says
     cut, _, head = cut.partition("+")
     flags |= {"--stages": cut[1:]} if cut[0] == "x" else {"--stages": str(len(cut.split(","))), "--cut": cut}
-    args = train.arguments([*(part for pair in flags.items() for part in pair), *(["--split-head"] if head else [])])
+    args = train.arguments([*(str(part) for pair in flags.items() for part in pair), *(["--split-head"] if head else [])])
     config = train.sizes(args)
     gpus = torch.cuda.device_count()
     workers = train.settle(args, config, gpus)
@@ -57,8 +59,8 @@ def training(case: str, size: str, name: str, dtype: str, backend: str) -> tuple
     return train.steps(model, optimizer, args)[0], model, optimizer
 
 
-def ours(case: str, size: str, name: str, seconds: float) -> cases.Row:
-    step, model, optimizer = training(case, size, name, "bf16", "")
+def ours(case: str, size: str, name: str, seconds: float, vocab: int) -> cases.Row:
+    step, model, optimizer = training(case, size, name, "bf16", "", vocab)
     return cases.captured(step, native.batch_of(*map(int, size.split("x")), "cpu"), seconds, model, optimizer)
 
 
@@ -72,12 +74,13 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, cases.Row | None, str]
     for case in args.rivals:
         yield f"native {case}", *native.measured(case, args.size, args.model, args.seconds, args.limit)
     for case in args.cases:
-        yield case, *cases.together([[__file__, "--child", case, *same]], args.limit)
+        yield case, *cases.together([[__file__, "--child", case, *same, "--vocab", args.vocab]], args.limit)
 
 
 def main() -> int:
     parser = cases.flags(__doc__ or "")
     parser.add_argument("--model", default="d12", help="of examples/gpt2")
+    parser.add_argument("--vocab", type=int, default=50257, help="words of the vocabulary, in GT's cases; without rivals")
     parser.add_argument("--size", default="32x1024", help="batch x tokens")
     parser.add_argument("--cases", nargs="*", default=["8,4:4:1f1b", "8,4:4:zb-h1", "8,4:8:zb-h1", "9,3:4:1f1b"])
     parser.add_argument("--rivals", nargs="*", default=[], help="cases of native.py, as 8,4:4:1f1b")
@@ -85,11 +88,13 @@ def main() -> int:
     parser.add_argument("--one", type=float, help="ms of a step of one GPU, where --native was measured before")
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(ours(args.child[0], args.size, args.model, args.seconds)))
+        print(json.dumps(ours(args.child[0], args.size, args.model, args.seconds, args.vocab)))
         return 0
+    if args.vocab != 50257 and (args.rivals or args.native):
+        parser.error("--vocab is of GT's cases: native.py's model has 50257 words")
     batch, length = map(int, args.size.split("x"))
     report = cases.Report(
-        "benchmarks/gpu/bench_pipeline.py", args.json, COLUMNS, model=args.model, size=args.size, one=args.one
+        "benchmarks/gpu/bench_pipeline.py", args.json, COLUMNS, model=args.model, size=args.size, vocab=args.vocab, one=args.one
     )
     report.head()
     one: float | None = args.one

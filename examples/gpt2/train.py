@@ -55,6 +55,7 @@ def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("-e", dest="model", default="gpt2_124M.bin", metavar="FILE|dN", help="weights, or d2 to d48: a fresh model of N layers")
+    add("--vocab", type=int, default=50257, metavar="N", help="words of a fresh model's vocabulary without a tokenizer")
     add("-i", dest="train", default=DATA.format("train"), metavar="PATTERN", help="token files to train on")
     add("-j", dest="val", default=DATA.format("val"), metavar="PATTERN", help="token files to validate on")
     add("-o", dest="log", type=Path, metavar="FILE", help="append losses here, a line each")
@@ -113,7 +114,7 @@ def sizes(args: argparse.Namespace) -> Config:
         return config
     args.dtype = args.dtype or "fp32"
     path = args.tokenizer or Path(TOKENIZER)
-    return fresh(args.model, len(read_tokenizer(path).tokens) if path.exists() else 50257)
+    return fresh(args.model, len(read_tokenizer(path).tokens) if path.exists() else args.vocab)
 
 
 def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer | None, str]:

@@ -169,6 +169,15 @@ def _padded(dims: int) -> Callable[[OpArguments], bool]:
     return holds
 
 
+def _pads(dims: int) -> Callable[[OpArguments], bool]:
+    return lambda call: len(call["padding"]) == 2 * dims
+
+
+def _convolved_3d(call: OpArguments) -> bool:
+    """torch before 2.12 reads three numbers of each list, however many there are."""
+    return all(len(call[name]) == 3 for name in ("kernel_size", "stride", "padding"))
+
+
 def _sampled(call: OpArguments) -> bool:
     x, grid = call["input"], call["grid"]
     return grid[0] == x[0] and grid[-1] == len(x) - 2 and call["grad_output"] == (*x[:2], *grid[1:-1])
@@ -263,6 +272,9 @@ RULES: dict[str, Rule] = {
     ),
     **{f"{kind}_pad{n}d_backward": ("the gradient wants the padded shape of the input", _padded(n))
        for kind in ("reflection", "replication") for n in (1, 2, 3)},
+    **{f"{kind}_pad{n}d": ("padding wants two numbers for each dim", _pads(n))
+       for kind in ("reflection", "replication") for n in (1, 2, 3)},
+    "slow_conv3d_forward": ("kernel_size, stride and padding want three numbers each", _convolved_3d),
     **dict.fromkeys(
         ("grid_sampler_2d_backward", "grid_sampler_3d_backward"), ("want the input's batch and the grid's sizes", _sampled)
     ),

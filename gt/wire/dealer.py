@@ -27,12 +27,14 @@ from gt.wire.socket import (
     BURST,
     GONE,
     LINGER,
+    NOW,
     Frames,
     descriptor_of,
     events_of,
     frames_of,
     monitored,
     place,
+    put,
     terminate,
 )
 
@@ -222,7 +224,7 @@ class Dealer:
         for count in range(burst):
             if not events_of(sock) & _IN:
                 return count > 0
-            body = sock.recv(zmq.NOBLOCK)
+            body = sock.recv(NOW)
             frames = frames_of(sock)
             message = codec.unpack(body)
             self._deaf |= type(message) is Exit  # it reads no more: nothing to wait for in close()
@@ -237,7 +239,7 @@ class Dealer:
         queue = self._queue
         while queue:
             try:
-                sock.send_multipart(queue[0], zmq.NOBLOCK, copy=False)
+                put(sock, queue[0])
             except zmq.Again:
                 return
             queue.popleft()
