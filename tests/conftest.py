@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.limits import limit
+from tests.helpers.limits import limit
 
 WORKERS = 8
 MARK = f"GT_TEST_RUN={uuid.uuid4().hex}"  # inherited by every process that this run starts

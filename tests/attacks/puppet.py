@@ -13,7 +13,7 @@ from gt.wire.link import hello
 from gt.wire.messages import Data, Described, Done, Message, OpError, Piece, Query, Report, Run, UploadProgress, World
 from tests.attacks import mutate
 from tests.attacks.peer import Leaks, Peer
-from tests.hostile import WILD, spec
+from tests.helpers.hostile import WILD, spec
 
 RATE = 0.15  # of answers that are wrong
 WRONG = (Piece, Described, Report, Done, OpError, UploadProgress)

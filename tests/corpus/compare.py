@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-DIGESTS = Path(__file__).resolve().parent.parent / "corpus_digests.txt"
+DIGESTS = Path(__file__).with_name("digests.txt")
 DIGITS, CONTEXT = 16, 3
 MOST, SHOWN = 2000, 60  # lines of each text that are compared from the first difference on, and lines of a diff
 

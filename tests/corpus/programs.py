@@ -16,16 +16,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import test_programs
 import torch
-from models import accumulating, demo
-from test_compile_unplaced import DATA, PAIR, drawn, square, stepped
-from test_networks import Network, train
 
 import gt
 from gt.client import current_session
 from gt.ir.schedules import NAMES
 from tests.corpus import drawn as pipelines
+from tests.dispatcher.programs.test_compile_unplaced import DATA, PAIR, drawn, square, stepped
+from tests.helpers.models import accumulating, demo
+from tests.system.parity import test_programs
+from tests.system.parity.test_networks import Network, train
 from tools import placements
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -171,7 +171,7 @@ def model(kind: str, layers: int, stages: int, *sizes: int) -> Callable[[Path], 
     """A small model of transformers: one eager step, and where it is a pipeline a captured one."""
 
     def run(folder: Path) -> str | None:
-        from test_model_configs import LENGTH, WORDS, made
+        from tests.config.test_model_configs import LENGTH, WORDS, made
 
         current_session.current()
         net = made(kind, layers, *sizes).to("remote")
