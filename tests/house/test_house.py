@@ -15,6 +15,7 @@ from tests.helpers.limits import limit
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "gt").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 BANNED_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 
@@ -118,7 +119,7 @@ def test_library_code_does_not_print() -> None:
 
 def test_tests_do_not_sleep_or_fix_ports() -> None:
     found = []
-    for path in sorted((ROOT / "tests").rglob("*.py")):
+    for path in TESTS:
         found += [f"{name(path)}:{line}" for what, line in attributes(path) if what == "time.sleep"]
         ports = re.findall(r"(?:localhost|127\.0\.0\.1):[1-9]\d{3,4}", path.read_text())
         found += [f"{name(path)}: {port}" for port in ports]
@@ -220,7 +221,41 @@ def test_a_class_name_occurs_once():
 
 def test_a_folder_has_few_entries():
     """A reader sees a room at one look."""
-    folders = {path.parent for path in MODULES} - {ROOT / "gt"}
+    folders = {path.parent for path in (*MODULES, *TESTS)} - {ROOT / "gt", ROOT / "tests", ROOT / "tests" / "attacks"}
     apart = {"__pycache__", "__init__.py"}
     counts = {name(folder): len({entry.name for entry in folder.iterdir()} - apart) for folder in folders}
     assert {folder: count for folder, count in counts.items() if count > 15} == {}
+
+
+INDIRECT = ("What", "Whether", "Where", "How", "Of", "Which")
+INDIRECT_ALLOWED = 329  # docstrings of gt/ that begin so today; the number only ever goes down
+
+
+def test_docstrings_begin_with_their_subject():
+    found = []
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                words = (ast.get_docstring(node) or "").split()
+                if words and words[0] in INDIRECT:
+                    found.append(f"{name(path)}:{node.body[0].lineno} {' '.join(words[:6])}")
+    assert len(found) <= INDIRECT_ALLOWED, "\n".join(found)
+
+
+# Folders of tests that are no package of gt/: runs by hand, the whole path, the repository, and what tests share
+TESTS_APART = {"attacks", "conformance", "corpus", "helpers", "house", "stress", "system"}
+
+
+def test_tests_mirror_the_tree():
+    folders = {path.parent.relative_to(ROOT / "tests") for path in TESTS if path.name.startswith("test_")} - {Path()}
+    assert {f.as_posix() for f in folders if f.parts[0] not in TESTS_APART and not (ROOT / "gt" / f).is_dir()} == set()
+    assert {path.parent.as_posix() for path in TESTS if not path.with_name("__init__.py").exists()} == set()
+
+
+def test_a_module_of_tests_has_one_name():
+    """A second name would be a second copy of its state; pytest imports conftest as `tests.conftest`."""
+    stems = {path.stem for path in TESTS} | {path.parent.name for path in TESTS}
+    stems -= {"tests", "__init__", "__main__"}
+    found = [f"{name(path)} imports {module}" for path in TESTS for module in imported(path) if module.split(".")[0] in stems]
+    assert found == []
+    assert {module for module in sys.modules if module.rpartition(".")[2] == "conftest"} == {"tests.conftest"}
