@@ -25,11 +25,11 @@ from gt.ir.instr import FREE
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, Template
 from tests.attacks.ground import Ground, Sign
+from tests.helpers import ROOT
 
 MODES = ("eager", "captured", "pipelined")
 STALL = 30.0  # seconds a round or a round trip may take: a worker that died is there again long before
 START = 120.0  # seconds until trainers are up: they import torch
-ROOT = Path(__file__).resolve().parents[2]
 PLACES = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
 SIZES = (64, 1 << 12, 1 << 16, 1 << 18)  # bytes of secrets: what is freed of them lies where others allocate
 

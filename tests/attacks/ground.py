@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gt.launch import local
+from tests.helpers.processes import children, resident
 
 SERVER_MEMORY, WORKER_MEMORY = 256 << 20, 1 << 30  # bytes that a process may grow by before that is a finding
 ROOM = 4 << 30  # address space beyond what a process has at start: torch asks for more than it touches
@@ -238,21 +239,6 @@ def _place(text: bytes) -> str:
     """The last file and line of a traceback."""
     lines = re.findall(rb'File "[^"\n]*/(\w+\.py)", line (\d+)', text)
     return f"at {lines[-1][0].decode()}:{lines[-1][1].decode()}" if lines else ""
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory that a process holds, 0 if it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-    except (OSError, IndexError):
-        return 0
 
 
 def born(pid: int) -> int:

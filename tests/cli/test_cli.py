@@ -14,9 +14,9 @@ import pytest
 
 import gt
 from gt.wire.socket import PORT
+from tests.helpers import ROOT
 from tests.helpers.limits import limit
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "import sys\nfrom gt.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"  # as pip writes it
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "GT_SERVER": "", "GT_CONFIG": ""}
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gt.client.session import Session
-from gt.dispatcher.core import SPOKEN, Core
-from gt.dispatcher.events import Close, Malformed, PeerLost, Received, Send, Tick
+from gt.dispatcher.core import SPOKEN
+from gt.dispatcher.events import Malformed, PeerLost, Received, Tick
 from gt.dispatcher.planning.op_stream import Coming
 from gt.dispatcher.server import Server
 from gt.dispatcher.state.fetches import MOST
@@ -38,7 +38,6 @@ from gt.wire.messages import (
     Notice,
     Ops,
     Piece,
-    Reject,
     Report,
     Run,
     Stats,
@@ -50,56 +49,19 @@ from gt.wire.messages import (
     WindowUpdate,
 )
 from gt.worker.uploads import UploadBuffers
+from tests.helpers.core_bench import CoreBench
 from tests.helpers.hostile import TEMPLATES, mutated, rounds, row, spec
 from tests.helpers.limits import limit
 from tests.helpers.toy_core import ToyCore
 from tests.stress import fuzz
 
 UPLOAD, NEG = TEMPLATES[0], TEMPLATES[3]
-TWO = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
 
-
-class Bench:
-    """A core with two workers that do nothing of themselves, and clients."""
-
-    def __init__(self, config: str = TWO) -> None:
-        self.core = Core()
-        self.sent: list = []
-        for n in range(2):
-            self.give(b"w%d" % n, hello("worker", info={"name": f"w{n}", "heap_bytes": 1 << 30}))
-        self.client(b"c", config)
-
-    def client(self, peer: bytes, config: str = TWO) -> None:
-        self.give(peer, hello("client", config=config, config_path="t.yaml", switches={"workers": 2}))
-        assert peer in self.core.sessions, self.sent
-
-    def feed(self, event) -> list:
-        """Messages that follow, with their peers."""
-        actions = self.core.handle(event)
-        self.core.check()
-        self.sent = [(a.peer, a.message) for a in actions if isinstance(a, Send)]
-        self.closed = [a.peer for a in actions if isinstance(a, Close)]
-        return self.sent
-
-    def give(self, peer: bytes, message, frames: tuple = (), at: float = 0.0) -> list:
-        return self.feed(Received(peer, message, frames, at))
-
-    def refusal(self, peer: bytes, message, frames: tuple = ()) -> str:
-        """The error that a message is answered with; its sender is parted from, nobody else hears of it."""
-        self.give(peer, message, frames)
-        assert peer in self.closed and peer not in self.core.sessions
-        said = [m.error["message"] for p, m in self.sent if p == peer and isinstance(m, (Failed, Reject))]
-        said += [m.reason for p, m in self.sent if p == peer and isinstance(m, Exit)]
-        assert said and all(p == peer or isinstance(m, (Run, Data)) for p, m in self.sent), self.sent
-        return said[0]
-
-    def to(self, peer: bytes, kind: type) -> list:
-        return [m for p, m in self.sent if p == peer and isinstance(m, kind)]
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def bench() -> CoreBench:
+    return CoreBench()
 
 
 # ---- many at once
@@ -238,7 +200,7 @@ def test_requests_under_way_are_bounded(bench):
 # ---- claims of length
 
 
-def asked(bench: Bench, rows: int = 1 << 20) -> UploadRequest:
+def asked(bench: CoreBench, rows: int = 1 << 20) -> UploadRequest:
     """What a client is asked for when a host copy of [rows, 4] floats is used."""
     form, neg = (
         row("gt.upload.default", [], [], [spec(rows, 4)], 1),
@@ -306,7 +268,7 @@ def test_no_tensor_has_such_a_spec(wire):
 # ---- workers that lie
 
 
-def fetching(bench: Bench) -> int:
+def fetching(bench: CoreBench) -> int:
     """The key under which w0 is asked for a value of 64 bytes."""
     bench.give(b"c", Ops(0, [[16, UPLOAD], [17, NEG]], [], [16, 0, 0, 1, 17, 0, 1, 2]), (bytes(64),))
     bench.give(b"c", Fetch(7, 2))
@@ -449,7 +411,7 @@ def test_the_number_of_a_template_is_none_while_a_batch_waits(bench):
 
 def test_few_unknown_groups_get_a_near_name():
     names = [f"{n:03}{'x' * 50}" for n in range(200)]
-    bench = Bench("".join(f"{name}: {{workers: [0]}}\n" for name in names[:64]))
+    bench = CoreBench("".join(f"{name}: {{workers: [0]}}\n" for name in names[:64]))
     bench.give(b"c", Ops(0, [], [[n + 1, "f.py", 1, name + "y", False, -1] for n, name in enumerate(names[:100])], []))
     near = [m.text for m in bench.to(b"c", Notice) if "did you mean" in m.text]
     assert 0 < len(near) <= 4 < len(bench.to(b"c", Notice))

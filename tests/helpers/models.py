@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -12,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gt
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers import ROOT
 
 
 class Block(nn.Module):
@@ -74,3 +72,9 @@ def demo() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def mini(groups: Sequence[str], **sizes: int) -> nn.Module:
+    """The tuning demo's model, small; `sizes` replace some of the preset's."""
+    module = demo()
+    return module.MiniGPT({**module.PRESETS["tiny"], "vocab_size": 64, "max_seq_len": 16, **sizes}, groups)

@@ -15,9 +15,10 @@ from types import ModuleType
 
 import pytest
 
+from tests.helpers import ROOT
 from tests.helpers.limits import limit
 
-GPU = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
+GPU = ROOT / "benchmarks" / "gpu"
 
 
 @pytest.fixture

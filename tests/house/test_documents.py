@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import ROOT
 from tests.helpers.limits import limit
 
-ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "tuning_demo"
 SHOWN = ("quickstart", "signal_groups", "debugging", "programs", "schedules", "plan", "models")
 WITH_PYTHON = ("README.md", *(f"docs/{page}.md" for page in SHOWN))

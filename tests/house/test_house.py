@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import ROOT
 from tests.helpers.limits import limit
 
-ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "gt").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 BANNED_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}

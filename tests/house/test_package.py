@@ -22,10 +22,10 @@ from gt.config import files
 from gt.config.load import load
 from gt.errors import ConfigError
 from gt.launch import machine
+from tests.helpers import ROOT
 from tests.helpers.limits import limit
 from tools import site
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("gt", "configs", "LICENSE", "README.md", "pyproject.toml", "setup.py")
 
 

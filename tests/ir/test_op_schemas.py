@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +19,12 @@ from gt.wire.messages import Ops
 from gt.worker.engine.numpy import NumpyEngine
 from gt.worker.engine.numpy.table import TABLE as NUMPY
 from gt.worker.engine.torch.overloads import OVERLOADS, line
-from tests.dispatcher.test_hostile import Bench, row, spec
-from tests.helpers.worker_parts import Bench as Executing
-from tests.helpers.worker_parts import new, op, world
+from tests.helpers import ROOT
+from tests.helpers.core_bench import CoreBench
+from tests.helpers.hostile import row, spec
+from tests.helpers.worker_parts import Bench, new, op, world
 from tools import op_denied, op_schemas
 
-ROOT = Path(__file__).resolve().parents[2]
 VERSION = ".".join(torch.__version__.split(".")[:2])
 NO_OP = "is not an op of the table"
 T0, T1, V0 = {"t": 0}, {"t": 1}, {"v": 0}
@@ -178,7 +177,7 @@ def refused(form: list) -> str:
 )  # fmt: skip
 def test_a_template_that_its_schema_does_not_allow_is_refused_by_field(form, says):
     assert says in refused(form)
-    assert says in Bench().refusal(b"c", Ops(0, [[16, form]], [], []))
+    assert says in CoreBench().refusal(b"c", Ops(0, [[16, form]], [], []))
 
 
 def test_what_torch_takes_is_taken():
@@ -198,7 +197,7 @@ def test_what_torch_takes_is_taken():
 
 
 def test_an_op_takes_tensors_of_the_shapes_that_its_template_says():
-    bench, neg = Bench(), row("aten.neg.default", [T0], [spec(1 << 20)], [spec(1 << 20)])
+    bench, neg = CoreBench(), row("aten.neg.default", [T0], [spec(1 << 20)], [spec(1 << 20)])
     zeros = row("aten.zeros.default", [[4]], [], [F4])
     says = bench.refusal(b"c", Ops(0, [[16, zeros], [17, neg]], [[1, "f", 1, "", False, -1]], [16, 1, 1, 17, 1, 1, 2]))
     assert "operand 0 of aten.neg.default is f32[4], its template says f32[1048576]" in says
@@ -214,13 +213,13 @@ def test_a_worker_finds_no_op_that_the_table_lacks(name):
     with pytest.raises(UnsupportedOp):
         OVERLOADS[name]
     for engine in (None, NumpyEngine()):
-        bench = Executing(engine=engine)
+        bench = Bench(engine=engine)
         bench.do("op", op(name, [], 0, []))
         assert bench.sent[0][0].kind == "unsupported" and not hasattr(torch.ops.aten, "pwn")
 
 
 def test_a_worker_checks_arguments_when_it_binds():
-    bench = Executing()
+    bench = Bench()
     bench.put(_1=torch.ones(4))
     bench.do("op", op("aten.view_copy.dtype", [T(0), 100], 1, [new(torch.ones(4))]), 1, 2)
     bench.do("op", op("aten.sum.dim_IntList", [T(0), V(0)], 1, [new(torch.ones(()))], 1), 1, 0, 3)
@@ -229,7 +228,7 @@ def test_a_worker_checks_arguments_when_it_binds():
 
 @pytest.mark.parametrize("engine", ["torch", "numpy"])
 def test_a_view_is_compared_with_the_plan_each_time(engine):
-    bench = Executing(engine=NumpyEngine() if engine == "numpy" else None)
+    bench = Bench(engine=NumpyEngine() if engine == "numpy" else None)
     ones = (lambda *shape: torch.ones(shape).numpy()) if engine == "numpy" else (lambda *shape: torch.ones(shape))
     bench.put(_1=ones(2, 3), _2=ones(4, 5))
     turn = op("aten.t.default", [T(0)], 1, [["view", spec(3, 2), 0]])
@@ -240,7 +239,7 @@ def test_a_view_is_compared_with_the_plan_each_time(engine):
 
 
 def test_a_result_sized_by_values_is_compared_with_the_plan_each_time():
-    bench = Executing()
+    bench = Bench()
     bench.put(_1=torch.ones(4), _2=torch.tensor([True, False, False, True]), _3=torch.tensor([True] * 4))
     bench.do("op", op("aten.masked_select.default", [T(0), T(1)], 2, [new(torch.ones(2))]), 1, 2, 4)
     assert not bench.sent
@@ -258,7 +257,7 @@ def test_members_of_a_collective_take_part_with_what_was_planned():
     }
     whole = {"all_gather": 512, "reduce_scatter": 1024, "all_to_all": 512}
 
-    def part(bench: Executing, rank: int) -> list:
+    def part(bench: Bench, rank: int) -> list:
         for n, (kind, payload) in enumerate(moves.items()):
             team = {"id": 7, "workers": [0, 1], "rank": rank, "offset": 0, "bytes": 1 << 12}
             bench.put(_1=torch.full((whole[kind],), 7.0))
@@ -276,7 +275,7 @@ def test_members_of_a_collective_take_part_with_what_was_planned():
 
 
 def test_a_box_beyond_a_tensor_is_not_cut():
-    bench = Executing()
+    bench = Bench()
     bench.put(_1=torch.ones(4))
     bench.do("shard", {"shape": [8], "dtype": "float32", "boxes": [[[0, 8]]]}, 1, 2)
     bench.do("shard", {"shape": [8], "dtype": "float32", "boxes": [[[0, 4]], [[4, 8]]]}, 1, 3)
@@ -327,7 +326,7 @@ def test_shapes_that_a_kernel_takes_as_they_are_are_checked_before(form):
     ids=lambda part: part if isinstance(part, str) else "",
 )  # fmt: skip
 def test_a_cpu_worker_looks_at_values_that_a_kernel_indexes_memory_by(name, args, tensors):
-    bench = Executing()
+    bench = Bench()
     bench.put(**{f"_{n}": tensor for n, tensor in enumerate(tensors, 1)})
     kwargs = {"lengths": T(1), "unsafe": True} if "segment" in name else {}
     outs = [["new", spec(2), -1], *([["new", spec(2), -1]] * ("ctc" in name)), *([["new", spec(2), -1]] * 2 * ("lu_" in name))]
@@ -340,7 +339,7 @@ def test_a_cpu_worker_looks_at_values_that_a_kernel_indexes_memory_by(name, args
 @pytest.mark.parametrize("kind", ["default", "n_scalar"])
 def test_a_polynomial_of_a_degree_that_takes_for_ever_is_refused(kind, degree):
     given = [torch.ones(2), torch.tensor([1.0, degree])][: 2 if kind == "default" else 1]
-    bench = Executing()
+    bench = Bench()
     bench.put(**{f"_{n}": tensor for n, tensor in enumerate(given, 1)})
     args = [T(0), T(1) if kind == "default" else degree]
     form = op(f"aten.special_legendre_polynomial_p.{kind}", args, len(given), [["new", spec(2), -1]])

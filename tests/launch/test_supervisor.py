@@ -21,6 +21,7 @@ from gt.errors import SystemFailure
 from gt.launch import local, process
 from gt.launch import supervisor as nursery
 from tests.helpers.limits import limit
+from tests.helpers.processes import children
 
 PROGRAM = """
 import json, os, sys, gt.launch.local as local
@@ -159,13 +160,10 @@ def test_a_nursery_ends_with_its_program_also_while_what_it_starts_is_stopped(wh
 def test_a_nursery_that_is_stopped_is_named(monkeypatch):
     monkeypatch.setattr(local, "LOOK", 0.05)
     monkeypatch.setattr(local, "STOP", 0.1)
-    before = children()
+    me = os.getpid()
+    before = children(me)
     with pytest.raises(SystemFailure, match=r"process \d+, which starts dispatcher and workers, is stopped"):
-        local.start(1, backend="numpy", meanwhile=lambda: os.kill((children() - before).pop(), signal.SIGSTOP))
-
-
-def children() -> set[int]:
-    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+        local.start(1, backend="numpy", meanwhile=lambda: os.kill((set(children(me)) - set(before)).pop(), signal.SIGSTOP))
 
 
 def test_workers_of_a_dispatcher_that_is_ending_have_nothing_to_say(monkeypatch, capfd):

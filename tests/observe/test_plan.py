@@ -15,10 +15,9 @@ import gt
 from gt.client import current_session
 from gt.ir.text import parse
 from tests.dispatcher.programs.test_compile_memory import ROWS, peak, peaks  # noqa: F401 - a fixture
-from tests.helpers.models import accumulating
-from tests.system.parity.test_parity import mini
+from tests.helpers import CONFIGS
+from tests.helpers.models import accumulating, mini
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PARTS = 4
 
 

@@ -14,20 +14,17 @@ import resource
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from gt.dispatcher.server import Server
 from gt.errors import GTError, ProtocolError
 from gt.wire import codec
 from gt.wire.dealer import Dealer
 from gt.wire.link import hello
-from gt.worker.loop import WorkerOptions
-from gt.worker.loop import run as work
 from tests.helpers import zmtp
 from tests.helpers.hostile import WILD, Field, Liar, mutated, rounds
+from tests.helpers.serving import serving
 from tests.helpers.streams import Stream
 
 GROUPS = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
@@ -95,24 +92,6 @@ def fuzz_core(seed: int, cases: int, until: float, each: int = 5000) -> dict[str
 
 
 # ---- bytes into the socket
-
-
-@contextlib.contextmanager
-def serving(workers: int = 2, backend: str = "numpy", heartbeat: float = 10.0) -> Iterator[Server]:
-    """A server and workers in threads of this process."""
-    server = Server(heartbeat=heartbeat)
-    threads = [threading.Thread(target=server.run, name="gt-test-server")]
-    address = (server.host, server.port)
-    options = [WorkerOptions(*address, name=f"w{n}", backend=backend, device="cpu") for n in range(workers)]
-    threads += [threading.Thread(target=work, args=(each,), name="gt-test-worker") for each in options]
-    for thread in threads:
-        thread.start()
-    try:
-        yield server
-    finally:
-        server.stop("the test is over")
-        for thread in threads:
-            thread.join()
 
 
 class Socket:

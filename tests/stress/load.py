@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gt.launch.process import fork
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DURATIONS = ROOT / "tests" / "stress" / "durations.json"
 LOOPS = 20
 FACTOR = 12  # by which time limits grow: two processes of tests have about two twelfths of what they have alone

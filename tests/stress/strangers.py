@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import socket
 import subprocess
 import sys
@@ -26,11 +25,11 @@ from gt.client.session import Session
 from gt.wire import codec
 from gt.wire.link import hello
 from gt.wire.messages import CHUNK
-from tests.helpers import zmtp
+from tests.helpers import ROOT, zmtp
+from tests.helpers.processes import resident
 from tests.helpers.streams import Stream
 from tests.stress.starve import at
 
-ROOT = Path(__file__).resolve().parents[2]
 LONG = 15 << 20
 
 
@@ -108,11 +107,6 @@ def bother(port: int, count: int, seconds: float) -> int:
     return sum(made)
 
 
-def resident(pid: int) -> int:
-    """MiB."""
-    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) >> 10  # type: ignore[index]
-
-
 def measure(seconds: float, count: int, nice: int = 0) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         said, written = Path(folder, "stderr"), Path(folder, "log")
@@ -130,7 +124,7 @@ def measure(seconds: float, count: int, nice: int = 0) -> dict[str, Any]:
         start("gt.worker", "--host", "127.0.0.1", "-p", port, "--backend", "numpy", stderr=subprocess.DEVNULL)
         client = Stream(address)
         alone = trips(client, time.monotonic() + min(5.0, seconds))
-        before, logged = resident(server.pid), said.stat().st_size
+        before, logged = resident(server.pid) >> 20, said.stat().st_size
         lines = written.stat().st_size
         options = ("--bother", port, "--strangers", str(count), "--seconds", str(seconds))
         many = start("tests.stress.strangers", *options, stdout=subprocess.PIPE)
@@ -164,7 +158,7 @@ def measure(seconds: float, count: int, nice: int = 0) -> dict[str, Any]:
 
 def look(pid: int, address: str, peak: list[int], arrivals: list[float]) -> None:
     """Now and then: the server's memory, and a client that comes and goes."""
-    peak.append(resident(pid))
+    peak.append(resident(pid) >> 20)
     if len(peak) % 50 == 1:
         start = time.monotonic()
         Session(address).close()

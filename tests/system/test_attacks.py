@@ -21,7 +21,7 @@ from tests.attacks.engine import EACH, Engine
 from tests.attacks.ground import Ground, alive
 from tests.attacks.peer import Leaks
 from tests.attacks.report import CRASH
-from tests.conftest import wait_until
+from tests.helpers.processes import wait_until
 
 TURN = sum(EACH.values())  # cases of all parts
 

@@ -20,9 +20,10 @@ import pytest
 import torch
 
 import gt
+from tests.helpers import ROOT
 from tests.helpers.limits import limit
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt2"
+EXAMPLE = ROOT / "examples" / "gpt2"
 MODULES = ("model", "checkpoint", "train", "prepare_data")  # the tuning demo has some of these names too
 TEXT = "".join(f"{n} and {n * n % 97}, which is {'even' if n % 2 == 0 else 'odd'};\n" for n in range(2000))
 STEPS = 20

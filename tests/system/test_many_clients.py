@@ -17,13 +17,14 @@ from gt.ir.instr import END, FORGET, FREE
 from gt.launch import local
 from gt.wire.link import hello
 from gt.wire.messages import CHUNK, Data, Done, Fetch, Ops, Run, TorchSettings, UploadChunk, UploadProgress
-from tests import conftest
-from tests.dispatcher.test_hostile import Bench, asked
+from tests.dispatcher.test_hostile import asked
+from tests.helpers.core_bench import CoreBench
 from tests.helpers.hostile import TEMPLATES, row, spec
 from tests.helpers.limits import limit
+from tests.helpers.processes import wait_until
+from tests.helpers.serving import serving
 from tests.helpers.streams import CONFIGS, NEG, Stream
 from tests.stress import starve
-from tests.stress.fuzz import serving
 
 
 def streams(server, number: int, seconds: float) -> Stream:
@@ -62,7 +63,7 @@ def test_four_clients_with_groups_of_their_own_never_see_each_others_values(back
         assert live(watcher) > before
         for stream in done:
             stream.session.close()
-        assert conftest.wait_until(lambda: live(watcher) == before)  # freeing takes its turn behind what was asked before
+        assert wait_until(lambda: live(watcher) == before)  # freeing takes its turn behind what was asked before
         core = server._core
         assert len(core.sessions) == 1 and not core.watch.surveys
         watcher.session.close()
@@ -95,15 +96,15 @@ def test_killed_clients_leave_nothing_and_the_others_go_on():
         stayer.free(list(stayer.values))
         stayer.flush()
         core = server._core
-        assert conftest.wait_until(lambda: len(core.sessions) == 1)  # the kernel's word for it takes a moment
-        assert conftest.wait_until(lambda: live(stayer) == before)
+        assert wait_until(lambda: len(core.sessions) == 1)  # the kernel's word for it takes a moment
+        assert wait_until(lambda: live(stayer) == before)
         (left,) = core.sessions.values()
         assert all(w.known <= set(left.emitter.defined) for w in core.cluster.workers)
         stayer.session.close()
 
 
 def test_a_client_killed_half_way_through_an_upload_leaves_no_bytes_of_it():
-    bench = Bench()
+    bench = CoreBench()
 
     need = asked(bench)
     bench.give(b"c", UploadChunk(need.key, 0, 16 << 20), (bytes(CHUNK),))
@@ -113,7 +114,7 @@ def test_a_client_killed_half_way_through_an_upload_leaves_no_bytes_of_it():
 
 def test_a_client_killed_in_an_upload_takes_with_it_what_it_had_freed_meanwhile():
     """What waited for the upload is never sent, frees included: workers drop all that is the session's."""
-    bench = Bench()
+    bench = CoreBench()
     tensors, known = set(), set()
 
     def carry_out():
@@ -145,7 +146,7 @@ def test_a_client_killed_in_an_upload_takes_with_it_what_it_had_freed_meanwhile(
 def test_a_worker_waits_for_no_client():
     """What takes an upload is sent once all of it has been; other programs' work overtakes it."""
 
-    bench = Bench()
+    bench = CoreBench()
     bench.client(b"d")
     need = asked(bench)
     assert not bench.to(b"w0", Run)
@@ -165,7 +166,7 @@ def test_a_worker_waits_for_no_client():
 def test_switches_go_with_the_session_whose_runs_follow():
     """Each program's threads and precision are its own, and only workers it uses hear of them."""
 
-    bench = Bench()
+    bench = CoreBench()
     for peer, precision in ((b"x", "high"), (b"y", "medium")):
         bench.give(peer, hello("client", switches={"threads": 2, "matmul_precision": precision}))
         assert not [m for _, m in bench.sent if isinstance(m, TorchSettings)]

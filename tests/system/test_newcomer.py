@@ -14,9 +14,8 @@ import pytest
 from gt.config.load import load
 from gt.errors import ConfigError, DispatcherLost, ProgramError, SystemFailure
 from gt.launch import local
+from tests.helpers import ROOT
 from tests.helpers.limits import limit
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def said(*command: str, code: int = 2, **env: str) -> str:

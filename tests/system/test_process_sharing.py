@@ -20,8 +20,7 @@ import pytest
 from gt import errors
 from gt.client.session import Session
 from gt.server import main as server_main
-from tests import conftest
-from tests.conftest import wait_until
+from tests.helpers.processes import of_the_server, started, wait_until
 
 SECRET = "a token of this test's own"
 CLIENT = """
@@ -64,7 +63,7 @@ class Site:
         line += ["--worker-token-file", str(self.secret_file)]
         environment = {**os.environ, "GT_HEAP_SIZE": "4MiB", **({} if self.token_file.exists() else {"GT_TOKEN": SECRET})}
         self.workers[name] = subprocess.Popen(line, stderr=subprocess.DEVNULL, env=environment)
-        conftest._ours.add(self.workers[name].pid)  # it ends with the site, not with the test that started it
+        of_the_server.add(self.workers[name].pid)  # it ends with the site, not with the test that started it
 
     def session(self, workers: int = 0) -> Session:
         return Session(self.address, token=SECRET, switches={"workers": workers})
@@ -103,9 +102,9 @@ def site(tmp_path: Path, *names: str, options: tuple[str, ...] = ()) -> Iterator
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[Site]:
     """An exclusive server with two workers, a and b, whose token file is gone once they have read it."""
-    before = set(conftest.started())
+    before = set(started())
     with site(tmp_path_factory.mktemp("site"), "a", "b") as here:
-        conftest._ours.update(set(conftest.started()) - before)
+        of_the_server.update(set(started()) - before)
         here.token_file.unlink()
         yield here
 

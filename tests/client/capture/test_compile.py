@@ -16,10 +16,9 @@ from torch import nn
 
 import gt
 from gt.errors import CaptureError
-from tests.helpers.models import GPT
-from tests.system.parity.test_parity import mini
+from tests.helpers import CONFIGS
+from tests.helpers.models import GPT, mini
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 CALLS = 12
 
 

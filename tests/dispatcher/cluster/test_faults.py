@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import deque
 from math import prod
-from pathlib import Path
 
 import pytest
 
@@ -33,13 +32,13 @@ from gt.wire.messages import (
     WindowUpdate,
     World,
 )
-from tests.dispatcher.test_hostile import Bench
+from tests.helpers import ROOT
+from tests.helpers.core_bench import CoreBench
 from tests.helpers.hostile import TEMPLATES, row, spec
 from tests.helpers.limits import limit
 
 TWO = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
 HEARTBEAT = 1.0
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_processes_killed_and_stopped_at_random_moments_take_nothing_with_them():
@@ -54,7 +53,7 @@ def test_processes_killed_and_stopped_at_random_moments_take_nothing_with_them()
 # ---- event by event
 
 
-def grouped(bench: Bench, batch: int = 0) -> None:
+def grouped(bench: CoreBench, batch: int = 0) -> None:
     """An upload and a neg on each of the two workers, ids 1 to 4."""
     origins = [[1, "m.py", 1, "a", False, -1], [2, "m.py", 2, "b", False, -1], [3, "m.py", 3, "", False, -1]]
     code = [16, 1, 0, 1, 17, 1, 1, 2, 16, 2, 0, 3, 17, 2, 3, 4]
@@ -62,7 +61,7 @@ def grouped(bench: Bench, batch: int = 0) -> None:
 
 
 def test_what_a_worker_ends_of_is_told_to_who_waits_for_it() -> None:
-    bench = Bench()
+    bench = CoreBench()
     grouped(bench)
     bench.give(b"c", Fetch(1, 2))
     bench.give(b"w0", OpError(1, "op", "CUDA out of memory"))
@@ -73,7 +72,7 @@ def test_what_a_worker_ends_of_is_told_to_who_waits_for_it() -> None:
 
 
 def test_a_worker_that_comes_back_serves_new_work_and_what_was_lost_stays_lost():
-    bench = Bench()
+    bench = CoreBench()
     grouped(bench)
     worker = bench.core.cluster.workers[1]
     old = worker.runs
@@ -97,7 +96,7 @@ def test_a_worker_that_comes_back_serves_new_work_and_what_was_lost_stays_lost()
 
 def test_devices_that_shared_memory_do_so_again_once_all_are_back():
     """Their processes cannot go on without one another, so they end, and come back one by one."""
-    bench = Bench("")
+    bench = CoreBench("")
     for peer in (b"w0", b"w1"):
         bench.feed(PeerLost(peer, "it ends"))
 
@@ -148,7 +147,7 @@ def test_devices_of_several_hosts_share_memory_within_one():
 
 
 def test_a_batch_that_waited_for_a_lost_worker_is_acknowledged_also_when_that_comes_back():
-    bench = Bench()
+    bench = CoreBench()
     grouped(bench)
     bench.feed(PeerLost(b"w1", "killed"))
     bench.give(b"new", hello("worker", info={"name": "w1", "heap_bytes": 1 << 30}))
@@ -157,7 +156,7 @@ def test_a_batch_that_waited_for_a_lost_worker_is_acknowledged_also_when_that_co
 
 
 def test_new_work_without_a_group_goes_to_a_worker_that_is_there():
-    bench = Bench("")
+    bench = CoreBench("")
     bench.feed(PeerLost(b"w0", "killed"))
     bench.give(b"c", Ops(0, [[16, TEMPLATES[0]], [17, TEMPLATES[3]]], [], [16, 0, 0, 1, 17, 0, 1, 2]), (bytes(64),))
     assert bench.to(b"w1", Run) and not bench.to(b"c", Failed)
@@ -171,7 +170,7 @@ def test_new_work_without_a_group_goes_to_a_worker_that_is_there():
 
 def test_what_did_not_arrive_from_a_lost_worker_is_never_a_value():
     """The receiver has made up a placeholder: what was computed from it must not look good."""
-    bench = Bench()
+    bench = CoreBench()
     grouped(bench)
     bench.give(b"c", Ops(1, [], [], [18, 1, 2, 4, 20]))  # on w0, of w1's %4
     session = bench.core.sessions[b"c"]
@@ -189,7 +188,7 @@ def test_what_did_not_arrive_from_a_lost_worker_is_never_a_value():
 class Uploading:
     """A client that sends what it is granted of its host copies, and workers that take it in, unless stopped."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: CoreBench) -> None:
         self.bench, self.stopped = bench, set[bytes]()
         self.totals: dict[int, int] = {}  # by key of an upload
         self.at: dict[int, int] = {}  # bytes sent
@@ -229,7 +228,7 @@ LARGE = 3 * WINDOW  # bytes on each worker
 @pytest.mark.parametrize("chunks", [0, 1, WINDOW // CHUNK, 2 * WINDOW // CHUNK])
 def test_an_upload_whose_worker_is_lost_ends_and_its_program_goes_on(worker: bytes, stopped: bool, chunks: int) -> None:
     """Of the two uploads one is for nobody any more: the window is not its own for ever."""
-    bench = Bench()
+    bench = CoreBench()
     client = Uploading(bench)
     client.stopped = {worker} if stopped else set()
     form = row("gt.upload.default", [], [], [spec(LARGE // 16, 4)], 1)

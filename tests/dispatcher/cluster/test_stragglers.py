@@ -48,20 +48,20 @@ from gt.wire.messages import (
 )
 from gt.worker.engine.numpy import NumpyEngine
 from gt.worker.process.progress import Effort
-from tests.conftest import read, wait_until
-from tests.dispatcher.test_hostile import TWO, Bench
+from tests.helpers.core_bench import TWO, CoreBench
 from tests.helpers.hostile import TEMPLATES, row, spec
 from tests.helpers.limits import limit
+from tests.helpers.processes import children, wait_until
+from tests.helpers.serving import serving
 from tests.helpers.streams import NEG, Stream
 from tests.stress import load
-from tests.stress.fuzz import serving
 
 States = Callable[[float], dict[bytes, tuple]]
 ONES = np.ones((8, 6), np.float32)
 ENOUGH = 700.0  # seconds on the clock of these tests
 
 
-def begun(bench: Bench, peer: bytes = b"c", batch: int = 0) -> None:
+def begun(bench: CoreBench, peer: bytes = b"c", batch: int = 0) -> None:
     """An upload and a neg on each of the two workers, ids 1 to 4."""
     origins = [[1, "m.py", 1, "a", False, -1], [2, "m.py", 2, "b", False, -1], [3, "m.py", 3, "", False, -1]]
     code = [16, 1, 0, 1, 17, 1, 1, 2, 16, 2, 0, 3, 17, 2, 3, 4]
@@ -69,7 +69,8 @@ def begun(bench: Bench, peer: bytes = b"c", batch: int = 0) -> None:
 
 
 def told(
-    bench: Bench, states: States, until: float = ENOUGH, start: float = 0.0, step: float = 0.25, halts: States = lambda now: {}
+    bench: CoreBench, states: States, until: float = ENOUGH, start: float = 0.0, step: float = 0.25,
+    halts: States = lambda now: {},
 ) -> list[tuple[float, bytes, str, str]]:
     """(when, who, "Notice" or a kind of error, text) while workers answer each Query with (at, work), and are seen so.
 
@@ -95,7 +96,7 @@ def told(
     return rows
 
 
-def seen(bench: Bench) -> None:
+def seen(bench: CoreBench) -> None:
     """Have the dispatcher on the host of its workers."""
     bench.core.watch.home = "here"
     for worker in bench.core.cluster.workers:
@@ -103,7 +104,7 @@ def seen(bench: Bench) -> None:
 
 
 def test_a_slow_worker_is_a_notice_at_10_30_and_60_s_and_then_seldom_and_never_an_error():
-    bench = Bench()
+    bench = CoreBench()
     begun(bench)
     bench.give(b"w1", Done(1))
     bench.give(b"c", Fetch(1, 2))
@@ -119,7 +120,7 @@ def test_a_slow_worker_is_a_notice_at_10_30_and_60_s_and_then_seldom_and_never_a
 
 
 def test_a_line_that_is_slow_in_every_step_is_not_told_in_every_step():
-    bench = Bench()
+    bench = CoreBench()
     begun(bench)
     bench.give(b"w1", Done(1))
     bench.give(b"c", Fetch(1, 2))
@@ -128,7 +129,7 @@ def test_a_line_that_is_slow_in_every_step_is_not_told_in_every_step():
 
 
 def test_no_progress_of_any_worker_for_the_stall_timeout_is_an_error_and_waiting_again_waits_as_long_again():
-    bench = Bench()
+    bench = CoreBench()
     begun(bench)
     bench.give(b"w1", Done(1))
     bench.give(b"c", Fetch(1, 2))
@@ -149,7 +150,7 @@ def test_no_progress_of_any_worker_for_the_stall_timeout_is_an_error_and_waiting
 
 @pytest.mark.parametrize(("asked", "when"), [(20, 20), (1000.5, 1000.5), (0, None)])
 def test_the_stall_timeout_is_each_programs_own(asked: float, when: float | None):
-    bench = Bench()
+    bench = CoreBench()
     switches = {"workers": 2, "stall_timeout": asked}
     bench.give(b"d", hello("client", config=TWO, config_path="t.yaml", switches=switches))
     begun(bench, b"d")
@@ -162,12 +163,12 @@ def test_the_stall_timeout_is_each_programs_own(asked: float, when: float | None
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "300", True, None])
 def test_a_stall_timeout_that_is_none_is_refused(value: object):
-    assert "stall_timeout" in Bench().refusal(b"d", hello("client", switches={"stall_timeout": value}))
+    assert "stall_timeout" in CoreBench().refusal(b"d", hello("client", switches={"stall_timeout": value}))
 
 
 @pytest.mark.parametrize("kind", ["op", "compile", "recv", "all_reduce"])
 def test_cpu_time_is_progress_whatever_an_instruction_is(kind: str):
-    bench = Bench()
+    bench = CoreBench()
     begun(bench)
     bench.give(b"c", Fetch(1, 2))
     busy = 0.1  # of a core until second 350
@@ -181,7 +182,7 @@ def test_cpu_time_is_progress_whatever_an_instruction_is(kind: str):
 
 
 def test_what_an_answer_costs_is_no_progress():
-    bench = Bench()
+    bench = CoreBench()
     begun(bench)
     bench.give(b"c", Fetch(1, 2))
     rows = told(bench, lambda now: dict.fromkeys((b"w0", b"w1"), ([1, 0, 1, "op", 0], now * 1e-4)), until=400)
@@ -189,7 +190,7 @@ def test_what_an_answer_costs_is_no_progress():
 
 
 def test_one_worker_that_gets_on_is_enough_and_who_waits_for_a_stuck_one_is_not_blamed():
-    bench = Bench()
+    bench = CoreBench()
     begun(bench)
     bench.give(b"c", Fetch(1, 2))
     bench.give(b"c", Fetch(2, 4))
@@ -203,7 +204,7 @@ def test_one_worker_that_gets_on_is_enough_and_who_waits_for_a_stuck_one_is_not_
 
 
 def test_all_that_wait_for_one_another_are_named():
-    bench = Bench()
+    bench = CoreBench()
     begun(bench)
     bench.give(b"c", Fetch(1, 2))
     rows = told(bench, lambda now: {b"w0": ([1, 0, 1, "recv", 0], 0.0), b"w1": ([1, 0, 3, "recv", 0], 0.0)}, until=400)
@@ -213,7 +214,7 @@ def test_all_that_wait_for_one_another_are_named():
 
 @pytest.mark.parametrize("kind", ["load", "device"])
 def test_what_a_gpu_does_for_the_first_time_or_has_still_to_do_may_take_a_minute(kind: str):
-    bench = Bench()
+    bench = CoreBench()
     bench.give(b"d", hello("client", config=TWO, config_path="t.yaml", switches={"workers": 2, "stall_timeout": 10}))
     begun(bench, b"d")
     bench.give(b"w1", Done(1))
@@ -225,7 +226,7 @@ def test_what_a_gpu_does_for_the_first_time_or_has_still_to_do_may_take_a_minute
 
 
 def test_a_gpu_that_gets_on_is_not_stuck_however_much_it_was_given():
-    bench = Bench()
+    bench = CoreBench()
     begun(bench)
     bench.give(b"w1", Done(1))
     bench.give(b"c", Fetch(1, THROUGH))
@@ -235,7 +236,7 @@ def test_a_gpu_that_gets_on_is_not_stuck_however_much_it_was_given():
 
 
 def test_one_programs_slow_op_is_no_error_of_anothers_and_its_line_is_not_told():
-    bench = Bench()
+    bench = CoreBench()
     bench.client(b"d", "")
     bench.give(b"d", Ops(0, [[16, TEMPLATES[0]], [17, TEMPLATES[3]]], [], [16, 0, 0, 1, 17, 0, 1, 2]), (bytes(64),))
     bench.give(b"w0", Done(bench.core.cluster.workers[0].runs))
@@ -253,7 +254,7 @@ def test_one_programs_slow_op_is_no_error_of_anothers_and_its_line_is_not_told()
 
 def test_a_worker_that_cannot_answer_and_computes_gets_on_as_the_kernel_says():
     """An op may keep the interpreter's lock, and with it the thread that answers."""
-    bench = Bench()
+    bench = CoreBench()
     seen(bench)
     begun(bench)
     bench.give(b"w1", Done(1))
@@ -268,7 +269,7 @@ def test_a_worker_that_cannot_answer_and_computes_gets_on_as_the_kernel_says():
 
 
 def test_a_stopped_worker_is_named_within_a_heartbeat_and_then_given_up():
-    bench = Bench()
+    bench = CoreBench()
     seen(bench)
     begun(bench)
     bench.give(b"w1", Done(1))
@@ -282,7 +283,7 @@ def test_a_stopped_worker_is_named_within_a_heartbeat_and_then_given_up():
 
 
 def test_an_idle_worker_that_is_stopped_is_given_up_and_a_debuggers_moment_is_nothing():
-    bench = Bench()
+    bench = CoreBench()
     seen(bench)
     rows = told(bench, lambda now: {}, until=60, halts=lambda now: {b"w0": ("t" if now % 10 < 4 else "S", 0.0)})
     assert rows == []
@@ -291,7 +292,7 @@ def test_an_idle_worker_that_is_stopped_is_given_up_and_a_debuggers_moment_is_no
 
 
 def test_a_client_that_waits_for_credit_is_told_of_a_stopped_worker():
-    bench = Bench()
+    bench = CoreBench()
     seen(bench)
     begun(bench)
     for n in range(1, CREDIT):
@@ -303,20 +304,20 @@ def test_a_client_that_waits_for_credit_is_told_of_a_stopped_worker():
 # ---- answers that do not come, though all work is done
 
 
-def stuck(bench: Bench, until: float, start: float = 0.0, peer: bytes = b"c", work: float = 0.0) -> list[float]:
+def stuck(bench: CoreBench, until: float, start: float = 0.0, peer: bytes = b"c", work: float = 0.0) -> list[float]:
     """When errors are told, by workers that have nothing to do, or w0 something for another until it has worked so long."""
     rows = told(bench, lambda now: {b"w0": ([9, 0, 99, "op", 0], min(now, work))}, start=start, until=until)
     assert {kind for _, _, kind, _ in rows} <= {"WorkerStuck", "Notice"}
     return [when for when, who, kind, _ in rows if (who, kind) == (peer, "WorkerStuck")]
 
 
-def finished(bench: Bench, at: float = 0.0) -> list:
+def finished(bench: CoreBench, at: float = 0.0) -> list:
     """Workers have done all that was sent; what the client is told."""
     return [bench.give(worker.peer, Done(worker.runs), at=at) for worker in bench.core.cluster.workers]
 
 
 def test_a_value_that_is_not_sent_is_an_error_after_the_stall_timeout_and_may_be_asked_for_again():
-    bench = Bench()
+    bench = CoreBench()
     begun(bench)
     bench.give(b"c", Fetch(1, 2))
     assert stuck(bench, until=250, work=1000) == []
@@ -331,7 +332,7 @@ def test_a_value_that_is_not_sent_is_an_error_after_the_stall_timeout_and_may_be
 
 @pytest.mark.parametrize("sends", [0, 1, AHEAD // CHUNK])
 def test_of_a_large_value_each_part_may_take_as_long_and_who_does_not_take_it_blames_nobody(sends: int):
-    bench = Bench()
+    bench = CoreBench()
     size = spec(AHEAD // 8, 4)
     form, neg = row("aten.zeros.default", [[AHEAD // 8, 4]], [], [size]), row("aten.neg.default", [{"t": 0}], [size], [size])
     bench.give(b"c", Ops(0, [[16, form], [17, neg]], [[1, "m.py", 1, "a", False, -1]], [16, 1, 1, 17, 1, 1, 2]))
@@ -349,7 +350,7 @@ def test_of_a_large_value_each_part_may_take_as_long_and_who_does_not_take_it_bl
 
 
 def test_shapes_and_statistics_that_are_not_told_are_errors_after_the_stall_timeout():
-    bench = Bench()
+    bench = CoreBench()
     begun(bench)
     finished(bench)
     form = [*row("aten.nonzero.default", [{"t": 0}], [spec(4, 4)], [("new", None, -1)])[:7], True, False]
@@ -368,7 +369,7 @@ def test_shapes_and_statistics_that_are_not_told_are_errors_after_the_stall_time
 # ---- behind an upload
 
 
-def uploading(bench: Bench, peer: bytes = b"c") -> UploadRequest:
+def uploading(bench: CoreBench, peer: bytes = b"c") -> UploadRequest:
     """A host copy for worker w0, of which the client has sent all that it was granted, and w0 has taken in nothing."""
     size = spec(WINDOW // 8, 4)
     form, neg = row("gt.upload.default", [], [], [size], 1), row("aten.neg.default", [{"t": 0}], [size], [size])
@@ -380,7 +381,7 @@ def uploading(bench: Bench, peer: bytes = b"c") -> UploadRequest:
 
 
 def test_a_stopped_worker_is_named_to_who_waits_behind_an_upload():
-    bench = Bench()
+    bench = CoreBench()
     seen(bench)
     uploading(bench)
     bench.give(b"c", Fetch(1, 2))
@@ -399,7 +400,7 @@ def test_a_stopped_worker_is_named_to_who_waits_behind_an_upload():
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_an_upload_that_nobody_takes_in_ends_what_waits_behind_it_after_the_stall_timeout(busy: bool):
-    bench = Bench()
+    bench = CoreBench()
     if busy:
         begun(bench)
     bench.client(b"d")
@@ -420,7 +421,7 @@ def test_an_upload_that_nobody_takes_in_ends_what_waits_behind_it_after_the_stal
 
 
 def test_a_client_without_credit_is_told_of_a_stopped_worker_behind_an_upload():
-    bench = Bench()
+    bench = CoreBench()
     seen(bench)
     uploading(bench)
     for n in range(1, CREDIT):
@@ -430,7 +431,7 @@ def test_a_client_without_credit_is_told_of_a_stopped_worker_behind_an_upload():
 
 
 def test_a_client_that_does_not_send_what_it_was_granted_is_nobody_elses_fault():
-    bench = Bench()
+    bench = CoreBench()
     need = uploading(bench)
     bench.give(b"w0", UploadProgress(need.key, need.upto))
     bench.give(b"c", Fetch(1, 2))
@@ -438,7 +439,7 @@ def test_a_client_that_does_not_send_what_it_was_granted_is_nobody_elses_fault()
 
 
 def test_a_dispatcher_that_was_asleep_itself_blames_nobody():
-    bench = Bench()
+    bench = CoreBench()
     seen(bench)
     begun(bench)
     bench.give(b"w1", Done(1))
@@ -607,11 +608,6 @@ def test_another_takes_the_place_of_a_worker_that_stays_stopped():
         started.stop()
 
 
-def children(parent: int) -> list[int]:
-    rows = ((int(path.name), path / "stat") for path in Path("/proc").iterdir() if path.name.isdecimal())
-    return sorted(pid for pid, stat in rows if read(stat).rpartition(b")")[2].split()[1:2] == [b"%d" % parent])
-
-
 def test_a_config_of_more_workers_than_are_started_is_refused_at_once(tmp_path: Path):
     import gt
 
@@ -624,7 +620,7 @@ def test_a_config_of_more_workers_than_are_started_is_refused_at_once(tmp_path: 
 
 
 def test_a_server_that_will_have_no_more_workers_refuses_at_once():
-    bench = Bench()
+    bench = CoreBench()
     bench.core.admission.most = 2
     text = bench.refusal(b"d", hello("client", config="s: {workers: [2]}", config_path="s.yaml"))
     assert "names worker 2, but there are 2: w0, w1" in text

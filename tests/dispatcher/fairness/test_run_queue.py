@@ -13,11 +13,11 @@ from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
 from gt.wire.link import hello
 from gt.wire.messages import Ack, Data, Done, Fetch, Ops, Piece, Run, TorchSettings, Value
-from tests import conftest
-from tests.dispatcher.test_hostile import Bench
+from tests.helpers.core_bench import CoreBench
 from tests.helpers.hostile import TEMPLATES
+from tests.helpers.processes import wait_until
+from tests.helpers.serving import serving
 from tests.helpers.streams import NEG, Stream
-from tests.stress.fuzz import serving
 
 
 class Players:
@@ -177,7 +177,7 @@ MATMUL = Template("aten.mm.default", (T(0), T(1)), (), (LARGE, LARGE), 0, (Out("
 ONES = Template("aten.ones.default", ([2048, 2048],), (), (), 0, (Out("new", LARGE),))
 
 
-def queued(bench: Bench, count: int) -> None:
+def queued(bench: CoreBench, count: int) -> None:
     """A client's matmuls in one batch: 1 is what they read."""
     code: list = [16, 0, 1]
     for n in range(count):
@@ -185,13 +185,13 @@ def queued(bench: Bench, count: int) -> None:
     bench.give(b"c", Ops(0, [[16, ONES.wire()], [17, MATMUL.wire()]], [], code))
 
 
-def carried_out(bench: Bench, worker: bytes = b"w0") -> list:
+def carried_out(bench: CoreBench, worker: bytes = b"w0") -> list:
     """The worker says that it is through with all it has; what it is sent then."""
     return bench.give(worker, Done(bench.core.workers[worker].runs))
 
 
 def test_a_batch_of_long_ops_goes_out_as_they_are_done():
-    bench = Bench("")
+    bench = CoreBench("")
     queued(bench, 40)
     runs = len(bench.to(b"w0", Run))
     assert runs == LEAST
@@ -203,7 +203,7 @@ def test_a_batch_of_long_ops_goes_out_as_they_are_done():
 
 
 def test_anothers_value_is_answered_before_a_long_queue_is_done():
-    bench = Bench("")
+    bench = CoreBench("")
     queued(bench, 200)
     bench.client(b"d", "")
     bench.give(b"d", Ops(0, [[16, TEMPLATES[0]], [17, TEMPLATES[3]]], [], [16, 0, 0, 1, 17, 0, 1, 2]), (bytes(64),))
@@ -218,7 +218,7 @@ def test_anothers_value_is_answered_before_a_long_queue_is_done():
 
 
 def test_a_worker_is_told_when_it_is_shared_and_when_it_is_no_longer():
-    bench = Bench("")
+    bench = CoreBench("")
 
     def said(peer: bytes, batch: int) -> list[bool]:
         templates = [[16, TEMPLATES[0]], [17, TEMPLATES[3]]] if batch == 0 else []
@@ -242,7 +242,7 @@ def test_ops_go_out_in_smaller_units_where_another_session_uses_the_worker():
     ones = Template("aten.ones.default", ([512, 512],), (), (), 0, (Out("new", some),))
     matmul = Template("aten.mm.default", (T(0), T(1)), (), (some, some), 0, (Out("new", some),))
     for sharers, ops in (((b"c",), 3), ((b"c", b"d"), 1)):
-        bench = Bench("")
+        bench = CoreBench("")
         for peer in sharers:
             if peer != b"c":
                 bench.client(peer, "")
@@ -254,7 +254,7 @@ def test_ops_go_out_in_smaller_units_where_another_session_uses_the_worker():
 
 
 def test_a_session_that_ends_leaves_nothing_of_what_waited_for_its_turn():
-    bench = Bench("")
+    bench = CoreBench("")
     queued(bench, 50)
     bench.give(b"c", Ops(1, [[18, TEMPLATES[0]]], [], [18, 0, 0, 90, 17, 0, 1, 1, 91]), (bytes(64),))
     bench.feed(PeerLost(b"c", "gone"))
@@ -265,7 +265,7 @@ def test_a_session_that_ends_leaves_nothing_of_what_waited_for_its_turn():
 
 
 def test_what_waits_is_sent_before_a_lost_workers_successor_is_met():
-    bench = Bench("")
+    bench = CoreBench("")
     queued(bench, 50)
     bench.feed(PeerLost(b"w1", "killed"))
     before = bench.core.workers[b"w0"].runs
@@ -275,7 +275,7 @@ def test_what_waits_is_sent_before_a_lost_workers_successor_is_met():
 
 
 def test_uploads_of_what_never_has_its_turn_are_dropped():
-    bench = Bench("")
+    bench = CoreBench("")
     queued(bench, 50)
     bench.give(b"c", Ops(1, [[18, TEMPLATES[0]], [19, TEMPLATES[3]]], [], [18, 0, 0, 90, 19, 0, 90, 91]), (bytes(64),))
     (data,) = bench.to(b"w0", Data)
@@ -298,7 +298,7 @@ def test_a_second_clients_value_comes_before_the_firsts_four_hundred_matmuls():
         for batch in range(8):
             code = [number for n in range(50) for number in (91, 1, 1, 1, 2 + 50 * batch + n)]
             first.session.submit([], [], code, [])
-        assert conftest.wait_until(lambda: owner.next_batch == 9)
+        assert wait_until(lambda: owner.next_batch == 9)
         left = len(queue._lines[owner.number])
         assert left > 300, "the first client's work went to the worker at once"
         for _ in range(5):

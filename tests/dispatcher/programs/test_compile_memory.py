@@ -13,9 +13,8 @@ import torch
 import gt
 from gt.worker.executor import Executor
 from gt.worker.program import python_codegen
-from tests.helpers.models import accumulating
-from tests.stress.fuzz import serving
-from tests.system.parity.test_parity import mini
+from tests.helpers.models import accumulating, mini
+from tests.helpers.serving import serving
 
 STAGES = "pp_stage0: {shard: {axis: 0, workers: [0]}}\npp_stage1: {shard: {axis: 0, workers: [1]}}\n"
 ROWS = 4  # of a micro-batch

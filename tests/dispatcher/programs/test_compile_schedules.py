@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import gt
-from tests.helpers.models import accumulating
-from tests.system.parity.test_parity import mini
+from tests.helpers import CONFIGS
+from tests.helpers.models import accumulating, mini
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 CALLS, PARTS = 5, 4
 
 

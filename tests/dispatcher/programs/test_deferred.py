@@ -20,31 +20,13 @@ from gt.dispatcher.programs.deferred import MOST, Later
 from gt.errors import CaptureError, OpFailed, SystemFailure
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.gpu.graphs import Graphs
-from tests.conftest import wait_until
 from tests.helpers.models import GPT, accumulating
-from tests.stress.fuzz import serving
+from tests.helpers.processes import wait_until
+from tests.helpers.serving import serving
 from tests.worker.program.test_compile_graphs import Played
 
-pytestmark = pytest.mark.usefixtures("one_thread", "graphs")
+pytestmark = pytest.mark.usefixtures("plain_threads", "graphs")
 WHOLE = partial(gt.compile, backend="cudagraphs")
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list:
-    """Traced graphs are carried out as they are. What was compiled."""
-    import torch._inductor.compile_fx as module
-
-    made: list = []
-    monkeypatch.setattr(module, "compile_fx", lambda graph, fakes: (made.append(graph), graph)[1])
-    return made
 
 
 @pytest.fixture

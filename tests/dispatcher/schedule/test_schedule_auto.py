@@ -16,7 +16,7 @@ from gt.dispatcher.schedule.auto import within
 from gt.dispatcher.schedule.fill import fill
 from gt.dispatcher.schedule.greedy import greedy
 from gt.errors import ConfigError
-from tests.helpers.schedules import PLACEMENTS, in_order, random_costs, random_rows
+from tests.dispatcher.schedule.schedules import PLACEMENTS, in_order, random_costs, random_rows
 
 
 def wanted(costs: Costs) -> set[Action]:

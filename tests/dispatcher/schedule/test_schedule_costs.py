@@ -27,11 +27,10 @@ from gt.ir.spec import contiguous
 from gt.observe.dry_run import Dry
 from gt.wire.messages import TIMES, Done, Exit, Run
 from gt.worker.process.profiler import Timed, take
-from tests.helpers.models import accumulating
+from tests.helpers import CONFIGS
+from tests.helpers.models import accumulating, mini
 from tests.helpers.planned import planned
-from tests.system.parity.test_parity import mini
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 STAGES = "".join(f"stage{n}: {{workers: [{n}]}}\n" for n in range(4))
 
 

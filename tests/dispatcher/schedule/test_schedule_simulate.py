@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gt.dispatcher.schedule import Costs, make, parse, simulate, uniform
 from gt.errors import ConfigError
+from tests.dispatcher.schedule.schedules import PLACEMENTS, random_costs, random_rows, slow_ends
 from tests.helpers.limits import limit
-from tests.helpers.schedules import PLACEMENTS, random_costs, random_rows, slow_ends
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.booleans())

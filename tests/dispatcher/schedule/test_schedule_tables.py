@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 
 from gt.dispatcher.schedule import NAMES, SCHEDULES, Action, Schedule, check, make, simulate, text, uniform
 from gt.errors import ConfigError
-from tests.helpers.schedules import PLACEMENTS, in_order
+from tests.dispatcher.schedule.schedules import PLACEMENTS, in_order
+from tests.helpers import ROOT
 
 FORMS = [  # schedule, placement, stages a worker
     ("gpipe", "line", 1), ("1f1b", "line", 1), ("zb-h1", "line", 1),
@@ -78,7 +78,7 @@ def test_known_bubbles(p: int, m: int, times: tuple, values: dict) -> None:
 
 def test_the_documents_table_is_computed() -> None:
     p, m = 4, 8
-    text = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text()
+    text = (ROOT / "docs" / "schedules.md").read_text()
     rows = {}
     for name, placement, v in [form for form in FORMS if form[1] != "thrice"]:
         cells = []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gt.dispatcher.schedule import Action, check, make, parse, show, text, uniform
 from gt.errors import ConfigError
-from tests.helpers.schedules import random_costs, random_rows
+from tests.dispatcher.schedule.schedules import random_costs, random_rows
 
 actions = st.builds(Action, st.integers(0, 999_999), st.sampled_from("FBIW"), st.integers(0, 999_999)) | st.builds(
     Action, st.integers(0, 999), st.sampled_from("LRO"), st.just(-1)

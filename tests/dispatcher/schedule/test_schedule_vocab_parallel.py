@@ -21,8 +21,8 @@ from gt.dispatcher.programs.recording import Recording
 from gt.dispatcher.schedule import Costs, check, make, parse, simulate
 from gt.dispatcher.schedule.placement import spread
 from gt.errors import ConfigError
-from tests.helpers.schedules import in_order, random_costs
-from tests.stress.fuzz import serving
+from tests.dispatcher.schedule.schedules import in_order, random_costs
+from tests.helpers.serving import serving
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "auto")
 

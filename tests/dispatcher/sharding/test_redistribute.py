@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gt.dispatcher.cluster.workers import Cluster
 from gt.dispatcher.sharding.redistribute import between, on_mesh
 from gt.ir.layout import Layout, Mesh, P, R, Shard, local_shape
-from tests.helpers.simulate import carry_out, split
+from tests.dispatcher.sharding.pieces import carry_out, split
 
 
 def cluster(workers: int) -> Cluster:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gt
-from tests.conftest import wait_until
+from tests.helpers.processes import wait_until
 
 VOCABULARY, WIDTH, BATCH, LENGTH, SKIPPED = 50257, 8, 4, 64, -100  # a vocabulary that nothing divides
 

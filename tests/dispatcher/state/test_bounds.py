@@ -20,7 +20,7 @@ from gt.wire.messages import AHEAD, CHUNK, Ack, Done, Exit, Fetch, Ops, Piece, R
 from gt.worker.downloads import Outgoing
 from gt.worker.program.liveness import made
 from tests.dispatcher.fairness.test_run_queue import ONES
-from tests.dispatcher.test_hostile import Bench as HostileBench
+from tests.helpers.core_bench import CoreBench
 from tests.helpers.planned import planned
 
 PAIR = """
@@ -260,18 +260,18 @@ def origins(names: list[tuple[str, str]]) -> Ops:
 
 def test_names_of_a_session_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate, "MOST_NAMES", 1000)
-    bench = HostileBench()
+    bench = CoreBench()
     bench.give(b"c", origins([("file.py", "")] * 2000))  # the same name again and again costs nothing
     assert b"c" in bench.core.sessions
     names = [("x" * 90 + str(n), "") for n in range(20)]
-    assert "names have" in HostileBench().refusal(b"c", origins(names))
+    assert "names have" in CoreBench().refusal(b"c", origins(names))
 
 
 def test_groups_within_one_another_are_bounded() -> None:
-    assert "groups are within one another, at most 32" in HostileBench().refusal(b"c", origins([("f", "/".join("x" * 40))]))
+    assert "groups are within one another, at most 32" in CoreBench().refusal(b"c", origins([("f", "/".join("x" * 40))]))
 
 
 def test_templates_of_a_session_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate, "HEAVIEST", 200)
     rows = [[16 + n, ONES.wire()] for n in range(40)]
-    assert "at most 200 are taken" in HostileBench().refusal(b"c", Ops(0, rows, [], []))
+    assert "at most 200 are taken" in CoreBench().refusal(b"c", Ops(0, rows, [], []))

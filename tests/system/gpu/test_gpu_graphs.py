@@ -13,9 +13,9 @@ import gt
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.gpu.cuda import Cuda
 from gt.worker.engine.torch.gpu.graphs import Graphs
-from tests.conftest import started, wait_until
 from tests.helpers.compiled_parts import inputs, program, replay, report, same
 from tests.helpers.models import GPT
+from tests.helpers.processes import started, wait_until
 from tests.worker.program.test_compile_graphs import REFUSED, Plainly
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -9,7 +9,7 @@ import torch
 
 import gt
 from gt.launch import local
-from tests.conftest import started, wait_until
+from tests.helpers.processes import started, wait_until
 from tests.worker.process.test_memory_clearing import dirty, leave_secrets
 from tests.worker.process.test_memory_limits import MIB, mib, refused
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.helpers.models import GPT, demo
+from tests.helpers import CONFIGS
+from tests.helpers.models import GPT, mini
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 STEPS = 20
 Trained = tuple[list[float], list[torch.Tensor], list[torch.Tensor]]
 
@@ -58,12 +57,6 @@ def test_one_worker_is_torch_to_the_bit(name: str) -> None:
     assert losses == wanted[0]
     for got, want in zip(gradients + weights, wanted[1] + wanted[2], strict=True):
         assert torch.equal(got, want)
-
-
-def mini(groups: Sequence[str]) -> nn.Module:
-    """The tuning demo's model, small."""
-    module = demo()
-    return module.MiniGPT({**module.PRESETS["tiny"], "vocab_size": 64, "max_seq_len": 16}, groups)
 
 
 @pytest.fixture(scope="module")

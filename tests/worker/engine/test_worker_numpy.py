@@ -22,11 +22,12 @@ from gt.worker.engine.numpy import NumpyEngine, arrays
 from gt.worker.engine.numpy.table import TABLE, resolve, supported
 from gt.worker.engine.torch import NAME, attention
 from gt.worker.engine.torch import random as torch_random
-from tests.conftest import started
-from tests.helpers import oracle
-from tests.helpers.models import GPT
+from tests.helpers import CONFIGS
+from tests.helpers.models import GPT, mini
+from tests.helpers.processes import started
 from tests.helpers.worker_parts import Bench, new, op, world
-from tests.system.parity.test_parity import CONFIGS, OPTIMIZERS, mini, train
+from tests.system.parity.test_parity import OPTIMIZERS, train
+from tests.worker.engine import oracle
 from tests.worker.engine.test_worker_engine import ThroughEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter:UserWarning")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gt.ir.heap import ChannelRegion, TeamRegion, channel_bytes, channel_class, enough, sizes, team_bytes
-from tests.helpers import planes
+from tests.worker.plane import planes
 
 
 @settings(max_examples=40, deadline=None)

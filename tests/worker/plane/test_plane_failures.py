@@ -12,7 +12,7 @@ import pytest
 from gt.errors import ConfigError
 from gt.worker.plane.base import ALL, PeerGone, Unreachable, open_plane
 from gt.worker.plane.shm import ShmPlane
-from tests.helpers import planes
+from tests.worker.plane import planes
 
 CPU = types.SimpleNamespace(direct=None)  # the engine of a worker without a GPU
 FLOATS = planes.adding(np.float32)

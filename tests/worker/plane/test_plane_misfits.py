@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers import planes
+from tests.worker.plane import planes
 
 FLOATS = planes.adding(np.float32)
 NOTHING = bytearray()

@@ -12,7 +12,6 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,9 +28,10 @@ from gt.worker.plane.kernels import cut
 from gt.worker.plane.nccl import Rings
 from gt.worker.plane.nvshmem import NvshmemPlane
 from gt.worker.plane.symmetric import DIRECT, Arena
-from tests.helpers import planes
+from tests.helpers import ROOT
+from tests.worker.plane import planes
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks" / "gpu"))
+sys.path.append(str(ROOT / "benchmarks" / "gpu"))
 from played import Messages
 
 from tests.helpers.limits import limit

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import planes
+from tests.worker.plane import planes
 
 MEMBERS = st.integers(1, 4)
 FLOATS = planes.adding(np.float32)

@@ -13,8 +13,8 @@ from gt.worker import loop
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.gpu.cuda import Events
 from gt.worker.process.completions import Completions
-from tests.conftest import wait_until
 from tests.helpers.limits import limit
+from tests.helpers.processes import wait_until
 from tests.worker.test_worker_loop import ADD, FETCH, UPLOAD, Dispatcher
 
 

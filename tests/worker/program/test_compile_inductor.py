@@ -6,9 +6,8 @@ Where Inductor itself is not the matter its place is taken by the traced graph, 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,37 +19,19 @@ from gt.dispatcher.programs.passes import bucket_all_reduces
 from gt.ir.template import T, V
 from gt.wire.messages import OpError
 from gt.worker.engine.numpy import NumpyEngine
+from tests.helpers import CONFIGS
 from tests.helpers.compiled_parts import Script, inputs, program, replay, report, same
-from tests.helpers.models import GPT, accumulating, demo
-from tests.stress.fuzz import serving
+from tests.helpers.models import GPT, accumulating, mini
+from tests.helpers.serving import serving
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 HAVE = any(map(shutil.which, ("g++", "clang++")))
 compiler = pytest.mark.skipif(not HAVE, reason="no C++ compiler is found")
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list:
-    """Traced graphs are carried out as they are. What was compiled."""
-    import torch._inductor.compile_fx as module
-
-    made: list = []
-    monkeypatch.setattr(module, "compile_fx", lambda graph, fakes: (made.append(graph), graph)[1])
-    return made
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- segments by hand
 
 
-@pytest.mark.usefixtures("graphs", "one_thread")
+@pytest.mark.usefixtures("graphs", "plain_threads")
 def test_random_programs_have_the_values_and_the_memory_of_their_instructions() -> None:
     compiled = 0
     for seed in range(250):
@@ -67,7 +48,7 @@ def test_random_programs_have_the_values_and_the_memory_of_their_instructions() 
 
 
 @compiler
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("plain_threads")
 def test_random_programs_compiled() -> None:
     for seed in range(6):
         script = program(seed)
@@ -280,7 +261,7 @@ def test_an_op_that_fails_in_compiled_code_is_reported_and_leaves_placeholders(w
     assert torch.equal(got[made[-1]], 2 * held[1][3].repeat(2, 1).t())
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("plain_threads")
 def test_where_there_is_no_compiler_programs_run_as_instructions_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor.config as settings
     import torch._inductor.cpp_builder as builder
@@ -326,10 +307,9 @@ def test_an_engine_without_a_compiler_says_so() -> None:
 # ---- steps
 
 
-def mini(count: int) -> nn.Module:
-    module = demo()
-    small = {"hidden_size": 32, "num_heads": 4, "intermediate_size": 64, "vocab_size": 64, "max_seq_len": 16}
-    return module.MiniGPT({**module.PRESETS["tiny"], "num_layers": count, **small}, gt.signal.groups())
+def small(layers: int) -> nn.Module:
+    return mini(gt.signal.groups(), num_layers=layers, hidden_size=32, num_heads=4, intermediate_size=64)
+
 
 
 def trained(model: nn.Module, optimizer: Callable, compile: Callable, parts: int, steps: int) -> tuple[Any, list[torch.Tensor]]:
@@ -356,7 +336,7 @@ def close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("config", "schedule", "optimizer"), [("tp2", None, ADAMW), ("pp2", "1f1b", MOMENTUM)])
-@pytest.mark.usefixtures("graphs", "one_thread")
+@pytest.mark.usefixtures("graphs", "plain_threads")
 def test_steps_on_two_workers(config: str, schedule: str | None, optimizer: Callable) -> None:
     """The same bits, since the graphs are; and no more forms where there are more micro-batches or layers."""
     with serving(2, backend="torch") as server:
@@ -364,9 +344,9 @@ def test_steps_on_two_workers(config: str, schedule: str | None, optimizer: Call
         try:
             forms = {}
             for count, parts in ((4, 3), (4, 5), (6, 3)):
-                _, want = trained(mini(count), optimizer, lambda step: step, parts, 5)
+                _, want = trained(small(count), optimizer, lambda step: step, parts, 5)
                 compile = partial(gt.compile, backend="inductor", schedule=schedule)
-                run, got = trained(mini(count), optimizer, compile, parts, 5)
+                run, got = trained(small(count), optimizer, compile, parts, 5)
                 for a, b in zip(got, want, strict=True):
                     assert torch.equal(a, b)
                 assert run._programs[0].replays >= 2, run.explain()
@@ -378,7 +358,7 @@ def test_steps_on_two_workers(config: str, schedule: str | None, optimizer: Call
             gt.shutdown()
 
 
-@pytest.mark.usefixtures("graphs", "one_thread")
+@pytest.mark.usefixtures("graphs", "plain_threads")
 def test_a_data_parallel_step_is_the_same_with_its_optimizer_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """On parameters whose gradients are summed, and on those whose are not yet."""
     monkeypatch.setattr(bucket_all_reduces, "BUCKET", 1 << 14)
@@ -388,8 +368,8 @@ def test_a_data_parallel_step_is_the_same_with_its_optimizer_in_two(monkeypatch:
     with serving(2, backend="torch") as server:
         gt.connect(server.address, config=str(CONFIGS / "dp2.yaml"))
         try:
-            _, want = trained(mini(2), ADAMW, lambda step: step, 1, 5)
-            run, got = trained(mini(2), ADAMW, partial(gt.compile, backend="inductor"), 1, 5)
+            _, want = trained(small(2), ADAMW, lambda step: step, 1, 5)
+            run, got = trained(small(2), ADAMW, partial(gt.compile, backend="inductor"), 1, 5)
             assert all(map(torch.equal, got, want)) and run._programs[0].replays >= 2, run.explain()
         finally:
             gt.shutdown()
@@ -508,7 +488,7 @@ class Residual(nn.Module):
         return self.head(x.flatten(1)) + tokens.mean()
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("plain_threads")
 def test_convolutions_are_given_channels_last_and_the_numbers_stay(graphs: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """All operands of convolutions are so in the traced graph; losses, weights and strides of results are torch's."""
     from gt.worker.engine.torch.inductor import Inductor

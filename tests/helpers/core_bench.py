@@ -1,0 +1,48 @@
+"""The dispatcher's core with peers that do only what a test says; its invariants are checked after every event."""
+
+from __future__ import annotations
+
+from gt.dispatcher.core import Core
+from gt.dispatcher.events import Close, Received, Send
+from gt.wire.link import hello
+from gt.wire.messages import Data, Exit, Failed, Reject, Run
+
+TWO = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
+
+
+class CoreBench:
+    """A core with two workers that do nothing of themselves, and clients."""
+
+    def __init__(self, config: str = TWO) -> None:
+        self.core = Core()
+        self.sent: list = []
+        for n in range(2):
+            self.give(b"w%d" % n, hello("worker", info={"name": f"w{n}", "heap_bytes": 1 << 30}))
+        self.client(b"c", config)
+
+    def client(self, peer: bytes, config: str = TWO) -> None:
+        self.give(peer, hello("client", config=config, config_path="t.yaml", switches={"workers": 2}))
+        assert peer in self.core.sessions, self.sent
+
+    def feed(self, event) -> list:
+        """Messages that follow, with their peers."""
+        actions = self.core.handle(event)
+        self.core.check()
+        self.sent = [(a.peer, a.message) for a in actions if isinstance(a, Send)]
+        self.closed = [a.peer for a in actions if isinstance(a, Close)]
+        return self.sent
+
+    def give(self, peer: bytes, message, frames: tuple = (), at: float = 0.0) -> list:
+        return self.feed(Received(peer, message, frames, at))
+
+    def refusal(self, peer: bytes, message, frames: tuple = ()) -> str:
+        """The error that a message is answered with; its sender is parted from, nobody else hears of it."""
+        self.give(peer, message, frames)
+        assert peer in self.closed and peer not in self.core.sessions
+        said = [m.error["message"] for p, m in self.sent if p == peer and isinstance(m, (Failed, Reject))]
+        said += [m.reason for p, m in self.sent if p == peer and isinstance(m, Exit)]
+        assert said and all(p == peer or isinstance(m, (Run, Data)) for p, m in self.sent), self.sent
+        return said[0]
+
+    def to(self, peer: bytes, kind: type) -> list:
+        return [m for p, m in self.sent if p == peer and isinstance(m, kind)]
