@@ -10,19 +10,13 @@ from gt.wire.messages import Data, Exit, Failed, Reject, Run
 TWO = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
 
 
-class CoreBench:
-    """A core with two workers that do nothing of themselves, and clients."""
+class CorePeers:
+    """A core, and the messages and closed connections that each event led to."""
 
-    def __init__(self, config: str = TWO) -> None:
-        self.core = Core()
+    def __init__(self, core: Core) -> None:
+        self.core, self.now = core, 0.0
         self.sent: list = []
-        for n in range(2):
-            self.give(b"w%d" % n, hello("worker", info={"name": f"w{n}", "heap_bytes": 1 << 30}))
-        self.client(b"c", config)
-
-    def client(self, peer: bytes, config: str = TWO) -> None:
-        self.give(peer, hello("client", config=config, config_path="t.yaml", switches={"workers": 2}))
-        assert peer in self.core.sessions, self.sent
+        self.closed: list = []
 
     def feed(self, event) -> list:
         """Messages that follow, with their peers."""
@@ -32,8 +26,25 @@ class CoreBench:
         self.closed = [a.peer for a in actions if isinstance(a, Close)]
         return self.sent
 
-    def give(self, peer: bytes, message, frames: tuple = (), at: float = 0.0) -> list:
-        return self.feed(Received(peer, message, frames, at))
+    def give(self, peer: bytes, message, frames: tuple = (), at: float | None = None) -> list:
+        return self.feed(Received(peer, message, frames, self.now if at is None else at))
+
+    def to(self, peer: bytes, kind: type) -> list:
+        return [m for p, m in self.sent if p == peer and isinstance(m, kind)]
+
+
+class CoreBench(CorePeers):
+    """A core with two idle workers, and clients."""
+
+    def __init__(self, config: str = TWO) -> None:
+        super().__init__(Core())
+        for n in range(2):
+            self.give(b"w%d" % n, hello("worker", info={"name": f"w{n}", "heap_bytes": 1 << 30}))
+        self.client(b"c", config)
+
+    def client(self, peer: bytes, config: str = TWO) -> None:
+        self.give(peer, hello("client", config=config, config_path="t.yaml", switches={"workers": 2}))
+        assert peer in self.core.sessions, self.sent
 
     def refusal(self, peer: bytes, message, frames: tuple = ()) -> str:
         """The error that a message is answered with; its sender is parted from, nobody else hears of it."""
@@ -43,6 +54,3 @@ class CoreBench:
         said += [m.reason for p, m in self.sent if p == peer and isinstance(m, Exit)]
         assert said and all(p == peer or isinstance(m, (Run, Data)) for p, m in self.sent), self.sent
         return said[0]
-
-    def to(self, peer: bytes, kind: type) -> list:
-        return [m for p, m in self.sent if p == peer and isinstance(m, kind)]

@@ -10,7 +10,7 @@ from gt import errors
 from gt.dispatcher.cluster import leases
 from gt.dispatcher.cluster.leases import Terms
 from gt.dispatcher.core import Core
-from gt.dispatcher.events import Close, PeerLost, Received, Send, Tick
+from gt.dispatcher.events import PeerLost, Received, Send, Tick
 from gt.wire.access.proof import proof
 from gt.wire.link import hello
 from gt.wire.messages import (
@@ -35,29 +35,17 @@ from gt.wire.messages import (
     World,
 )
 from gt.worker.process.restart import command
+from tests.helpers.core_bench import CorePeers
 from tests.helpers.hostile import Field, HonestWorker
 
 
-class Shop:
+class Shop(CorePeers):
     """A core of an exclusive server, with workers and clients that do only what a test says."""
 
     def __init__(self, count: int = 3, **terms) -> None:
-        self.core = Core(terms=Terms(exclusive=True, **terms))
-        self.now = 0.0
-        self.sent: list = []
-        self.closed: list = []
+        super().__init__(Core(terms=Terms(exclusive=True, **terms)))
         for number in range(count):
             self.worker(b"w%d" % number)
-
-    def feed(self, event) -> list:
-        actions = self.core.handle(event)
-        self.core.check()
-        self.sent = [(a.peer, a.message) for a in actions if isinstance(a, Send)]
-        self.closed = [a.peer for a in actions if isinstance(a, Close)]
-        return self.sent
-
-    def give(self, peer: bytes, message) -> list:
-        return self.feed(Received(peer, message, (), self.now))
 
     def worker(self, peer: bytes, name: str = "", **info) -> str:
         self.give(peer, hello("worker", info={"name": name, "heap_bytes": 1 << 30, "pid": 1, **info}))
@@ -85,9 +73,6 @@ class Shop:
     def tick(self, later: float = 0.25) -> list:
         self.now += later
         return self.feed(Tick(self.now))
-
-    def to(self, peer: bytes, kind: type) -> list:
-        return [m for p, m in self.sent if p == peer and isinstance(m, kind)]
 
     def refusal(self, peer: bytes) -> errors.GTError:
         (reject,) = self.to(peer, Reject)

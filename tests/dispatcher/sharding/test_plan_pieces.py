@@ -7,7 +7,6 @@ from itertools import product
 from math import prod
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,9 +14,10 @@ import torch.nn.functional as F
 from gt.dispatcher.sharding.localize import payload
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.rules import decide, decide_along
-from gt.ir.boxes import put, take
+from gt.ir.boxes import take
 from gt.ir.layout import Layout, Mesh, P, Partial, R, Shard, boxes
 from gt.worker.engine.base import open_engine
+from tests.dispatcher.sharding.pieces import joined, scattered
 from tests.helpers.planned import planned
 
 SIZES = (2, 3, 5)  # 3 and 5 leave short and empty pieces
@@ -156,14 +156,6 @@ CASES = {
 }
 
 
-COMBINE = {
-    "sum": lambda s: s.sum(0, dtype=s.dtype),
-    "avg": lambda s: s.mean(0),
-    "max": lambda s: s.amax(0),
-    "min": lambda s: s.amin(0),
-}
-
-
 class Recorded:
     """The last op of a program, as the dispatcher got it, and its inputs' global values."""
 
@@ -199,22 +191,7 @@ def pieces(value, place, size):
     if isinstance(place, Partial):
         noise = torch.randn_like(value) if value.is_floating_point() else n(value.dtype, *value.shape)  # that may wrap
         return [noise.clone(), value - noise, *[torch.zeros_like(value)] * (size - 2)]
-    whole = value.numpy()
-    return [torch.from_numpy(take(whole, boxes(layout, whole.shape, rank)).copy()) for rank in range(size)]
-
-
-def joined(parts, place, shape, size):
-    if isinstance(place, Partial):
-        stack = torch.stack(parts)
-        return COMBINE[place.op](stack)
-    if not isinstance(place, Shard):
-        for part in parts[1:]:
-            torch.testing.assert_close(part, parts[0], rtol=0, atol=0, equal_nan=True)
-        return parts[0]
-    whole = np.zeros(shape, parts[0].numpy().dtype)
-    for rank, part in enumerate(parts):
-        put(whole, boxes(Layout(mesh(size), (place,)), shape, rank), part.numpy())
-    return torch.from_numpy(whole)
+    return scattered(value, layout)
 
 
 def run(known, decision, values, scalars, size):
@@ -228,9 +205,9 @@ def run(known, decision, values, scalars, size):
         made = engine_call(engine, payload(known, ins, outs, rank), [h[rank] for h in held], scalars)
         results.append(made)
     joined_outs = []
-    for index, (out, place) in enumerate(zip(known.template.outs, decision.outs, strict=True)):
+    for index, (out, layout) in enumerate(zip(known.template.outs, outs, strict=True)):
         shape = out.spec.shape if out.spec else values[out.of].shape
-        joined_outs.append(joined([r[index] for r in results], place, shape, size))
+        joined_outs.append(joined([r[index] for r in results], layout, tuple(shape)))
     return joined_outs
 
 

@@ -15,15 +15,14 @@ from gt.dispatcher.sharding.localize import payload
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.rules import decide, whole
 from gt.dispatcher.sharding.vocab_parallel import LOWERINGS, embedding_backward
-from gt.ir.boxes import put, take
-from gt.ir.layout import Layout, Mesh, P, Partial, R, Shard, boxes
+from gt.ir.layout import Layout, Mesh, P, R, Shard
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
-from gt.worker.engine.base import IDENTITY, open_engine
+from gt.worker.engine.base import open_engine
+from tests.dispatcher.sharding.pieces import joined, scattered
 from tests.dispatcher.sharding.test_plan_pieces import Recorded, engine_call
 
 MESHES = [Mesh((("tp", 2),), (0, 1)), Mesh((("tp", 5),), tuple(range(5))), Mesh((("dp", 2), ("tp", 3)), tuple(range(6)))]
-COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 G = torch.Generator().manual_seed(7)
 ATEN = torch.ops.aten
 
@@ -134,38 +133,6 @@ def gathering_costs_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocab_parallel, "gathered", lambda nbytes, size: 1e9)
 
 
-def scattered(value: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    made = []
-    for rank in range(len(layout.mesh.workers)):
-        piece = torch.from_numpy(take(numbers(value), boxes(layout, tuple(value.shape), rank)).copy())
-        made.append(piece.view(torch.bfloat16) if value.dtype is torch.bfloat16 else piece)
-        terms = [
-            (at, p) for at, p in zip(layout.mesh.coordinates(rank), layout.placements, strict=True) if isinstance(p, Partial)
-        ]
-        for at, place in terms:
-            if at:
-                made[-1].fill_(IDENTITY[place.op])
-    return made
-
-
-def numbers(value: torch.Tensor):
-    return (value.view(torch.int16) if value.dtype is torch.bfloat16 else value).numpy()
-
-
-def brought(held: list[torch.Tensor], layout: Layout, shape: tuple[int, ...]) -> torch.Tensor:
-    """The whole of pieces; what is whole on several workers is the same on all."""
-    mesh, ops = layout.mesh, {p.op for p in layout.placements if isinstance(p, Partial)}
-    terms: dict[tuple, torch.Tensor] = {}
-    for rank, piece in enumerate(held):
-        at = tuple(c for c, p in zip(mesh.coordinates(rank), layout.placements, strict=True) if isinstance(p, Partial))
-        into = terms.setdefault(at, torch.zeros(shape, dtype=piece.dtype))
-        put(numbers(into), boxes(layout, shape, rank), numbers(piece))
-    found = list(terms.values())
-    for other in found[1:]:
-        found[0] = COMBINE[next(iter(ops))](found[0], other)
-    return found[0]
-
-
 class World:
     """Carries parts out on pieces, as workers would."""
 
@@ -195,7 +162,7 @@ class World:
 
     def bring(self, name: int | str, want: Layout) -> list[torch.Tensor]:
         layout, held, shape = self.held[name]
-        return held if layout == want else scattered(brought(held, layout, shape), want)
+        return held if layout == want else scattered(joined(held, layout, shape), want)
 
 
 def lowered(known: OpSchema, starts: list, mesh: Mesh, table: tuple) -> list[ChainOp] | None:
@@ -239,13 +206,13 @@ def test_pieces_of_a_vocabulary_give_what_the_whole_gives(name: str, mesh: Mesh)
             world.part(part, [])
         for n, whole_ in enumerate(want):
             layout, held, shape = world.held[-1 - n]
-            got = brought(held, layout, shape)
+            got = joined(held, layout, shape)
             bound = TOLERANCE.get(got.dtype, 0)
             torch.testing.assert_close(got, whole_, rtol=bound, atol=bound, equal_nan=True, msg=lambda m, s=starts: f"{s}: {m}")
         if known.name.startswith("nll") and known.name.endswith("backward") and "weights" not in name:
             layout, held, shape = world.held[vocab_parallel.SUMS]
             sums = want[0].sum(want[0].shape.index(23), keepdim=True)
-            torch.testing.assert_close(brought(held, layout, shape), sums, rtol=1e-6, atol=0)
+            torch.testing.assert_close(joined(held, layout, shape), sums, rtol=1e-6, atol=0)
             assert not layout.partial
     assert split, f"{name}: never split"
 
