@@ -50,7 +50,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
-    """What has been imported is left out of collections, of which every session and every recording has one."""
+    """Leave imported objects out of garbage collections; every session and every recording runs one."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -58,7 +58,7 @@ def frozen() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_in_the_end() -> Iterator[None]:
-    """Set up before all others, so that it looks when they are over; of each process that runs tests, by itself."""
+    """Set up before all other fixtures, so that it looks after their ends; each process of tests looks for itself."""
     yield
     if not wait_until(lambda: not started()):
         pytest.fail(f"processes left by the test run: {started()}")
@@ -117,7 +117,7 @@ def plain_threads() -> Iterator[None]:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list:
-    """Traced graphs are carried out as they are. What was compiled."""
+    """Traced graphs run uncompiled; the fixture's value is the list of them."""
     import torch._inductor.compile_fx as module
 
     made: list = []

@@ -80,7 +80,7 @@ class Trainers:
                 os.write(self._orders[mode], order)
 
     def collect(self, seconds: float = 0.0, limit: float = STALL, deaths: bool = False) -> list[Sign]:
-        """What they answer within so long. deaths: a worker died since they were asked, so errors that say so are right."""
+        """The trainers' answers within a time. deaths: a worker died since the question, so errors that name it are right."""
         signs: list[Sign] = []
         deadline = time.monotonic() + seconds
         while self._asked:

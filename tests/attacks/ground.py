@@ -162,7 +162,7 @@ class Ground:
                         os.kill(pid, signal.SIGKILL)  # before the machine suffers
 
     def look(self) -> list[Sign]:
-        """What has gone wrong since the last look."""
+        """The signs since the last look."""
         assert self.local is not None
         signs, self._grown = self._grown, []
         now = self.processes()
@@ -183,7 +183,7 @@ class Ground:
 
     @property
     def whole(self) -> bool:
-        """Whether all processes are there."""
+        """True if all processes are alive."""
         return self.local is not None and self.local._process.poll() is None and len(self.processes()) == self.workers + 1
 
     def heal(self) -> bool:
@@ -242,7 +242,7 @@ def _place(text: bytes) -> str:
 
 
 def born(pid: int) -> int:
-    """When a process began, in the kernel's ticks: numbers of processes are used again."""
+    """The start time of a process in the kernel's ticks, since pids are reused."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -250,7 +250,7 @@ def born(pid: int) -> int:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """True if a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

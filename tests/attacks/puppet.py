@@ -84,7 +84,7 @@ class Puppet:
                 self.peer.send(codec.pack(new), parts)
 
     def answers(self, message: Message) -> list[tuple[Message, tuple]]:
-        """What a worker would say to this."""
+        """The answers of an honest worker to this message."""
         if isinstance(message, Query):
             return [(Report(message.request, {"done": -1, "stats": {"name": "puppet"}, "at": None}), ())]
         if isinstance(message, Data) and message.total > 64 << 10:

@@ -198,7 +198,7 @@ def test_workers_really_send_and_add_up(server: Any, plain_threads: None) -> Non
 
 
 def test_wrong_values_are_found(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where sums come out otherwise the lines say so: these checks can fail."""
+    """Wrong sums are reported in the lines: these checks can fail."""
 
     def start(n: int, config: str) -> None:
         gt.connect(server.address, config=config, token=server.token)

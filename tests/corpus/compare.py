@@ -52,7 +52,7 @@ def difference(name: str, stored: str, now: str, changes: Changes | None = None)
 
 
 def _alike(a: Sequence[str], b: Sequence[str]) -> int:
-    """How many lines are equal from the start."""
+    """The number of equal lines at the start."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 

@@ -47,7 +47,7 @@ class Asking:
         self.plan, self.number = plan, 0
 
     def fetch(self, remote) -> list:
-        """What the client is sent for a fetch, once every worker is done and has sent its piece."""
+        """Messages to the client for a fetch, once every worker is done and has sent its piece."""
         return self.ask(remote._ref.id)
 
     def ask(self, tensor: int) -> list:

@@ -201,7 +201,7 @@ def test_requests_under_way_are_bounded(bench):
 
 
 def asked(bench: CoreBench, rows: int = 1 << 20) -> UploadRequest:
-    """What a client is asked for when a host copy of [rows, 4] floats is used."""
+    """The request to a client for a host copy of [rows, 4] floats that an op uses."""
     form, neg = (
         row("gt.upload.default", [], [], [spec(rows, 4)], 1),
         row("aten.neg.default", [{"t": 0}], [spec(rows, 4)], [spec(rows, 4)]),

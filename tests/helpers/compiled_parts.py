@@ -1,4 +1,4 @@
-"""Programs by hand for tests of compiled segments: random ones too, carried out as instructions and compiled."""
+"""Programs written by hand, and random ones, for tests of compiled segments: executed as instructions and compiled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIDE = 4
 
 
 class Script:
-    """A program as it is written: instructions, and the same carried out here to know what they make."""
+    """A program's instructions as they are appended; each op is also executed here, so that its outputs are known."""
 
     def __init__(self, inputs: dict[int, torch.Tensor]) -> None:
         self.held = dict(inputs)
@@ -58,7 +58,7 @@ class Script:
         self.rows.append((-1, [len(ids), *ids]))
 
     def stop(self) -> None:
-        """What cannot be compiled: a segment ends."""
+        """Append an instruction that cannot be compiled, which ends a segment."""
         self._write("fill", {"shape": [1], "stride": [1], "dtype": "float32"}, [999])
 
     def shard(self, source: int, boxes: list) -> int:
@@ -70,7 +70,7 @@ class Script:
         return self.next
 
     def copy(self, source: int) -> int:
-        """Of what is received as a whole, what comes from nobody."""
+        """Append a `merge` whose only part is local: a copy."""
         self.next += 1
         held = self.held[source]
         self.held[self.next] = held.clone()
@@ -140,7 +140,7 @@ def memory(held: dict[int, torch.Tensor]) -> list[list[int]]:
 
 
 def same(got: Bench, want: Bench, rtol: float = 1e-5) -> None:
-    """The same tensors, lying alike, of the same values; nothing was reported."""
+    """Both have the same tensors with the same strides, aliases and values; nothing was reported."""
     a, b = got.executor.tensors, want.executor.tensors
     assert sorted(a) == sorted(b) and memory(a) == memory(b)
     for i in b:

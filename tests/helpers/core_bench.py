@@ -19,7 +19,7 @@ class CorePeers:
         self.closed: list = []
 
     def feed(self, event) -> list:
-        """Messages that follow, with their peers."""
+        """Handle one event; returns (peer, message) of every message sent."""
         actions = self.core.handle(event)
         self.core.check()
         self.sent = [(a.peer, a.message) for a in actions if isinstance(a, Send)]
@@ -47,7 +47,7 @@ class CoreBench(CorePeers):
         assert peer in self.core.sessions, self.sent
 
     def refusal(self, peer: bytes, message, frames: tuple = ()) -> str:
-        """The error that a message is answered with; its sender is parted from, nobody else hears of it."""
+        """The error that answers a message; the sender's connection is closed, and nobody else receives anything."""
         self.give(peer, message, frames)
         assert peer in self.closed and peer not in self.core.sessions
         said = [m.error["message"] for p, m in self.sent if p == peer and isinstance(m, (Failed, Reject))]

@@ -1,4 +1,4 @@
-"""A dispatcher's core among liars: hostile clients and workers around one honest program whose every value is compared.
+"""A dispatcher's core among hostile clients and workers, beside one honest program whose every value is compared.
 
 No sockets. The honest workers parse all that they are told (half a batch would not parse) and carry out what is of the
 honest session. What hostile peers say is plausible first and mutated then, from one seed.
@@ -424,7 +424,7 @@ class Field:
     # ---- events
 
     def feed(self, event: Any) -> None:
-        """One event and all that honest peers answer to what comes of it."""
+        """Feed one event, then every answer of honest peers to the messages that follow."""
         pending = [event]
         while pending:
             one = pending.pop(0)
@@ -460,7 +460,7 @@ class Field:
     # ---- the honest program
 
     def honest_step(self) -> None:
-        """Some ops on both workers, and a value compared with what it has to be."""
+        """Some ops on both workers, and the comparison of one value."""
         rng, templates, code = self.rng, [], []
         if self.batch == 0:
             templates = [[16, TEMPLATES[0]], [17, TEMPLATES[4]], [18, TEMPLATES[3]]]

@@ -1,4 +1,4 @@
-"""A session in this process: carries out the op stream with torch on the CPU at once. For tests of the client alone."""
+"""A session in this process, which executes the op stream with torch on the CPU at once. For tests of the client alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gt.ir.template import Const, T, Template, V
 
 
 class InlineSession:
-    """What gt.client.session.Session offers, without processes. `log` keeps op names if asked."""
+    """The interface of gt.client.session.Session without processes. `log` has (op, origin) of each op."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
@@ -120,7 +120,7 @@ class InlineSession:
         return tuple(found.shape), str(found.dtype)[6:], bytearray(data)
 
     def synchronize(self) -> None:
-        """What is submitted is done at once."""
+        """Return at once: every op is complete when it is submitted."""
 
     def describe(self, ids: list[int]) -> list[Spec]:
         found = [self.tensors[i] for i in ids]
@@ -205,7 +205,7 @@ GT = {
 
 @pytest.fixture
 def inline() -> Iterator[InlineSession]:
-    """This process records into a session that carries out at once; every tensor is freed by the end."""
+    """This process records into a session that executes at once; every tensor is freed by the end."""
     session = InlineSession()
     current_session.connect(session)
     yield session

@@ -1,4 +1,4 @@
-"""Time limits of tests, by one factor: on a loaded machine all takes longer, and is as right."""
+"""Time limits of tests, all scaled by one factor, which grows on a loaded machine."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ SLOWDOWN = float(os.environ.get("GT_TEST_SLOWDOWN", "1"))
 
 
 def limit(seconds: float) -> float:
-    """Seconds that something may take here."""
+    """The limit in seconds, scaled for this machine."""
     return seconds * SLOWDOWN

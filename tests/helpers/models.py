@@ -1,4 +1,4 @@
-"""Models that tests train: a small GPT written as most are, and the tuning demo's."""
+"""Models that tests train: a small GPT in plain torch, and the tuning demo's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GPT(nn.Module):
 
 
 def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, parts: int, to_none: bool = True) -> Callable:
-    """A step on (inputs, targets) in so many micro-batches, in the plainest loop: its loss."""
+    """A step on (inputs, targets) that accumulates gradients over `parts` micro-batches and returns its loss."""
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=to_none)

@@ -1,4 +1,4 @@
-"""A program planned with no process: the real client records, the real core plans, workers are counted only.
+"""A program planned in one process: the real client records, the real core plans, and workers execute nothing.
 
 `with planned(yaml, workers=8) as plan:` runs the block's remote ops through the planner; `plan.lines` is the plan's text.
 Workers answer Done at once and hold nothing, so values cannot be fetched.
@@ -70,7 +70,7 @@ class PlanSession:
         pass
 
     def ask(self) -> None:
-        """Everything recorded so far is planned, as before any question of a client."""
+        """Plan everything recorded so far, as before any request of a client."""
         current_session.current().flush()
         self.handle(Received(b"client", Stats(1)))
 

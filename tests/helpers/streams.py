@@ -1,4 +1,4 @@
-"""A program that is nothing but an op stream: what a client's recorder would send, with every value known beforehand.
+"""A program as a bare op stream, as a client's recorder would send it, with every value known beforehand.
 
 For tests of sessions beside one another; needs no torch on this side.
 """
@@ -37,7 +37,7 @@ CONFIGS = (  # and the contexts in which ops are issued
 
 
 class Stream:
-    """A session and what its tensors have to be. `groups` are contexts in which ops are issued."""
+    """A session and the expected values of its tensors. `groups` are contexts in which ops are issued."""
 
     def __init__(self, address: str, config: str = "", groups: tuple[str, ...] = ("",), seed: int = 0, **how: Any) -> None:
         self.rng = random.Random(seed)
@@ -52,7 +52,7 @@ class Stream:
         self._origins: list = [[n, "stream.py", n, group, False, -1] for n, group in enumerate(groups, 1)]
 
     def op(self, number: int, *operands: Any, value: np.ndarray | None = None) -> int:
-        """Append an op; the id of what it makes, if it is to make `value`."""
+        """Append an op; returns the id of its output, whose expected value is `value`."""
         self._code += [number, self.rng.randrange(len(self._groups)) + 1, *operands]
         if value is None:
             return 0
@@ -62,7 +62,7 @@ class Stream:
         return made
 
     def upload(self, array: np.ndarray, host: bool = False) -> int:
-        """host: kept here until it is asked for."""
+        """Upload an array. host: the array stays here until the server requests it."""
         if host:
             made = self.op(UPLOAD, -1, value=array)
             self.session.keep(made, array)
@@ -111,7 +111,7 @@ class Stream:
         return data.view(dtype).reshape(shape)
 
     def check(self, count: int = 1) -> None:
-        """Compare some values with what they have to be."""
+        """Fetch some tensors and compare them with their expected values."""
         self.flush()
         for tensor in self.rng.sample(sorted(self.values), min(count, len(self.values))):
             found = self.fetch(tensor)

@@ -1,7 +1,7 @@
-"""A dispatcher core for tests of what lies around it: answers every message of a client by simple rules.
+"""A toy dispatcher core for tests of server, session and links: it answers every message of a client by simple rules.
 
 Fetch(tensor=n): n < 0 fails, n < 100 is n as a float64, n >= 100 is what was uploaded as n, in two halves of rows.
-Inspect never answers: whoever asks waits. Stats counts what came.
+Inspect has no answer, so its client waits. Stats has the number of messages received.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hugging Face transformers models with random weights, small enough for tests: a config, a batch and what generates.
+"""Hugging Face transformers models with random weights, small enough for tests: a config, a batch, and arguments of generate().
 
 Nothing is fetched: every model is made from its config.
 """
@@ -20,7 +20,7 @@ VOCABULARY, WIDTH, LAYERS, HEADS = 96, 32, 2, 4
 
 @dataclass(frozen=True)
 class Kind:
-    """A model: `build(**sizes)` gives it, `batch(model, rows, length)` what a training step is given."""
+    """A kind of model: `build(**sizes)` makes it, `batch(model, rows, length)` a training step's arguments."""
 
     build: Callable[..., torch.nn.Module]
     batch: Callable[[torch.nn.Module, int, int], dict[str, torch.Tensor]]

@@ -1,4 +1,4 @@
-"""Helpers for tests of the worker: definitions by hand, an executor whose link is a list, worlds of executors in threads."""
+"""Parts for tests of the worker: definitions by hand, an executor with a list as its link, groups of executors in threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def spec(tensor: torch.Tensor) -> list:
 
 
 def new(tensor: torch.Tensor) -> list:
-    """An output like this one, in memory of its own."""
+    """An output with this tensor's spec, in memory of its own."""
     return ["new", [list(tensor.shape), list(tensor.stride()), 0, NAME[tensor.dtype]], -1]
 
 
@@ -39,7 +39,7 @@ def op(name: str, args: Sequence[Any], tensors: int, outs: list, values: int = 0
 
 
 class Bench:
-    """An executor, what it sent, and definitions numbered as they come."""
+    """An executor, the messages that it sent, and definitions numbered in order."""
 
     def __init__(self, plane: Any = None, engine: Any = None) -> None:
         self.sent: list[tuple[Any, tuple]] = []

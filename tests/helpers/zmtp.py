@@ -1,4 +1,4 @@
-"""ZMTP 3.0 by hand, for strangers: a connection that can stop in the middle of anything, with whatever key it has."""
+"""ZMTP 3.0 by hand, for strangers: a connection with any key, which can stop in the middle of anything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain_hello(password: bytes, user: bytes = b"gt") -> bytes:
 
 
 def password(port: int, token: str = "") -> bytes:
-    """What this user's processes show to their server on loopback."""
+    """The key by which this user's processes are known to their server on loopback."""
     key = auth.key(auth.read(server_files.find("127.0.0.1", port) or ""), token, "127.0.0.1", port)
     assert key is not None
     return key.password

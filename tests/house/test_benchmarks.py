@@ -1,4 +1,4 @@
-"""What the benchmarks of GPUs share: cases in processes of their own, and results that are kept as they come."""
+"""Shared parts of the GPU benchmarks: cases run in processes of their own, and each result is kept at once."""
 
 from __future__ import annotations
 

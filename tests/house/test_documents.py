@@ -1,4 +1,4 @@
-"""What the documents say is so: their Python and shell lines run, their tables and generated pages are the code's."""
+"""The documents are true: their Python and shell lines run, and their tables and generated pages agree with the code."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_generated_pages_are_what_the_code_says(page: str) -> None:
 
 
 def test_the_protocol_page_explains_every_reserved_number() -> None:
-    """Of the numbers below FIRST some have a comment above them that is several lines long, and not one behind."""
+    """Some numbers below FIRST have a comment of several lines above, and none behind."""
     from gt.ir import instr
     from tools.docs import reserved
 

@@ -33,7 +33,7 @@ NONE: list = []
 
 
 def within(schema: Schema) -> bool:
-    """Whether the installed torch is of its versions."""
+    """True if the table has the installed version of torch."""
     return op_schemas.ordered(schema.since) <= op_schemas.ordered(VERSION) <= op_schemas.ordered(schema.until)
 
 

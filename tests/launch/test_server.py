@@ -60,7 +60,7 @@ def idle_worker(address: str, token: str) -> Dealer:
 
 
 def refused(*args: str) -> str:
-    """What a server that cannot start says; it is one line, and the exit code is 2."""
+    """The error of a server that cannot start: one line, and the exit code is 2."""
     done = subprocess.run(command(*args), capture_output=True, text=True, timeout=limit(30))
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
     return done.stderr
@@ -83,7 +83,7 @@ def test_it_may_be_told_to_stop_while_it_ends():
     thread = threading.Thread(target=server.run)
 
     class Bell(int):
-        """What the server ends behind, if nothing keeps it."""
+        """A descriptor whose comparison starts the server, which ends meanwhile unless stop() holds it."""
 
         def __ge__(self, other):
             thread.start()

@@ -43,7 +43,7 @@ def family(pid: int) -> dict[int, str]:
 
 
 def gone(pids, seconds: float = 5.0) -> bool:
-    """Whether all of these end in time; waited for, not polled."""
+    """True if all of these processes end in time; waited for, not polled."""
     for pid in pids:
         try:
             fd = os.pidfd_open(pid)

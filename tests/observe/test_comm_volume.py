@@ -1,4 +1,4 @@
-"""What really crossed between workers, by their own counters: what the plan says, and nothing through the dispatcher."""
+"""Bytes sent between workers, by their own counters, are those of the plan; none pass through the dispatcher."""
 
 from __future__ import annotations
 

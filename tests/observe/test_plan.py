@@ -49,7 +49,7 @@ def steady(session: Callable, config: str) -> None:
 
 
 def counted(before: dict, after: dict) -> list[dict[str, Any]]:
-    """What each worker did between two calls of gt.stats(), by number of the other worker."""
+    """Transfers and collectives of each worker between two calls of gt.stats(), by number of the other worker."""
     found = []
     for a, b in zip(before["workers"], after["workers"], strict=True):
         row: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from tests.observe.test_plan import CONFIGS, training
 
 
 def stamps(made: schedule.Schedule, costs: schedule.Costs, unit: float, begin: float) -> list[list[list]]:
-    """What workers would stamp if all went as simulated."""
+    """The stamps of workers if every action takes its simulated time."""
     line = schedule.simulate(made.rows, costs)
     return [
         [[str(a), begin + s * unit, begin + e * unit] for a, s, e in zip(row, line.start[n], line.end[n], strict=True)]

@@ -47,7 +47,7 @@ def parts(names: list[str], seconds: dict[str, float], count: int) -> list[list[
 
 
 def durations(report: Path) -> tuple[dict[str, float], Counter, list[str]]:
-    """Of a JUnit report: seconds by file, how many tests ended how, and the names of those that failed."""
+    """Seconds by file, number of tests by outcome, and names of failed tests, from a JUnit report."""
     seconds: dict[str, float] = {}
     ends: Counter = Counter()
     failed = []

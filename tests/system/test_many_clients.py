@@ -113,7 +113,7 @@ def test_a_client_killed_half_way_through_an_upload_leaves_no_bytes_of_it():
 
 
 def test_a_client_killed_in_an_upload_takes_with_it_what_it_had_freed_meanwhile():
-    """What waited for the upload is never sent, frees included: workers drop all that is the session's."""
+    """Ops and frees that waited for the upload are never sent: workers drop everything of the session."""
     bench = CoreBench()
     tensors, known = set(), set()
 
@@ -144,7 +144,7 @@ def test_a_client_killed_in_an_upload_takes_with_it_what_it_had_freed_meanwhile(
 
 
 def test_a_worker_waits_for_no_client():
-    """What takes an upload is sent once all of it has been; other programs' work overtakes it."""
+    """An op that reads an upload is sent once the upload is complete; other programs' ops overtake it."""
 
     bench = CoreBench()
     bench.client(b"d")

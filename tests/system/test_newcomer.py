@@ -1,4 +1,4 @@
-"""What somebody sees who has just started: mistakes are one clear sentence with what to try, and a normal end is silent."""
+"""A newcomer's first errors are one clear sentence with a next step, and a normal end is silent."""
 
 from __future__ import annotations
 

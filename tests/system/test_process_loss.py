@@ -42,7 +42,7 @@ def test_a_killed_worker_is_worker_lost_with_its_name(own):
 
 
 def test_a_worker_that_is_killed_while_a_call_is_held_back_is_told(own):
-    """What is held back for it is nobody's; what waits for it is told, and later calls are right."""
+    """Ops held back for the worker are dropped; whoever waits gets an error, and later calls are right."""
     import gt
 
     x, killed = gt.ones(4, 4), []

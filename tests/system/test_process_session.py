@@ -104,7 +104,7 @@ def test_no_server_is_one_sentence():
 
 
 def test_a_server_that_parts_from_a_session_has_not_stopped(toy, session):
-    """What it says why is raised as it is."""
+    """The server's reason is raised unchanged."""
     session.submit([], [], [-8])
     with pytest.raises(SystemFailure, match=r"^the heap is full$") as found:
         session.inspect(1)

@@ -179,7 +179,7 @@ def test_two_programs_at_once_have_disjoint_workers_and_a_crash_is_ones_own(pair
 
 
 def say(client: subprocess.Popen) -> str:
-    """What a client answers to a line."""
+    """A client's answer to a line."""
     client.stdin.write("\n")
     client.stdin.flush()
     return client.stdout.readline()

@@ -55,7 +55,7 @@ def enter(ours: Router):
 
 
 def until(ours: Router, kind: type, seconds: float = 10.0) -> list:
-    """What comes until one of this kind has."""
+    """Everything received until one item is of this kind."""
     found: list = []
     end = time.monotonic() + seconds
     while not any(isinstance(item, kind) for item in found):

@@ -27,7 +27,7 @@ def net() -> nn.Module:
 
 
 class State:
-    """What one training has: a model on the remote device, an optimizer, data, results."""
+    """The state of one training: a model on the remote device, an optimizer, data, results."""
 
     def __init__(self, make: Callable[[], nn.Module] = net, optimizer: Any = None) -> None:
         torch.manual_seed(0)

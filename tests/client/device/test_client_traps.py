@@ -1,4 +1,4 @@
-"""What torch does in Python, with views, in place, with indices and with out=, on a remote tensor as on a CPU one.
+"""Python-level behaviour of torch, views, in-place ops, indices and out=: a remote tensor is as a CPU tensor.
 
 Each row is a small program of a device; its result must be the CPU's, to the bit.
 """

@@ -1,4 +1,4 @@
-"""Where ops come from: user's line, signal group, and what backward inherits. Errors and interrupts on the way."""
+"""Provenance of ops: the user's line, the signal group, and both inherited by backward; errors and interrupts."""
 
 from __future__ import annotations
 

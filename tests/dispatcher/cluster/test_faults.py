@@ -227,7 +227,7 @@ LARGE = 3 * WINDOW  # bytes on each worker
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("chunks", [0, 1, WINDOW // CHUNK, 2 * WINDOW // CHUNK])
 def test_an_upload_whose_worker_is_lost_ends_and_its_program_goes_on(worker: bytes, stopped: bool, chunks: int) -> None:
-    """Of the two uploads one is for nobody any more: the window is not its own for ever."""
+    """One of the two uploads has no receiver any more; it does not keep the window for ever."""
     bench = CoreBench()
     client = Uploading(bench)
     client.stopped = {worker} if stopped else set()

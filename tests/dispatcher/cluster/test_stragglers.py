@@ -305,7 +305,7 @@ def test_a_client_that_waits_for_credit_is_told_of_a_stopped_worker():
 
 
 def stuck(bench: CoreBench, until: float, start: float = 0.0, peer: bytes = b"c", work: float = 0.0) -> list[float]:
-    """When errors are told, by workers that have nothing to do, or w0 something for another until it has worked so long."""
+    """Times of WorkerStuck errors. Workers are idle, or w0 works for another session for `work` seconds."""
     rows = told(bench, lambda now: {b"w0": ([9, 0, 99, "op", 0], min(now, work))}, start=start, until=until)
     assert {kind for _, _, kind, _ in rows} <= {"WorkerStuck", "Notice"}
     return [when for when, who, kind, _ in rows if (who, kind) == (peer, "WorkerStuck")]

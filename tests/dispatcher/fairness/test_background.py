@@ -40,7 +40,7 @@ class Gate:
         return self.sent(self.core.handle(Received(peer, message, frames)))
 
     def turn(self) -> list:
-        """What follows once a thread wants the baton."""
+        """Messages that follow once a thread wants the baton."""
         assert self.called.wait(20)
         self.called.clear()
         actions = self.core.handle(Turn(0.0))

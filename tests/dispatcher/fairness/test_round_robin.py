@@ -66,7 +66,7 @@ def stream(count: int) -> Ops:
 
 
 def told(runs: list[Run]) -> list:
-    """What workers are told, whatever Runs it comes in: absolute sequence numbers."""
+    """Instructions to workers, with absolute sequence numbers, however they are divided into Runs."""
     rows: list = []
     for run in runs:
         at = 0

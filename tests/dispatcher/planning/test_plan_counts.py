@@ -1,4 +1,4 @@
-"""What a tensor-parallel block and a stage boundary cost, read off the plan: Megatron's count, and no gather."""
+"""The cost of a tensor-parallel block and of a stage boundary, counted in the plan: Megatron's count, and no gather."""
 
 from __future__ import annotations
 

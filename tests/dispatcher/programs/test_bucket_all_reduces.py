@@ -78,7 +78,7 @@ def programs(rng: random.Random, workers: int, length: int, own: float) -> dict[
 
 
 def values(code: dict[int, list[Instruction]]) -> dict[tuple[int, int], int]:
-    """Of every tensor of every worker at the end, all carried out in turns; views share a cell."""
+    """Values of every tensor of every worker at the end; workers execute in turns, and views share a cell."""
     cells: dict[tuple[int, int], list[int]] = {(w, i): [w * 1000 + i * 7 + 1] for w in code for i in range(3)}
     places = dict.fromkeys(code, 0)
     while any(places[w] < len(code[w]) for w in code):

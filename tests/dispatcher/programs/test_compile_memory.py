@@ -1,4 +1,4 @@
-"""What a replay holds on a worker at most: no more than eager mode, and under 1F1B what its micro-batches in flight need."""
+"""Peak memory of a replay on a worker: at most that of eager mode, and under 1F1B that of its micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
                 self._steps[number] = (_watched(self, step, found), size)
 
     def watched(self: python_codegen.Text, at: int, lasting: set[int]) -> None:
-        """What is in variables counts, too."""
+        """Tensors in variables of the generated code count, too."""
         add(self, at, lasting)
         self.lines.append("seen(locals())")
         self.places.append(at)

@@ -31,7 +31,7 @@ WHOLE = partial(gt.compile, backend="cudagraphs")
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What became of each recording that was held back."""
+    """The outcome of each deferred recording."""
     found: list[str] = []
     end, let_go = Later.end, Later.let_go
 
@@ -223,7 +223,7 @@ def test_an_op_that_fails_is_named_with_its_line_and_a_fresh_value_heals(connect
     want = 2 * torch.arange(8.0).reshape(4, 2)[good].exp().sum()
     assert step(good).item() == pytest.approx(want.item())
     line = 1 + next(n for n, text in enumerate(Path(__file__).read_text().splitlines()) if text.endswith("# here"))
-    with pytest.raises(OpFailed, match=rf"test_later.py:{line}: aten.embedding"):
+    with pytest.raises(OpFailed, match=rf"test_deferred.py:{line}: aten.embedding"):
         step(bad).item()
     for _ in range(4):
         assert step(good).item() == pytest.approx(want.item())

@@ -22,7 +22,7 @@ GIVEN = Define(13, "send", {"channel": {"peer": 1}, "boxes": []})
 
 
 def moved(*rows: tuple[Define, list[int], str]) -> list[int]:
-    """Where rows of (definition, operands, action) come from, in their new order."""
+    """The old positions of rows of (definition, operands, action), in their new order."""
     made = [Instruction(n, define, operands) for n, (define, operands, _) in enumerate(rows)]
     tape = Recording(0, [], {}, names={id(row): name for row, (_, _, name) in zip(made, rows, strict=True) if name})
     tape.code[0] = made

@@ -1,4 +1,4 @@
-"""What the tests of schedules share: placements, random costs and rows, and a simulator that is written another way."""
+"""Shared parts of the tests of schedules: placements, random costs and rows, and a second, independent simulator."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def random_rows(rng: random.Random, members: Members, m: int, costs: Costs) -> l
 
 
 def needs(one: Node, every: frozenset[Node], costs: Costs, members: Members) -> set[Node]:
-    """What has to be done before an action, of the actions that there are."""
+    """Actions of `every` that must be complete before this one."""
     (stage, kind, micro), worker = one
     if kind == "F":
         return {n for n in every if n[0] == Action(stage - 1, "F", micro)}

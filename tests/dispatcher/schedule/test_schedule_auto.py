@@ -100,7 +100,7 @@ def test_a_limit_below_every_named_schedules_memory_still_has_one() -> None:
 
 
 def test_transfers_are_hidden_by_running_ahead() -> None:
-    """What 1F1B loses to transfers in every micro-batch, auto gets back with memory."""
+    """1F1B waits for transfers in every micro-batch; `auto` spends memory to hide them."""
     costs = uniform(4, transfer=0.5)
     named = simulate(make("1f1b", stages=4, micro_batches=16, costs=costs).rows, costs)
     made = simulate(auto([0, 1, 2, 3], 16, costs).rows, costs)

@@ -65,7 +65,7 @@ def test_a_limit_of_memory_is_kept_or_said(p: int, m: int, seed: int) -> None:
 
 
 def gpt2(layers: tuple[float, ...], head: float, split: bool, m: int) -> float:
-    """What a step takes in forwards of one layer, F, I and W being alike."""
+    """The makespan of a step in units of one layer's forward; F, I and W take the same time."""
     p = len(layers)
     each = (*layers, head / p) if split else (*layers[:-1], layers[-1] + head)
     costs = Costs(each, each, each, (0.05,) * (len(each) - 1), (1.0,) * len(each), (1.0,) * len(each))

@@ -1,4 +1,4 @@
-"""What each kind of group does to each kind of op: the meaning of the YAML, as layouts."""
+"""The effect of each kind of group on each kind of op: the meaning of the YAML, as layouts."""
 
 from __future__ import annotations
 

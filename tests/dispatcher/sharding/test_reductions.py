@@ -1,4 +1,4 @@
-"""What reduces pieces to one number gives torch's number, wherever the odd element lies and however the tensor is split."""
+"""Reductions of pieces to one number give torch's number, wherever the odd element is and however the tensor is split."""
 
 from __future__ import annotations
 

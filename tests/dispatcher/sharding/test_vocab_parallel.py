@@ -159,7 +159,7 @@ def test_a_gradient_that_a_hook_changes_has_its_own_sums(change: Callable, sessi
 
 
 def test_nothing_is_left_of_a_step(session: Callable[..., None]) -> None:
-    """What is freed goes with what is asked for next."""
+    """Freed tensors are sent to workers with the next request."""
     session(PLACES["dp2tp2"][0])
 
     def left() -> int:

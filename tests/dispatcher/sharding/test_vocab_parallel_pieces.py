@@ -170,7 +170,7 @@ def lowered(known: OpSchema, starts: list, mesh: Mesh, table: tuple) -> list[Cha
 
 
 def operand(known: OpSchema) -> int:
-    """Of which operand the dim of 23 is split."""
+    """The index of the operand whose dim of 23 is split."""
     return next(n for n, spec in enumerate(known.template.ins) if 23 in spec.shape and spec.dtype != "int64")
 
 

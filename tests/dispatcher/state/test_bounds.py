@@ -1,4 +1,4 @@
-"""What is kept is bounded by what is in use: tables of client, dispatcher and workers, however long a program runs."""
+"""Tables of client, dispatcher and workers are bounded by the tensors in use, however long a program runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people do with torch around a model, on `remote` as on the CPU: each row is a small training program of a device.
+"""Common uses of torch around a model, on `remote` as on the CPU: each row is a small training program of a device.
 
 A row gives tensors and numbers; they have to be those of the CPU, to the bit, and so have those of a step that is captured.
 """

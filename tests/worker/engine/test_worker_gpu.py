@@ -173,7 +173,7 @@ def test_how_far_it_is_in_what_it_was_given():
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_how_far_it_is_while_a_value_is_fetched(waits):
-    """What asks is answered at once, also where the driver is busy, as it is in a copy that waits (waits=True)."""
+    """Progress is answered at once, even while the driver is busy with a blocking copy (waits=True)."""
     engine = TorchEngine()
     x = torch.zeros(8192, 8192, device="cuda")
     x @ x

@@ -1,4 +1,4 @@
-"""What a worker says of its heap and bell is a lie: the other refuses, and no file of anybody's is changed."""
+"""A worker reports a false heap or bell: the other worker refuses it, and no file is changed."""
 
 from __future__ import annotations
 

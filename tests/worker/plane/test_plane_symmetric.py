@@ -53,7 +53,7 @@ class World:
 
 
 class Library(Messages):
-    """What plane.nvshmem.Library offers, of one member."""
+    """The interface of plane.nvshmem.Library for one member."""
 
     def __init__(self, world: World, rank: int, rng: random.Random) -> None:
         self.world, self.rank, self.rng = world, rank, rng
@@ -98,7 +98,7 @@ class Plane:
 
 
 class Ring:
-    """What plane.nccl.Nccl offers, for all members. A communicator is (who meets there, rank)."""
+    """The interface of plane.nccl.Nccl for all members. A communicator is (its members, rank)."""
 
     def __init__(self) -> None:
         self.lock, self.made, self.calls = threading.Lock(), {}, []
@@ -162,7 +162,7 @@ class Ring:
 
 
 def members_of(count: int, member: Callable[[int], Any], failed: Callable[[], None] = lambda: None) -> list[Any]:
-    """What `member(rank)` gives in a thread each; the first error, of which `failed` tells the others, or that one hangs."""
+    """Results of `member(rank)`, each in a thread. Raises the first error, once `failed` has told the others, or if one hangs."""
     found: list[Any] = [None] * count
     errors: list[BaseException] = []
 
@@ -185,7 +185,7 @@ def members_of(count: int, member: Callable[[int], Any], failed: Callable[[], No
 
 
 def together(count: int, run: Callable[[int, Arena], Any], seed: int = 0, ring: Any = None) -> list[Any]:
-    """What `run(rank, arena)` gives for each member, all at once."""
+    """Results of `run(rank, arena)` for each member, all at the same time."""
     world, engine = World(count), DirectEngine(TorchEngine("cpu"), COMBINE)
 
     def member(rank: int) -> Any:
@@ -207,7 +207,7 @@ class UploadChunk:
         self.lock, self.wires, self.meetings = threading.Lock(), {}, {}
 
     def of(self, rank: int) -> Any:
-        """Of one member."""
+        """The host's functions for one member."""
         host = types.SimpleNamespace()
         host.send = lambda channel, data: self._wire(rank, channel["peer"]).put(bytes(data))
         wait = limit(20)
@@ -373,7 +373,7 @@ def test_worlds_of_two_kinds_do_not_mix() -> None:
 
 
 class Apart(Library):
-    """Of which one member cannot map another's memory, by what the driver says or when they have met, or cannot join at all."""
+    """A library whose members cannot map one another's memory, by the driver's word or once they meet, or cannot join."""
 
     def gpu(self) -> str:
         return str(self.rank)
@@ -398,7 +398,7 @@ class Apart(Library):
 
 
 def reached(refused: Sequence[Any], ring: Any, host: str = "", **more: Any) -> list[Any]:
-    """What moves memory between three members, and what they can do with it: a message of the first to the last."""
+    """The means of transfer that three members choose, tried by a message of the first to the last."""
     world, engine = World(3), types.SimpleNamespace(direct=DirectEngine(TorchEngine("cpu"), COMBINE))
     world.refused, world.ended = refused, threading.Event()
     made = [NvshmemPlane(engine, BYTES, Apart(world, n, random.Random(n)), ring, **more) for n in range(3)]

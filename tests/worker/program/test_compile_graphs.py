@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class Played:
-    """What a GPU does with graphs, done here: recording does nothing, a replay works on the memory of the recording.
+    """A simulated GPU with graphs: recording computes nothing, and a replay works on the memory of the recording.
 
     Memory that a recording makes is given to others once nobody owns it; here it is overwritten by `scramble`.
     """
@@ -146,7 +146,7 @@ def _become(held: dict, other: dict) -> None:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Played:
-    """What programs left there is written over as soon as it had to be copied out."""
+    """A device that overwrites the outputs of programs as soon as they must have been copied out."""
     played, settle = Played(), Lent.settle
 
     def settled(left: Lent, *dropped: Any) -> None:
@@ -295,7 +295,7 @@ def full(new: list, old: list) -> None:
 
 
 def test_what_cannot_be_copied_out_is_no_value_that_is_written_over(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What left it is told, and the next is done as ever."""
+    """The failed output is reported, and the next run is executed as usual."""
     got, want = benches(device, 3)
     for bench in (got, want):
         replay(bench, 3)
@@ -658,7 +658,7 @@ def test_why_a_recording_failed_is_told_not_that_it_did(played: None) -> None:
 
 @pytest.fixture
 def told(played: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What torch's allocator is told of pools; recordings end well but those that `run` makes fail."""
+    """Calls of torch's allocator about pools. A recording ends well unless `run` makes it fail."""
     found: list[tuple] = []
     for name in ("end", "release"):
         whole = {"end": "_cuda_endAllocateToPool", "release": "_cuda_releasePool"}[name]
@@ -668,7 +668,7 @@ def told(played: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 
 def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """What breaks the recording that it is in."""
+    """A function that breaks the current recording."""
     end = Capture.capture_end
 
     def broken(self: Capture) -> None:

@@ -233,7 +233,7 @@ def test_the_line_of_an_op_that_fails_amid_others_is_told_and_the_next_replay_is
         results = step(torch.tensor(9 if n in (3, 4) else 2))
         for got, wanted in zip(results, want, strict=True):
             if n in (3, 4):  # nothing that this replay writes is trusted
-                with pytest.raises(gt.OpFailed, match=rf"test_worker_straight\.py:{line}: aten\.index\.Tensor"):
+                with pytest.raises(gt.OpFailed, match=rf"test_python_codegen\.py:{line}: aten\.index\.Tensor"):
                     got.cpu()
             else:
                 assert torch.equal(got.cpu(), wanted)
