@@ -175,7 +175,7 @@ def _named(where: list[int], m: int, costs: Any) -> Iterator[Any]:
 
 
 def verdicts(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Broken bounds: 3% around the simulation; `auto` no worse than the best named schedule simulated, and 2% at most measured."""
+    """Broken bounds: 3% around the simulation; `auto` no worse than the best named schedule simulated, 2% at most measured."""
     bad = [f"{label}: {row['over']:+.1%} of what was simulated" for label, row in found.items() if abs(row["over"]) > 0.03]
     for label, row in found.items():
         where, _, name = label.partition(": ")

@@ -120,7 +120,7 @@ STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """A file's tensors. The file has the length of a JSON header in 8 bytes, the header with offsets of tensors, then the data."""
+    """A file's tensors. A file is the length of a JSON header in 8 bytes, the header with offsets of tensors, the data."""
     data = np.memmap(path, np.uint8, "r")
     size = int(data[:8].view("<u8")[0]) if len(data) >= 8 else 0
     if not 0 < size <= len(data) - 8:

@@ -162,7 +162,7 @@ class Ring:
 
 
 def members_of(count: int, member: Callable[[int], Any], failed: Callable[[], None] = lambda: None) -> list[Any]:
-    """Results of `member(rank)`, each in a thread. Raises the first error, once `failed` has told the others, or if one hangs."""
+    """Results of `member(rank)`, each in a thread. Raises the first error after `failed` told the others, or if one hangs."""
     found: list[Any] = [None] * count
     errors: list[BaseException] = []
 
