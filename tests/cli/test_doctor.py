@@ -99,12 +99,12 @@ WRONG: list[tuple[dict[str, Any], int, str, str]] = [
 
 
 @pytest.mark.parametrize(("how", "code", "name", "says"), WRONG, ids=[f"{w[2]} {n}" for n, w in enumerate(WRONG)])
-def test_what_is_wrong_is_named_with_what_to_do(how: dict, code: int, name: str, says: str, machine: Callable) -> None:
+def test_a_defect_is_named_with_its_remedy(how: dict, code: int, name: str, says: str, machine: Callable) -> None:
     found, lines = machine(**how)
     assert found == code and lines[name].startswith(says), lines[name]
 
 
-def test_what_mpirun_wants_set_is_named(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_mpirun_needs_are_named(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVSHMEM_BOOTSTRAP", "MPI")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     code, lines = machine()

@@ -165,7 +165,7 @@ def test_the_model_itself_has_an_empty_name_that_no_wildcard_matches() -> None:
     assert match(rules[:1], "") is None and [rule.pattern for rule in unmatched(rules, ["a"])] == ["", "up"]
 
 
-def test_of_equal_patterns_the_later_wins_and_unused_ones_are_found() -> None:
+def test_the_later_of_equal_patterns_wins_and_unused_patterns_are_found() -> None:
     found = match((Rule("a.*", "first"), Rule("*.b", "second"), Rule("*.b", "third")), "a.b")
     assert found is not None and found.group == "third"
     assert [rule.pattern for rule in unmatched(RULES, ["lm_head"])] == [rule.pattern for rule in RULES[1:]]

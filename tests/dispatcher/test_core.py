@@ -121,7 +121,7 @@ def test_a_failure_spreads_over_workers_and_no_further(plan):
     assert ask.failed(x) == ""
 
 
-def test_what_fails_of_a_placeholder_is_no_news(plan):
+def test_a_failure_from_a_placeholder_is_not_reported_again(plan):
     x = torch.ones(3, device="remote")
     bad = on("a", torch.neg, x)
     far, good = on("a", torch.exp, bad), on("b", torch.abs, x)
@@ -197,7 +197,7 @@ def test_the_next_wait_is_told_once_of_a_failure_that_nothing_depends_on(plan):
     assert ask.failed(good) == ""
 
 
-def test_what_a_failed_op_should_have_written_fails_until_it_is_written_anew(plan):
+def test_the_output_of_a_failed_op_fails_until_it_is_written_anew(plan):
     x, y = torch.ones(3, device="remote"), torch.ones(3, device="remote")
     a = on("a", torch.mul, x, 2)
     base = on("a", torch.mul, x, 3)
@@ -244,7 +244,7 @@ def test_a_lost_worker_takes_what_it_held_and_waits_end(plan):
     assert ask.failed(on("a", torch.add, a, a)) == ""
 
 
-def test_what_waited_for_a_lost_worker_is_lost_also_when_its_successor_came_first(plan):
+def test_work_for_a_lost_worker_is_lost_even_if_its_successor_came_first(plan):
     x = torch.ones(3, device="remote")
     good, far = on("a", torch.abs, x), on("b", torch.exp, x)
     a = on("a", torch.neg, far)

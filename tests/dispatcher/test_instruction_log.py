@@ -240,7 +240,7 @@ def test_a_reader_who_stops_reading_holds_nobody_up(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", ["folder", "socket"])
-def test_what_is_no_file_is_refused(tmp_path, monkeypatch, kind):
+def test_a_path_that_is_no_file_is_refused(tmp_path, monkeypatch, kind):
     path = tmp_path / "log"
     with socket.socket(socket.AF_UNIX) as one:
         path.mkdir() if kind == "folder" else one.bind(str(path))

@@ -151,7 +151,7 @@ def test_the_table_runs_what_there_are_gpus_for_and_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("least, most", [(0.0, None), (None, 1.0)])
-def test_what_is_no_number_holds_no_bar_and_is_no_loss(cases: ModuleType, least: float | None, most: float | None) -> None:
+def test_nan_holds_no_bound_and_is_no_loss(cases: ModuleType, least: float | None, most: float | None) -> None:
     report = cases.Report("some.py", None, {"": -8})
     report.bar("a over b", 0.5, most=most, least=least)
     assert report.end() == 0

@@ -84,7 +84,7 @@ def test_each_op_left_out_by_name_has_a_reason_and_a_call_and_is_in_no_row():
         assert not [known for known in TABLE if known.startswith(f"aten.{name}.")], name
 
 
-def test_who_writes_and_who_aliases_can_be_read_from_it():
+def test_the_table_says_which_ops_write_and_which_alias():
     (add,), (view,), (adam,) = (TABLE.find(f"aten.{n}") for n in ("add_.Tensor", "view.default", "_fused_adam_.default"))
     assert add.writes == ("self",) and not add.aliases and view.aliases and not view.writes
     assert adam.writes == ("self", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")

@@ -141,7 +141,7 @@ def starting(what: str, how: str, heartbeat: float) -> subprocess.Popen:
     ("_work", "SIGSTOP", r"^worker [01] does not start: its process \d+ is stopped .*\(state T\)"),
     ("_work", "SIGKILL", r"^worker [01] died while starting \(signal SIGKILL\)"),
 ])  # fmt: skip
-def test_what_does_not_start_is_named_with_the_cause(what, how, says):
+def test_a_process_that_does_not_start_is_named_with_the_cause(what, how, says):
     nursery = starting(what, how, heartbeat=0.5)
     said: dict = {}
     while "failed" not in said and select.select([nursery.stdout], [], [], limit(60))[0]:

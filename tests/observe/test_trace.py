@@ -31,7 +31,7 @@ def stamps(made: schedule.Schedule, costs: schedule.Costs, unit: float, begin: f
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "auto"])
-def test_what_goes_as_simulated_is_measured_as_predicted(name: str) -> None:
+def test_actions_that_take_their_simulated_time_measure_as_predicted(name: str) -> None:
     made, costs = schedule.make(name, stages=4, micro_batches=8), schedule.uniform(4)
     line = schedule.simulate(made.rows, costs)
     found = measured(stamps(made, costs, 0.25, 1e4))
@@ -50,7 +50,7 @@ def test_time_is_counted_once_where_actions_overlap() -> None:
     assert measured([[], []]) == {}
 
 
-def test_what_of_transfers_is_hidden() -> None:
+def test_the_hidden_part_of_transfers() -> None:
     """Against a count of small steps, on random spans; workers that did nothing do not count."""
     draw = random.Random(1)
     for _ in range(20):

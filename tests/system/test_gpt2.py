@@ -106,7 +106,7 @@ def test_bf16_trains(run: Callable) -> None:
     assert found[6] < found[0] - 1 and found == pytest.approx(want, rel=1e-2)
 
 
-def test_what_is_printed(run: Callable, data: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_printed_lines(run: Callable, data: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     log = tmp_path / "log"
     flags = ("-o", log, "-l", "3e-4", "-v", 2, "-m", 2, "-s", 2, "-g", 8, "-M", 2, "--stages", 2, "--schedule", "1f1b")
     losses = run("-e", "d2", *flags, steps=3)
@@ -590,7 +590,7 @@ class Defect(ValueError):
         (Defect(), None),
     ],
 )
-def test_what_ends_a_run_is_a_line_unless_it_is_a_defect(
+def test_a_run_ends_with_one_line_unless_it_is_a_defect(
     error: Any, code: str | None, gpt2: Any, run: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     def fail(*_: object) -> None:

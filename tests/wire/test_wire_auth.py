@@ -292,7 +292,7 @@ class Fake:
 
 @pytest.mark.parametrize("mechanism", [PLAIN, NULL, CURVE])
 @pytest.mark.parametrize("token", ["", "the token that people gave"])
-def test_who_takes_the_port_first_learns_nothing_that_opens_a_server(folder, mechanism, token):
+def test_a_process_that_takes_the_port_first_learns_nothing_that_opens_a_server(folder, mechanism, token):
     fake = Fake(mechanism)
     with pytest.raises((DispatcherLost, Refused)):
         Session(f"{LOCAL}:{fake.port}", "config: text", token=token, wait=0.6)
@@ -326,7 +326,7 @@ def test_a_dead_servers_secret_is_not_told_to_who_takes_its_port(folder):
     assert b"HELLO" not in fake.close()
 
 
-def test_what_listens_and_is_none_is_said(folder):
+def test_a_listener_that_is_no_server_is_named(folder):
     with socket.create_server((LOCAL, 0)) as silent:  # takes connections, says nothing: stopped, or out of descriptors
         with pytest.raises(DispatcherLost, match=r"does not answer .*: it is stopped, busy, or out of descriptors"):
             Session(f"{LOCAL}:{silent.getsockname()[1]}", token="token", wait=0.1)

@@ -102,7 +102,7 @@ def test_nesting_is_bounded():
         codec.unpack(b"\x91" * 5000)
 
 
-def test_what_cannot_be_packed_names_its_field():
+def test_an_unpackable_value_names_its_field():
     with pytest.raises(ProtocolError, match=r"Ops\.code cannot be sent"):
         codec.pack(Ops(0, [], [], [object()]))
     with pytest.raises(ProtocolError, match=r"Fetch\.tensor cannot be sent"):

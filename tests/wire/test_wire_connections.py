@@ -141,7 +141,7 @@ def test_a_stranger_that_leaves_takes_nobody_with_it(ours):
     assert until(ours, Gone)[0].peer == came[0].peer
 
 
-def test_who_is_taken_for_dead_is_told(ours):
+def test_a_peer_taken_for_dead_is_told(ours):
     """Whatever the cause: it gets an Exit with its next message, and does not wait for ever."""
     peer = enter(ours)
     peer.sendall(zmtp.frame(codec.pack(hello("client"))))

@@ -356,7 +356,7 @@ def test_a_failed_op_still_takes_part_in_the_collective_that_follows():
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_of_what_is_done_together_one_fails_and_the_others_are_done(backend):
+def test_one_of_several_instructions_run_together_fails_and_the_others_complete(backend):
     """Members do not know where another failed: they would wait for what it leaves out."""
 
     def part(bench: Bench, rank: int) -> tuple:
@@ -406,7 +406,7 @@ class Reached(DeadPlane):
             raise self.failure
 
 
-def test_who_fails_while_others_wait_on_their_devices_has_to_end() -> None:
+def test_a_worker_that_fails_while_others_wait_on_their_devices_ends() -> None:
     engine = TorchEngine("cpu")
     engine.direct = DirectEngine(engine, COMBINE)
     plane = Reached()

@@ -272,7 +272,7 @@ def test_a_worker_in_the_foreground_ends_on_a_signal(dispatcher, number, code, s
         process.wait()
 
 
-def test_who_asks_how_far_a_device_is_does_not_wait_for_it():
+def test_a_question_for_a_devices_progress_does_not_wait_for_the_device():
     comes, asked = threading.Event(), threading.Event()
 
     class Mark:
@@ -291,7 +291,7 @@ def test_who_asks_how_far_a_device_is_does_not_wait_for_it():
     assert progress.come() == 1
 
 
-def test_how_far_a_device_is_does_not_take_more_room_the_longer_nobody_asks():
+def test_progress_of_a_device_takes_no_more_room_the_longer_nobody_asks():
     made: list = []
 
     class Mark:

@@ -33,7 +33,7 @@ def test_a_whole_copy_is_sent_without_copying_it():
     assert np.shares_memory(host_buffers.region(array, [[[1, 3], [0, 4]]]), array)
 
 
-def test_what_does_not_fit_is_refused():
+def test_a_piece_that_does_not_fit_is_refused():
     with pytest.raises(ProtocolError, match="not boxes of a tensor of shape"):
         host_buffers.region(np.zeros((2, 2)), [[[0, 3], [0, 2]]])
     with pytest.raises(ProtocolError, match="not boxes"):

@@ -191,7 +191,7 @@ def test_mixed_operands_say_what_to_do() -> None:
         x.data = host
 
 
-def test_what_has_no_remote_form_says_so() -> None:
+def test_an_op_without_a_remote_form_says_so() -> None:
     with pytest.raises(NotImplementedError, match="compute it on the CPU"):
         torch._standard_gamma(torch.ones(2, device="remote"))
 
@@ -279,7 +279,7 @@ def test_the_first_ops_after_a_wait_are_handed_over_soon_and_then_more_of_them_t
         assert all(b >= a for a, b in itertools.pairwise(sizes)), sizes
 
 
-def test_what_has_ended_waits_for_the_next_batch_while_an_answer_is_awaited(inline: InlineSession) -> None:  # noqa: F811
+def test_ended_tensors_wait_for_the_next_batch_while_an_answer_is_awaited(inline: InlineSession) -> None:  # noqa: F811
     x, y = torch.ones(3, device="remote"), torch.ones(3, device="remote")
     gt.stats()
     before, held = inline.batches, len(inline.tensors)

@@ -88,7 +88,7 @@ def test_data_parallel_says_that_a_config_does_it(session: Callable) -> None:
             wrap(torch.nn.Linear(3, 3).to("remote"))
 
 
-def test_what_is_no_tensor_is_named(session: Callable) -> None:
+def test_an_argument_that_is_no_tensor_is_named(session: Callable) -> None:
     session()
     for work in (gt.inspect, gt.signal.move):
         with pytest.raises(TypeError, match="takes a remote tensor, got int"):

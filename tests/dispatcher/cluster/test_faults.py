@@ -168,7 +168,7 @@ def test_new_work_without_a_group_goes_to_a_worker_that_is_there():
     assert "WorkerLost" in [failed.error["kind"] for failed in bench.to(b"c", Failed)]
 
 
-def test_what_did_not_arrive_from_a_lost_worker_is_never_a_value():
+def test_a_result_of_data_that_a_lost_worker_did_not_send_is_never_a_value():
     """The receiver has made up a placeholder: what was computed from it must not look good."""
     bench = CoreBench()
     grouped(bench)

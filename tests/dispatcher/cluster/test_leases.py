@@ -118,7 +118,7 @@ def test_a_worker_is_asked_only_by_its_own_session():
 @pytest.mark.parametrize(
     "lie", [Done(99), OpError(0, "op", "x"), Piece(1, 0, 0), Described(1, []), UploadProgress(1, 0), Report(1, {})]
 )
-def test_what_another_sessions_worker_says_touches_nobody_else(lie):
+def test_messages_of_another_sessions_worker_touch_nobody_else(lie):
     shop = Shop(2)
     shop.client(b"c", 1), shop.client(b"d", 1)
     shop.give(b"w1", lie)
@@ -146,7 +146,7 @@ def test_workers_of_a_session_share_memory_among_themselves_alone():
     assert (second.members, second.unique_id) == ([0, 1], "id2")
 
 
-def test_who_has_the_token_alone_cannot_offer_a_worker():
+def test_the_token_alone_does_not_admit_a_worker():
     shop = Shop(0, secret="the operator's")
     info = {"name": "a", "pid": 7, "host": "h", "doorbell": "5-00ff"}
     assert shop.worker(b"x", **info) == "" and "--worker-token-file" in str(shop.refusal(b"x"))
@@ -183,7 +183,7 @@ def test_a_worker_that_comes_before_its_old_connection_ends_is_the_new_one():
     assert not shop.core.sessions[b"d"].cluster.workers[0].lost
 
 
-def test_what_a_worker_says_after_its_session_means_nothing():
+def test_messages_of_a_worker_after_its_session_mean_nothing():
     shop = Shop(1)
     shop.client(b"c")
     shop.leave(b"c")
@@ -251,7 +251,7 @@ def test_a_change_of_place_is_told_and_nothing_else_but_now_and_then():
     assert [(p, m.place) for p, m in shop.sent] == [(b"c", 1), (b"d", 2)], "or they would think that nobody is there"
 
 
-def test_who_has_gone_from_the_queue_gets_nothing():
+def test_a_client_that_left_the_queue_gets_nothing():
     shop = Shop(1)
     shop.client(b"a"), shop.client(b"b"), shop.client(b"c")
     shop.give(b"b", Goodbye())
@@ -260,7 +260,7 @@ def test_who_has_gone_from_the_queue_gets_nothing():
     assert shop.has(b"c") == ["w0"] and set(shop.core.sessions) == {b"c"}
 
 
-def test_who_waits_in_the_queue_is_never_refused_for_waiting():
+def test_a_client_is_never_refused_for_waiting_in_the_queue():
     shop = Shop(1)
     shop.client(b"a"), shop.client(b"b")
     for _ in range(20):

@@ -181,7 +181,7 @@ def test_cpu_time_is_progress_whatever_an_instruction_is(kind: str):
     assert [648 <= row[0] <= 655 for row in errors] == [True]
 
 
-def test_what_an_answer_costs_is_no_progress():
+def test_the_time_of_an_answer_is_no_progress():
     bench = CoreBench()
     begun(bench)
     bench.give(b"c", Fetch(1, 2))
@@ -213,7 +213,7 @@ def test_all_that_wait_for_one_another_are_named():
 
 
 @pytest.mark.parametrize("kind", ["load", "device"])
-def test_what_a_gpu_does_for_the_first_time_or_has_still_to_do_may_take_a_minute(kind: str):
+def test_first_and_pending_work_of_a_gpu_may_take_a_minute(kind: str):
     bench = CoreBench()
     bench.give(b"d", hello("client", config=TWO, config_path="t.yaml", switches={"workers": 2, "stall_timeout": 10}))
     begun(bench, b"d")
@@ -331,7 +331,7 @@ def test_a_value_that_is_not_sent_is_an_error_after_the_stall_timeout_and_may_be
 
 
 @pytest.mark.parametrize("sends", [0, 1, AHEAD // CHUNK])
-def test_of_a_large_value_each_part_may_take_as_long_and_who_does_not_take_it_blames_nobody(sends: int):
+def test_each_part_of_a_large_value_has_the_whole_time_and_a_client_that_reads_nothing_blames_nobody(sends: int):
     bench = CoreBench()
     size = spec(AHEAD // 8, 4)
     form, neg = row("aten.zeros.default", [[AHEAD // 8, 4]], [], [size]), row("aten.neg.default", [{"t": 0}], [size], [size])

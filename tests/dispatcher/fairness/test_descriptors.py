@@ -65,7 +65,7 @@ def test_idle_strangers_make_room_for_who_comes():
     assert said[0].count("no file descriptors left, of 64") <= 1  # it may not come to that
 
 
-def test_who_comes_too_late_is_told():
+def test_a_late_connection_is_told():
     with few() as (address, said), contextlib.ExitStack() as stack:
         stack.callback(worker(address).close)
         welcome: list = []

@@ -132,7 +132,7 @@ def test_an_error_in_a_later_slice_ends_the_session_alone():
     assert b"c" not in core.sessions and b"d" in core.sessions
 
 
-def test_what_is_left_is_freed_in_slices():
+def test_tensors_of_an_ended_session_are_freed_in_slices():
     freed: list[int] = []
     pace = hurried()
     pace.begin()

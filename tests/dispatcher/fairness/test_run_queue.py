@@ -115,7 +115,7 @@ def test_sessions_take_turns():
         assert [n for who, n in players.order[0] if who == owner] == list(range(30))
 
 
-def test_where_two_are_at_work_neither_is_far_ahead_with_short_work():
+def test_neither_of_two_sessions_is_far_ahead_with_short_work():
     players = Players(1, 2)
     players.offer(1, w0=0.0)
     for _ in range(64):
@@ -150,7 +150,7 @@ def test_all_workers_see_what_sessions_exchange_in_one_order_and_all_of_it():
                 assert [u for u in players.order[a] if u in common] == [u for u in players.order[b] if u in common]
 
 
-def test_what_waits_of_a_session_that_ends_is_handed_back_and_others_go_on():
+def test_waiting_units_of_an_ended_session_are_handed_back_and_others_go_on():
     players = Players(1, 2)
     for _ in range(5):
         players.offer(0, w0=1.0)
@@ -264,7 +264,7 @@ def test_a_session_that_ends_leaves_nothing_of_what_waited_for_its_turn():
     assert not bench.to(b"w0", Run)
 
 
-def test_what_waits_is_sent_before_a_lost_workers_successor_is_met():
+def test_waiting_units_are_sent_before_a_lost_workers_successor_is_met():
     bench = CoreBench("")
     queued(bench, 50)
     bench.feed(PeerLost(b"w1", "killed"))

@@ -179,7 +179,7 @@ class Flushing(TorchDispatchMode):
         return result
 
 
-def test_where_batches_end_changes_no_layout():
+def test_the_ends_of_batches_change_no_layout():
     """They end by chance where a program pauses: what is planned by what follows waits for that."""
 
     def planned_with(flush: bool) -> list[str]:

@@ -207,7 +207,7 @@ def test_an_op_whose_indices_depend_on_each_other_stays_one() -> None:
     assert tape.code[0][-1] is last
 
 
-def test_what_members_do_not_have_alike_is_not_done_together() -> None:
+def test_sums_that_members_do_not_share_are_not_bucketed() -> None:
     """One has work between two sums that another has not."""
     extra = Instruction(5, ADD, [0, 1, 30])
     after = Instruction(6, ADD_, [0, 1])
@@ -220,7 +220,7 @@ def test_what_members_do_not_have_alike_is_not_done_together() -> None:
     assert {w: [r.define.kind for r in rows] for w, rows in tape.code.items()} == kinds
 
 
-def test_where_members_would_add_up_different_tensors_nothing_is_moved() -> None:
+def test_nothing_is_moved_if_members_would_sum_different_tensors() -> None:
     """One uses the first gradient once more, so there the other is complete before it."""
     makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(2)]
     tape = Recording(0, [], {})
@@ -232,7 +232,7 @@ def test_where_members_would_add_up_different_tensors_nothing_is_moved() -> None
     assert tape.code == before
 
 
-def test_what_is_done_together_is_in_one_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_is_in_one_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each definition of a long program is read by itself."""
     monkeypatch.setattr(writing, "LONGEST", 1)
     sums = [Instruction(n, reduce(20, (0, 1), 0), [n]) for n in range(6)]

@@ -152,7 +152,7 @@ def pair() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(8.0, device="remote"), torch.ones(8, device="remote", requires_grad=True)
 
 
-def test_what_is_read_in_the_middle_is_an_error_and_what_came_before_is_done(connect: Callable, ways: list[str]) -> None:
+def test_a_read_in_the_middle_is_an_error_and_earlier_ops_are_done(connect: Callable, ways: list[str]) -> None:
     connect()
     _, w = pair()
 

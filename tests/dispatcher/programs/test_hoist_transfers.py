@@ -38,11 +38,11 @@ def test_what_is_taken_between_comes_before_what_is_compiled_with_the_forwards_e
 
 
 @pytest.mark.parametrize("after", ["1F1", "0I0", "1I1", "1W0", ""])
-def test_what_is_followed_by_another_action_stays(after: str) -> None:
+def test_a_transfer_before_another_action_stays(after: str) -> None:
     assert moved((MADE, [1, 2], "1F0"), (TAKEN, [5], ""), (MADE, [5, 6], after), (GIVEN, [2], "")) == [0, 1, 2, 3]
 
 
-def test_what_needs_the_forward_pass_stays() -> None:
+def test_a_transfer_that_reads_the_forward_pass_stays() -> None:
     assert moved((MADE, [1, 2], "1F0"), (GIVEN, [2], ""), (TAKEN, [5], ""), (MADE, [5, 6], "1B0")) == [0, 1, 2, 3]
 
 

@@ -184,7 +184,7 @@ def step_rows(ops: Ops, layers: int, compiled: bool) -> list[Instruction]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_read_again_in_the_backward_pass_is_made_again(compiled: bool) -> None:
+def test_a_value_that_the_backward_pass_reads_again_is_recomputed(compiled: bool) -> None:
     rows = step_rows(Ops(), 6, compiled)
     tape, names = tape_of(rows), iter(range(FAR, 2 * FAR))
     told = module.recompute(tape, {2}, {}, lies, lambda: next(names), compiled, ALL)
@@ -195,13 +195,13 @@ def test_what_is_read_again_in_the_backward_pass_is_made_again(compiled: bool) -
     assert {row.seq for row in copies} <= {row.seq for row in rows}  # an error names the op that it is
 
 
-def test_what_a_compiler_sees_whole_is_left_to_it() -> None:
+def test_segments_for_a_compiler_are_left_as_they_are() -> None:
     tape = tape_of(step_rows(Ops(), 6, False))
     assert not module.recompute(tape, {2}, {}, lies, lambda: 0, True, ALL)
 
 
 @pytest.mark.parametrize(("gain", "values"), [(0.1, 5), (100.0, 0)])
-def test_what_is_made_again_saves_more_than_it_costs(gain: float, values: int) -> None:
+def test_a_recomputed_value_saves_more_than_it_costs(gain: float, values: int) -> None:
     """Here a 25th of the step's time for a 13th of its peak."""
     names = iter(range(FAR, 2 * FAR))
     told = module.recompute(tape_of(step_rows(Ops(), 6, False)), {2}, {}, lies, lambda: next(names), False, Bounds(0.5, gain))

@@ -202,7 +202,7 @@ def test_a_schedule_is_asked_for_by_name_and_limit(text: str, want: int | None) 
 @pytest.mark.parametrize(
     "text", ["", "1f2b", "auto:", "auto:2GB", "auto:-1", "auto:0", "auto:many", ":2GiB", "auto:1e3", "auto:٣"]
 )
-def test_what_is_no_schedule_is_an_error(text: str) -> None:
+def test_an_unknown_schedule_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"want (one of gpipe|bytes of activations)"):
         asked(text)
     with pytest.raises(ValueError, match="schedule"):

@@ -20,7 +20,7 @@ rows = st.lists(st.lists(actions, min_size=1).map(tuple), max_size=5).map(tuple)
 
 @given(rows)
 @settings(max_examples=200, deadline=None)
-def test_what_prints_parses(made: tuple) -> None:
+def test_printed_schedules_parse(made: tuple) -> None:
     assert parse(text(made)) == made
 
 

@@ -100,7 +100,7 @@ def test_schedules_that_want_one_worker_for_a_stage_say_so() -> None:
         make("zb-v", stages=3, workers=[0, 1, (0, 1)], micro_batches=4)
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_a_missing_member_is_named() -> None:
     costs = Costs((1, 1), (1, 1), (1, 1), (0,), (1, 1), (1, 1))
     with pytest.raises(ConfigError, match=r"worker 0 is at 1F0 and waits for 1F0 of worker 1, worker 1 is at 1F1"):
         simulate(parse("0F0,1F0,0F1,1F1\n1F1,1F0"), costs)

@@ -115,7 +115,7 @@ def test_a_group_that_the_config_lacks_is_the_enclosing_one():
         assert plan.layout(y) == "[S(1)] on 0,1", plan.text()
 
 
-def test_what_nothing_has_used_is_placed_nowhere():
+def test_an_unused_tensor_is_placed_nowhere():
     with planned(STAGE, 2) as plan:
         m = nn.Linear(C, C).to("remote")
         nn.init.zeros_(m.bias)

@@ -233,7 +233,7 @@ def test_a_label_that_is_none_fails_as_it_does_on_one_worker() -> None:
                 world.part(part, [])
 
 
-def test_what_is_split_too_finely_is_gathered() -> None:
+def test_a_dim_that_is_split_too_finely_is_gathered() -> None:
     """A worker that has no class has no maximum."""
     known = Recorded("x", {"x": (lambda x: F.log_softmax(x, 1), f(6, 3))}).known
     assert LOWERINGS["_log_softmax"](known, [[Shard(1)]], MESHES[1]) is None

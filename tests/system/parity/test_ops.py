@@ -177,7 +177,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_torch_refuses_is_refused(name: str, one: None) -> None:
+def test_calls_that_torch_refuses_are_refused(name: str, one: None) -> None:
     with pytest.raises((RuntimeError, UnsupportedOp, IndexError)):
         REFUSED[name](X.clone())
     with pytest.raises((OpFailed, UnsupportedOp, RuntimeError, IndexError)):

@@ -154,7 +154,7 @@ def test_bytes_go_in_and_out():
     assert bench[4].is_cuda
 
 
-def test_how_far_it_is_in_what_it_was_given():
+def test_progress_within_the_work_given():
     engine = TorchEngine()
     x = torch.zeros(8192, 8192, device="cuda")
     x @ x
@@ -172,7 +172,7 @@ def test_how_far_it_is_in_what_it_was_given():
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_how_far_it_is_while_a_value_is_fetched(waits):
+def test_progress_while_a_value_is_fetched(waits):
     """Progress is answered at once, even while the driver is busy with a blocking copy (waits=True)."""
     engine = TorchEngine()
     x = torch.zeros(8192, 8192, device="cuda")

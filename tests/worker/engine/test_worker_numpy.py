@@ -190,7 +190,7 @@ def test_a_row_takes_the_arguments_of_its_op() -> None:
             inspect.signature(row).bind(*places, **{a.name: a for a in named})
 
 
-def test_what_the_engine_can_do_is_torchs() -> None:
+def test_the_ops_of_the_engine_are_torchs() -> None:
     names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     found = supported([f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names])
     assert set(TABLE) - {"gt.move.default"} <= set(found)
@@ -288,7 +288,7 @@ def test_memory_beyond_a_storage_is_not_reached() -> None:
     assert [m.kind for m, _ in b.sent] == ["op"] * 4
 
 
-def test_what_it_lacks_is_unsupported_by_name() -> None:
+def test_a_missing_op_is_unsupported_by_name() -> None:
     b = bench()
     b.put(_1=np.ones((2, 3), np.float32))
     b.do("op", op("aten.convolution.default", [T(0)], 1, [new(torch.empty(2))]), 1, 2)

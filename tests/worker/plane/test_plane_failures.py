@@ -153,7 +153,7 @@ def test_a_killed_process_fails_those_who_wait_for_it_and_only_those():
         ({6: "tcp://x"}, "is not a doorbell of this plane"),
     ],
 )
-def test_what_cannot_be_reached_says_why(change, text):
+def test_an_unreachable_peer_says_why(change, text):
     with planes.world(2) as (plane, _):
         row = [change.get(at, value) for at, value in enumerate(plane._peers[1].row)]
         plane.world([])

@@ -341,7 +341,7 @@ def test_collectives(count: int, way: Callable) -> None:
             assert all(torch.equal(into, data(r, size + rank, number + 50 + rank)) for r, into in enumerate(swapped))
 
 
-def test_what_nccl_cannot_add_is_added_in_rank_order() -> None:
+def test_dtypes_that_nccl_cannot_add_are_added_in_rank_order() -> None:
     norms = DirectEngine(TorchEngine("cpu"), COMBINE).combine("norm2", "float32")
 
     def run(rank: int, arena: Any) -> torch.Tensor:
@@ -423,7 +423,7 @@ def reached(refused: Sequence[Any], ring: Any, host: str = "", **more: Any) -> l
 
 
 @pytest.mark.parametrize("refused", [[(0, 1)], [(2, 0), (0, 2)], [(1, "joins")], [(1, "2")], [(0, "1"), (1, "0")]])
-def test_where_gpus_cannot_reach_each_other_all_go_by_nccl(refused: list, caplog: pytest.LogCaptureFixture) -> None:
+def test_gpus_that_cannot_reach_each_other_use_nccl(refused: list, caplog: pytest.LogCaptureFixture) -> None:
     """Those too that reach all others."""
     assert reached(refused, Ring()) == [("nccl", Rings, 0), ("nccl", Rings, 0), ("nccl", Rings, 7)]
     said = [record.message for record in caplog.records if "go by nccl" in record.message]
@@ -459,7 +459,7 @@ def test_what_the_driver_says_of_two_gpus(said: Any, disabled: str, want: str, m
     assert all(call.args[:2] == ("GPU-6b", "GPU-a1") for call in status.call_args_list)
 
 
-def test_where_gpus_reach_each_other_or_there_is_no_nccl_or_nvshmem_is_asked_for() -> None:
+def test_the_plane_where_gpus_reach_each_other_or_nccl_is_missing_or_nvshmem_is_forced() -> None:
     assert reached([], Ring()) == [("nvshmem", Arena, 0), ("nvshmem", Arena, 0), ("nvshmem", Arena, 7)]
     assert reached([(0, 1)], None) == [("shm", type(None), 0)] * 3
     assert reached([], Ring(), "elsewhere") == [("nvshmem", Arena, 0), ("nvshmem", Arena, 0), ("nvshmem", Arena, 7)]
@@ -602,7 +602,7 @@ def test_teams_and_channels_do_not_disturb_one_another(way: Callable) -> None:
 
 
 @pytest.mark.parametrize("way", [together, by_nccl])
-def test_who_cannot_take_part_has_to_end(way: Callable) -> None:
+def test_a_member_that_cannot_take_part_ends(way: Callable) -> None:
     def run(rank: int, arena: Arena) -> None:
         with pytest.raises(Doomed, match="others are waiting"):
             arena.send(channel(rank, 1 - rank), memoryview(b""))
@@ -638,7 +638,7 @@ def test_messages_of_many_lanes_and_steps_pass_few_slots() -> None:
         assert torch.equal(into, data(0, size, number).view(torch.uint8)[:size])
 
 
-def test_how_a_message_is_cut_covers_it_within_its_slots() -> None:
+def test_the_parts_of_a_message_cover_it_within_its_slots() -> None:
     rng = random.Random(3)
     for _ in range(2000):
         slot = 64 * rng.randrange(1, 1 << rng.randrange(1, 16))

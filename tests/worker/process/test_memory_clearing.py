@@ -109,7 +109,7 @@ def unswitched(monkeypatch) -> None:
     monkeypatch.setattr(memory, "switch", lambda: None)
 
 
-def test_where_the_allocator_cannot_clear_the_ops_do(unswitched):
+def test_ops_clear_memory_that_the_allocator_cannot_clear(unswitched):
     from gt.ir.template import T
     from tests.helpers.worker_parts import Bench, new, op
 

@@ -144,7 +144,7 @@ def hold(session: Session, nbytes: int) -> None:
     assert bytes(session.fetch(3)[2]) == b"\0"
 
 
-def test_what_another_session_holds_is_told_without_its_lines(server, worker):
+def test_memory_of_another_session_is_reported_without_its_lines(server, worker):
     other = Session(server.address, token=server.token, heartbeat=60.0)
     try:
         hold(other, 120 * MIB)
@@ -155,7 +155,7 @@ def test_what_another_session_holds_is_told_without_its_lines(server, worker):
     goes_on(worker)
 
 
-def test_what_torch_takes_within_an_op_is_bounded(server, worker):
+def test_memory_that_torch_takes_within_an_op_is_bounded(server, worker):
     if server.backend != "torch":
         pytest.skip("the numpy engine takes little besides its results")
     held = [torch.ones(40, 512, 512, device="remote")]  # 40 MiB, and a result of as many
@@ -190,7 +190,7 @@ def test_a_budget_has_room_for_its_limit_and_no_more(budget):
     budget.admit(50 * MIB)
 
 
-def test_what_is_taken_unplanned_is_bounded_and_the_bound_ends_with_the_budget(budget):
+def test_unplanned_memory_is_bounded_and_the_bound_ends_with_the_budget(budget):
     with pytest.raises(MemoryError):
         bytearray(64 * MIB + 3 * memory_budget.RESERVE + (1 + (os.cpu_count() or 1)) * memory_budget.STACK)
     before = budget._before
@@ -255,7 +255,7 @@ def test_cpu_workers_share_the_hosts_memory_and_one_by_hand_has_its_own():
         Budget().open(MIB)
 
 
-def test_what_comes_before_a_worker_knows_its_share_has_the_whole_limit():
+def test_ops_before_a_worker_knows_its_share_have_the_whole_limit():
     budget = Budget()
     budget.open(64 * MIB)
     try:

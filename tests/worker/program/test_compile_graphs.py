@@ -385,7 +385,7 @@ def test_inputs_that_come_to_share_memory_still_do_in_a_replay(device: Played) -
         same(got, want)
 
 
-def test_where_the_device_refuses_instructions_do_it_and_the_reason_is_told(device: Played) -> None:
+def test_a_recording_that_the_device_refuses_runs_as_instructions_with_the_reason(device: Played) -> None:
     device.fail = True
     got, want = benches(device, 3)
     replay(got, 4)

@@ -112,7 +112,7 @@ def test_a_part_that_a_worker_keeps_is_taken_within_a_segment(graphs: list) -> N
 
 
 @pytest.mark.usefixtures("graphs")
-def test_what_ends_within_a_segment_is_never_made_and_what_is_freed_is_gone() -> None:
+def test_a_tensor_that_ends_within_a_segment_is_never_made_and_a_freed_one_is_gone() -> None:
     held = inputs(0)
     script = Script(held)
     (y,) = script.op("aten.tanh.default", [T(0)], [3])
@@ -262,7 +262,7 @@ def test_an_op_that_fails_in_compiled_code_is_reported_and_leaves_placeholders(w
 
 
 @pytest.mark.usefixtures("plain_threads")
-def test_where_there_is_no_compiler_programs_run_as_instructions_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_programs_run_as_instructions_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor.config as settings
     import torch._inductor.cpp_builder as builder
 
@@ -434,7 +434,7 @@ def test_what_workers_say_is_of_all_calls_until_now() -> None:
 
 
 @pytest.mark.usefixtures("plain_threads", "one")
-def test_what_failed_is_still_raised_after_workers_were_asked_about_a_program() -> None:
+def test_an_error_is_still_raised_after_workers_were_asked_about_a_program() -> None:
     step = gt.compile(lambda x: x + 1, backend="inductor")
     for n in range(3):
         step(torch.full((2,), float(n), device="remote"))

@@ -83,7 +83,7 @@ def program(rng: random.Random, length: int) -> tuple[list, list[Row]]:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_what_touches_what_is_under_way_waits(seed: int) -> None:
+def test_an_instruction_waits_for_transfers_of_its_tensors(seed: int) -> None:
     rng = random.Random(seed)
     code, rows = program(rng, 60)
     segments: dict[int, list[Row]] = {}
@@ -147,7 +147,7 @@ def test_views_from_an_earlier_definition_of_a_long_program_wait_too(before: boo
     assert found.index((places[-1], ("join", 1))) == len(found) - (2 if before else 1)  # type: ignore[arg-type]
 
 
-def test_what_needs_an_earlier_transfer_does_not_wait_for_a_later_one() -> None:
+def test_a_reader_of_an_earlier_transfer_does_not_wait_for_a_later_one() -> None:
     """An optimizer's first part runs while the last gradients are summed."""
     code = [10, 0, 2, 3, 50, 10, 0, 2, 3, 51, 21, 0, 50, 21, 0, 51, 10, 0, 2, 50, 52, 10, 0, 2, 51, 53]
     rows = [(at, f"step {at}") for at in (0, 5, 10, 13, 16, 21)]
@@ -158,7 +158,7 @@ def test_what_needs_an_earlier_transfer_does_not_wait_for_a_later_one() -> None:
     ]
 
 
-def test_what_is_done_together_is_freed_afterwards() -> None:
+def test_operands_of_instructions_run_together_are_freed_afterwards() -> None:
     code = [40, 0, 21, 0, 7, FREE, 0, 1, 7, 21, 0, 8, FREE, 0, 1, 8, 10, 0, 1, 2, 3]
     log: list[Any] = []
     rows = [(at, lambda code, place: log.append(place - 2)) for at in (0, 2, 5, 9, 12, 16)]

@@ -204,7 +204,7 @@ def test_an_op_that_a_gpu_has_not_done_before_is_told_from_one_that_it_has(monke
     assert torch.equal(bench[11], torch.ones(2).exp())
 
 
-def test_what_is_freed_is_gone_before_the_next_op(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_freed_tensor_is_gone_before_the_next_op(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list = []
     kept: list = []
     exp = torch.ops.aten.exp.default._op
