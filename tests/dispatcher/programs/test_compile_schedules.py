@@ -68,7 +68,7 @@ def test_every_schedule_has_the_bits_of_eager_mode(config: str, name: str, sessi
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("plain_threads", "session")
-def test_a_step_without_pipeline_says_so_and_is_in_order(session: Callable, data: list, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_without_stages_says_so(session: Callable, data: list, caplog: pytest.LogCaptureFixture) -> None:
     session(CONFIGS / "tp2.yaml")
     _, want = trained(data, lambda step: step)
     run, got = trained(data, lambda step: gt.compile(step, schedule="1f1b"))
