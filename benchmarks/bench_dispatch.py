@@ -1,4 +1,4 @@
-"""What GT costs on top of torch: issue, throughput, fetch and start, with plain torch beside it in the same run.
+"""The cost of GT on top of torch: issue, throughput, fetch and start, with plain torch beside it in the same run.
 
 `python benchmarks/bench_dispatch.py [--json FILE] [--only one|eight|start]`. Prints a table and one line of JSON. Each
 section runs in a fresh process. Times are medians; a workload is repeated until it has run for a while.

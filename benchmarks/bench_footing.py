@@ -1,4 +1,4 @@
-"""What GT stands on: moving 100 MB, memory of an idle worker and after a million ops, the log's cost, the first step.
+"""Basic costs: moving 100 MB, memory of an idle worker and after a million ops, the log, the first step.
 
 `python benchmarks/bench_footing.py [--json FILE] [--only move|idle|long|log|cold] [--ops N]`. Prints a table and one line of
 JSON, plain torch or bare ZeroMQ beside it in the same run. Each section runs in a fresh process.

@@ -1,9 +1,9 @@
 """A training step of each Hugging Face model: eager and captured on one CPU worker, beside plain torch in the same run.
 
-`python benchmarks/bench_models.py [--json FILE] [NAME ...]`. The models of tests/transformer_models.py in two sizes: steps of
-about 50 ms, and of somewhat more than 20. Mixtures of experts are in their form of fixed shapes (grouped matmuls,
-transformers' default). One thread on both sides, fused AdamW, no dropout. cpu/ is the CPU time of all processes of a captured
-step over plain torch's, which other work on the machine disturbs less. Prints a table and one line of JSON.
+`python benchmarks/bench_models.py [--json FILE] [NAME ...]`. The models are those of tests/helpers/transformer_models.py in two
+sizes: steps of about 50 ms, and of a little over 20 ms. Mixtures of experts have their form of fixed shapes (grouped matmuls,
+transformers' default). Both sides use one thread, fused AdamW and no dropout. The column cpu/ is the CPU time of all processes
+of a captured step over plain torch's: other work on the machine disturbs it less. Prints a table and one line of JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 LIMIT = 1.1  # captured over plain torch, where a step takes 20 ms or more
 HEADS = ("ops", "plain", "eager", "captured", "eager/", "captured/", "cpu/")
@@ -53,9 +53,8 @@ def used() -> float:
 
 def measure(name: str, how: str) -> dict[str, Any]:
     """Blocks of steps in turn, each block's last loss awaited; ratios are of adjacent blocks, and eager's are fewer."""
-    from transformer_models import make
-
     import gt
+    from tests.helpers.transformer_models import make
 
     sizes = {**WIDTHS[how], **({**PICTURES[how], "layers": 4, "rows": 4} if name == "vit" else LENGTHS[how])}
     runs: dict[str, tuple[Callable, dict]] = {}
@@ -88,7 +87,7 @@ def measure(name: str, how: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    from transformer_models import KINDS
+    from tests.helpers.transformer_models import KINDS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(KINDS), metavar="NAME")

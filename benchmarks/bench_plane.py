@@ -1,4 +1,4 @@
-"""What the shared-memory plane costs between processes, with gloo beside it in the same run.
+"""The cost of the shared-memory plane between processes, with gloo beside it in the same run.
 
 `python benchmarks/bench_plane.py [--json FILE] [--no-gloo] [--seconds 0.4]`. Prints a table and one line of JSON. Medians
 over blocks of rank 0's steps, in microseconds; a pair is a round trip. Every case runs in fresh forked processes.
@@ -42,7 +42,7 @@ def add(dst: memoryview, src: memoryview) -> None:
 
 
 def fork(members: int, child: Callable[[int], Any]) -> Any:
-    """What child(0) returns; child(rank) runs in a process of its own."""
+    """The result of child(0); each child(rank) runs in a process of its own."""
     reader, writer = os.pipe()
     pids = []
     for rank in range(members):

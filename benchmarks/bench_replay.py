@@ -1,4 +1,4 @@
-"""What a replay costs: the user's thread, messages, and a GPT step beside native torch, in the same run.
+"""The cost of a replay: the user's thread, messages, and a GPT step beside native torch, in the same run.
 
 `python benchmarks/bench_replay.py [--json FILE]`. Prints a table and one line of JSON. One CPU worker with one thread, and
 torch with one thread. Issue times are of the thread that calls, while nothing else is under way.
@@ -86,7 +86,7 @@ def issue() -> dict[str, float]:
 
 
 def messages() -> dict[str, float]:
-    """Of a replay alone: counters before and after, less what reading them takes."""
+    """Messages of one replay: counters before and after, without those of reading the counters."""
     import gt
 
     run = program(100)

@@ -1,4 +1,4 @@
-"""Pipeline schedules as they run beside as they were simulated: makespan and bubble, with matmuls that take a fixed time.
+"""Pipeline schedules, measured beside simulated: makespan and bubble, with matmuls that take a fixed time.
 
 `python benchmarks/bench_schedule.py [--json FILE] [--stages 4 8] [--unit 0.04] [--only NAME]`. A worker is a process with the
 numpy engine in which every aten.mm sleeps for a unit, so that two cores can stand for eight devices. Each action is stamped
@@ -175,7 +175,7 @@ def _named(where: list[int], m: int, costs: Any) -> Iterator[Any]:
 
 
 def verdicts(found: dict[str, dict[str, Any]]) -> list[str]:
-    """What does not hold: within 3% of simulation; auto never worse than the best named one by that, 2% at most as measured."""
+    """Broken bounds: 3% around the simulation; `auto` no worse than the best named schedule simulated, 2% at most measured."""
     bad = [f"{label}: {row['over']:+.1%} of what was simulated" for label, row in found.items() if abs(row["over"]) > 0.03]
     for label, row in found.items():
         where, _, name = label.partition(": ")

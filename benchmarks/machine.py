@@ -1,4 +1,4 @@
-"""What a figure was measured on, without which it means nothing."""
+"""The commit, hardware and command of a figure, without which it means nothing."""
 
 from __future__ import annotations
 

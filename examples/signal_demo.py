@@ -21,7 +21,7 @@ data:             {shard: {axis: 0, workers: [0, 1, 2, 3]}}
 
 
 def show(name: str, t: torch.Tensor) -> None:
-    """Where a tensor is: its layout and each worker's piece."""
+    """Print the layout of a tensor and the piece of each worker."""
     seen = gt.inspect(t)
     pieces = ", ".join(f"{piece['worker']} {tuple(piece['shape'])}" for piece in seen["pieces"])
     print(f"  {name:10s} {tuple(t.shape)} {seen['layout']}: {pieces}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,46 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.limits import limit
+from tests.helpers.processes import MARK, of_the_server, started, wait_until
 
 WORKERS = 8
-MARK = f"GT_TEST_RUN={uuid.uuid4().hex}"  # inherited by every process that this run starts
-os.environ.update([MARK.split("=")])
+os.environ[MARK] = uuid.uuid4().hex  # each process of xdist has its own
 
 
 # ---- nothing is left behind
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # the process is gone, or another user's
-        return b""
-
-
-def started() -> dict[int, str]:
-    """Living processes that this run started, however deep, by pid; zombies are dead."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        stat = read(entry / "stat").rpartition(b")")[2].split()
-        if stat and stat[0] != b"Z" and MARK.encode() in read(entry / "environ"):
-            found[int(entry.name)] = read(entry / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
-    return found
-
-
-def wait_until(done: Callable[[], Any], seconds: float = 5.0) -> bool:
-    """Poll a condition that no message announces; the test that needs this says why."""
-    pause, end = threading.Event(), time.monotonic() + limit(seconds)
-    while not done():
-        if time.monotonic() > end:
-            return False
-        pause.wait(0.02)
-    return True
-
-
-_ours: set[int] = set()  # processes of the shared server: they live as long as the run
 
 
 def ours() -> dict[str, str]:
@@ -74,7 +40,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         return [t for t in threading.enumerate() if t not in threads and t.is_alive() and t.name.startswith("gt")]
 
     def new_processes() -> dict[int, str]:
-        return {pid: line for pid, line in started().items() if pid not in processes | _ours}
+        return {pid: line for pid, line in started().items() if pid not in processes | of_the_server}
 
     if not wait_until(lambda: not new_threads()):
         pytest.fail(f"left threads {[t.name for t in new_threads()]}")
@@ -84,7 +50,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> Iterator[None]:
-    """What has been imported is left out of collections, of which every session and every recording has one."""
+    """Leave imported objects out of garbage collections; every session and every recording runs one."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -92,7 +58,7 @@ def frozen() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_in_the_end() -> Iterator[None]:
-    """Set up before all others, so that it looks when they are over; of each process that runs tests, by itself."""
+    """Set up before all other fixtures, so that it looks after their ends; each process of tests looks for itself."""
     yield
     if not wait_until(lambda: not started()):
         pytest.fail(f"processes left by the test run: {started()}")
@@ -108,7 +74,7 @@ def server() -> Iterator[Any]:
 
     before = set(started())
     running = local.start(WORKERS, gpu=False, backend="torch")
-    _ours.update(set(started()) - before)
+    of_the_server.update(set(started()) - before)
     yield running
     running.stop()
 
@@ -119,7 +85,7 @@ def session(server: Any, tmp_path: Path) -> Iterator[Callable[..., None]]:
     import gt
 
     def connect(config: str | Path = "") -> None:
-        _ours.update(started())
+        of_the_server.update(started())
         path = config
         if isinstance(config, str) and config and ("\n" in config or ":" in config):
             path = tmp_path / "sharding.yaml"
@@ -147,3 +113,13 @@ def plain_threads() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Traced graphs run uncompiled; the fixture's value is the list of them."""
+    import torch._inductor.compile_fx as module
+
+    made: list = []
+    monkeypatch.setattr(module, "compile_fx", lambda graph, fakes: (made.append(graph), graph)[1])
+    return made

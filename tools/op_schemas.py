@@ -54,7 +54,7 @@ Lines = dict[str, str]  # op -> its line without versions, or `- ` and why it is
 
 
 def torchgen(path: str) -> dict[str, list]:
-    """What the torchgen found in this folder says of its torch."""
+    """Schemas and kernels by the torchgen in this folder."""
     made = subprocess.run(
         [sys.executable, "-c", TORCHGEN],
         env={**os.environ, "PYTHONPATH": path},

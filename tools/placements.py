@@ -14,7 +14,7 @@ SIZES = (2, 4, 8)
 
 
 class Split(NamedTuple):
-    """How many ways data, tensor and pipeline parallel."""
+    """The number of workers along each axis: data, tensor and pipeline parallel."""
 
     dp: int
     tp: int

@@ -1,4 +1,4 @@
-"""What GT's plane takes between GPUs of one host, beside raw NVSHMEM (nvshmem4py) and NCCL in the same run.
+"""The time of GT's plane between GPUs of one host, beside raw NVSHMEM (nvshmem4py) and NCCL in the same run.
 
 `python benchmarks/gpu/bench_plane.py [--json FILE] [--cases pair@2 all_reduce@2 all_gather@4 ..] [--sizes 8 65536 ..]`. `pair`
 is a put with its signal, one way: half a round trip; sizes of collectives are those of the whole. Microseconds, the median of
@@ -32,7 +32,7 @@ NEAR, WIDE, OVER = 1.5, 0.98, 1.05  # us over raw below 64 KiB; of its rate at 2
 
 @dataclass(frozen=True)
 class Repetition:
-    """Of a case: what issues it, what there was before it, and whether what is there is what has to be."""
+    """One repetition of a case: a function that issues it, one that prepares its memory, and one that checks its result."""
 
     issue: Callable[[], None]
     before: Callable[[], object]
@@ -93,7 +93,7 @@ class Rank:
         return found, found.join(name[0], self.rank, self.size, nbytes)
 
     def count_bytes(self, *_: int) -> None:
-        """What a plane does with them."""
+        """A worker's plane counts bytes here; a benchmark does not."""
 
     def wait(self) -> None:
         for what in (self.finish, self.meet, self.finish):

@@ -1,4 +1,4 @@
-"""What the benchmarks of GPUs share: cases in processes of their own, how a step is timed, a table kept as its rows come.
+"""Shared parts of the GPU benchmarks: cases in processes of their own, how a step is timed, a table kept as its rows come.
 
 Every case has a time limit; one that hangs or fails is a row that says so, and the others go on.
 """
@@ -82,7 +82,7 @@ def timed(
 
 
 class Weights:
-    """What parameters are, to have them be that again: what is compared is the steps that are timed, not those before."""
+    """A copy of the parameters, to restore them: losses of the timed steps are compared, not those of earlier ones."""
 
     def __init__(self, parameters: Iterable[Any], first: Sequence[Any] | None = None) -> None:
         """first: what they are, where that is on the CPU already."""
@@ -106,7 +106,7 @@ def _own(tensor: Any) -> Any:
 
 
 def captured(step: Callable, data: Sequence[Any], seconds: float, model: Any, optimizer: Any) -> Row:
-    """What a captured step takes from its first call on; then its session is over. Its losses are those of replays."""
+    """Times of a captured step from its first call on; then its session is over. Its losses are those of replays."""
     import torch
 
     import gt

@@ -1,4 +1,4 @@
-"""Whether GT trains as one process of plain torch does: GPT-2 in stages, by every schedule, with CUDA graphs and without.
+"""Checks that GT trains as one process of plain torch does: GPT-2 in stages, by every schedule, with CUDA graphs and without.
 
 `python benchmarks/gpu/check_losses.py [--json FILE] [--gpus 2] [--models d8:8x64 d12:8x256] [--schedules ..] [--backends ..]`.
 Trains on this project's documents, byte by byte: on random tokens GPT-2's loss leaps, and what differs by rounding is far apart
@@ -33,7 +33,7 @@ COLUMNS = {"": -44, "largest difference": 22, "of typical size": 18, "last loss"
 
 
 def batches(size: str) -> list[list[Any]]:
-    """Of so many sequences, each another piece of the text."""
+    """Batches of a size such as 8x128, each of other parts of the text."""
     import torch
 
     batch, length = map(int, size.split("x"))

@@ -1,4 +1,4 @@
-"""What a user would run instead, on several GPUs: GPT-2 of examples/gpt2 by torch.distributed alone, bf16 weights, fused AdamW.
+"""A user's alternative on several GPUs: GPT-2 of examples/gpt2 by torch.distributed alone, bf16 weights, fused AdamW.
 
 A case is text: `8,4:4:1f1b` is a pipeline (layers of each stage, micro-batches, schedule of torch.distributed.pipelining),
 `ddp@2`, `ddp-static@2`, `fsdp2@2` are data parallel on two GPUs. All are compiled, unless `:eager` stands behind it.
@@ -34,7 +34,7 @@ DATA_PARALLEL = ("ddp", "ddp-static", "fsdp2")
 
 @dataclass(frozen=True)
 class Case:
-    """What a case's text says. cut: layers of each stage, for a pipeline."""
+    """A case, parsed from its text. cut: layers of each stage, for a pipeline."""
 
     kind: str  # a schedule, or one of DATA_PARALLEL
     gpus: int
@@ -79,7 +79,7 @@ class World:
             torch.cuda.synchronize()
 
     def agree(self, count: int) -> int:
-        """What the first proposes."""
+        """The value that rank 0 proposes."""
         import torch
         import torch.distributed as dist
 
@@ -284,7 +284,7 @@ def pipeline(own: World, case: Case, model: Any, data: Sequence[Any]) -> Pipelin
     batch, length = data[0].shape[0] // case.parts, data[0].shape[1]
 
     def meta(number: int) -> Any:
-        """What leaves a stage (-1: what enters the first)."""
+        """The output of a stage; -1 is the input of the first."""
         if number == -1:
             return torch.empty(batch, length, dtype=torch.int64, device="meta")
         if number == len(ranks) - 1:

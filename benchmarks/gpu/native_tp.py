@@ -1,4 +1,4 @@
-"""What a user would run instead: the tuning demo's model by DTensor tensor parallel x torch.distributed.pipelining, bf16.
+"""A user's alternative: the tuning demo's model by DTensor tensor parallel x torch.distributed.pipelining, bf16.
 
 A case is text: `2:4,4:4:1f1b` is tensor parallel on 2 GPUs, a pipeline of such pairs with 4 and 4 layers, 4 micro-batches;
 `4:8:1` is tensor parallel alone. Compiled unless `:eager` is its end; `:graph` has the whole step of tensor parallel alone
@@ -25,7 +25,7 @@ VOCAB = 50304  # rows of embedding and head: those of 50257 tokens, padded as ma
 
 @dataclass(frozen=True)
 class Case:
-    """What a case's text says."""
+    """A case, parsed from its text."""
 
     tp: int
     cut: tuple[int, ...]
@@ -156,7 +156,7 @@ def one_process(preset: str, vocab: int, data: Sequence[Any], parts: int, device
 
 
 def meta(number: int, stages: int, shape: Sequence[int], width: int) -> Any:
-    """What leaves a stage (-1: what enters the first)."""
+    """The output of a stage; -1 is the input of the first."""
     import torch
 
     if number == -1:

@@ -1,4 +1,4 @@
-"""What NVSHMEM and the kernels for messages do, played by host memory: for trying out what is written for GPUs."""
+"""NVSHMEM and the kernels for messages, simulated in host memory, to try out code for GPUs without one."""
 
 from __future__ import annotations
 

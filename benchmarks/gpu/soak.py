@@ -132,7 +132,7 @@ def _later(found: list[float]) -> float:
 
 
 def replayed(step: Step, count: int) -> cases.Row:
-    """What there is after so many more."""
+    """Memory, descriptors, tensors and CPU time after `count` more replays."""
     issue, waiting = [], []
     start = time.perf_counter()
     for n in range(count):

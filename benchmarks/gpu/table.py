@@ -122,7 +122,7 @@ class Table:
         return None
 
     def held(self, item: Item) -> bool:
-        """Whether a result has all rows and holds all bars."""
+        """True if a result has all rows and is within all bounds."""
         found = json.loads(self.path(item.name).read_text())
         return not any("failed" in row for row in found["figures"].values()) and not any("MISSED" in b for b in found["bars"])
 

@@ -1,4 +1,4 @@
-"""What each worker of a placement has to compute in a step, measured on one GPU: nothing moves between workers, one works.
+"""The computation of each worker of a placement in a step, measured on one GPU: one worker runs at a time, and nothing is sent.
 
 `python benchmarks/gpu/work.py [--json FILE] [--preset 512m] [--cases tp4:x1:1 d12=8,4:4:zb-h1] [--rivals 4:12:1]`.
 All workers share the GPU. The dispatcher plans and schedules as ever, each worker records its CUDA graphs, and then one after

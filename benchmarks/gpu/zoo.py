@@ -1,4 +1,4 @@
-"""Models of many kinds at sizes that people train, with random weights and a batch: what bench_models.py measures.
+"""Models of many kinds at sizes that people train, with random weights and a batch, for bench_models.py.
 
 A builder gives (model, batch): the batch is keyword arguments, and `model(**batch)` gives the loss, or an object that has it.
 """

@@ -34,12 +34,12 @@ ORDER = (
 
 
 class BadFile(ValueError):
-    """A file that is missing, cut off, or not what it should be."""
+    """A file is missing, damaged, of another format, or cannot be written."""
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """What the system says against it inside is a BadFile."""
+    """Turns an OSError of the block into a BadFile."""
     try:
         yield
     except gt.GTError:  # that a worker is lost is an OSError too
@@ -74,7 +74,7 @@ def sized(path: str | Path, want: int, what: str) -> None:
 
 
 def write(path: str | Path, head: dict[int, int], body: Callable[[BinaryIO], None]) -> None:
-    """A file that is there whole or not at all. head: int32s by place."""
+    """Write a file atomically. head: int32s by place."""
     path = Path(path)
     numbers = np.zeros(256, "<i4")
     for place, value in head.items():
@@ -102,13 +102,13 @@ def in_order(layers: int) -> list[str]:
 
 
 def shapes(config: Config) -> dict[str, torch.Size]:
-    """Of each parameter, in the order of a file."""
+    """The shape of each parameter, in the order of a file."""
     found = {name: p.shape for name, p in GPT2(config).named_parameters()}
     return {name: found[name] for name in in_order(config.layers)}
 
 
 def read_config(path: str | Path) -> tuple[Config, torch.dtype]:
-    """Sizes and dtype of a weights file, which has as many bytes as they want."""
+    """Sizes and dtype of a weights file; its length is checked."""
     head = header(path, WEIGHTS, tuple(DTYPES), "weights")
     sizes = {name: int(head[2 + n]) for n, name in enumerate(SIZES)}
     dtype = DTYPES[int(head[1])]
@@ -135,7 +135,7 @@ def _tensor(file: BinaryIO, shape: torch.Size, dtype: torch.dtype) -> torch.Tens
 
 
 def write_weights(path: str | Path, config: Config, weights: dict[str, torch.Tensor]) -> None:
-    """All of one dtype, float32 or bfloat16, which the file then has."""
+    """Write weights of one dtype, float32 or bfloat16, which becomes the file's."""
     dtype = next(iter(weights.values())).dtype
     head = {0: WEIGHTS, 1: VERSION[dtype], **{2 + n: getattr(config, name) for n, name in enumerate(SIZES)}}
     write(path, head, lambda file: [raw(weights[name]).tofile(file) for name in in_order(config.layers)])
@@ -159,7 +159,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come."""
+    """The progress of training."""
 
     step: int = 0
     tokens: int = 0  # of the training data
@@ -206,13 +206,13 @@ def read_state(path: str | Path, model: GPT2, optimizer: torch.optim.Optimizer) 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What each token stands for, and the one that ends a text."""
+    """The bytes of each token, and the token that ends a text."""
 
     tokens: list[bytes]
     end: int
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; ids that stand for nothing (the end, the padded vocabulary) are left out."""
+        """The text of token ids; the end of a text and ids of the padded vocabulary are left out."""
         known = (self.tokens[n] for n in ids if n != self.end and 0 <= n < len(self.tokens))
         return b"".join(known).decode("utf-8", "replace")
 
@@ -244,7 +244,7 @@ def write_tokens(path: str | Path, tokens: np.ndarray) -> None:
 
 
 def read_tokens(path: str | Path) -> np.ndarray:
-    """uint16, read as they are used."""
+    """Tokens as uint16, mapped into memory."""
     count = int(header(path, TOKENS, (1,), "tokens")[2])
     sized(path, HEADER + 2 * count, "tokens")
     return np.memmap(path, "<u2", "r", HEADER, (count,)) if count else np.zeros(0, "<u2")
@@ -268,7 +268,7 @@ class Tokens:
                 raise BadFile(f"{path}: {len(shard)} tokens, {need}: use smaller ones, or more text")
 
     def __len__(self) -> int:
-        """Batches of all files."""
+        """The number of batches in all files."""
         return sum((len(shard) - 1) // (self.batch * self.length) for _, shard in self.shards)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

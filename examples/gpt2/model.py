@@ -26,7 +26,7 @@ PUBLISHED = {12: (768, 12), 24: (1024, 16), 36: (1280, 20), 48: (1600, 25)}
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a GPT-2. vocab is what tokens may be; weights have `padded` rows."""
+    """Sizes of a GPT-2. Tokens are below `vocab`; the embedding has `padded` rows."""
 
     layers: int = 12
     heads: int = 12
@@ -37,7 +37,7 @@ class Config:
 
     @property
     def parameters(self) -> int:
-        """How many there are, the padded vocabulary not counted."""
+        """The number of parameters, without the padding of the vocabulary."""
         c = self.width
         return (self.vocab + self.context) * c + self.layers * (12 * c * c + 13 * c) + 2 * c
 
@@ -48,7 +48,7 @@ class Config:
 
 
 def fresh(name: str, vocab: int = 50257) -> Config:
-    """The sizes that `d12` and the like stand for: so many layers, d2 to d48."""
+    """The sizes of a name such as `d12`, a model of 12 layers; d2 to d48."""
     depth = int(name[1:]) if re.fullmatch(r"d\d{1,3}", name) else 0
     if not 2 <= depth <= 48:
         raise ValueError(f"-e {name}: want a checkpoint file, or d2 to d48 for a fresh model of so many layers")
@@ -97,7 +97,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm, and logits by the token embedding's weight, which the two share."""
+    """The last norm, and logits by the weight that the head shares with the token embedding."""
 
     def __init__(self, config: Config, wte: nn.Embedding) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class GPT2(nn.Module):
         self.groups = list(groups) or [""] * (config.layers + 2)
 
     def pieces(self) -> list[nn.Module]:
-        """In order; each takes what the one before it gives."""
+        """The pieces in order; each takes the output of the one before it."""
         return [self.embed, *self.h, self.head]
 
     def logits(self, tokens: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
@@ -157,7 +157,7 @@ class GPT2(nn.Module):
             return (odds < coin * odds[-1:]).sum(0, keepdim=True).clamp(max=self.config.vocab - 1)
 
     def materialize(self, dtype: torch.dtype = torch.float32) -> GPT2:
-        """Memory on the CPU for every parameter, and the values of what is no parameter."""
+        """Allocate every parameter on the CPU, and fill in the buffers."""
         self.to(dtype).to_empty(device="cpu")
         if self.head.nothing is not None:
             self.head.nothing.zero_()[self.config.vocab :] = float("-inf")
@@ -165,7 +165,7 @@ class GPT2(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> GPT2:
-        """As GPT-2's: normal with 0.02, projections into the residual smaller by the root of how many there are."""
+        """Initial weights as GPT-2's: normal with std 0.02, and 0.02 / sqrt(n) for the n projections into the residual."""
         generator = torch.Generator().manual_seed(seed)
         residual = 0.02 / math.sqrt(2 * self.config.layers)
         for name, p in self.named_parameters():
@@ -185,14 +185,14 @@ HEAD = "head_colpar"  # the group of a head that lies over all stages' workers, 
 
 
 def cut(model: GPT2, stages: int, batch: int, length: int, split_head: bool = False) -> list[int]:
-    """How many pieces each stage gets, by cost: the head, if it is one's, weighs more than four layers of GPT-2 124M."""
+    """The number of pieces of each stage, by cost: a head on one stage costs more than four layers of GPT-2 124M."""
     example = torch.empty(batch, length, dtype=torch.int64, device="meta")
     pieces = model.pieces()[:-1] if split_head else model.pieces()
     return [stop - start for start, stop in gt.signal.balance(pieces, stages, example)]
 
 
 def layers_cut(counts: Sequence[int], split_head: bool = False) -> list[int]:
-    """Pieces a stage from layers a stage: the embedding is the first one's, the head, if it is one's, the last one's."""
+    """The number of pieces of each stage: its layers, the embedding on the first, and on the last a head that is not split."""
     return [n + (k == 0) + (k == len(counts) - 1 and not split_head) for k, n in enumerate(counts)]
 
 
@@ -202,7 +202,7 @@ def placed(pieces: Sequence[int], split_head: bool = False) -> list[str]:
 
 
 def workers_of(stages: int, schedule: str, split_head: bool = False) -> list[int]:
-    """Which worker each stage is on. zb-v wants a V of stages, interleaved turns."""
+    """The worker of each stage. zb-v places stages in a V, interleaved schedules in turn."""
     name = schedule.partition(":")[0]
     if name not in TURNING or stages == 1:
         return list(range(stages))
@@ -224,7 +224,7 @@ def yaml(workers: Sequence[int], split_head: bool = False) -> str:
 
 
 def activation_bytes(model: GPT2, batch: int, length: int) -> list[int]:
-    """What autograd keeps of each piece for the backward pass of [batch, length] tokens; nothing is computed."""
+    """Bytes that autograd keeps of each piece for the backward pass of [batch, length] tokens; nothing is computed."""
     found: list[int] = []
     held: dict[int, torch.Tensor] = {}  # kept, so that no storage's address comes twice
 

@@ -37,7 +37,7 @@ def characters() -> dict[str, int]:
 
 
 def by_bytes() -> tuple[Tokenizer, Encode]:
-    """256 tokens and an end of text."""
+    """A tokenizer of 256 bytes and an end of text."""
     return Tokenizer([bytes([n]) for n in range(256)] + [b""], 256), lambda text: text.encode()
 
 
@@ -120,7 +120,7 @@ STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """A file's tensors: 8 bytes with the length of a JSON header, which says where in the rest each lies."""
+    """A file's tensors. A file is the length of a JSON header in 8 bytes, the header with offsets of tensors, the data."""
     data = np.memmap(path, np.uint8, "r")
     size = int(data[:8].view("<u8")[0]) if len(data) >= 8 else 0
     if not 0 < size <= len(data) - 8:
@@ -174,7 +174,7 @@ def read_folder(folder: Path) -> tuple[Config, dict[str, torch.Tensor]]:
 
 
 def taken(folder: Path, read: dict[str, torch.Tensor], name: str, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor that is `name` with us, of our shape."""
+    """The tensor of our parameter `name`, checked for its shape."""
     tensor, turned = read.get(theirs(name)), name.startswith("h.") and len(shape) == 2  # stored [in, out] there
     if tensor is None:
         raise BadFile(f"{folder}: has no tensor {theirs(name)}: not a GPT-2")

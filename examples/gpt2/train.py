@@ -99,12 +99,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def named(args: argparse.Namespace) -> bool:
-    """Whether -e is a file, not the size of a fresh model; `-e ./d2` is one."""
+    """True if -e names a file such as `./d2`, False if it is the size of a fresh model."""
     return not re.fullmatch(r"d\d+", args.model)
 
 
 def sizes(args: argparse.Namespace) -> Config:
-    """Of the file that -e names, or of a fresh model."""
+    """The sizes of the file that -e names, or of a fresh model."""
     if named(args):
         try:
             config, dtype = read_config(args.model)
@@ -118,7 +118,7 @@ def sizes(args: argparse.Namespace) -> Config:
 
 
 def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer | None, str]:
-    """That of samples, or why there is none. One that --tokenizer names has to be the model's."""
+    """The tokenizer of samples, or the reason why there is none. A tokenizer that --tokenizer names must fit the model."""
     path = args.tokenizer or Path(TOKENIZER)
     if not path.exists():
         return None, f"no tokenizer at {path}: samples are token numbers (prepare_data.py makes one)"
@@ -132,21 +132,21 @@ def tokenizer_of(args: argparse.Namespace, config: Config) -> tuple[Tokenizer | 
 
 
 def layers_of(args: argparse.Namespace) -> list[int]:
-    """Of each stage, as --cut has them."""
+    """The layers of each stage, from --cut."""
     if not re.fullmatch(r"(\s*\d+\s*(,\s*\d+\s*)*)?", args.cut):
         raise ValueError(f"--cut {args.cut}: want a number of layers for each stage, as in 8,4")
     return [int(n) for n in args.cut.split(",")] if args.cut else []
 
 
 def most_stages(args: argparse.Namespace, config: Config, gpus: int) -> int:
-    """One a worker, or two where the schedule has two on each: then an even number."""
+    """The largest number of stages: one for each worker, or two if the schedule places two on each; then an even number."""
     each = 2 if args.schedule.partition(":")[0] in TURNING else 1
     stages = min(each * (gpus or 2), config.layers)
     return max(stages // each * each, 1)
 
 
 def settle(args: argparse.Namespace, config: Config, gpus: int) -> list[int]:
-    """Fills in what depends on the machine and the model, and checks it; the worker of each stage."""
+    """Fill in and check the options that depend on the machine and the model; returns the worker of each stage."""
     asked(args.schedule)
     counts = layers_of(args)
     if args.device == "cpu":
@@ -170,7 +170,7 @@ def settle(args: argparse.Namespace, config: Config, gpus: int) -> list[int]:
 
 
 def built(args: argparse.Namespace, config: Config) -> tuple[GPT2, list[int]]:
-    """The model on the CPU with its pieces in their stages' groups, and how many pieces each stage has."""
+    """The model on the CPU, its pieces in their stages' groups, and the number of pieces of each stage."""
     counts = layers_of(args)
     split, part = args.split_head, args.batch // args.parts
     pieces = layers_cut(counts, split) if counts else cut(GPT2(config), args.stages, part, args.length, split)
@@ -181,7 +181,7 @@ def built(args: argparse.Namespace, config: Config) -> tuple[GPT2, list[int]]:
 
 
 def start(args: argparse.Namespace, workers: list[int]) -> None:
-    """Workers with the stages' signal groups, on GPUs where there are enough."""
+    """Start workers with the stages' signal groups, on GPUs if there are enough."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stages.yaml"
         path.write_text(yaml(workers, args.split_head))
@@ -192,7 +192,7 @@ def start(args: argparse.Namespace, workers: list[int]) -> None:
 
 
 def gpus_of(args: argparse.Namespace) -> int:
-    """How many there are for workers: those of this machine, or of a server's workers."""
+    """The number of GPUs for workers: those of this machine, or of a server's workers."""
     if args.device == "cpu":
         return 0
     if not args.connect:
@@ -287,7 +287,7 @@ def table(rows: Sequence[Sequence[tuple[str, object]]]) -> None:
 
 
 class Report:
-    """Lines about steps. Losses stay where they are until a quarter of a second of steps is under way."""
+    """Lines about steps. Losses are fetched together, every quarter of a second."""
 
     def __init__(self, args: argparse.Namespace, total: int) -> None:
         self.tokens, self.total, self.path = args.batch * args.length, total, args.log
@@ -301,7 +301,7 @@ class Report:
                 file.write(f"{line}\n")
 
     def begin(self) -> None:
-        """Nothing waits, and the time that passed up to here is no step's."""
+        """Begin timing: no loss is pending, and earlier time belongs to no step."""
         self.flush()
         self.since = time.perf_counter()
 
@@ -423,7 +423,7 @@ def train(args: argparse.Namespace, model: GPT2, data: Sequence[Tokens], tokeniz
 
 
 def writable(args: argparse.Namespace) -> None:
-    """BadFile for what the first step, or the last, could not write."""
+    """Raise BadFile for a file that the first or the last step could not write."""
     if args.log:
         with writing(args.log):
             args.log.open("a").close()
@@ -434,7 +434,7 @@ def writable(args: argparse.Namespace) -> None:
 
 
 def prepared(args: argparse.Namespace) -> tuple[GPT2, list[Tokens], Tokenizer | None, list[int]]:
-    """Model, both sets of data, tokenizer, workers of stages: what can be wrong is found before anything is started."""
+    """Model, both sets of data, tokenizer, workers of stages; everything is checked before a worker is started."""
     config = sizes(args)
     gpus = gpus_of(args)
     workers = settle(args, config, gpus)

@@ -1,4 +1,4 @@
-"""What a cluster's operator does by hand, in one program: a server, eight workers, then train.py against them.
+"""Starts a server and eight workers as a cluster's operator would by hand, then runs train.py against them.
 
 `python examples/tuning_demo/launch.py --port 12345 -- --preset tiny --check`; flags after `--` go to train.py.
 """

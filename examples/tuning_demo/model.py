@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 def places(layers: int, groups: Sequence[str]) -> list[Place]:
-    """Which groups each layer runs in, layers being spread evenly over the config's pp_stage0, pp_stage1, ..."""
+    """The groups of each layer; layers are spread evenly over the config's pp_stage0, pp_stage1, ..."""
     stages = [name for name in groups if re.fullmatch(r"pp_stage\d+", name)]
     stages.sort(key=lambda name: int(name.removeprefix("pp_stage")))
     if not stages:
@@ -151,5 +151,5 @@ class MiniGPT(nn.Module):
 
 
 def count(model: nn.Module) -> int:
-    """Parameters, counted."""
+    """The number of parameters."""
     return sum(p.numel() for p in model.parameters())

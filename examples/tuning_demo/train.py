@@ -101,9 +101,9 @@ def batches(data: torch.Tensor, args: argparse.Namespace) -> Iterator[tuple[torc
 def passes(order: str, microbatches: int, stages: int) -> list[tuple[str, int]]:
     """("F" or "B", micro-batch) in the order the program issues them.
 
-    Workers run what they are told in program order, so the order decides what can overlap. All forwards, then all
-    backwards lets every stage work on another micro-batch at once. The explicit one-forward-one-backward loop holds
-    fewer activations, but each backward has to come back through all stages before the next forward may start there.
+    Workers execute ops in program order, so the order decides which passes can overlap. With all forwards first, each
+    stage works on another micro-batch at the same time. The explicit one-forward-one-backward loop keeps fewer
+    activations, but a stage starts its next forward only after the backward has passed through all stages.
     """
     if order == "gpipe":
         return [("F", i) for i in range(microbatches)] + [("B", i) for i in range(microbatches)]
@@ -148,7 +148,7 @@ def captured(model: MiniGPT, optimizer: torch.optim.Optimizer, args: argparse.Na
 
 
 def train(args: argparse.Namespace, groups: Sequence[str]) -> list[float]:
-    """Losses of all steps; prints a line a step."""
+    """The losses of all steps; prints one line for each step."""
     torch.manual_seed(0)
     model = MiniGPT(PRESETS[args.preset], groups)
     print(f"{args.preset}: {count(model) / 1e6:.1f}M parameters, {model.config}", flush=True)
@@ -172,9 +172,9 @@ def train(args: argparse.Namespace, groups: Sequence[str]) -> list[float]:
 
 
 def reference(argv: Sequence[str], seconds: float) -> list[float]:
-    """The losses of the same program in one plain torch process, for which it has so many seconds.
+    """The losses of the same program in one plain torch process, which may take `seconds`.
 
-    The process has one thread: a tiny model gains nothing by more, and on busy cores they wait for each other.
+    The process has one thread: a tiny model gains nothing from more threads, and on busy cores they wait for each other.
     """
     print("the same in one plain torch process:", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +198,7 @@ def shape(path: str) -> tuple[int, int]:
 
 
 def verdict(losses: list[float], wanted: list[float] | None, workers: int) -> int:
-    """Prints the last line; 0 if it says ok."""
+    """Prints the last line; returns 0 if the losses agree."""
     tp, pp = shape(os.environ["GT_CONFIG"])
     line = f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps on {workers} workers (tp {tp}, pp {pp})"
     ok = losses[-1] < losses[0] or len(losses) == 1

@@ -25,11 +25,11 @@ from gt.ir.instr import FREE
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, Template
 from tests.attacks.ground import Ground, Sign
+from tests.helpers import ROOT
 
 MODES = ("eager", "captured", "pipelined")
 STALL = 30.0  # seconds a round or a round trip may take: a worker that died is there again long before
 START = 120.0  # seconds until trainers are up: they import torch
-ROOT = Path(__file__).resolve().parents[2]
 PLACES = "a: {shard: {axis: 0, workers: [0]}}\nb: {shard: {axis: 0, workers: [1]}}\n"
 SIZES = (64, 1 << 12, 1 << 16, 1 << 18)  # bytes of secrets: what is freed of them lies where others allocate
 
@@ -80,7 +80,7 @@ class Trainers:
                 os.write(self._orders[mode], order)
 
     def collect(self, seconds: float = 0.0, limit: float = STALL, deaths: bool = False) -> list[Sign]:
-        """What they answer within so long. deaths: a worker died since they were asked, so errors that say so are right."""
+        """The trainers' answers within a time. deaths: a worker died since the question, so errors that name it are right."""
         signs: list[Sign] = []
         deadline = time.monotonic() + seconds
         while self._asked:

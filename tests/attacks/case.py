@@ -116,7 +116,7 @@ class Player:
         return self.peers[step["as"]]
 
     def _hello(self, **step: Any) -> None:
-        """Of a case that is played again."""
+        """The Hello of a replayed case."""
         switches = {"workers": step["workers"]} if step["workers"] else {}
         self.peers[step["as"]].say(hello("client", step["config"], "attack.yaml", switches=switches))
         self.peers[step["as"]].welcome(PATIENCE * 5)

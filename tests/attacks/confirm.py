@@ -28,7 +28,7 @@ TRIES = 16  # replays that make a case shorter
 
 
 def signs_of(case: Case, folder: Path) -> list[Sign]:
-    """What a replay shows, on a server and workers of its own."""
+    """The signs of a replay, on a server and workers of its own."""
     shutil.rmtree(folder, ignore_errors=True)
     ground = Ground(folder, case.backend)
     ground.start()

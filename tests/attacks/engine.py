@@ -118,7 +118,7 @@ class Engine:
             self._beside()
 
     def look(self) -> None:
-        """What the processes and what came back to attackers show."""
+        """Look for signs in the processes and in the answers to attackers."""
         signs = self.ground.look()
         if self.leaks.seen > self._leaked:
             self._leaked = self.leaks.seen

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gt.launch import local
+from tests.helpers.processes import children, resident
 
 SERVER_MEMORY, WORKER_MEMORY = 256 << 20, 1 << 30  # bytes that a process may grow by before that is a finding
 ROOM = 4 << 30  # address space beyond what a process has at start: torch asks for more than it touches
@@ -161,7 +162,7 @@ class Ground:
                         os.kill(pid, signal.SIGKILL)  # before the machine suffers
 
     def look(self) -> list[Sign]:
-        """What has gone wrong since the last look."""
+        """The signs since the last look."""
         assert self.local is not None
         signs, self._grown = self._grown, []
         now = self.processes()
@@ -182,7 +183,7 @@ class Ground:
 
     @property
     def whole(self) -> bool:
-        """Whether all processes are there."""
+        """True if all processes are alive."""
         return self.local is not None and self.local._process.poll() is None and len(self.processes()) == self.workers + 1
 
     def heal(self) -> bool:
@@ -240,23 +241,8 @@ def _place(text: bytes) -> str:
     return f"at {lines[-1][0].decode()}:{lines[-1][1].decode()}" if lines else ""
 
 
-def children(pid: int) -> list[int]:
-    try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory that a process holds, 0 if it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-    except (OSError, IndexError):
-        return 0
-
-
 def born(pid: int) -> int:
-    """When a process began, in the kernel's ticks: numbers of processes are used again."""
+    """The start time of a process in the kernel's ticks, since pids are reused."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -264,7 +250,7 @@ def born(pid: int) -> int:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """True if a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

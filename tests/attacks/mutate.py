@@ -18,7 +18,7 @@ from gt.dispatcher.state.emitter import BASE_BITS
 from gt.wire import codec
 from gt.wire.link import MAY_SEND
 from gt.wire.messages import CODES, Hello, Message, Ops
-from tests.hostile import CONFIGS, WILD, mutated
+from tests.helpers.hostile import CONFIGS, WILD, mutated
 
 SENT: dict[str, tuple[type[Message], ...]] = {  # by role, whatever the protocol has
     role: tuple(sorted(may[0] | {Hello}, key=lambda cls: cls.__name__)) for role, may in MAY_SEND.items()

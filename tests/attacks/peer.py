@@ -75,7 +75,7 @@ class Peer:
             return [message for message, _ in self.answers if isinstance(message, kind)]
 
     def bytes_of(self, keys: set[int]) -> bytes:
-        """What came of these pieces, and with the values themselves."""
+        """The bytes of the fetched pieces, and those of the values themselves."""
         with self._changed:
             return b"".join(
                 bytes(memoryview(f).cast("B"))

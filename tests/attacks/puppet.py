@@ -13,7 +13,7 @@ from gt.wire.link import hello
 from gt.wire.messages import Data, Described, Done, Message, OpError, Piece, Query, Report, Run, UploadProgress, World
 from tests.attacks import mutate
 from tests.attacks.peer import Leaks, Peer
-from tests.hostile import WILD, spec
+from tests.helpers.hostile import WILD, spec
 
 RATE = 0.15  # of answers that are wrong
 WRONG = (Piece, Described, Report, Done, OpError, UploadProgress)
@@ -84,7 +84,7 @@ class Puppet:
                 self.peer.send(codec.pack(new), parts)
 
     def answers(self, message: Message) -> list[tuple[Message, tuple]]:
-        """What a worker would say to this."""
+        """The answers of an honest worker to this message."""
         if isinstance(message, Query):
             return [(Report(message.request, {"done": -1, "stats": {"name": "puppet"}, "at": None}), ())]
         if isinstance(message, Data) and message.total > 64 << 10:

@@ -1,4 +1,4 @@
-"""What a run found, as a table for the documents and as JSON."""
+"""The findings of a run, as a table for the documents and as JSON."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Findings:
 
 @dataclass
 class Counts:
-    """What was done."""
+    """Counts of cases, mutations and ops."""
 
     cases: Counter = field(default_factory=Counter)  # by part
     mutations: Counter = field(default_factory=Counter)  # by message and field

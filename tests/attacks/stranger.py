@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from gt.wire import codec
 from gt.wire.link import hello
-from tests import zmtp
-from tests.fuzz import Socket
+from tests.helpers import zmtp
+from tests.stress.fuzz import Socket
 
 HOWS = ("scan", "scan", "misbehave", "misbehave", "endless", "command", "hello", "idle")
 MOST = 320 << 20  # bytes of a message without an end: more than the server may grow by

@@ -1,4 +1,4 @@
-"""Whether two results are one: shape, dtype, values; and what an error says of who made it."""
+"""Comparison of two results by shape, dtype and values, and the origin of an error by its text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def host(found: list[Any]) -> list[Any]:
 
 
 def difference(got: list[Any], want: list[Any], values: bool, slack: float = 1) -> str:
-    """What differs, in words that do not depend on the sample; "" if nothing does. values: or only shapes and dtypes.
+    """The difference, in words that do not depend on the sample; "" if nothing does. values: or only shapes and dtypes.
 
     slack: how many times torch's tolerances are allowed; above 1 relative to the largest element too.
     """

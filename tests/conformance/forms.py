@@ -1,4 +1,4 @@
-"""What is done with one sample of an op, on any device: each form is a function from placed inputs to tensors to compare.
+"""Forms of calling one sample of an op, on any device: each is a function from placed inputs to the tensors to compare.
 
 Nothing here knows of GT: `Inputs` is a sample on the CPU, and the same sample placed elsewhere.
 """
@@ -66,7 +66,7 @@ def in_place(inputs: Inputs) -> Tensors:
 
 
 def write(inputs: Inputs) -> Tensors:
-    """What the op gives is written to, which its base and another view of that see; then the base is, and the views see it."""
+    """Write to the op's result, then to its base: each write is visible through the base and through all views."""
     with torch.no_grad():
         base = inputs.args[0].clone()
         other = base.unsqueeze(0)
@@ -89,7 +89,7 @@ FORMS: dict[str, Callable[[Inputs], Tensors]] = {
 
 
 def forms_of(entry: Any, inputs: Inputs, dtype: torch.dtype) -> Iterator[str]:
-    """Which forms a sample has."""
+    """The forms of a sample."""
     yield "function"
     if entry.supports_autograd and any(t.requires_grad for t in leaves(inputs)):
         yield "backward"
@@ -102,7 +102,7 @@ def forms_of(entry: Any, inputs: Inputs, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _views(entry: Any, inputs: Inputs) -> bool:
-    """Whether the op gives views of its first argument on the CPU, which may be written to."""
+    """True if the op returns writable views of its first argument on the CPU."""
     try:
         with torch.no_grad():
             base = inputs.args[0].clone()

@@ -58,7 +58,7 @@ def leaf(t: torch.Tensor) -> torch.Tensor:
 
 
 def forward(inputs: Inputs) -> Tensors:
-    """What a call gives, and the buffers it leaves."""
+    """The results of a call, and the buffers after it."""
     module, out = called(inputs)
     return [*flat(out), *module.buffers()]
 

@@ -63,7 +63,7 @@ def splits(inputs: Inputs, workers: int) -> Iterator[Split]:
 
 
 def storages(tensors: list[torch.Tensor]) -> list[bool]:
-    """Which tensors are parts of memory: of another's, or of more than they show."""
+    """For each tensor, True if it is a view of another's memory or of a larger storage."""
     held = [t.untyped_storage() if t.layout == torch.strided else None for t in tensors]
     places = [s.data_ptr() if s else 0 for s in held]
     return [
@@ -128,7 +128,7 @@ def placed(inputs: Inputs, split: Split) -> Inputs:
 
 
 def collectives() -> dict[str, int]:
-    """How many of each kind worker 0 has taken part in."""
+    """The number of collectives of each kind that worker 0 has taken part in."""
     return dict(gt.stats()["workers"][0]["collectives"])
 
 

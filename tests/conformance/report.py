@@ -1,4 +1,4 @@
-"""What a run came to: counts, and what is not equal, by reason."""
+"""The results of a run: counts, and unequal variants by reason."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def by_reason(rows: Iterable[Row]) -> list[tuple[str, str, list[Row]]]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """What docs/ops.md is made of: counts, and of what is not equal its reason, ops, dtypes, forms and workers."""
+    """The data of docs/ops.md: counts, and for each reason of inequality its ops, dtypes, forms and workers."""
     rest = [
         {
             "outcome": kind, "reason": reason, "variants": len(mine), "example": mine[0]["example"],

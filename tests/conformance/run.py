@@ -43,7 +43,7 @@ REFUSALS = 8  # of an op's samples that torch refuses, at most
 
 @dataclass
 class Variant:
-    """What became of one (op, dtype, form, workers)."""
+    """The outcome of one (op, dtype, form, workers)."""
 
     op: str
     dtype: str
@@ -74,7 +74,7 @@ class Variant:
 
 @dataclass
 class Wanted:
-    """What plain torch gives for a sample in one form: results, or an error; `random` if they are drawn."""
+    """Plain torch's answer for a sample in one form: results or an error; `random` if torch drew random numbers."""
 
     results: Tensors
     error: BaseException | None = None
@@ -228,7 +228,7 @@ class Runner:
     def _placed(
         self, form: str, inputs: Inputs, split: Split, want: Wanted, whole: list[Tensors]
     ) -> tuple[tuple[str, str], bool | None]:
-        """What became of it; whether it ran with no gather (None: not counted)."""
+        """The outcome of one placement, and True if it ran without a gather (None: not counted)."""
         kept = None
         counted = self.plan.gathers and split.workers > 1 and not split.group and form in COUNTED and want.error is None
         try:
@@ -261,7 +261,7 @@ class Runner:
         return (WRONG, text) if text else (EQUAL, ""), kept if not text else None
 
     def _rounding(self, form: str, inputs: Inputs, split: Split, drawn: bool) -> bool:
-        """Whether the same sample in double precision is right: single was too little for its condition."""
+        """True if the same sample is right in double precision: its condition is too bad for single."""
         if all(t.dtype not in DOUBLE for t in tensors(inputs)):
             return False
         module = copy.deepcopy(inputs.module).double() if inputs.module is not None else None

@@ -2,7 +2,7 @@
 
 Programs are the examples, the ready configs and random ones. The dispatcher plans them with workers that are only thought of;
 the text of one has each message to each worker, programs with their schedules, and what `gt plan` says. `--check` asks
-the same of the digests in tests/corpus_digests.txt, which `--digests` writes.
+the same of the digests in tests/corpus/digests.txt, which `--digests` writes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-DIGESTS = Path(__file__).resolve().parent.parent / "corpus_digests.txt"
+DIGESTS = Path(__file__).with_name("digests.txt")
 DIGITS, CONTEXT = 16, 3
 MOST, SHOWN = 2000, 60  # lines of each text that are compared from the first difference on, and lines of a diff
 
@@ -52,7 +52,7 @@ def difference(name: str, stored: str, now: str, changes: Changes | None = None)
 
 
 def _alike(a: Sequence[str], b: Sequence[str]) -> int:
-    """How many lines are equal from the start."""
+    """The number of equal lines at the start."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from test_networks import OPTIMIZERS, C, T, within
 from torch import nn
 
 import gt
 from gt.ir.instr import BACKENDS
 from gt.ir.schedules import NAMES
+from tests.system.parity.test_networks import OPTIMIZERS, C, T, within
 from tools.placements import Split, groups
 
 WORDS = 20

@@ -16,19 +16,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import test_programs
 import torch
-from models import accumulating, demo
-from test_compile_unplaced import DATA, PAIR, drawn, square, stepped
-from test_networks import Network, train
 
 import gt
 from gt.client import current_session
 from gt.ir.schedules import NAMES
 from tests.corpus import drawn as pipelines
+from tests.dispatcher.programs.test_compile_unplaced import DATA, PAIR, drawn, square, stepped
+from tests.helpers import ROOT
+from tests.helpers.models import accumulating, mini
+from tests.system.parity import test_programs
+from tests.system.parity.test_networks import Network, train
 from tools import placements
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS, EXAMPLES = ROOT / "configs", ROOT / "examples"
 TEXT = "".join(f"{n} and {n * n % 97}, which is {'even' if n % 2 == 0 else 'odd'};\n" for n in range(400))
 EAGER, NETWORKS, UNPLACED, PIPELINES = 180, 80, 60, 180  # random programs of each kind
@@ -116,18 +116,12 @@ def examples() -> Iterator[Entry]:
 # ---- ready configs
 
 
-def mini(layers: int) -> torch.nn.Module:
-    module = demo()
-    sizes = {**module.PRESETS["tiny"], "num_layers": layers, "vocab_size": 64, "max_seq_len": 16}
-    return module.MiniGPT(sizes, gt.signal.groups()).to("remote")
-
-
 def trained(schedule: str | None, backend: str | None = None) -> Callable[[Path], str | None]:
     """The tuning demo's model for the stages of the config; schedule None: eager, "": in the calls' order."""
 
     def run(folder: Path) -> str | None:
         stages = sum(name[8:].isdigit() for name in gt.signal.groups())
-        model = mini(max(2, stages))
+        model = mini(gt.signal.groups(), num_layers=max(2, stages)).to("remote")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         step = accumulating(model, optimizer, 4 if schedule else 2)
         called = step if schedule is None else gt.compile(step, schedule=schedule or None, backend=backend)
@@ -171,7 +165,7 @@ def model(kind: str, layers: int, stages: int, *sizes: int) -> Callable[[Path], 
     """A small model of transformers: one eager step, and where it is a pipeline a captured one."""
 
     def run(folder: Path) -> str | None:
-        from test_model_configs import LENGTH, WORDS, made
+        from tests.config.test_model_configs import LENGTH, WORDS, made
 
         current_session.current()
         net = made(kind, layers, *sizes).to("remote")

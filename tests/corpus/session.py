@@ -154,7 +154,7 @@ class PlannedSession:
         self.fetch(m.THROUGH)
 
     def describe(self, tensors: list[int]) -> list[Spec]:
-        """Of the shapes that the program says its op has."""
+        """The specs of the shapes that the program declares for its op."""
         if len(self.shapes) != len(tensors):
             raise UnsupportedOp("a shape depends on values, and nothing was computed")
         number = self._number()
@@ -172,7 +172,7 @@ class PlannedSession:
         return self._ask(m.Inspect(self._number(), tensor))
 
     def stats(self, program: int = -1) -> dict[str, Any]:
-        """Of the form that a server gives, with nothing done."""
+        """Statistics in a server's form, all zero."""
         row = {"instructions": 0, "collectives": {}, "live_tensors": 0, "live_bytes": 0, "definitions": 0, "actions": []}
         workers = [{"name": name, **row, "bytes_sent": {}, "bytes_received": {}} for name in self.workers]
         return {"dispatcher": {"tensor_bytes_relayed": 0}, "workers": workers, "client": {}}

@@ -86,7 +86,7 @@ def _config(entry: Entry, folder: Path) -> str | None:
 
 
 def _run(entry: Entry, folder: Path) -> str:
-    """What a program says; where it ends with an error of GT's, that."""
+    """The text that a program returns, or the error of GT that ended it."""
     try:
         found = entry.run(folder) or ""
     except gt.GTError as error:

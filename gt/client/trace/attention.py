@@ -18,7 +18,7 @@ aten = torch.ops.aten
 NO_SEED = (-1, 0)  # no seed is negative
 
 
-def attention(
+def attention(  # noqa: PLR0913 - the arguments of F.scaled_dot_product_attention
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
@@ -34,14 +34,14 @@ def attention(
     return _Attention.apply(q, k, v, attn_mask, float(dropout_p), bool(is_causal), scaled, bool(enable_gqa))
 
 
-def _composite(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool) -> torch.Tensor:
+def _composite(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool) -> torch.Tensor:  # noqa: PLR0913 - the arguments of F.scaled_dot_product_attention
     """As maths: where the mask itself needs a gradient."""
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
     return aten._scaled_dot_product_attention_math.default(q, k, v, mask, p, causal, None, scale=scale, enable_gqa=gqa)[0]
 
 
-def _outs(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool) -> tuple[Meta, ...]:
+def _outs(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool) -> tuple[Meta, ...]:  # noqa: PLR0913 - the arguments of F.scaled_dot_product_attention
     """out [..., heads, L, Ev], for four dims in memory as [batch, L, heads, Ev] as flash kernels leave it, and logsumexp."""
     stand: list[Any] = [x._ref.meta.stand_in() if isinstance(x, RemoteTensor) else None for x in (q, k, v, mask)]
     with torch.no_grad():
@@ -55,7 +55,7 @@ def _outs(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: floa
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, gqa: bool) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, gqa: bool) -> Any:  # type: ignore[override]  # noqa: PLR0913 - the arguments of F.scaled_dot_product_attention
         seeds = draw() if p > 0 else NO_SEED
         rest = (p, causal, scale, gqa)
         out, logsumexp = record("gt.sdpa.default", (q, k, v, mask, *rest), lambda: _outs(q, k, v, mask, *rest), seeds)

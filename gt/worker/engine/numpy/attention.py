@@ -50,7 +50,7 @@ def _dropout(words: Words, weights: Array, p: float) -> Array | None:
     return hits(words.of(weights.shape), 1.0 - p) * weights.dtype.type(1.0 / (1.0 - p) if p < 1 else 0.0)
 
 
-def _forward(
+def _forward(  # noqa: PLR0913 - the op's arguments
     words: Words, query: Array, key: Array, value: Array, mask: Array | None, dropout: float, causal: bool,
     scale: float | None, gqa: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
@@ -61,7 +61,7 @@ def _forward(
     return np.matmul(weights if kept is None else weights * kept, v), logsumexp.astype(FLOAT)
 
 
-def _backward(
+def _backward(  # noqa: PLR0913 - the op's arguments
     words: Words, grad: Array, query: Array, key: Array, value: Array, mask: Array | None, out: Array, logsumexp: Array,
     dropout: float, causal: bool, scale: float | None, gqa: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip

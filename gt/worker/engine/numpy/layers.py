@@ -80,7 +80,7 @@ def _normal_backward(g: Array, hat: Array, rstd: Array, axes: tuple[int, ...]) -
     return (g - level - hat * along) * rstd
 
 
-def _layer_norm_backward(
+def _layer_norm_backward(  # noqa: PLR0913 - the op's arguments
     grad_out: Array, input: Array, normalized_shape: Sequence[int], mean: Array, rstd: Array,
     weight: Array | None, bias: Array | None, output_mask: Sequence[bool],
 ) -> tuple[Array | None, ...]:  # fmt: skip
@@ -174,7 +174,7 @@ def _nll_loss(self: Array, target: Array, weight: Array | None, reduction: int, 
     return total(losses) / (whole if reduction == 1 else 1), whole
 
 
-def _nll_loss_backward(
+def _nll_loss_backward(  # noqa: PLR0913 - the op's arguments
     grad_output: Array, self: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int,
     total_weight: Array,
 ) -> Array:  # fmt: skip

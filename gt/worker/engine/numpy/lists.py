@@ -37,7 +37,7 @@ def _scaled(grad: Array, scale: Array | None, found: Array | None, maximize: boo
 def _adam(decoupled: bool) -> Callable[..., None]:
     """Kingma and Ba (2015); weight decay decoupled as by Loshchilov and Hutter (2019)."""
 
-    def run(
+    def run(  # noqa: PLR0913 - the op's arguments
         self: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors,
         state_steps: Tensors, *, lr: Any, beta1: float, beta2: float, weight_decay: float, eps: float, amsgrad: bool,
         maximize: bool, grad_scale: Array | None = None, found_inf: Array | None = None,
@@ -65,7 +65,7 @@ def _adam(decoupled: bool) -> Callable[..., None]:
     return run
 
 
-def _sgd(
+def _sgd(  # noqa: PLR0913 - the op's arguments
     self: Tensors, grads: Tensors, momentum_buffer_list: Tensors, *, weight_decay: float, momentum: float, lr: Any,
     dampening: float, nesterov: bool, maximize: bool, is_first_step: bool, grad_scale: Array | None = None,
     found_inf: Array | None = None,
@@ -84,7 +84,7 @@ def _sgd(
         p -= g * k(rate)
 
 
-def _adagrad(
+def _adagrad(  # noqa: PLR0913 - the op's arguments
     self: Tensors, grads: Tensors, state_sums: Tensors, state_steps: Tensors, *, lr: Any, lr_decay: float,
     weight_decay: float, eps: float, maximize: bool, grad_scale: Array | None = None, found_inf: Array | None = None,
 ) -> None:  # fmt: skip

@@ -50,7 +50,7 @@ def _block(number, k0, k1):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _put(out, x, kept, at, inside, word, threshold, scale, shift: tl.constexpr, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+def _put(out, x, kept, at, inside, word, threshold, scale, shift: tl.constexpr, kind: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913 - the kernel's arguments
     if kind == 0:
         tl.store(out + at, word.to(tl.int64, bitcast=True), inside)
     elif kind == 1:
@@ -69,7 +69,7 @@ def _put(out, x, kept, at, inside, word, threshold, scale, shift: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["relative", "count", "threshold"])
-def _whole(  # type: ignore[no-untyped-def]
+def _whole(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - the kernel's arguments
     out, x, kept, key, relative, count, threshold, scale, shift: tl.constexpr, kind: tl.constexpr, size: tl.constexpr
 ):
     """Elements of a whole tensor, row-major: word i for element i."""
@@ -85,7 +85,7 @@ def _whole(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["relative", "count", "threshold", "start", "n1", "n2", "s0", "s1", "s2"])
-def _piece(  # type: ignore[no-untyped-def]
+def _piece(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - the kernel's arguments
     out, x, kept, key, relative, count, threshold, scale, start, n1, n2, s0, s1, s2, shift: tl.constexpr, kind: tl.constexpr,
     size: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +130,7 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def draw(
+def draw(  # noqa: PLR0913 - the kernel's arguments
     key: PhiloxKey, words: Words, out: torch.Tensor, kind: int, threshold: int = 0, scale: float = 1.0, digits: int = 0,
     x: torch.Tensor | None = None, kept: torch.Tensor | None = None,
 ) -> None:  # fmt: skip

@@ -1,0 +1,97 @@
+"""Refused ops have the text that torch has on the CPU, and torch's own ways to compile and to go parallel say what to use."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import gt
+from gt.errors import UnsupportedOp
+
+Make = Callable[..., torch.Tensor]
+MISTAKES: dict[str, Callable[[Make], object]] = {
+    "a matrix product": lambda t: t(2, 3) @ t(4, 5),
+    "a linear layer": lambda t: F.linear(t(2, 3), t(5, 4), t(5)),
+    "a linear layer of three dims": lambda t: F.linear(t(2, 6, 3), t(5, 4)),
+    "a large product": lambda t: t(4096, 3072) @ t(4096, 5),
+    "a bias": lambda t: F.linear(t(2, 4), t(5, 4), t(6)),
+    "a vector": lambda t: t(2, 3) @ t(4),
+    "a dot product": lambda t: t(3) @ t(4),
+    "a sum that does not broadcast": lambda t: t(2, 3) + t(4, 3),
+    "a large sum": lambda t: t(2048, 1024) + t(4, 1024),
+    "a sum in place": lambda t: t(3).add_(t(2, 3)),
+    "channels": lambda t: F.conv2d(t(1, 3, 8, 8), t(4, 2, 3, 3)),
+    "a list of other dims": lambda t: torch.cat([t(2, 3), t(2)]),
+    "a stack": lambda t: torch.stack([t(2, 3), t(2, 4)]),
+    "a layer norm": lambda t: F.layer_norm(t(2, 3), (4,)),
+    "a target of two dims": lambda t: F.cross_entropy(t(4, 3), t(4, 1).long()),
+    "a table of one dim": lambda t: F.embedding(t(3).long(), t(5)),
+    "an index of floats": lambda t: t(3, 4)[t(2)],
+    "too many of the largest": lambda t: t(3).topk(5),
+    "a view": lambda t: t(2, 3).view(4, 2),
+    "integers in place": lambda t: t(3).long().div_(2),
+    "an empty mean": lambda t: t(3).long().mean(),
+}
+
+
+def raised(work: Callable[[], object]) -> tuple[type, str]:
+    with pytest.raises(Exception) as found:
+        work()
+    return found.type, str(found.value)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_has_the_text_that_it_has_on_the_cpu(name: str, session: Callable) -> None:
+    session()
+
+    def make(device: str) -> Make:
+        return lambda *shape: torch.zeros(shape, device=device)
+
+    here, remote = (raised(lambda device=device: MISTAKES[name](make(device))) for device in ("cpu", "remote"))
+    assert remote == here
+
+
+def test_a_mistake_leaves_the_random_numbers_of_the_host_alone(session: Callable) -> None:
+    session()
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError):
+        torch.zeros(3, device="remote").multinomial(2).add_(torch.zeros(2, 5, device="remote"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_torch_compile_is_refused_with_what_to_use(session: Callable) -> None:
+    session()
+    told = re.escape("use gt.compile(step, backend='inductor')")
+    with pytest.raises(UnsupportedOp, match=told):
+        torch.compile(torch.nn.Linear(3, 3).to("remote"))
+    moved, plain = torch.nn.Linear(3, 3), torch.compile(lambda x: x + 1, backend="eager")
+    late = torch.compile(moved, backend="eager")
+    moved.to("remote")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in (lambda: late(gt.ones(2, 3)), lambda: plain(gt.ones(3))):
+            with pytest.raises(UnsupportedOp, match=told):
+                call()
+        assert plain(torch.ones(2)).tolist() == [2.0, 2.0]  # what is on the CPU compiles as before
+    torch._dynamo.reset()
+
+
+def test_data_parallel_says_that_a_config_does_it(session: Callable) -> None:
+    session()
+    for wrap in (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel):
+        with pytest.raises(UnsupportedOp, match=rf"{wrap.__name__} is not for the remote device.*config=.*gt\.signal\.context"):
+            wrap(torch.nn.Linear(3, 3).to("remote"))
+
+
+def test_an_argument_that_is_no_tensor_is_named(session: Callable) -> None:
+    session()
+    for work in (gt.inspect, gt.signal.move):
+        with pytest.raises(TypeError, match="takes a remote tensor, got int"):
+            work(3)
+    with pytest.raises(RuntimeError, match=r"cannot pin 'torch.remote.FloatTensor': only dense CPU tensors"):
+        gt.ones(2).pin_memory()

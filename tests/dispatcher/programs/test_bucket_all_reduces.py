@@ -1,0 +1,252 @@
+"""Gradients reduced early: the same values, all workers meet, sums side by side are the same ones for all members."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from gt.dispatcher.programs import codegen as writing
+from gt.dispatcher.programs.passes import bucket_all_reduces as module
+from gt.dispatcher.programs.recording import Instruction, Recording
+from gt.dispatcher.programs.reorder_check import flow
+from gt.ir.instr import FREE, Define
+from gt.ir.spec import contiguous
+from gt.wire.messages import FinishCapture
+
+SPEC = contiguous((8,), "float32").wire()  # 32 bytes
+
+
+def op(number: int, name: str, tensors: int, out: list | None) -> Define:
+    outs = [] if out is None else [out]
+    payload = {"op": name, "args": [], "kwargs": {}, "tensors": tensors, "values": 0, "outs": outs, "random": None}
+    return Define(number, "op", payload)
+
+
+ADD = op(10, "aten.add.Tensor", 2, ["new", SPEC, 0])
+ADD_ = op(11, "aten.add_.Tensor", 2, ["same", SPEC, 0])
+VIEW = op(12, "aten.t.default", 1, ["view", SPEC, 0])
+MARK, PART = 98, 99
+
+
+def listed(number: int, count: int) -> Define:
+    """In place on each of so many tensors."""
+    made = op(number, "aten._foreach_add_.Scalar", count, None)
+    made.payload["args"] = [[{"t": n} for n in range(count)], 1]
+    return made
+
+
+LISTED = {count: listed(12 + count, count) for count in (2, 3)}
+
+
+def reduce(number: int, workers: tuple[int, ...], rank: int) -> Define:
+    return Define(number, "all_reduce", {"team": {"id": number, "workers": list(workers), "rank": rank}, "op": "sum"})
+
+
+def define(kind: str, payload: dict) -> Define:
+    return Define(MARK if kind == "together" else PART, kind, payload)
+
+
+def programs(rng: random.Random, workers: int, length: int, own: float) -> dict[int, list[Instruction]]:
+    """The same on all workers, whose tensors have other values; sums over all of them, or over pairs. own: the part of it
+    that is one worker's alone.
+    """
+    rows: dict[int, list[Instruction]] = {worker: [] for worker in range(workers)}
+    alive, fresh = list(range(3)), 10
+    for seq in range(length):
+        kind = rng.choice(("add", "add", "add", "add_", "view", "sum", "sum", "pair", "list"))
+        some = rng.sample(alive, rng.choice((2, 3)))
+        a, b = rng.choice(alive), rng.choice(alive)
+        fresh += 1
+        if rng.random() < own:
+            rows[rng.randrange(workers)].append(Instruction(seq, ADD, [a, b, fresh]))
+            continue
+        for worker in range(workers):
+            if kind in ("sum", "pair"):
+                pair = tuple(range(workers)) if kind == "sum" or workers < 4 else (worker // 2 * 2, worker // 2 * 2 + 1)
+                row = Instruction(seq, reduce(20 if kind == "sum" else 21, pair, pair.index(worker)), [a])
+            elif kind == "list":
+                row = Instruction(seq, LISTED[len(some)], some)
+            else:
+                define = {"add": ADD, "add_": ADD_, "view": VIEW}[kind]
+                row = Instruction(seq, define, [*([a] if kind == "view" else [a, b]), *([] if kind == "add_" else [fresh])])
+            rows[worker].append(row)
+        if kind in ("add", "view"):
+            alive.append(fresh)
+    return rows
+
+
+def values(code: dict[int, list[Instruction]]) -> dict[tuple[int, int], int]:
+    """Values of every tensor of every worker at the end; workers execute in turns, and views share a cell."""
+    cells: dict[tuple[int, int], list[int]] = {(w, i): [w * 1000 + i * 7 + 1] for w in code for i in range(3)}
+    places = dict.fromkeys(code, 0)
+    while any(places[w] < len(code[w]) for w in code):
+        before = dict(places)
+        for worker, rows in code.items():
+            while places[worker] < len(rows):
+                row = rows[places[worker]]
+                if row.define.kind == "all_reduce":
+                    team = row.define.payload["team"]["workers"]
+                    there = [next(iter(code[m][places[m] : places[m] + 1]), None) for m in team]
+                    if any(r is None or module._team(r) != tuple(team) for r in there):
+                        break
+                    found = [cells[m, r.operands[0]] for m, r in zip(team, there, strict=True) if r is not None]
+                    result = sum(cell[0] for cell in found) % 1000003
+                    for cell in found:
+                        cell[0] = result
+                    for m in team:
+                        places[m] += 1
+                    continue
+                _carry_out(cells, worker, row)
+                places[worker] += 1
+        assert places != before, "they wait for one another"
+    return {key: cell[0] for key, cell in cells.items()}
+
+
+def _carry_out(cells: dict, worker: int, row: Instruction) -> None:
+    of: Any = [cells.get((worker, i)) for i in row.operands]
+    if row.define is ADD:
+        cells[worker, row.operands[2]] = [(of[0][0] * 3 + of[1][0]) % 1000003]
+    elif row.define is ADD_:
+        of[0][0] = (of[0][0] * 5 + of[1][0]) % 1000003
+    elif row.define in LISTED.values() or row.define.number == PART:
+        assert len(row.define.payload["args"][0]) == len(of)
+        for cell in of:
+            cell[0] = (cell[0] * 11 + 1) % 1000003
+    elif row.define is VIEW:
+        cells[worker, row.operands[1]] = of[0]
+
+
+@pytest.mark.parametrize("own", [0.0, 0.05])
+@pytest.mark.parametrize("seed", range(100))
+def test_values_are_the_same_and_all_meet(seed: int, own: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(module, "BUCKET", rng.choice((1, 64, 1 << 20)))
+    workers = rng.choice((2, 3, 4))
+    code = programs(rng, workers, 40, own)
+    before = {worker: list(rows) for worker, rows in code.items()}
+    tape = Recording(0, [], {})
+    tape.code.update(code)
+    if not module.early(tape, define):
+        assert own and tape.code == before
+        return
+    plain = {worker: [row for row in rows if row.define.number != MARK] for worker, rows in tape.code.items()}
+    for worker, rows in plain.items():
+        parts = [row for row in rows if row.define.number == PART]
+        whole = [row for row in before[worker] if all(row is not other for other in rows)]
+        assert len(parts) == 2 * len(whole) <= 2 and len(rows) == len(before[worker]) + len(whole)
+        assert sorted(i for row in parts for i in row.operands) == sorted(i for row in whole for i in row.operands)
+    flow(plain)
+    assert values(plain) == values(before)
+    done = {worker: together(rows) for worker, rows in tape.code.items()}
+    for found in done.values():
+        assert all(done[member][team] == some for team, some in found.items() for member in team)
+
+
+def together(rows: list[Instruction]) -> dict[tuple[int, ...], list[list[int]]]:
+    """By team, the tensors that are summed together."""
+    found: dict[tuple[int, ...], list[list[int]]] = {}
+    for n, row in enumerate(rows):
+        if row.define.number == MARK:
+            some = rows[n + 1 : n + 1 + row.define.payload["count"]]
+            (team,) = {tuple(r.define.payload["team"]["workers"]) for r in some}
+            found.setdefault(team, []).append([r.operands[0] for r in some])
+            assert len(some) > 1
+    return found
+
+
+def test_sums_move_up_behind_what_made_their_data_in_groups_of_enough_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUCKET", 64)
+    makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(5)]
+    sums = [Instruction(10 + n, reduce(20, (0, 1), 0), [10 + n]) for n in (4, 0, 3, 1, 2)]
+    last = Instruction(20, op(13, "aten._foreach_add_.List", 5, None), [10, 11, 12, 13, 14])
+    tape = Recording(0, [], {})
+    for worker in (0, 1):
+        tape.code[worker] = [*makes, *sums, last]
+    assert module.early(tape, define)
+    by = {row.operands[0] - 10: row for row in sums}
+    order = [f"make {makes.index(r)}" if r in makes else "last" if r is last else r.define.kind for r in tape.code[0]]
+    assert order == [
+        *("make 0", "make 1", "together", "all_reduce", "all_reduce"),
+        *("make 2", "make 3", "together", "all_reduce", "all_reduce"),
+        *("make 4", "all_reduce", "last"),
+    ]
+    assert [r for r in tape.code[0] if r.define.kind == "all_reduce"] == [by[n] for n in range(5)]
+
+
+def test_the_optimizer_hides_the_last_sums_with_what_does_not_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUCKET", 32)
+    makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(3)]
+    sums = [Instruction(10 + n, reduce(20, (0, 1), 0), [10 + n]) for n in range(3)]
+    optimizer = op(13, "aten._fused_sgd_.default", 7, None)
+    lists = [[{"t": n} for n in range(3)], [{"t": n} for n in range(3, 6)], []]
+    optimizer.payload.update(args=lists, kwargs={"lr": {"v": 1}, "momentum": {"v": 0}, "found_inf": {"t": 6}}, values=2)
+    tape = Recording(0, [], {})
+    for worker in (0, 1):
+        tape.code[worker] = [*makes, *sums, Instruction(20, optimizer, [1, 2, 3, 12, 10, 11, 9, 0.5, 0.25])]
+    assert module.early(tape, define)
+    *_, last, first, second = tape.code[0]
+    assert (last.operands, first.operands, second.operands) == ([12], [2, 3, 10, 11, 9, 0.25, 0.5], [1, 12, 9, 0.25, 0.5])
+    assert first.define.payload["args"] == [[{"t": 0}, {"t": 1}], [{"t": 2}, {"t": 3}], []]
+    for part, tensors in ((first, 5), (second, 3)):
+        assert part.define.payload["kwargs"] == {"lr": {"v": 0}, "momentum": {"v": 1}, "found_inf": {"t": tensors - 1}}
+        assert (part.define.payload["tensors"], part.define.payload["values"]) == (tensors, 2)
+
+
+def test_an_op_whose_indices_depend_on_each_other_stays_one() -> None:
+    """w1 += a; w1 += b; w2 += w1, where b is summed last."""
+    optimizer = op(13, "aten._foreach_add_.List", 6, None)
+    optimizer.payload["args"] = [[{"t": n} for n in range(3)], [{"t": n} for n in range(3, 6)]]
+    makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(2)]
+    last = Instruction(20, optimizer, [1, 1, 2, 10, 11, 1])
+    tape = Recording(0, [], {})
+    for worker in (0, 1):
+        tape.code[worker] = [*makes, Instruction(11, reduce(20, (0, 1), 0), [11]), last]
+    assert module.early(tape, define)
+    assert tape.code[0][-1] is last
+
+
+def test_sums_that_members_do_not_share_are_not_bucketed() -> None:
+    """One has work between two sums that another has not."""
+    extra = Instruction(5, ADD, [0, 1, 30])
+    after = Instruction(6, ADD_, [0, 1])
+    tape = Recording(0, [], {})
+    for worker in (0, 1):
+        first, second = (Instruction(n, reduce(20, (0, 1), worker), [0 if n == 2 else 1]) for n in (2, 3))
+        tape.code[worker] = [first, *([extra] if worker else []), second, after]
+    kinds = {w: [r.define.kind for r in rows] for w, rows in tape.code.items()}
+    assert module.early(tape, define)
+    assert {w: [r.define.kind for r in rows] for w, rows in tape.code.items()} == kinds
+
+
+def test_nothing_is_moved_if_members_would_sum_different_tensors() -> None:
+    """One uses the first gradient once more, so there the other is complete before it."""
+    makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(2)]
+    tape = Recording(0, [], {})
+    for worker in (0, 1):
+        sums = [Instruction(5 + n, reduce(20, (0, 1), worker), [10 + n]) for n in range(2)]
+        tape.code[worker] = [*makes, *([Instruction(4, ADD, [10, 10, 30])] if worker else []), *sums]
+    before = {worker: list(rows) for worker, rows in tape.code.items()}
+    assert not module.early(tape, define)
+    assert tape.code == before
+
+
+def test_a_bucket_is_in_one_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each definition of a long program is read by itself."""
+    monkeypatch.setattr(writing, "LONGEST", 1)
+    sums = [Instruction(n, reduce(20, (0, 1), 0), [n]) for n in range(6)]
+    mark = Instruction(0, define("together", {"count": 4}), [])
+    rows = [Instruction(0, ADD, [0, 1, 9]), mark, *sums, *(Instruction(7, ADD, [0, n, 10 + n]) for n in range(3))]
+    writer = writing.Writer({}, set(), FinishCapture(0, 0, "", "eager", [], 0, 0, False), {})
+    writer.write(rows)
+    kinds = {row.define.number: row.define for row in rows}
+    found = []
+    for part in writer.parts:
+        code, at, names = part["code"], 0, []
+        while at < len(code):
+            free = code[at] == FREE
+            names += [] if free else [kinds[code[at]].kind]
+            at += 3 + code[at + 2] if free else 2 + kinds[code[at]].operands
+        found.append(names)
+    assert found == [["op"], ["together", *["all_reduce"] * 6, "op"], ["op"], ["op"], []]

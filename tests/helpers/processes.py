@@ -1,0 +1,58 @@
+"""Processes that a run of the tests starts, read from /proc, and waiting for a condition that no message announces."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.limits import limit
+
+MARK = "GT_TEST_RUN"  # conftest sets this variable, and every process that the run starts inherits it
+of_the_server: set[int] = set()  # processes of the shared server: they live as long as the run
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # the process is gone, or another user's
+        return b""
+
+
+def started() -> dict[int, str]:
+    """Living processes that this run started, however deep, by pid; zombies are dead."""
+    found, mark = {}, f"{MARK}={os.environ[MARK]}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        stat = read(entry / "stat").rpartition(b")")[2].split()
+        if stat and stat[0] != b"Z" and mark in read(entry / "environ"):
+            found[int(entry.name)] = read(entry / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+    return found
+
+
+def wait_until(done: Callable[[], Any], seconds: float = 5.0) -> bool:
+    """Poll a condition that no message announces; the test that needs this says why."""
+    pause, end = threading.Event(), time.monotonic() + limit(seconds)
+    while not done():
+        if time.monotonic() > end:
+            return False
+        pause.wait(0.02)
+    return True
+
+
+def children(pid: int) -> list[int]:
+    """Children of a process, whichever of its threads forked them; [] if the process is gone."""
+    return sorted(int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in read(file).split())
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds, 0 if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return 0

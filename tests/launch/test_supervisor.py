@@ -1,0 +1,192 @@
+"""Processes that a program starts for itself: up with one call, and gone with the program, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import selectors
+import signal
+import subprocess
+import sys
+from collections import deque
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gt.client.session import Session
+from gt.errors import SystemFailure
+from gt.launch import local, process
+from gt.launch import supervisor as nursery
+from tests.helpers.limits import limit
+from tests.helpers.processes import children
+
+PROGRAM = """
+import json, os, sys, gt.launch.local as local
+from gt.launch.local import start
+started = start(int(sys.argv[1]))
+children = [p for p in os.listdir("/proc") if p.isdigit()]
+print(json.dumps({"nursery": started._process.pid}), flush=True)
+sys.stdin.readline()
+if sys.argv[2] == "raise": raise ValueError("a user's error")
+"""
+
+
+def family(pid: int) -> dict[int, str]:
+    """A process and its children, with their names in ps."""
+    pids = [pid]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        pids += map(int, (task / "children").read_text().split())
+    return {p: Path(f"/proc/{p}/cmdline").read_bytes().rstrip(b"\0").decode() for p in pids}
+
+
+def gone(pids, seconds: float = 5.0) -> bool:
+    """True if all of these processes end in time; waited for, not polled."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ready = select.select([fd], [], [], seconds)[0]
+        os.close(fd)
+        if not ready:
+            return False
+    return True
+
+
+def program(workers: int, how: str) -> tuple[subprocess.Popen, dict[int, str]]:
+    user = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(workers), how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    return user, family(json.loads(user.stdout.readline())["nursery"])
+
+
+def test_workers_come_and_go():
+    started = local.start(2)
+    try:
+        processes = family(started._process.pid)
+        assert sorted(processes.values())[1:] == ["gt.server", "gt.worker 0", "gt.worker 1"]
+        session = Session(started.address, token=started.token)
+        assert session.workers == ["w0", "w1"]
+        session.close()
+    finally:
+        started.stop()
+        started.stop()
+    assert gone(processes)
+
+
+@pytest.mark.parametrize("how", ["return", "raise", "SIGTERM", "SIGKILL"])
+def test_nothing_outlives_the_program(how):
+    user, processes = program(0, how)
+    assert len(processes) == 2
+    if how.startswith("SIG"):
+        user.send_signal(signal.Signals[how])
+    user.communicate(b"\n")
+    assert gone(processes)
+
+
+def test_no_worker_outlives_a_killed_program():
+    user, processes = program(2, "SIGKILL")
+    assert len(processes) == 4
+    user.kill()
+    user.communicate()
+    assert gone(processes)
+
+
+def test_no_worker_outlives_a_killed_nursery():
+    started = local.start(1)
+    processes = family(started._process.pid)
+    os.kill(started._process.pid, signal.SIGKILL)
+    assert gone(processes)
+    started.stop()
+
+
+def test_ctrl_c_in_the_terminal_is_the_programs_alone():
+    started = local.start(0)
+    assert os.getsid(started._process.pid) == started._process.pid != os.getsid(0)
+    started.stop()
+
+
+def test_a_worker_that_dies_at_start_is_reported_with_its_last_words():
+    with pytest.raises(SystemFailure, match=r"worker \d died while starting.*nonsense"):
+        local.start(2, backend="nonsense")
+
+
+STARTING = """
+import os, signal, sys
+from gt.launch import supervisor
+setattr(supervisor, sys.argv[1], lambda *_: os.kill(os.getpid(), getattr(signal, sys.argv[2])))
+sys.exit(supervisor.main())
+"""
+
+
+def starting(what: str, how: str, heartbeat: float) -> subprocess.Popen:
+    """A nursery whose dispatcher, or workers, are sent a signal at once."""
+    command = [sys.executable, "-c", STARTING, what, how]
+    made = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    order = {"token": "secret", "workers": 2, "gpu": False, "backend": "numpy", "heartbeat": heartbeat}
+    made.stdin.write(json.dumps(order).encode() + b"\n")
+    made.stdin.flush()
+    return made
+
+
+@pytest.mark.parametrize(("what", "how", "says"), [
+    ("_dispatch", "SIGSTOP", r"^the dispatcher does not start: its process \d+ is stopped .*\(state T\)"),
+    ("_dispatch", "SIGKILL", r"^the dispatcher died while starting \(signal SIGKILL\)"),
+    ("_work", "SIGSTOP", r"^worker [01] does not start: its process \d+ is stopped .*\(state T\)"),
+    ("_work", "SIGKILL", r"^worker [01] died while starting \(signal SIGKILL\)"),
+])  # fmt: skip
+def test_a_process_that_does_not_start_is_named_with_the_cause(what, how, says):
+    nursery = starting(what, how, heartbeat=0.5)
+    said: dict = {}
+    while "failed" not in said and select.select([nursery.stdout], [], [], limit(60))[0]:
+        said = json.loads(nursery.stdout.readline())
+    nursery.communicate(timeout=limit(60))
+    assert re.search(says, said["failed"])
+
+
+@pytest.mark.parametrize("what", ["_dispatch", "_work"])
+def test_a_nursery_ends_with_its_program_also_while_what_it_starts_is_stopped(what):
+    nursery = starting(what, "SIGSTOP", heartbeat=1000.0)
+    nursery.communicate(timeout=limit(60))  # its stdin ends
+    assert nursery.returncode == 0
+
+
+def test_a_nursery_that_is_stopped_is_named(monkeypatch):
+    monkeypatch.setattr(local, "LOOK", 0.05)
+    monkeypatch.setattr(local, "STOP", 0.1)
+    me = os.getpid()
+    before = children(me)
+    with pytest.raises(SystemFailure, match=r"process \d+, which starts dispatcher and workers, is stopped"):
+        local.start(1, backend="numpy", meanwhile=lambda: os.kill((set(children(me)) - set(before)).pop(), signal.SIGSTOP))
+
+
+def test_workers_of_a_dispatcher_that_is_ending_have_nothing_to_say(monkeypatch, capfd):
+    """They lose their links before it can be waited for."""
+    monkeypatch.setattr(nursery, "_ended", lambda: iter(()))  # not yet
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    one = nursery.Nursery({"workers": 1})
+    said, say = os.pipe()
+    one._select.register(said, selectors.EVENT_READ, partial(one._on_stderr, number=0))
+    one._words[0] = deque()
+    heard, alive = os.pipe()
+    one._dispatcher = process.fork("gt.server", lambda: os.read(heard, 1))
+    try:
+        os.write(say, b"while it lives\n")
+        one._turn(1.0)
+        os.write(alive, b".")
+        os.waitid(os.P_PID, one._dispatcher, os.WEXITED | os.WNOWAIT)
+        os.write(say, b"once it does not\n")
+        one._turn(1.0)
+        assert list(one._words[0]) == ["while it lives", "once it does not"]
+        assert capfd.readouterr().err == "while it lives\n"
+    finally:
+        one._select.close()
+        os.waitpid(one._dispatcher, 0)
+        for end in (said, say, heard, alive):
+            os.close(end)

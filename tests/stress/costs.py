@@ -1,0 +1,661 @@
+"""The costliest messages: what each kind of message can cost the dispatcher's loop, at its limits and a little beyond.
+
+`python -m tests.stress.costs` prints a table of CPU milliseconds: the longest turn of each message, and its number of turns.
+CPU time is the loop's own thread's, so that other processes on the machine do not count, nor passes beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gt.dispatcher.core import Core
+from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Turn, TurnWanted
+from gt.dispatcher.fairness.background import Background
+from gt.dispatcher.fairness.time_slices import Pace
+from gt.errors import ProtocolError
+from gt.ir import check
+from gt.ir.instr import DISCARD, DROP, FREE, LAUNCH, PARAM, RECORD
+from gt.wire import codec
+from gt.wire.link import Gate, hello
+from gt.wire.messages import (
+    Describe,
+    Described,
+    Done,
+    Fetch,
+    FinishCapture,
+    Goodbye,
+    Inspect,
+    Message,
+    OpError,
+    Ops,
+    Piece,
+    Query,
+    Report,
+    Run,
+    Stats,
+    UploadChunk,
+    UploadProgress,
+    UploadRequest,
+)
+from gt.wire.process_settings import collect_less
+from tests.helpers.hostile import row, spec
+
+BOUND = 50.0  # milliseconds
+NAMES = [chr(0x4E00 + i) for i in range(150)]
+UPLOAD = row("gt.upload.default", [], [], [spec(4, 4)], 1)
+NEG = row("aten.neg.default", [{"t": 0}], [spec(4, 4)], [spec(4, 4)])
+VIEW = row("aten.t.default", [{"t": 0}], [spec(4, 4)], [("view", spec(4, 4), 0)])
+BOTH = [[1, "f", 1, "a", False, -1], [2, "f", 1, "b", False, -1]]  # origins in its groups
+SPLIT = "a: {shard: {axis: 0, workers: [0, 1, 2, 3]}}\nb: {workers: [4, 5, 6, 7]}\n"
+
+
+@dataclass
+class Loop:
+    """The part of a server between its sockets, with eight workers that answer Done, and one client `c`."""
+
+    config: str = ""
+    workers: int = 8
+    core: Core = field(init=False)
+    longest: float = 0.0
+    count: int = 0
+    errors: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._call = threading.Event()
+        self.background = Background(self._call.set)
+        self.core = Core(pace=Pace(time.monotonic, background=self.background))
+        self.gates: dict[bytes, Gate] = {}
+        self.batch = 0
+        self.needs: list[UploadRequest] = []
+        self.answers: list[Message] = []
+        for n in range(self.workers):
+            self.give(b"w%d" % n, hello("worker", info={"name": f"w{n}", "heap_bytes": 1 << 40}))
+        self.give(b"c", hello("client", config=self.config, switches={"workers": self.workers}))
+        self.longest, self.count = 0.0, 0
+
+    def _timed(self, call: Callable[[], list]) -> list:
+        start = time.thread_time()
+        actions = call()
+        self.longest = max(self.longest, time.thread_time() - start)
+        self.count += 1
+        return actions
+
+    def give(self, peer: bytes, message: Message | bytes, frames: tuple = ()) -> None:
+        """A message as it comes: weighed, unpacked, dealt with; then all that follows, each in a turn of its own."""
+        body = message if isinstance(message, bytes) else codec.pack(message)
+        pending = [self._timed(lambda: self._taken(peer, body, frames))]
+        while pending:
+            again = False
+            for action in pending.pop(0):
+                again |= isinstance(action, TurnWanted)
+                if isinstance(action, Send):
+                    codec.pack(action.message)
+                    follows = self._follows(action)
+                    if follows is not None:
+                        pending.append(self.core.handle(Received(action.peer, follows)))
+            while (again or self.background._legs) and not pending:
+                if not again:
+                    self._call.wait(0.05)
+                    self._call.clear()
+                pending.append(self._timed(lambda: self.core.handle(Turn(0.0))))
+                again = False
+
+    def _taken(self, peer: bytes, body: bytes, frames: tuple) -> list:
+        try:
+            codec.weigh(body)
+            message = codec.unpack(body)
+            self.gates.setdefault(peer, Gate()).admit(message, len(frames))
+        except ProtocolError as error:
+            self.errors.append(str(error))
+            return self.core.handle(Malformed(peer, str(error)))
+        return self.core.handle(Received(peer, message, frames))
+
+    def _follows(self, action: Send) -> Message | None:
+        message = action.message
+        if isinstance(message, UploadRequest):
+            self.needs.append(message)
+        if action.peer == b"c":
+            self.answers.append(message)
+            if hasattr(message, "error"):
+                self.errors.append(message.error["message"])
+        if isinstance(message, Run):
+            return Done(message.seq)
+        if isinstance(message, Query):
+            return Report(message.request, {"stats": {}})
+        return None
+
+    def ops(self, code: list, templates: list | None = None, origins: list | None = None, frames: tuple = ()) -> None:
+        self.batch += 1
+        self.give(b"c", Ops(self.batch - 1, templates or [], origins or [], code), frames)
+
+    def lose(self, peer: bytes) -> None:
+        pending = [self._timed(lambda: self.core.handle(PeerLost(peer, "gone")))]
+        while any(isinstance(a, TurnWanted) for a in pending[-1]):
+            pending.append(self._timed(lambda: self.core.handle(Turn(0.0))))
+
+    def tensors(self, count: int, template: list = NEG) -> None:
+        """So many tensors, of which 1 is uploaded and the others are made from it: 2 ... count - 1."""
+        self.ops([17, 0, 0, 1], [[16, template], [17, UPLOAD]], frames=(bytes(64),))
+        for first in range(2, count, 20_000):
+            self.ops(list(itertools.chain.from_iterable((16, 0, 1, n) for n in range(first, min(count, first + 20_000)))))
+
+    def fresh(self) -> None:
+        self.longest, self.count = 0.0, 0
+        self.errors.clear()
+        gc.collect()
+
+
+def words(count: int, length: int) -> list[str]:
+    """Names that are hard to tell apart."""
+    draw, letters = random.Random(1), [NAMES[i % 150] for i in range(length)]
+    return ["".join(draw.sample(letters, length)) for _ in range(count)]
+
+
+CASES: dict[str, Callable[[], Loop]] = {}
+
+
+def case(make: Callable[[], Loop]) -> Callable[[], Loop]:
+    CASES[make.__name__] = make
+    return make
+
+
+def asked(config: str = "", **rest: Any) -> Loop:
+    loop = Loop()
+    loop.fresh()
+    loop.give(b"x", hello("client", config=config, **rest))
+    return loop
+
+
+# ---- Hello
+
+
+@case
+def hello_of_1400_groups() -> Loop:
+    return asked("".join(f"g{i}: {{workers: [0]}}\n" for i in range(1400)))
+
+
+@case
+def hello_of_many_numbers() -> Loop:
+    return asked("a: {workers: [" + ",".join(map(str, range(6000))) + "]}")
+
+
+@case
+def hello_of_aliases() -> Loop:
+    numbers = ",".join(map(str, range(2000)))
+    return asked(f"a: {{workers: &x [{numbers}]}}\n" + "".join(f"g{i}: {{workers: *x}}\n" for i in range(1000)))
+
+
+@case
+def hello_of_brackets() -> Loop:
+    return asked("a: " + "[" * 16 + "0," * 16_000 + "]" * 16)
+
+
+@case
+def hello_of_dashes() -> Loop:
+    return asked("- " * 16_000)
+
+
+@case
+def hello_of_lines_set_in() -> Loop:
+    return asked("".join(" " * i + "a:\n" for i in range(250)))
+
+
+@case
+def hello_of_rules() -> Loop:
+    groups = "".join(f"g{i}: {{workers: [0]}}\n" for i in range(500))
+    return asked(groups + "gt: {modules: {" + ",".join(f"m{i}: _colpar" for i in range(900)) + "}}")
+
+
+@case
+def hello_of_a_text_of_15_mib() -> Loop:
+    return asked("x" * (15 << 20))
+
+
+@case
+def hello_of_many_switches() -> Loop:
+    return asked(switches={f"s{i}": i for i in range(50_000)})
+
+
+@case
+def hello_of_long_names_told_apart() -> Loop:
+    names = words(20, 1000)
+    groups = "".join(f"{name}: {{workers: [0]}}\n" for name in names)
+    return asked(groups + f"z: {{workers: [0], backward: {words(1, 1000)[0][::-1]}}}")
+
+
+# ---- Ops
+
+
+def batch(code: list, templates: list, origins: list | None = None, config: str = "", frames: tuple = (bytes(64),)) -> Loop:
+    loop = Loop(config)
+    loop.fresh()
+    loop.ops(code, templates, origins, frames)
+    return loop
+
+
+@case
+def ops_of_as_many_as_fit() -> Loop:
+    code = itertools.chain.from_iterable((17, 0, 1, n) for n in range(2, 30_000))
+    return batch([16, 0, 0, 1, *code], [[16, UPLOAD], [17, NEG]])
+
+
+@case
+def ops_of_as_many_in_a_group() -> Loop:
+    code = itertools.chain.from_iterable((17, 1, 1, n) for n in range(2, 30_000))
+    return batch([16, 1, 0, 1, *code], [[16, UPLOAD], [17, NEG]], [[1, "f", 1, "a", False, -1]], SPLIT)
+
+
+@case
+def ops_that_move_between_groups() -> Loop:
+    code = itertools.chain.from_iterable((17, 1 + n % 2, n - 1, n) for n in range(2, 20_000))
+    return batch(
+        [16, 1, 0, 1, *code], [[16, UPLOAD], [17, NEG]], [[1, "f", 1, "a", False, -1], [2, "f", 1, "b", False, -1]], SPLIT
+    )
+
+
+@case
+def ops_of_templates_that_differ() -> Loop:
+    rows = [[18 + n, row("aten.mul.Tensor", [{"t": 0}, n], [spec(4, 4)], [spec(4, 4)])] for n in range(5000)]
+    code = itertools.chain.from_iterable((18 + n, 1, 1, 2 + n) for n in range(5000))
+    return batch([16, 1, 0, 1, *code], [[16, UPLOAD], *rows], [[1, "f", 1, "a", False, -1]], SPLIT)
+
+
+@case
+def ops_of_a_heavy_list() -> Loop:
+    n = check.HEAVIEST // 31
+    holes = [[{"t": i} for i in range(n)], [{"t": i} for i in range(n, 2 * n)]]
+    form = row("aten._foreach_add.List", holes, [spec(4)] * 2 * n, [spec(4)] * n)
+    made = [16, row("aten.zeros.default", [[4]], [], [spec(4)])]
+    code = [16, 1, 1, *itertools.chain.from_iterable([[16, 1, i + 2] for i in range(64)])]
+    code += [17, 1, *(i % 64 + 1 for i in range(2 * n)), *range(1000, 1000 + n)]
+    return batch(code, [made, [17, form]], [[1, "f", 1, "a", False, -1]], SPLIT, ())
+
+
+@case
+def ops_of_a_heavy_stack() -> Loop:
+    n = check.HEAVIEST // 11
+    form = row("aten.stack.default", [[{"t": i} for i in range(n)]], [spec(4)] * n, [spec(n, 4)])
+    made = [16, row("aten.zeros.default", [[4]], [], [spec(4)])]
+    return batch([16, 1, 1, 17, 1, *[1] * n, 2], [made, [17, form]], [[1, "f", 1, "a", False, -1]], SPLIT, ())
+
+
+@case
+def ops_of_a_template_of_numbers() -> Loop:
+    return batch([], [[16, row("aten.stack.default", [[0] * 81_000], [], [spec(4)])]])
+
+
+@case
+def ops_of_a_template_of_empty_lists() -> Loop:
+    return batch([], [[16, row("aten.stack.default", [[[]] * 90_000], [], [spec(4)])]])
+
+
+@case
+def ops_of_a_template_of_nothing() -> Loop:
+    return batch([], [[[]] * 90_000])
+
+
+@case
+def ops_of_many_empty_lists() -> Loop:
+    loop = Loop()
+    loop.fresh()
+    loop.give(b"c", b"\x95\x01\x00\xdd" + (1_500_000).to_bytes(4, "big") + b"\x90" * 1_500_000 + b"\x90\x90")
+    return loop
+
+
+@case
+def ops_of_nested_lists() -> Loop:
+    loop = Loop()
+    loop.fresh()
+    item = b"\x91" * 19 + b"\x90"
+    loop.give(b"c", b"\x95\x01\x00\xdd" + (4_900).to_bytes(4, "big") + item * 4_900 + b"\x90\x90")
+    return loop
+
+
+@case
+def ops_of_many_origins() -> Loop:
+    return batch([], [], [[n + 1, "f.py", n, "a/b/c", False, -1] for n in range(20_000)], SPLIT)
+
+
+@case
+def ops_of_origins_of_unknown_groups() -> Loop:
+    names = words(100, 1000)
+    config = "".join(f"{name}: {{workers: [0]}}\n" for name in words(20, 1000)[::-1])[: 30 << 10].rpartition("\n")[0]
+    return batch([], [], [[n + 1, "f.py", n, name, False, -1] for n, name in enumerate(names)], config)
+
+
+@case
+def ops_of_origins_of_short_unknown_groups() -> Loop:
+    config = "".join(f"{name}: {{workers: [0]}}\n" for name in words(100, 60))
+    paths = ["/".join(words(60, 60)[n : n + 50]) for n in range(10)]
+    return batch([], [], [[n + 1, "f.py", n, path, False, -1] for n, path in enumerate(paths)], config)
+
+
+@case
+def ops_of_deep_origins() -> Loop:
+    return batch([], [], [[n + 1, "f.py", n, "/" * 4000, False, -1] for n in range(300)], SPLIT)
+
+
+@case
+def ops_that_free_100000() -> Loop:
+    loop = Loop(SPLIT)
+    loop.tensors(100_000)
+    loop.fresh()
+    loop.ops([FREE, 99_998, *range(2, 100_000)])
+    return loop
+
+
+@case
+def ops_of_views_of_one() -> Loop:
+    code = itertools.chain.from_iterable((17, 0, n - 1, n) for n in range(2, 20_000))
+    return batch([16, 0, 0, 1, *code], [[16, UPLOAD], [17, VIEW]])
+
+
+@case
+def ops_of_views_of_what_is_nowhere() -> Loop:
+    code = itertools.chain.from_iterable((17, 1, n // 2, n) for n in range(2, 20_000))
+    return batch(
+        [16, 1, 0, 1, *code, 18, 1, 1, 30_000], [[16, UPLOAD], [17, VIEW], [18, NEG]], [[1, "f", 1, "a", False, -1]], SPLIT
+    )
+
+
+@case
+def ops_that_move_what_has_views() -> Loop:
+    views = itertools.chain.from_iterable((17, 0, 1, n) for n in range(3, 20_000))
+    use = row("aten.add_.Tensor", [{"t": 0}, {"t": 1}], [spec(4, 4)] * 2, [("same", None, 0)], 0, (0,))
+    code = [16, 0, 0, 1, 18, 0, 1, 2, *views, PARAM, 1, 19, 1, 1, 2, 19, 2, 1, 2]
+    both = [[1, "f", 1, "a", False, -1], [2, "f", 1, "b", False, -1]]
+    return batch(code, [[16, UPLOAD], [17, VIEW], [18, NEG], [19, use]], both, SPLIT)
+
+
+@case
+def ops_of_params() -> Loop:
+    return batch([16, 0, 0, 1, *[PARAM, 1] * 60_000], [[16, UPLOAD]])
+
+
+@case
+def ops_of_nothing_known() -> Loop:
+    return batch([99] * 130_000, [])
+
+
+@case
+def ops_too_long() -> Loop:
+    return batch([1] * 1_400_000, [])
+
+
+# ---- programs
+
+
+def recorded(ops: int, config: str = SPLIT, chain: bool = True) -> Loop:
+    loop = Loop(config)
+    name = [[1, "f", 1, "a", False, -1]]
+    loop.ops([16, 1, 0, 1, 17, 1, 1, 2], [[16, UPLOAD], [17, NEG]], name, (bytes(64),))
+    loop.ops([RECORD, 1, 0, 1, 2])
+    for first in range(3, ops, 10_000):
+        many = range(first, min(ops, first + 10_000))
+        loop.ops(list(itertools.chain.from_iterable((17, 1, n - 1 if chain else 2, n) for n in many)))
+    return loop
+
+
+def sealed(ops: int, **how: Any) -> Loop:
+    loop = recorded(ops, chain=how.pop("chain", True))
+    loop.fresh()
+    fields = {"schedule": "", "backend": "eager", "carried": [], "seed": 0, "counter": 0, "recompute": 0, **how}
+    loop.give(b"c", FinishCapture(1, 0, *fields.values()))
+    return loop
+
+
+@case
+def seal_of_100000_ops() -> Loop:
+    return sealed(100_000)
+
+
+@case
+def seal_with_recompute() -> Loop:
+    return sealed(30_000, recompute=2, backend="inductor")
+
+
+@case
+def seal_with_a_schedule() -> Loop:
+    return sealed(10_000, schedule="auto")
+
+
+@case
+def seal_of_many_pairs() -> Loop:
+    return sealed(40_000, chain=False, carried=[[2, n] for n in range(3, 40_000)])
+
+
+@case
+def launches_as_many_as_fit() -> Loop:
+    loop = sealed(20_000)
+    loop.fresh()
+    loop.ops([LAUNCH, 0, 1, 1] * 300)
+    return loop
+
+
+@case
+def records_and_discards() -> Loop:
+    loop = Loop(SPLIT)
+    loop.tensors(60_000)
+    loop.fresh()
+    loop.ops([RECORD, 1, 0, 0, DISCARD] * 100)
+    return loop
+
+
+@case
+def a_recording_dropped() -> Loop:
+    loop = recorded(100_000)
+    loop.fresh()
+    loop.ops([DISCARD])
+    return loop
+
+
+@case
+def a_program_dropped() -> Loop:
+    loop = sealed(100_000)
+    loop.fresh()
+    loop.ops([DROP, 0])
+    return loop
+
+
+@case
+def a_recording_held_back_ends() -> Loop:
+    loop = Loop(SPLIT)
+    loop.ops([16, 1, 0, 1, 17, 1, 1, 2], [[16, UPLOAD], [17, NEG]], [[1, "f", 1, "a", False, -1]], (bytes(64),))
+    loop.ops([RECORD, 1, 3, 1, 2])
+    for first in range(3, 60_000, 20_000):
+        loop.ops(list(itertools.chain.from_iterable((17, 1, n - 1, n) for n in range(first, first + 20_000))))
+    loop.fresh()
+    loop.ops([DISCARD])
+    return loop
+
+
+# ---- questions
+
+
+@case
+def fetch_256() -> Loop:
+    loop = Loop(SPLIT)
+    loop.tensors(1000)
+    loop.fresh()
+    for n in range(255):
+        loop.give(b"c", Fetch(n, 2))
+    return loop
+
+
+@case
+def describe_4096() -> Loop:
+    loop = Loop(SPLIT)
+    loop.tensors(5000)
+    loop.fresh()
+    loop.give(b"c", Describe(1, list(range(2, 4098))))
+    return loop
+
+
+@case
+def describe_of_what_is_none() -> Loop:
+    loop = Loop(SPLIT)
+    loop.fresh()
+    loop.give(b"c", Describe(1, [[]] * 90_000))
+    return loop
+
+
+@case
+def inspect_of_many_pieces() -> Loop:
+    loop = Loop(SPLIT, 64)
+    loop.tensors(10)
+    loop.fresh()
+    loop.give(b"c", Inspect(1, 2))
+    return loop
+
+
+@case
+def stats_beside_100000_tensors() -> Loop:
+    loop = Loop(SPLIT)
+    loop.tensors(100_000)
+    loop.fresh()
+    loop.give(b"c", Stats(1))
+    return loop
+
+
+@case
+def a_question_behind_32_batches() -> Loop:
+    loop = Loop(SPLIT)
+    loop.ops([16, 1, 0, 1], [[16, UPLOAD], [17, NEG]], [[1, "f", 1, "a", False, -1]], (bytes(64),))
+    for first in range(2, 200_000, 8000):
+        loop.ops(list(itertools.chain.from_iterable((17, 1, 1, n) for n in range(first, first + 8000))))
+    loop.give(b"c", Inspect(1, 2))
+    return loop
+
+
+# ---- the end of a session
+
+
+@case
+def the_end_of_100000_tensors() -> Loop:
+    loop = Loop(SPLIT)
+    loop.tensors(100_000)
+    loop.fresh()
+    loop.lose(b"c")
+    return loop
+
+
+@case
+def the_end_of_a_recording() -> Loop:
+    loop = recorded(100_000)
+    loop.fresh()
+    loop.lose(b"c")
+    return loop
+
+
+@case
+def the_end_of_programs() -> Loop:
+    loop = sealed(100_000)
+    loop.fresh()
+    loop.give(b"c", Goodbye("x" * 1_000_000))
+    return loop
+
+
+@case
+def the_end_of_a_worker() -> Loop:
+    loop = Loop(SPLIT)
+    loop.tensors(100_000)
+    loop.fresh()
+    loop.lose(b"w0")
+    return loop
+
+
+# ---- what a worker may say
+
+
+def said(message: Message) -> Loop:
+    loop = Loop(SPLIT)
+    loop.tensors(20_000)
+    loop.fresh()
+    loop.give(b"w0", message)
+    return loop
+
+
+@case
+def done_of_many_times() -> Loop:
+    return said(Done(0, list(itertools.chain.from_iterable((n, 1.0) for n in range(4096)))))
+
+
+@case
+def a_report_of_much() -> Loop:
+    return said(Report(1, {"stats": {"actions": [["F0", 1.0, 2.0]] * 60_000}}))
+
+
+@case
+def a_described_of_much() -> Loop:
+    return said(Described(1, [[[4], [1], 0, "float32"]] * 20_000))
+
+
+@case
+def a_trouble() -> Loop:
+    return said(OpError(5, "op", "x" * 1_000_000))
+
+
+@case
+def what_nobody_asked_for() -> Loop:
+    loop = said(Piece(7, 0, 0))
+    loop.give(b"w1", UploadProgress(1 << 60, 5))
+    loop.give(b"c", UploadProgress(1 << 60, 5))
+    loop.give(b"c", UploadChunk(1 << 60, 5, 1 << 62))
+    return loop
+
+
+@case
+def a_goodbye_of_a_mebibyte() -> Loop:
+    return said(Goodbye("\n" * (1 << 20)))
+
+
+# ---- carrying it out
+
+
+@contextlib.contextmanager
+def as_in_the_server() -> Iterator[None]:
+    """The collector as a server has it."""
+    before = gc.get_threshold()
+    collect_less()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def measured(name: str) -> tuple[float, int, list[str]]:
+    """CPU milliseconds of the longest turn of a case, its turns, and what was refused."""
+    loop = CASES[name]()
+    loop.background.close()
+    return loop.longest * 1e3, loop.count, loop.errors
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tests.stress.costs", description=__doc__)
+    parser.add_argument("names", nargs="*", help="of cases; default: all")
+    args = parser.parse_args(argv)
+    over = 0
+    with as_in_the_server():
+        for name in args.names or CASES:
+            longest, count, errors = measured(name)
+            over += longest > BOUND
+            mark = "OVER" if longest > BOUND else ""
+            sys.stdout.write(f"{name:42} {longest:9.1f} ms  {count:6} turns  {mark:5}{errors[-1][:80] if errors else ''}\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{over} over {BOUND:g} ms\n")
+    return int(over > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

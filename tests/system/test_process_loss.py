@@ -1,0 +1,135 @@
+"""The whole path, with real workers, when one of its processes is killed or the user presses Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.limits import limit
+
+
+@pytest.fixture
+def own():
+    """Two CPU workers of this test's own, to be harmed: name in ps -> pid."""
+    import gt
+    from gt import api
+
+    gt.cpu_workers(2, config="")
+    nursery = api._Started.local._process.pid
+    pids = Path(f"/proc/{nursery}/task/{nursery}/children").read_text().split()
+    yield {Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode(): int(pid) for pid in pids}
+    gt.shutdown()
+
+
+def test_a_killed_worker_is_worker_lost_with_its_name(own):
+    import gt
+
+    x = gt.ones(4, 4)
+    assert x.sum().item() == 16
+    names = gt.stats()["workers"]
+    for title in ("gt.worker 0", "gt.worker 1"):
+        os.kill(own[title], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(gt.WorkerLost, match=rf"worker {names[0]['name']} is lost"):
+        x.sum().item()
+    with pytest.raises(gt.WorkerLost):
+        x.sum().item()
+    assert time.monotonic() - start < limit(2)
+
+
+def test_a_worker_that_is_killed_while_a_call_is_held_back_is_told(own):
+    """Ops held back for the worker are dropped; whoever waits gets an error, and later calls are right."""
+    import gt
+
+    x, killed = gt.ones(4, 4), []
+    assert x.sum().item() == 16
+
+    def double(x):
+        y = x * 2
+        if not killed:
+            killed.extend(own[title] for title in ("gt.worker 0", "gt.worker 1"))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+        return y + 1
+
+    step = gt.compile(double, backend="cudagraphs")
+    with pytest.raises(gt.WorkerLost, match="is lost"):
+        step(x).sum().item()
+    deadline, found = time.monotonic() + limit(10), 0.0
+    while not found:
+        assert time.monotonic() < deadline
+        try:
+            found = step(gt.ones(3, 3)).sum().item()
+        except gt.WorkerLost:
+            continue
+    assert found == 27
+
+
+def test_killed_workers_are_started_again_and_serve_what_is_new(own):
+    import gt
+
+    kept = gt.ones(4, 4)
+    assert kept.sum().item() == 16
+    for title in ("gt.worker 0", "gt.worker 1"):
+        os.kill(own[title], signal.SIGKILL)
+    deadline, found = time.monotonic() + limit(10), 0.0
+    while not found:
+        assert time.monotonic() < deadline
+        try:
+            found = gt.full((3, 3), 2.0).sum().item()
+        except gt.WorkerLost:
+            continue
+    assert found == 18
+    with pytest.raises(gt.WorkerLost, match="is lost"):
+        kept.sum().item()
+    step, x = gt.compile(lambda x: x * 2), gt.ones(3)
+    assert [step(x).sum().item() for _ in range(4)] == [6] * 4 and not step._programs, "what is lost may be among it"
+    del kept
+    assert [step(x).sum().item() for _ in range(100)] == [6] * 100 and step._programs[0].replays, step.explain()
+
+
+def test_a_killed_dispatcher_is_dispatcher_lost(own):
+    import gt
+
+    x = gt.ones(4, 4)
+    assert x.sum().item() == 16
+    os.kill(own["gt.server"], signal.SIGKILL)
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(gt.DispatcherLost, match="was lost"):
+            x.sum().item()
+    assert time.monotonic() - start < limit(2)
+
+
+def test_a_new_start_after_a_loss(own):
+    import gt
+
+    os.kill(own["gt.server"], signal.SIGKILL)
+    gt.shutdown()
+    gt.cpu_workers(1, config="")
+    assert gt.ones(3).sum().item() == 3
+
+
+def test_ctrl_c_while_a_worker_is_stuck(own):
+    import gt
+
+    x = gt.ones(4, 4)
+    assert x.sum().item() == 16
+    for title in ("gt.worker 0", "gt.worker 1"):
+        os.kill(own[title], signal.SIGSTOP)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    start = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            x.sum().item()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert time.monotonic() - start < limit(1)
+    for title in ("gt.worker 0", "gt.worker 1"):
+        os.kill(own[title], signal.SIGCONT)
+    assert x.sum().item() == 16

@@ -1,0 +1,119 @@
+"""The codec: every message survives the wire, and no bytes whatever raise anything but a ProtocolError."""
+
+import contextlib
+from dataclasses import fields
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gt.errors import ProtocolError
+from gt.wire import codec, messages
+from gt.wire.messages import CODES, Ack, Fetch, Goodbye, Ops, Stats
+
+ATOMS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=8)
+PLAIN = st.recursive(
+    ATOMS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+BY_TYPE = {
+    "int": st.integers(-(2**63), 2**64 - 1),
+    "str": st.text(max_size=20),
+    "list": st.lists(PLAIN, max_size=6),
+    "dict": st.dictionaries(st.text(max_size=4), PLAIN, max_size=4),
+    "bool": st.booleans(),
+    "Numbers": st.lists(st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.booleans(), max_size=6),
+}
+
+
+@st.composite
+def any_message(draw):
+    cls = draw(st.sampled_from(CODES))
+    return cls(*(draw(BY_TYPE[field.type]) for field in fields(cls)))
+
+
+@given(any_message())
+@settings(max_examples=300, deadline=None)
+def test_every_message_survives_the_wire(message):
+    assert codec.unpack(codec.pack(message)) == message
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=1000, deadline=None)
+def test_random_bytes_raise_nothing_but_protocol_error(body):
+    with contextlib.suppress(ProtocolError):
+        codec.unpack(body)
+
+
+@given(any_message(), st.data())
+@settings(max_examples=300, deadline=None)
+def test_damaged_messages_raise_nothing_but_protocol_error(message, data):
+    body = bytearray(codec.pack(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ProtocolError):
+        codec.unpack(bytes(body))
+
+
+@given(PLAIN)
+@settings(max_examples=300, deadline=None)
+def test_well_formed_msgpack_of_another_kind_is_refused_or_a_message(value):
+    with contextlib.suppress(ProtocolError):
+        codec.unpack(msgpack.packb(value))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ([CODES.index(Fetch), 1], "Fetch has 1 fields, want 2"),
+        ([CODES.index(Fetch), 1, "x"], "Fetch.tensor is a str, want int"),
+        ([CODES.index(Fetch), True, 1], "Fetch.request is a bool, want int"),
+        ([CODES.index(Ops), 0, [], {}, []], "Ops.origins is a dict, want list"),
+        ([99], "unknown message code 99"),
+        (["x"], "unknown message code 'x'"),
+        ({}, "want a list"),
+        ([], "want a list"),
+        ([CODES.index(Ack), msgpack.ExtType(5, b"x")], "extension type 5"),
+        ([CODES.index(Ack), msgpack.Timestamp(1)], "Ack.seq is a Timestamp"),
+        ([CODES.index(Ops), 0, [], [], [1, msgpack.Timestamp(1)]], "Ops.code holds a Timestamp"),
+    ],
+)
+def test_the_error_names_message_and_field(row, says):
+    with pytest.raises(ProtocolError, match=says.replace(".", r"\.").replace("[", r"\[")):
+        codec.unpack(msgpack.packb(row))
+
+
+def test_map_keys_are_strings():
+    with pytest.raises(ProtocolError, match="not msgpack"):
+        codec.unpack(msgpack.packb([CODES.index(messages.Report), 1, {1: 2}]))
+
+
+def test_nesting_is_bounded():
+    deep: list = []
+    for _ in range(codec.MAX_DEPTH):
+        deep = [deep]
+    with pytest.raises(ProtocolError, match=r"Ops\.origins is nested"):
+        codec.unpack(codec.pack(Ops(0, [], deep, [])))
+    with pytest.raises(ProtocolError, match=r"Ops\.code holds a list"):
+        codec.unpack(codec.pack(Ops(0, [], [], [1, []])))
+    with pytest.raises(ProtocolError):
+        codec.unpack(b"\x91" * 5000)
+
+
+def test_an_unpackable_value_names_its_field():
+    with pytest.raises(ProtocolError, match=r"Ops\.code cannot be sent"):
+        codec.pack(Ops(0, [], [], [object()]))
+    with pytest.raises(ProtocolError, match=r"Fetch\.tensor cannot be sent"):
+        codec.pack(Fetch(0, 1 << 70))
+    assert codec.unpack(codec.pack(Stats(3))) == Stats(3)  # the packer is whole again
+    assert codec.unpack(codec.pack(Goodbye())) == Goodbye()
+
+
+def test_bodies_are_bounded(monkeypatch):
+    monkeypatch.setattr(messages, "MAX_BODY", 100)
+    with pytest.raises(ProtocolError, match="at most 100"):
+        codec.pack(Ops(0, [], [], [0] * 200))
+    with pytest.raises(ProtocolError, match="at most 100"):
+        codec.unpack(bytes(200))

@@ -1,0 +1,193 @@
+"""A link's turns are taken by whoever is at hand: nothing waits for a thread that sleeps, whatever comes when."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+from gt.wire import codec
+from gt.wire.dealer import Dealer
+from gt.wire.messages import Ack, Fetch, Report, Stats, UploadChunk
+from gt.wire.router import Arrived, Router
+from gt.wire.signals import uninterrupted
+from tests.helpers.limits import limit
+
+ROUNDS = int(os.environ.get("GT_TEST_ROUNDS", "1500"))  # of each thread
+PATIENCE = limit(20.0)  # seconds; what is lost would wait for ever, or for the next turn by the clock
+
+
+class Echo:
+    """A dispatcher's end that answers each Fetch with a Report and each Stats with a burst of Acks, now or somewhat later."""
+
+    def __init__(self, seed: int) -> None:
+        self.router = Router("127.0.0.1", 0)
+        self._random, self._over = random.Random(seed), False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        draw, late = self._random, []
+        while not self._over:
+            found = self.router.poll(0.0 if late else 0.05)
+            late += [item for item in found if isinstance(item, Arrived)]
+            draw.shuffle(late)
+            for item in late[: draw.randrange(1, 4)]:
+                message = codec.unpack(item.body)
+                late.remove(item)
+                if isinstance(message, Stats):
+                    for n in range(message.request):
+                        self.router.send(item.peer, Ack(n))
+                elif isinstance(message, Fetch):
+                    self.router.send(item.peer, Report(message.request, {}))
+
+    def close(self) -> None:
+        self._over = True
+        self._thread.join()
+        self.router.close()
+
+
+class Caller:
+    """Asks over a link from several threads, as a session does: whoever leads takes in the others' answers."""
+
+    def __init__(self, echo: Echo, **options) -> None:
+        self.answers = {n: threading.Event() for n in range(8 * ROUNDS)}
+        self.acks = 0
+        self.lost: list[str] = []
+        self.gone = threading.Event()
+        self.link = Dealer(f"127.0.0.1:{echo.router.port}", self._take, self._lose, **options)
+
+    def _lose(self, reason: str) -> None:
+        self.lost.append(reason)
+        self.gone.set()
+
+    def _take(self, message, frames) -> None:
+        if isinstance(message, Report):
+            self.answers[message.request].set()
+        else:
+            self.acks += 1
+
+    def ask(self, number: int, draw: random.Random) -> None:
+        answer = self.answers[number]
+        self.link.send(Fetch(number, 0), wake=False)
+        if draw.random() < 0.3:
+            self.link.push()
+        elif draw.random() < 0.3:
+            self.link.wake()
+        if draw.random() < 0.2 or not self.link.lead(answer.is_set, draw.choice((0.0, 0.001, PATIENCE))):
+            self.link.resume()
+            assert answer.wait(PATIENCE), f"answer {number} does not come"
+
+    def run(self, first: int, rounds: int, seed: int) -> None:
+        draw = random.Random(seed)
+        for n in range(first, first + rounds):
+            if draw.random() < 0.05:
+                self.link.send(Stats(draw.randrange(300)), wake=False)
+                self.link.push()
+            if draw.random() < 0.02:
+                for _ in range(draw.randrange(100)):  # more than libzmq holds: they wait here for room
+                    self.link.send(UploadChunk(1, 0, 1 << 16), (bytes(1 << 16),), wake=False)
+                self.link.push()
+            self.ask(n, draw)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_no_answer_is_left_lying(turns, threads, monkeypatch):
+    if not turns:
+        monkeypatch.setattr(Dealer, "_pause", lambda self: 1_000_000)  # no turn by the clock mends what was overlooked
+    echo = Echo(threads)
+    calls: list[int] = []
+    caller = Caller(echo, on_turn=(lambda: calls.append(0)) if turns else None)
+    failed: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            caller.run(index * ROUNDS, ROUNDS, index)
+        except BaseException as error:
+            failed.append(error)
+
+    others = [threading.Thread(target=work, args=(n,)) for n in range(1, threads)]
+    for thread in others:
+        thread.start()
+    try:
+        caller.run(0, ROUNDS, 0)
+    finally:
+        for thread in others:
+            thread.join()
+        caller.link.close()
+        echo.close()
+    assert not failed and not caller.lost and bool(calls) == turns
+
+
+def test_signals_while_leading_raise_there_and_tear_nothing():
+    """Ctrl-C at any moment of a turn: the wait ends, and the link goes on."""
+    echo = Echo(0)
+    caller = Caller(echo)
+    stop, rings = threading.Event(), 0
+    draw = random.Random(1)
+
+    def ring() -> None:
+        while not stop.wait(draw.random() * 0.002):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    number, before = 0, signal.signal(signal.SIGINT, signal.default_int_handler)
+    ringer = threading.Thread(target=ring)
+    try:
+        ringer.start()
+        while rings < 200:
+            try:
+                while True:
+                    number += 1
+                    with uninterrupted():
+                        caller.link.send(Fetch(number % ROUNDS, 0), wake=False)
+                    caller.link.push()
+                    caller.link.lead(caller.answers[number % ROUNDS].is_set, 1.0)
+            except KeyboardInterrupt:
+                rings += 1
+    finally:
+        try:
+            stop.set()
+            ringer.join()
+        finally:
+            signal.signal(signal.SIGINT, before)
+    last = caller.answers[8 * ROUNDS - 1]
+    caller.link.send(Fetch(8 * ROUNDS - 1, 0), wake=False)
+    assert caller.link.lead(last.is_set, PATIENCE) or last.wait(PATIENCE)
+    caller.link.close()
+    echo.close()
+    assert not caller.lost
+
+
+def test_the_end_of_a_link_ends_a_lead():
+    echo = Echo(0)
+    caller = Caller(echo)
+    caller.link.send(Fetch(0, 0))
+    assert caller.link.lead(caller.answers[0].is_set, PATIENCE) or caller.answers[0].wait(PATIENCE)
+    closer = threading.Timer(0.05, echo.close)
+    closer.start()
+    start = time.monotonic()
+    assert not caller.link.lead(lambda: False, PATIENCE)
+    assert time.monotonic() - start < PATIENCE / 2
+    closer.join()
+    assert caller.gone.wait(PATIENCE)
+    caller.link.close()
+    assert len(caller.lost) == 1
+
+
+def test_handlers_run_on_leaving():
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        with uninterrupted():
+            with uninterrupted():
+                signal.raise_signal(signal.SIGINT)
+            assert seen == []
+        assert seen == [signal.SIGINT]
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,193 @@
+"""The torch engine on a GPU: the same numbers as on the CPU, fused attention kernels, transfers through host memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from gt.ir.template import T
+from gt.wire.messages import Data
+from gt.worker.engine.torch import TorchEngine
+from gt.worker.engine.torch.attention import AttentionCall, bind
+from gt.worker.engine.torch.gpu.fused_attention import MATH
+from gt.worker.instructions.pieces import as_boxes, local
+from tests.helpers.limits import limit
+from tests.helpers.worker_parts import Bench, new, op
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DRAW = {"seed": 1, "counter": 2}
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")  # in autograd's thread, on a fresh process
+@pytest.mark.parametrize("p", [0.0, 0.25])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention(dtype, masked, p):
+    torch.manual_seed(0)
+    made = [torch.randn(2, 40, 4, 64).transpose(1, 2) for _ in range(3)]
+    mask, grad = (torch.rand(40, 40) > 0.2) | torch.eye(40, dtype=torch.bool) if masked else None, torch.randn(2, 4, 40, 64)
+    args = (p, not masked, None, False)
+    out, lse = bind("gt.sdpa.default", None)(*made, mask, *args, **DRAW)
+    want = [out, *bind("gt.sdpa_backward.default", None)(grad, *made, mask, out, lse, *args, **DRAW)]
+    q, k, v, grad = (t.to("cuda", dtype) for t in (*made, grad))
+    mask = mask.cuda() if masked else None
+    with torch.no_grad():
+        out, lse = bind("gt.sdpa.default", None)(q, k, v, mask, *args, **DRAW)
+        got = [out, *bind("gt.sdpa_backward.default", None)(grad, q, k, v, mask, out, lse, *args, **DRAW)]
+    assert lse.shape == q.shape[:-1] and lse.dtype == torch.float32
+    loose = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.float().cpu(), theirs, **loose)
+    kernel = AttentionCall(q, k, v, mask, *args).choice().kernel
+    assert kernel == MATH if p else kernel != MATH
+
+
+BATCH, HEADS, LONG = 2, 8, 48
+MASKS = {
+    "none": lambda keys: None,
+    "bool, one for all": lambda keys: torch.rand(LONG, keys) > 0.3,
+    "bool, one a batch": lambda keys: torch.rand(BATCH, 1, LONG, keys) > 0.3,
+    "bool, of padding": lambda keys: torch.arange(keys) < torch.tensor([keys, keys - 5]).view(BATCH, 1, 1, 1),
+    "float, one a head": lambda keys: torch.randn(1, HEADS, LONG, keys),
+    "float, whole": lambda keys: torch.randn(BATCH, HEADS, LONG, keys),
+    "float, one a query": lambda keys: torch.randn(BATCH, 1, LONG, 1),
+}
+HEADS_AND_SIZES = {  # heads of keys, head size, that of values, keys
+    "plain": (HEADS, 64, 64, LONG),
+    "grouped": (2, 64, 64, LONG),
+    "one for all": (1, 64, 64, LONG),
+    "odd size": (HEADS, 60, 60, LONG),
+    "grouped, odd size": (2, 60, 60, LONG),
+    "other values": (HEADS, 64, 32, LONG),
+    "odd number of keys": (HEADS, 64, 64, 37),
+    "large heads": (HEADS, 192, 192, LONG),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", HEADS_AND_SIZES)
+def test_attention_of_any_kind_is_that_of_the_maths(sizes, mask, causal):
+    """Forward and backward, against float64 maths of torch's own, with the kernel that torch would use or a better one."""
+    if causal and mask != "none":
+        pytest.skip("torch takes a mask or causal, not both")
+    torch.manual_seed(0)
+    groups, size, values, keys = HEADS_AND_SIZES[sizes]
+    shapes = (BATCH, LONG, HEADS, size), (BATCH, keys, groups, size), (BATCH, keys, groups, values)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
+    given = MASKS[mask](keys)
+    given = given if given is None else given.cuda() if given.dtype == torch.bool else given.to("cuda", torch.bfloat16)
+    grad = torch.randn(BATCH, HEADS, LONG, values, device="cuda", dtype=torch.bfloat16)
+    args = (0.0, causal, None, groups != HEADS)
+    with torch.no_grad():
+        out, lse = bind("gt.sdpa.default", None)(q, k, v, given, *args, **DRAW)
+        got = [out, *bind("gt.sdpa_backward.default", None)(grad, q, k, v, given, out, lse, *args, **DRAW)]
+    live = [t.double().requires_grad_() for t in (q, k, v)]
+    exact = given if given is None or given.dtype == torch.bool else given.double()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = torch.nn.functional.scaled_dot_product_attention(*live, exact, 0.0, causal, enable_gqa=groups != HEADS)
+    want = [want, *torch.autograd.grad(want, live, grad.double())]
+    for name, ours, theirs in zip(("out", "of q", "of k", "of v"), got, want, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.double(), theirs, rtol=4e-2, atol=4e-2, msg=lambda text, name=name: f"{name}: {text}")
+    assert AttentionCall(q, k, v, given, *args).choice().kernel != MATH
+
+
+BOXES = {  # global shape, boxes that the worker holds
+    "whole": None,
+    "rows": [[6, 10, 8], [[[2, 5], [0, 10], [0, 8]]]],
+    "columns": [[6, 10, 8], [[[0, 6], [0, 10], [3, 7]]]],
+    "middle": [[6, 10, 8], [[[1, 6], [2, 9], [3, 7]]]],
+    "middle of four dims": [[4, 6, 5, 8], [[[1, 3], [2, 5], [1, 4], [3, 7]]]],
+    "two": [[6, 10, 8], [[[0, 2], [0, 10], [0, 8]], [[4, 6], [0, 10], [0, 8]]]],
+}
+DRAWN = {
+    "uniform_.default": (1.5, 4.0), "normal_.default": (1.0, 2.0), "bernoulli_.float": (0.3,), "random_.to": (7,),
+    "exponential_.default": (), "native_dropout.default": (0.3, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("boxes", BOXES)
+@pytest.mark.parametrize("name", DRAWN)
+def test_random_values_are_those_of_the_cpu(name, boxes, dtype):
+    """Drawn by kernels or on the host; a GPU's logarithm and cosine may differ in the last digits."""
+    place = BOXES[boxes]
+    shape = (6, 10, 8) if place is None else local(as_boxes(place[1]))[0]
+    found = []
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=dtype)
+    for device in ("cpu", "cuda:0"):
+        held = x.to(device).clone()
+        if name.startswith("native"):
+            strides = list(torch.empty(shape).stride())
+            specs = [["new", [list(shape), strides, 0, str(kind)[6:]], -1] for kind in (dtype, torch.bool)]
+            payload = op(f"aten.{name}", [T(0), *DRAWN[name]], 1, specs, values=2)
+        else:
+            payload = op(f"aten.{name}", [T(0), *DRAWN[name]], 1, [["same", None, 0]], values=2)
+        made = TorchEngine(device).bind({**payload, "random": place})(held, 2**63 + 5, 2**40 + 6)
+        found.append([t.cpu() for t in (made if made is not None and name.startswith("native") else [held])])
+    for ours, theirs in zip(*found, strict=True):
+        if name == "normal_.default":
+            torch.testing.assert_close(ours, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+        else:
+            assert torch.equal(ours, theirs)
+
+
+def test_bytes_go_in_and_out():
+    bench, engine = Bench(), TorchEngine()
+    assert engine.device.type == "cuda"
+    bench.executor.__init__(engine, bench.executor.worker.plane, bench._send)
+    x = torch.randn(3, 4)
+    bench.executor.uploads.receive(Data(9, 0, 48), x.numpy().tobytes())
+    bench.do("upload", {"shape": [3, 4], "stride": [4, 1], "dtype": "float32"}, 1, 9)
+    bench.do("op", op("aten.add.Tensor", [T(0), T(1)], 2, [new(x)]), 1, 1, 2)
+    bench.do("fetch", {}, 2, 7)
+    assert bench[2].is_cuda and b"".join(bytes(f[0]) for _, f in bench.sent) == (2 * x).numpy().tobytes()
+    for reduction in ("sum", "max", "norm2"):
+        bench.do("partial", {"keep": False, "op": reduction}, 2, 3)
+        assert bench[3].is_cuda
+    bench.do("fill", {"shape": [2], "stride": [1], "dtype": "bool"}, 4)
+    assert bench[4].is_cuda
+
+
+def test_progress_within_the_work_given():
+    engine = TorchEngine()
+    x = torch.zeros(8192, 8192, device="cuda")
+    x @ x
+    torch.cuda.synchronize()
+    for _ in range(100):  # some 20 ms each
+        x @ x
+    for _ in range(3):
+        engine.progress.note()
+    assert engine.progress.come() == 0
+    torch.cuda.synchronize()
+    end = time.monotonic() + limit(30)
+    while engine.progress.come() < 3:
+        assert time.monotonic() < end
+    assert engine.progress.come() == 3
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_progress_while_a_value_is_fetched(waits):
+    """Progress is answered at once, even while the driver is busy with a blocking copy (waits=True)."""
+    engine = TorchEngine()
+    x = torch.zeros(8192, 8192, device="cuda")
+    x @ x
+    torch.cuda.synchronize()
+    for _ in range(100):
+        y = x @ x
+    engine.progress.note()
+    fetching = threading.Thread(target=(lambda: y.to("cpu")) if waits else lambda: engine.packed(y))
+    start = time.monotonic()
+    fetching.start()
+    longest = 0.0
+    while fetching.is_alive():
+        asked = time.monotonic()
+        engine.progress.come()
+        longest = max(longest, time.monotonic() - asked)
+        fetching.join(0.01)
+    assert longest < (time.monotonic() - start) / 4

@@ -1,0 +1,39 @@
+"""A worker reports a false heap or bell: the other worker refuses it, and no file is changed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gt.worker.plane.heap import PAGE, OwnHeap, PeerHeap
+
+
+def test_a_bell_that_is_a_file_is_neither_emptied_nor_written_to(tmp_path: Path) -> None:
+    heap, path = OwnHeap(PAGE), tmp_path / "log"
+    path.write_text("all that was logged")
+    try:
+        with path.open("r+b") as file:
+            with pytest.raises(OSError, match="is no worker's bell"):
+                PeerHeap(os.getpid(), heap.fd, PAGE, f"{file.fileno()}-{heap.mark:016x}")
+        assert path.read_text() == "all that was logged"
+        peer = PeerHeap(os.getpid(), heap.fd, PAGE, heap.doorbell)
+        peer.ring()
+        heap.listen()
+        peer.close()
+    finally:
+        heap.close()
+
+
+@pytest.mark.parametrize("mark", [0, 1])
+def test_a_heap_that_is_a_file_is_not_mapped(tmp_path: Path, mark: int) -> None:
+    heap, path = OwnHeap(PAGE), tmp_path / "data"
+    path.write_bytes(bytes(2 * PAGE))
+    rope = heap.doorbell.partition("-")[0]
+    try:
+        with path.open("r+b") as file, pytest.raises(OSError, match=r"is no heap of a worker|has no mark"):
+            PeerHeap(os.getpid(), file.fileno(), PAGE, f"{rope}-{mark:016x}")
+        assert path.read_bytes() == bytes(2 * PAGE)
+    finally:
+        heap.close()

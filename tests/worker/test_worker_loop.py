@@ -1,0 +1,314 @@
+"""A worker's loop over a real link, the dispatcher being the test: the handshake, runs, what cannot wait, every way to end."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gt.errors import Refused, to_wire
+from gt.ir.instr import Define
+from gt.ir.template import T
+from gt.wire import codec
+from gt.wire.messages import (
+    Abort,
+    Data,
+    Done,
+    Exit,
+    Goodbye,
+    Hello,
+    OpError,
+    Piece,
+    Query,
+    Reject,
+    Renew,
+    Report,
+    Run,
+    TorchSettings,
+    Welcome,
+    World,
+)
+from gt.wire.router import Arrived, Gone, Router
+from gt.worker import loop
+from gt.worker.engine.torch import TorchEngine
+from gt.worker.engine.torch.gpu.cuda import NOTED, Events
+from tests.helpers.limits import limit
+from tests.helpers.worker_parts import new, op
+
+
+class Dispatcher:
+    """The other end of one worker's link."""
+
+    def __init__(self) -> None:
+        self.router = Router("127.0.0.1", 0)
+        self.peer = b""
+        self.backlog: list = []
+
+    def next(self, kind: type) -> tuple:
+        """The next message of this kind, and its frames; others are kept in `backlog`."""
+        for _ in range(100):
+            for event in self.router.poll(0.2):
+                if isinstance(event, Gone):
+                    self.backlog.append((event, ()))
+                elif isinstance(event, Arrived):
+                    self.peer = event.peer
+                    self.backlog.append((codec.unpack(event.body), event.frames))
+            for n, (message, _) in enumerate(self.backlog):
+                if isinstance(message, kind):
+                    return self.backlog.pop(n)
+        raise AssertionError(f"no {kind.__name__} came, only {self.backlog}")
+
+    def send(self, message, frames: tuple = ()) -> None:
+        self.router.send(self.peer, message, frames)
+
+    def greet(self) -> Hello:
+        hello, _ = self.next(Hello)
+        info = hello.info
+        self.send(Welcome(0, "w0", [], [], 1))
+        self.send(World(1, [[0, "w0", info["pid"], info["host"], info["heap_fd"], info["heap_bytes"], info["doorbell"]]]))
+        return hello
+
+
+@pytest.fixture
+def dispatcher() -> Iterator[Dispatcher]:
+    made = Dispatcher()
+    yield made
+    made.router.close()
+
+
+@pytest.fixture
+def worker(dispatcher) -> Iterator[list[str]]:
+    """A worker in a thread; the list gets why it ended."""
+    why: list[str] = []
+
+    def main() -> None:
+        why.append(loop.run(loop.WorkerOptions("127.0.0.1", dispatcher.router.port, "secret", "mine", "torch", "cpu")))
+
+    thread = threading.Thread(target=main, name="gt-test-worker")
+    thread.start()
+    dispatcher.thread = thread
+    yield why
+    if thread.is_alive():
+        dispatcher.send(Exit("the test is over"))
+        thread.join(limit(10))
+    assert not thread.is_alive()
+
+
+FETCH = Define(16, "fetch", {}).wire()
+UPLOAD = Define(17, "upload", {"shape": [2], "stride": [1], "dtype": "float32"}).wire()
+ADD = Define(18, "op", op("aten.add.Tensor", [T(0), T(1)], 2, [new(torch.empty(2))])).wire()
+
+
+def test_a_run_is_told_done_also_when_another_worker_joins_meanwhile(dispatcher, worker):
+    dispatcher.greet()
+    dispatcher.send(Run(0, 10, [UPLOAD], [17, 0, 1, 5]))
+    dispatcher.send(World(2, []))  # waits behind the Run, which waits for its data
+    dispatcher.send(Query(3))
+    assert dispatcher.next(Report)[0].body["done"] == -1
+    dispatcher.send(Data(5, 0, 8), (bytes(8),))
+    assert dispatcher.next(Done)[0].seq == 0
+
+
+def test_a_worker_says_hello_and_carries_out(dispatcher, worker):
+    hello = dispatcher.greet()
+    assert (hello.role, hello.info["name"], hello.info["backend"]) == ("worker", "mine", "torch")
+    threads = torch.get_num_threads()
+    dispatcher.send(TorchSettings({"threads": threads, "matmul_precision": "highest", "deterministic": False}))
+    dispatcher.send(Run(0, 10, [FETCH, UPLOAD, ADD], [17, 0, 1, 5, 18, 1, 1, 1, 2, 16, 2, 2, 6]))
+    data = torch.tensor([1.5, -2.0])
+    dispatcher.send(Data(5, 4, 8), (data.numpy().tobytes()[4:],))
+    dispatcher.send(Data(5, 0, 8), (data.numpy().tobytes()[:4],))
+    piece, frames = dispatcher.next(Piece)
+    assert (piece.key, piece.total) == (6, 8) and bytes(frames[0]) == (2 * data).numpy().tobytes()
+    assert dispatcher.next(Done)[0].seq == 0
+    dispatcher.send(Query(3))
+    report = dispatcher.next(Report)[0]
+    assert report.request == 3 and report.body["done"] == 0
+    stats = report.body["stats"]
+    assert (stats["name"], stats["instructions"], stats["live_tensors"], stats["live_bytes"]) == ("w0", 3, 2, 16)
+    assert stats["collectives"] == stats["bytes_sent"] == stats["bytes_received"] == {}
+
+
+def test_a_query_and_an_abort_do_not_wait_for_the_instruction_under_way(dispatcher, worker):
+    dispatcher.greet()
+    dispatcher.send(Run(0, 0, [FETCH, UPLOAD], [17, 4, 1, 5]))
+    dispatcher.send(Query(1))
+    assert dispatcher.next(Report)[0].body["done"] == -1
+    dispatcher.send(Abort(-1, "the client is gone"))
+    trouble = dispatcher.next(OpError)[0]
+    assert (trouble.seq, trouble.kind, trouble.message) == (4, "peer", "the client is gone")
+    assert dispatcher.next(Done)[0].seq == 0
+
+
+def test_a_member_that_dies_before_they_meet_ends_a_worker(dispatcher, worker, monkeypatch):
+    """It is to share memory with that one, and would wait for it for ever."""
+    ends: list[int] = []
+    monkeypatch.setattr(loop, "_end_soon", lambda: ends.append(1))
+    dispatcher.greet()
+    dispatcher.send(Run(0, 0, [UPLOAD], [17, 4, 1, 5]))  # waits for its data, and the World behind it
+    dispatcher.send(World(2, [[n, f"w{n}", 0, "", 0, 0, str(n)] for n in range(3)], [0, 1], "id"))
+    dispatcher.send(Abort(2, "it is no member"))
+    dispatcher.send(Query(1))
+    assert dispatcher.next(Report)[0].body["done"] == -1 and not ends
+    dispatcher.send(Abort(1, "it was killed"))
+    dispatcher.thread.join(limit(10))
+    assert worker == ["worker 1, whose memory it shares, is gone: it was killed"] and ends == [1]
+
+
+def test_a_worker_of_one_session_starts_afresh_at_once_when_that_has_ended(dispatcher):
+    """Under the name that it was given, and while it waits for what will never come; without a way to, it ends."""
+    for able in (True, False):
+        renewed, why = threading.Event(), []
+
+        def renew(name: str, renewed=renewed) -> None:
+            assert name == "w0"
+            renewed.set()
+
+        thread = threading.Thread(
+            target=lambda why=why, able=able, renew=renew: why.append(
+                loop.run(
+                    loop.WorkerOptions("127.0.0.1", dispatcher.router.port, backend="numpy"), renew=renew if able else None
+                )
+            )
+        )
+        thread.start()
+        dispatcher.greet()
+        dispatcher.send(Run(0, 0, [UPLOAD], [17, 4, 1, 5]))
+        dispatcher.send(Renew("its session has ended"))
+        thread.join(10)
+        assert not thread.is_alive() and renewed.is_set() == able and why == ["its session has ended"]
+
+
+def test_a_worker_whose_device_cannot_be_used_any_more_starts_afresh_if_it_can(dispatcher, monkeypatch):
+    monkeypatch.setattr(TorchEngine, "poisoned", lambda self, error: True)
+    renewed: list[str] = []
+    options = loop.WorkerOptions("127.0.0.1", dispatcher.router.port, device="cpu")
+    thread = threading.Thread(target=lambda: loop.run(options, renew=renewed.append))
+    thread.start()
+    dispatcher.greet()
+    dispatcher.send(Run(0, 10, [ADD], [18, 0, 1, 1, 2]))
+    thread.join(10)
+    assert renewed == ["w0"] and "cannot be used any more" in dispatcher.next(Goodbye)[0].reason
+
+
+def test_several_queued_runs_are_done_with_one_message_or_few(dispatcher, worker):
+    dispatcher.greet()
+    dispatcher.send(Run(0, 0, [FETCH, UPLOAD], [17, 0, 1, 5]))
+    for seq in range(1, 20):
+        dispatcher.send(Run(seq, seq, [], []))
+    dispatcher.send(Query(1))
+    dispatcher.next(Report)  # all are queued behind the upload
+    dispatcher.send(Data(5, 0, 8), (bytes(8),))
+    seqs = [dispatcher.next(Done)[0].seq]
+    while seqs[-1] < 19:
+        seqs.append(dispatcher.next(Done)[0].seq)
+    assert seqs[-1] == 19 and len(seqs) <= 4  # the first may be told by itself: it took long
+
+
+def test_exit_ends_a_worker_that_waits(dispatcher, worker):
+    dispatcher.greet()
+    dispatcher.send(Run(0, 0, [UPLOAD], [17, 0, 1, 5]))
+    dispatcher.send(Exit("the server is stopping"))
+    dispatcher.thread.join(limit(10))
+    assert worker == [""]
+
+
+def test_a_refused_worker_says_why(dispatcher, worker):
+    dispatcher.next(Hello)
+    dispatcher.send(Reject(to_wire(Refused("the name mine is taken"))))
+    dispatcher.thread.join(limit(10))
+    assert worker == ["the name mine is taken"]
+
+
+def test_a_number_never_defined_ends_the_worker(dispatcher, worker):
+    dispatcher.greet()
+    dispatcher.send(Run(0, 0, [], [99, 0]))
+    dispatcher.thread.join(limit(10))
+    assert worker == ["instruction 99 was never defined"]
+    assert dispatcher.next(Goodbye)[0].reason == worker[0]
+
+
+def test_a_device_that_cannot_be_used_any_more_ends_the_worker_which_says_so(dispatcher, worker, monkeypatch):
+    monkeypatch.setattr(TorchEngine, "poisoned", lambda self, error: True)
+    dispatcher.greet()
+    dispatcher.send(Run(0, 10, [ADD], [18, 0, 1, 1, 2]))
+    dispatcher.thread.join(limit(10))
+    assert worker == ["the device cannot be used any more: no tensor has the id 1"]
+    assert dispatcher.next(OpError)[0].seq == 10 and dispatcher.next(Goodbye)[0].reason == worker[0]
+
+
+def test_a_lost_link_ends_the_worker(dispatcher, worker):
+    dispatcher.greet()
+    dispatcher.router.close()
+    dispatcher.thread.join(limit(10))
+    assert len(worker) == 1 and "lost" in worker[0]
+    dispatcher.router = Router("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize("number, code, said", [(signal.SIGTERM, 0, ""), (signal.SIGINT, 130, "gt worker: interrupted\n")])
+def test_a_worker_in_the_foreground_ends_on_a_signal(dispatcher, number, code, said):
+    command = [sys.executable, "-m", "gt.worker", "-p", str(dispatcher.router.port), "--host", "127.0.0.1", "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        dispatcher.greet()
+        dispatcher.send(Run(0, 0, [], []))
+        dispatcher.next(Done)
+        process.send_signal(number)
+        dispatcher.next(Goodbye)
+        heard = process.communicate(timeout=limit(20))[1]
+        assert heard.partition("\n")[0].startswith("gt worker: waiting for the server at 127.0.0.1:")
+        assert heard.partition("\n")[2] == "gt worker: connected as w0\n" + said
+        assert process.returncode == code
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_question_for_a_devices_progress_does_not_wait_for_the_device():
+    comes, asked = threading.Event(), threading.Event()
+
+    class Mark:
+        def synchronize(self):
+            asked.set()
+            assert comes.wait(limit(20))
+
+    progress = Events(Mark)
+    progress.note()
+    assert progress.come() == 0 and asked.wait(limit(20))
+    assert progress.come() == 0
+    comes.set()
+    end = time.monotonic() + limit(20)
+    while not progress.come():
+        assert time.monotonic() < end
+    assert progress.come() == 1
+
+
+def test_progress_of_a_device_takes_no_more_room_the_longer_nobody_asks():
+    made: list = []
+
+    class Mark:
+        def __init__(self):
+            made.append(weakref.ref(self))
+
+        def synchronize(self): ...
+
+    progress = Events(Mark)
+    for _ in range(1000):
+        progress.note()
+    gc.collect()
+    assert sum(mark() is not None for mark in made) <= NOTED
+
+
+def test_a_worker_does_not_import_torch_before_its_engine():
+    command = [sys.executable, "-X", "importtime", "-m", "gt.worker", "--help"]
+    times = subprocess.run(command, check=True, timeout=limit(60), capture_output=True, text=True).stderr
+    names = {line.rpartition("|")[2].strip() for line in times.splitlines()}
+    assert "gt.worker.executor" in names and "torch" not in names
