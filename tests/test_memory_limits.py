@@ -192,7 +192,7 @@ def test_a_budget_has_room_for_its_limit_and_no_more(budget):
 
 def test_what_is_taken_unplanned_is_bounded_and_the_bound_ends_with_the_budget(budget):
     with pytest.raises(MemoryError):
-        bytearray(64 * MIB + 3 * memory_budget.RESERVE + (1 + (os.cpu_count() or 1)) * memory_budget.STACK)
+        bytearray(64 * MIB + 3 * memory_budget.RESERVE_BYTES + (1 + (os.cpu_count() or 1)) * memory_budget.STACK_BYTES)
     before = budget._before
     budget.close()
     assert resource.getrlimit(resource.RLIMIT_DATA) == before

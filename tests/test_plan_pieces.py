@@ -17,7 +17,7 @@ from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.rules import decide, decide_along
 from gt.ir.boxes import put, take
 from gt.ir.layout import Layout, Mesh, P, Partial, R, Shard, boxes
-from gt.worker.engine.base import open_engine
+from gt.worker.engine.registry import open_engine
 from tests.planned import planned
 
 SIZES = (2, 3, 5)  # 3 and 5 leave short and empty pieces

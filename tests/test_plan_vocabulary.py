@@ -20,7 +20,8 @@ from gt.ir.boxes import put, take
 from gt.ir.layout import Layout, Mesh, P, Partial, R, Shard, boxes
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
-from gt.worker.engine.base import IDENTITY, open_engine
+from gt.worker.engine.base import IDENTITY
+from gt.worker.engine.registry import open_engine
 
 MESHES = [Mesh((("tp", 2),), (0, 1)), Mesh((("tp", 5),), tuple(range(5))), Mesh((("dp", 2), ("tp", 3)), tuple(range(6)))]
 COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}

@@ -11,7 +11,8 @@ import planes
 import pytest
 
 from gt.errors import ConfigError
-from gt.worker.plane.base import ALL, PeerGone, Unreachable, open_plane
+from gt.worker.plane.base import ALL, PeerGone, Unreachable
+from gt.worker.plane.registry import open_plane
 from gt.worker.plane.shm import ShmPlane
 
 CPU = types.SimpleNamespace(direct=None)  # the engine of a worker without a GPU

@@ -45,13 +45,15 @@ from gt.wire.messages import (
     World,
 )
 from gt.wire.process_settings import keep_freed, more_descriptors
-from gt.worker.engine.base import open_engine
-from gt.worker.executor import Executor, Poisoned
-from gt.worker.plane.base import ALL, Doomed, Plane, open_plane
+from gt.worker.engine.registry import open_engine
+from gt.worker.executor import Executor
+from gt.worker.plane.base import ALL, Plane, Unrecoverable
+from gt.worker.plane.registry import open_plane
 from gt.worker.process.completions import Completions
 from gt.worker.process.memory_budget import Budget
-from gt.worker.process.profiler import take
+from gt.worker.process.profiler import take_times
 from gt.worker.process.progress import Effort
+from gt.worker.program.runner import Poisoned
 
 log = logging.getLogger("gt.worker")
 TOGETHER = 8  # Runs that one Done answers, at most
@@ -124,7 +126,7 @@ class Loop:
                 work = self._effort.seconds(at[3]) if at is not None else 0.0
                 self.send(Report(request, {"done": self.done, "at": at, "work": work, "stats": stats}))
             case WindowUpdate(key, upto):
-                self.executor.outgoing.more(key, upto)
+                self.executor.downloads.grant(key, upto)
             case Abort(index, reason):
                 log.debug("abort of worker %d: %s", index, reason)
                 self._plane.abort(index, reason)
@@ -165,7 +167,9 @@ class Loop:
         if where is not None and running > self.done:
             return [running, *where]
         pending, progress = self._completions.first(), self._engine.progress
-        return None if pending is None or progress is None else [pending.done.seq, 0, pending.op, "device", progress.come()]
+        if pending is None or progress is None:
+            return None
+        return [pending.done.seq, 0, pending.op, "device", progress.completed()]
 
     def lost(self, reason: str) -> None:
         """The link ended: nothing more will come. After an Exit that is no news."""
@@ -202,11 +206,11 @@ class Loop:
                 own = self._own(message)
                 if own in message.members:
                     self._plane.form(message.members, own, message.unique_id)
-                    self.executor.formed()
+                    self.executor.rebind_transfers()
                 continue
             assert isinstance(message, Run)
             self._running, began = message.seq, time.monotonic()
-            self.executor.outgoing.settle()
+            self.executor.downloads.copy_unsent()
             if message.defines:
                 self.executor.define(message.defines)
             self.executor.run(message.code, message.base, epoch, message.timed)
@@ -242,7 +246,7 @@ class Loop:
     def _tell_done(self, op: int = -1, fence: Callable[[], None] | None = None) -> None:
         if self._untold:
             self._untold = 0
-            self._completions.add(Done(self.done, take(self.executor.times)), op, fence)
+            self._completions.add(Done(self.done, take_times(self.executor.times)), op, fence)
 
     def leave(self, why: str) -> None:
         """Say Goodbye, behind which nothing is sent, and end the link."""
@@ -314,7 +318,7 @@ def run(
         return ""
     except KeyboardInterrupt:
         return "interrupted"
-    except (errors.GTError, Doomed) as error:
+    except (errors.GTError, Unrecoverable) as error:
         why = str(error)
     except Poisoned as error:
         why, spoiled = f"the device cannot be used any more: {error}", True

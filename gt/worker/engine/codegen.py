@@ -11,8 +11,8 @@ from gt.ir import arguments
 from gt.ir.schema import TABLE, Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Arg, Const, T, V, from_wire
-from gt.worker.engine.base import Call
 
+Call = Callable[..., Any]  # (*tensors, *values) -> None, one tensor, or a tuple: one for each `new` or `view` output
 # (names of the made function, name of this output's strides among them, its spec) -> tensor -> the tensor as it has to be
 Check = Callable[[dict[str, Any], str, Spec], Callable[[Any], Any]]
 # (names of the made function, name of this view's shape among them, its spec) -> view -> None; ValueError for another

@@ -17,7 +17,7 @@ from typing import Any
 from gt.errors import ConfigError
 from gt.ir.heap import HEAP_BYTES, ChannelRegion, TeamRegion
 from gt.worker.plane import collectives
-from gt.worker.plane.base import ALL, Buffer, Channel, Combine, PeerGone, Plane, TeamForm, Then, Unreachable, nothing
+from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, PeerGone, Plane, TeamForm, Unreachable, nothing
 from gt.worker.plane.heap import OwnHeap, PeerHeap, full_fence
 from gt.worker.plane.team import Team
 
@@ -196,9 +196,9 @@ class ShmPlane(Plane):
 
     # ---- collectives
 
-    def all_reduce(self, team: TeamForm, data: Buffer, combine: Combine, then: Then = nothing) -> None:
+    def all_reduce(self, team: TeamForm, data: Buffer, combine: Combine, on_issued: OnIssued = nothing) -> None:
         collectives.all_reduce(self._team(team), flat(data), combine)
-        then()
+        on_issued()
 
     def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
         collectives.all_gather(self._team(team), flat(data), [flat(out) for out in outs])

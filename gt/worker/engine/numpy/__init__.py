@@ -14,8 +14,8 @@ import numpy as np
 
 from gt.ir.spec import Spec
 from gt.ir.template import Const
-from gt.worker.engine.base import IDENTITY, Call, Combine
-from gt.worker.engine.codegen import Source, fitting
+from gt.worker.engine.base import IDENTITY, Combine
+from gt.worker.engine.codegen import Call, Source, fitting
 from gt.worker.engine.numpy import blas
 from gt.worker.engine.numpy.arrays import (
     DTYPE,

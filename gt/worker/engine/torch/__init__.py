@@ -18,8 +18,8 @@ from gt.ir.ops import RANDOM
 from gt.ir.schema import Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Const
-from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
-from gt.worker.engine.codegen import Source, fitting
+from gt.worker.engine.base import IDENTITY, Combine, Compiler
+from gt.worker.engine.codegen import Call, Source, fitting
 from gt.worker.engine.torch import attention, memory, norms, random
 from gt.worker.engine.torch.bounds import CHECKS
 from gt.worker.engine.torch.dtypes import CONSTANTS, DTYPE, NAME, UNLESS, checked, conform, shown

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from gt.worker.engine.base import Moves
 from gt.worker.engine.torch.dtypes import DTYPE
 
-if TYPE_CHECKING:
-    from gt.worker.engine.torch import TorchEngine
+
+class GpuEngine(Moves, Protocol):
+    """The engine that a DirectEngine belongs to (TorchEngine)."""
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 class Raw:
@@ -37,7 +42,7 @@ class Combination:
 class DirectEngine:
     """Engine.direct of a TorchEngine. A view is a flat uint8 tensor."""
 
-    def __init__(self, engine: TorchEngine, combines: dict[str, Callable]) -> None:
+    def __init__(self, engine: GpuEngine, combines: dict[str, Callable]) -> None:
         self.device, self._combines = engine.device, combines
         self.copy, self.flat, self.dtype, self.divide = engine.copy, engine.flat, engine.dtype, engine.divide
 

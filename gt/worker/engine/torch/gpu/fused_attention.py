@@ -10,13 +10,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, sqrt
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
 
-if TYPE_CHECKING:
-    from gt.worker.engine.torch.attention import AttentionCall
+from gt.worker.engine.torch.attention_call import AttentionCall
 
 aten = torch.ops.aten
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # torch.nn.attention.SDPBackend
