@@ -245,7 +245,7 @@ def test_an_upload_that_exceeds_its_sessions_limit_leaves_nothing():
 
 
 def test_cpu_workers_share_the_hosts_memory_and_one_by_hand_has_its_own():
-    for own, wanted in ((0, int(available() * memory_budget.SHARE) // 4), (128 * MIB, 128 * MIB)):
+    for own, wanted in ((0, int(available() * memory_budget.HOST_SHARE) // 4), (128 * MIB, 128 * MIB)):
         budget = Budget()
         budget.open(own)
         budget.share(4)
