@@ -58,11 +58,11 @@ class Team:
         return self._buffers[self._at][self.rank]
 
     def theirs(self, rank: int) -> memoryview:
-        """What the rank-th member (this one too) wrote before the last exchange; valid until the next."""
+        """The buffer that the rank-th member (this one too) wrote before the last exchange; valid until the next."""
         return self._buffers[1 - self._at][rank]
 
     def announce(self, number: int) -> None:
-        """A number that goes with this member's buffer."""
+        """Announce a number along with this member's buffer."""
         self._own.words[self.region.header(self._at) // 8] = number
 
     def announced(self, rank: int) -> int:

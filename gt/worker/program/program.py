@@ -16,7 +16,7 @@ Actions = list[tuple[str, list[Row]]]  # rows by action, "" before the first
 
 
 class ProgramBackend(Protocol):
-    """How a program's rows are carried out: as generated Python (eager) or as compiled segments and graphs."""
+    """A way to carry out a program's rows: as generated Python (eager), or as compiled segments and graphs."""
 
     def group_rows(self, rows: list[Row], code: list) -> list[Row]:
         """Rows of one action, each group that is carried out as a whole replaced by one row."""

@@ -1,7 +1,6 @@
-"""Ops of the CPU whose kernels index memory by values of a tensor as they are, or take as many steps as a value says: the
-values are looked at first.
+"""Checks of tensors' values for ops of the CPU whose kernels trust them: as an index into memory, or as a number of steps.
 
-On GPUs that would wait for the device; there the table's flag `trusts_values` says which ops these are.
+On GPUs such a check would wait for the device. There the table's flag `trusts_values` names these ops.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 from gt.ir.schema import Schema
 
-StepTable = tuple[str, int, int]  # name of an index tensor, the least and the largest value that it may have
+Bound = tuple[str, int, int]  # name of an index tensor, the least and the largest value that it may have
 Given = dict[str, Any]
 DEGREE = 1 << 16  # of a polynomial: a kernel takes so many steps for each element, and cannot be interrupted
 _CHEBYSHEV = (f"{kind}chebyshev_polynomial_{letter}" for kind in ("", "shifted_") for letter in "tuvw")
@@ -24,13 +23,13 @@ POLYNOMIALS = frozenset(
 )
 
 
-def _bags(given: Given) -> Iterator[StepTable]:
+def _bags(given: Given) -> Iterator[Bound]:
     grad = given["grad"]
     yield "indices", 0, (given["num_weights"] if "num_weights" in given else given["weight"].shape[0]) - 1
     yield "offset2bag", 0, grad.shape[0] - 1
 
 
-def _labels(given: Given) -> Iterator[StepTable]:
+def _labels(given: Given) -> Iterator[Bound]:
     log_probs, targets, lengths = given["log_probs"], given["targets"], given["target_lengths"]
     yield "targets", 0, log_probs.shape[-1] - 1
     longest = targets.shape[1] if targets.dim() == 2 else targets.numel()
@@ -44,29 +43,29 @@ def _labels(given: Given) -> Iterator[StepTable]:
         yield "target_lengths", 0, (given["log_alpha"].shape[-1] - 1) // 2
 
 
-def _places(dims: int) -> Callable[[Given], Iterator[StepTable]]:
-    def bounds(given: Given) -> Iterator[StepTable]:
+def _places(dims: int) -> Callable[[Given], Iterator[Bound]]:
+    def bounds(given: Given) -> Iterator[Bound]:
         yield "indices", 0, prod(given["self"].shape[-dims:]) - 1
 
     return bounds
 
 
-def _counted(given: Given) -> Iterator[StepTable]:
+def _counted(given: Given) -> Iterator[Bound]:
     if given["scale_grad_by_freq"]:
         yield "indices", 0, given["num_weights"] - 1
 
 
-def _classes(given: Given) -> Iterator[StepTable]:
+def _classes(given: Given) -> Iterator[Bound]:
     target = given["target"]
     given["target"] = target[target != given["ignore_index"]]
     yield "target", 0, given["self"].shape[-3] - 1
 
 
-def _pivots(given: Given) -> Iterator[StepTable]:
+def _pivots(given: Given) -> Iterator[Bound]:
     yield "LU_pivots", 1, given["LU_data"].shape[-2]
 
 
-def _segments(given: Given) -> Iterator[StepTable]:
+def _segments(given: Given) -> Iterator[Bound]:
     data = given["data"]
     size = data.shape[given.get("axis", 0)]
     yield "lengths", 0, size
@@ -78,7 +77,7 @@ def _segments(given: Given) -> Iterator[StepTable]:
         raise ValueError("offsets do not ascend")
 
 
-BOUNDS: dict[str, Callable[[Given], Iterator[StepTable]]] = {
+BOUNDS: dict[str, Callable[[Given], Iterator[Bound]]] = {
     **dict.fromkeys(
         ("_embedding_bag_backward", "_embedding_bag_dense_backward", "_embedding_bag_per_sample_weights_backward"), _bags
     ),

@@ -48,7 +48,7 @@ class Slot:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Of its memory, 0 for none."""
+    """Address of a tensor's memory, 0 for none."""
     return tensor.untyped_storage().data_ptr()
 
 

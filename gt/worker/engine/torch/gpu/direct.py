@@ -1,4 +1,4 @@
-"""The torch engine for steps that move data between GPUs: bytes are shown where they are, in the GPU's memory."""
+"""The torch engine for steps that move data between GPUs: views are of the GPU's own memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Raw:
 
 
 class Combination:
-    """A reduction of bytes, and its name for who can do it otherwise."""
+    """A reduction of bytes, with its name and dtype for libraries that have it."""
 
     __slots__ = ("_dtype", "_reduce", "kind", "op")
 
@@ -64,7 +64,7 @@ class DirectEngine:
     def combine(self, op: str, dtype: str) -> Combination:
         return Combination(op, dtype, self._combines[op])
 
-    # ---- what a plane asks
+    # ---- for planes
 
     def address(self, view: torch.Tensor) -> int:
         return view.data_ptr()
@@ -92,5 +92,5 @@ class DirectEngine:
 
 
 def direct(engine: Any, combines: dict[str, Callable]) -> DirectEngine | None:
-    """Of an engine on a GPU."""
+    """The DirectEngine of an engine on a GPU, None on the host."""
     return None if engine.host else DirectEngine(engine, combines)

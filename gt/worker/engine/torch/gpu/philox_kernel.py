@@ -133,7 +133,7 @@ def _signed(word: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a kernel makes a number of a word. kind: WORD to DROPOUT; threshold: of hits; scale, digits: of uniform numbers."""
+    """Arguments that map a word to a number. kind: WORD to DROPOUT; threshold: of hits; scale, digits: of uniform numbers."""
 
     kind: int
     threshold: int = 0
