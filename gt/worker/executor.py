@@ -132,7 +132,7 @@ class Executor:
             while at < end:
                 number = code[at]
                 if number < FIRST:
-                    at = self._release(code, at)
+                    at = self._free(code, at)
                     continue
                 try:
                     step, size = steps[number]
@@ -169,7 +169,7 @@ class Executor:
         elif number not in self._compiled or not self._compiled[number].recorded:
             self.runner.pending_outputs.copy_out()
 
-    def _release(self, code: list[int], at: int) -> int:
+    def _free(self, code: list[int], at: int) -> int:
         """Carry out FREE, FORGET or END; the place after it."""
         if code[at] not in (FREE, FORGET, END):
             raise ProtocolError(f"instruction {code[at]} was never defined")

@@ -227,10 +227,10 @@ def merge(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 def _between(worker: ExecutionContext, payload: dict[str, Any]) -> tuple[Moves, Any]:
     """Engine and plane of a receive: the same for all parts, which are assembled in one kind of memory."""
-    found = [worker.route([channel["peer"]]) for channel, _ in payload["parts"]]
-    if len({id(plane) for _, plane in found}) > 1:
+    routes = [worker.route([channel["peer"]]) for channel, _ in payload["parts"]]
+    if len({id(plane) for _, plane in routes}) > 1:
         raise SystemFailure("workers on GPUs and others send parts of one tensor: keep groups to one kind of worker")
-    return found[0] if found else worker.route([])
+    return routes[0] if routes else worker.route([])
 
 
 def _decline(worker: ExecutionContext, payload: dict[str, Any]) -> None:

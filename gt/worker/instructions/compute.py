@@ -31,8 +31,8 @@ def _general(held: dict[int, Any], call: Any, tensors: int, values: int, results
         held[code[at + inputs]] = call(*map(get, code[at : at + tensors]), *code[at + tensors : at + inputs])
 
     def many(code: list, at: int) -> None:
-        made = call(*map(get, code[at : at + tensors]), *code[at + tensors : at + inputs])
-        held.update(zip(code[at + inputs : at + inputs + results], made, strict=True))
+        outputs = call(*map(get, code[at : at + tensors]), *code[at + tensors : at + inputs])
+        held.update(zip(code[at + inputs : at + inputs + results], outputs, strict=True))
 
     return none if results == 0 else one if results == 1 else many
 

@@ -10,7 +10,7 @@ from gt import env
 from gt.errors import ConfigError
 from gt.ir.heap import DEVICE_HEAP_BYTES, HEAP_BYTES, LEAST_BYTES
 from gt.worker.plane.base import Plane
-from gt.worker.plane.heap import PAGE
+from gt.worker.plane.heap import PAGE_BYTES
 
 log = logging.getLogger("gt.worker")
 
@@ -37,10 +37,10 @@ def _nccl(engine: Any) -> Plane:
 
 def heap_size(default: int) -> int:
     """GT_HEAP_SIZE, in whole pages."""
-    found = env.size("GT_HEAP_SIZE", default)
-    if found < LEAST_BYTES:
-        raise ConfigError(f"GT_HEAP_SIZE is {found} bytes, want at least {LEAST_BYTES >> 20}MiB")
-    return -(-found // PAGE) * PAGE
+    nbytes = env.size("GT_HEAP_SIZE", default)
+    if nbytes < LEAST_BYTES:
+        raise ConfigError(f"GT_HEAP_SIZE is {nbytes} bytes, want at least {LEAST_BYTES >> 20}MiB")
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _on_gpu(name: str, engine: Any) -> None:

@@ -1,4 +1,4 @@
-"""A team over shared memory: members write their own buffer, tell each other, and read each other's.
+"""A team over shared memory: members write their own buffers, set flags, and read each other's buffers.
 
 Two buffers in turn, so one exchange has one barrier: a member overwrites a buffer two exchanges later, and by then all have
 told it of the exchange between, which they do after reading.
@@ -91,12 +91,12 @@ class Team:
         return all(0 <= words[at] - mark <= 1 for at in self._arrivals)
 
     def count(self, rank: int, sent: int, received: int) -> None:
-        """Payload that went to and came from the rank-th member; this one's own does not count."""
+        """Count payload to and from the rank-th member; a member's own does not count."""
         if rank != self.rank:
             self.plane.count(self.peers[rank - (rank > self.rank)], sent, received)
 
     def close(self) -> None:
-        """Lets go of the heaps."""
+        """Release the views of the heaps."""
         for half in self._buffers:
             for view in half:
                 view.release()

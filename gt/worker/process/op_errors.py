@@ -37,20 +37,20 @@ def kind(error: Exception) -> str:
 
 def text(error: Exception) -> str:
     """OpError.message."""
-    said = str(error) or type(error).__name__
+    message = str(error) or type(error).__name__
     if isinstance(error, KeyError):
-        said = f"no tensor has the id {said}"
-    return said[:MAX_TEXT_CHARS]
+        message = f"no tensor has the id {message}"
+    return message[:MAX_TEXT_CHARS]
 
 
 def held(tensors: Mapping[int, Any], session: int, storage: Storage) -> dict[int, tuple[int, int]]:
     """Memory of a session's tensors by address: the id of one of them, and bytes."""
-    found: dict[int, tuple[int, int]] = {}
+    blocks: dict[int, tuple[int, int]] = {}
     for i, tensor in list(tensors.items()):
         if i >> BASE_BITS == session:
             address, nbytes = storage(tensor)
-            found.setdefault(address, (i, nbytes))
-    return found
+            blocks.setdefault(address, (i, nbytes))
+    return blocks
 
 
 class ErrorReports:

@@ -28,10 +28,10 @@ class ActionTimes:
 
     def actions(self, programs: Sequence[int], compiled: Mapping[int, CompiledProgram]) -> list[ActionTime]:
         """Each action of these definitions once, from where it first began to where it last ended."""
-        found: dict[str, ActionTime] = {}
+        times: dict[str, ActionTime] = {}
         for name, start, end in (action for number in programs for action in self._of(number, compiled)):
-            found[name] = (name, found[name][1] if name in found else start, end)
-        return sorted(found.values(), key=lambda action: action[1])
+            times[name] = (name, times[name][1] if name in times else start, end)
+        return sorted(times.values(), key=lambda action: action[1])
 
     def _of(self, number: int, compiled: Mapping[int, CompiledProgram]) -> list[ActionTime]:
         program = compiled.get(number)

@@ -69,11 +69,11 @@ def command(argv: Sequence[str], name: str, files: Mapping[str, str]) -> list[st
 
 def children() -> list[int]:
     """Pids of this process's children."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
-            found += map(int, (task / "children").read_text().split())
-    return found
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def inherited(secret: str) -> int:

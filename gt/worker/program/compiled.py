@@ -128,17 +128,17 @@ class CompiledProgram:
                 known[number] = definition_traits(definition(number), compiler.fits)
             return known[number]
 
-        found: list[Row] = []
+        grouped: list[Row] = []
         for fits, run in partition(rows, code, traits):
             if not fits:
-                found += run
+                grouped += run
                 continue
             segment = Segment(run, bind_segment(run, code, definition, traits), self._runner)
             self.segments.append(segment)
             first = next(at for at, _ in run if code[at] != FREE)
             self._instructions[first] = run
-            found.append((first, self._step(segment)))
-        return found
+            grouped.append((first, self._step(segment)))
+        return grouped
 
     def _step(self, segment: Segment) -> Step:
         nbytes = output_bytes(segment.bound)

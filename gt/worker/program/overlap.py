@@ -44,7 +44,7 @@ def group_all_reduces(rows: Sequence[Row], code: Sequence, runner: ProgramRunner
 
     A batch is the same in all replays and on all members, or its members would not meet.
     """
-    found: list[Row] = []
+    grouped: list[Row] = []
     groups: dict[int, list[Row]] = {}
     batch: list[Row] = []
     ended: list[Row] = []  # frees within a batch: its tensors are needed until all of it is done
@@ -58,11 +58,11 @@ def group_all_reduces(rows: Sequence[Row], code: Sequence, runner: ProgramRunner
             missing -= 1
             if not missing:
                 groups[batch[0][0]] = batch
-                found += [(batch[0][0], _batch_step(batch, runner)), *ended]
+                grouped += [(batch[0][0], _batch_step(batch, runner)), *ended]
         else:
-            (ended if missing else found).append((at, step))
+            (ended if missing else grouped).append((at, step))
     assert not missing, f"{missing} all-reduces of a batch are in another definition"
-    return found, groups
+    return grouped, groups
 
 
 def _batch_step(rows: Sequence[Row], runner: ProgramRunner) -> Step:
@@ -76,13 +76,13 @@ def _batch_step(rows: Sequence[Row], runner: ProgramRunner) -> Step:
 def overlap_transfers(rows: Sequence[Row], program: RecordedProgram, stream: SideStream) -> list[Row]:
     """Rows of one recording, with transfers on the side stream and a join before each row that needs one."""
     code, definition, lives, within = program.code, program.definition, program.lives, program.within
-    found: list[Row] = []
+    scheduled: list[Row] = []
     reading: dict[int, int] = {}  # memory that the side stream reads -> the last transfer that does, counted from 1
     writing: dict[int, int] = {}  # the same of memory that it writes
     count = 0
 
     def join(number: int, at: int, place: int) -> None:
-        found.insert(place, (at, stream.join(number)))
+        scheduled.insert(place, (at, stream.join(number)))
         for under_way in (reading, writing):
             for memory in [memory for memory, last in under_way.items() if last <= number]:
                 del under_way[memory]
@@ -92,21 +92,21 @@ def overlap_transfers(rows: Sequence[Row], program: RecordedProgram, stream: Sid
         touched, change = _touched(inside, code, definition, lives)
         moves = _moves(inside, code, definition, program.device_only)
         if moves is not None:
-            found.append((row[0], stream.on_side_stream(row[1], [*moves[0], *moves[1]], moves[2])))
+            scheduled.append((row[0], stream.on_side_stream(row[1], [*moves[0], *moves[1]], moves[2])))
             count += 1
             reading.update(dict.fromkeys(map(lives.memory, moves[0]), count))
             writing.update(dict.fromkeys([*map(lives.memory, moves[1]), *change], count))
             continue
         last = max([writing.get(i, 0) for i in touched] + [reading.get(i, 0) for i in change], default=0)
         if last:
-            join(last, row[0], len(found))
-        found.append(row)
+            join(last, row[0], len(scheduled))
+        scheduled.append(row)
     if reading or writing:
-        end = len(found)
-        while end > 1 and not within(found[end - 1]):  # the mark at the end
+        end = len(scheduled)
+        while end > 1 and not within(scheduled[end - 1]):  # the mark at the end
             end -= 1
         join(count, rows[-1][0], end)
-    return found
+    return scheduled
 
 
 def _moves(

@@ -96,8 +96,8 @@ def shard_as_ops(payload: dict[str, Any]) -> list[dict[str, Any]]:
     """A `shard` of one box as ops, each on the result of the op before: slices, and a copy of the last."""
 
     def op(name: str, args: list, out: list, **kwargs: Any) -> dict[str, Any]:
-        one = {"tensors": 1, "values": 0, "outs": [out], "random": None}
-        return {"op": f"aten.{name}", "args": [{"t": 0}, *args], "kwargs": kwargs, **one}
+        counts = {"tensors": 1, "values": 0, "outs": [out], "random": None}
+        return {"op": f"aten.{name}", "args": [{"t": 0}, *args], "kwargs": kwargs, **counts}
 
     slices = [op("slice.Tensor", [dim, *span], ["view", None, 0]) for dim, span in enumerate(payload["boxes"][0])]
     spec = contiguous(tuple(payload["shape"]), payload["dtype"])
@@ -135,14 +135,14 @@ def makes_only_views(payload: dict[str, Any]) -> bool:
 
 def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], DefinitionTraits]) -> list[tuple[bool, list[Row]]]:
     """Rows in order, as (True, rows of a segment) and (False, other rows). traits: of a definition, by its number."""
-    found: list[tuple[bool, list[Row]]] = []
+    pieces: list[tuple[bool, list[Row]]] = []
     run: list[Row] = []
     ops = 0
 
     def end() -> None:
         nonlocal ops
         if run:
-            found.append((ops >= MIN_COMPUTING_OPS, list(run)))
+            pieces.append((ops >= MIN_COMPUTING_OPS, list(run)))
         run.clear()
         ops = 0
 
@@ -151,37 +151,37 @@ def partition(rows: Sequence[Row], code: Sequence, traits: Callable[[int], Defin
         own = DefinitionTraits(True) if number == FREE else traits(number)
         if not own.fits:
             end()
-            found.append((False, [row]))
+            pieces.append((False, [row]))
             continue
         run.append(row)
         ops += own.computes
         if ops >= MAX_SEGMENT_OPS:
             end()
     end()
-    return _joined(found)
+    return _joined(pieces)
 
 
 def _joined(runs: list[tuple[bool, list[Row]]]) -> list[tuple[bool, list[Row]]]:
-    found: list[tuple[bool, list[Row]]] = []
+    joined: list[tuple[bool, list[Row]]] = []
     for fit, rows in runs:
-        if found and not fit and not found[-1][0]:
-            found[-1][1].extend(rows)
+        if joined and not fit and not joined[-1][0]:
+            joined[-1][1].extend(rows)
         else:
-            found.append((fit, rows))
-    return found
+            joined.append((fit, rows))
+    return joined
 
 
 def runs(rows: Sequence[Row], code: Sequence, fits: Callable[[int], bool]) -> list[tuple[bool, list[Row]]]:
     """Rows in order, as runs that fit and runs that do not. fits: of a row's place. A FREE joins the run before it."""
-    found: list[tuple[bool, list[Row]]] = []
+    groups: list[tuple[bool, list[Row]]] = []
     for row in rows:
         free = code[row[0]] == FREE
-        fit = (not found or found[-1][0]) if free else fits(row[0])
-        if found and found[-1][0] == fit:
-            found[-1][1].append(row)
+        fit = (not groups or groups[-1][0]) if free else fits(row[0])
+        if groups and groups[-1][0] == fit:
+            groups[-1][1].append(row)
         else:
-            found.append((fit, [row]))
-    return found
+            groups.append((fit, [row]))
+    return groups
 
 
 @dataclass(slots=True)

@@ -30,21 +30,21 @@ class ProgramBackend(Protocol):
 
 def bind_rows(code: Sequence, steps: StepTable, tensors: dict[int, Any]) -> list[Row]:
     """The instructions of a stream; ProtocolError for a number that was never defined."""
-    found: list[Row] = []
+    bound: list[Row] = []
     at = 0
     while at < len(code):
         number = code[at]
         if number == FREE:
             count = code[at + 2]
-            found.append((at, _free_step(tuple(code[at + 3 : at + 3 + count]), tensors)))
+            bound.append((at, _free_step(tuple(code[at + 3 : at + 3 + count]), tensors)))
             at += 3 + count
             continue
         if number < FIRST or number not in steps:
             raise ProtocolError(f"instruction {number} of a program was never defined")
         step, size = steps[number]
-        found.append((at, step))
+        bound.append((at, step))
         at += size
-    return found
+    return bound
 
 
 def _free_step(ids: tuple[int, ...], tensors: dict[int, Any]) -> Step:

@@ -45,12 +45,12 @@ class CodeGenerator:
     def group_rows(self, rows: list[Row], code: list) -> list[Row]:
         """Rows in which each run of ops is one row."""
         rows = group_all_reduces(rows, code, self.runner)[0]
-        found: list[Row] = []
+        grouped: list[Row] = []
         for fits, run in runs(rows, code, lambda at: bool(self.form(code[at]))):
             for first in range(0, len(run), MAX_ROWS):
                 part = run[first : first + MAX_ROWS]
-                found += [(part[0][0], GeneratedFunction(self, part, code))] if fits and len(part) >= MIN_ROWS else part
-        return found
+                grouped += [(part[0][0], GeneratedFunction(self, part, code))] if fits and len(part) >= MIN_ROWS else part
+        return grouped
 
     def after_replay(self, actions: Actions, code: list, randoms: Sequence[int]) -> None:
         """Nothing to do: the functions are the same in each replay."""

@@ -1,6 +1,6 @@
 """The numpy engine: ops in a process without torch. Tests compare it with torch.
 
-A tensor is an np.ndarray, a view one that shares its memory. What an op's function is stands in the tables beside this.
+A tensor is an np.ndarray, a view one that shares its memory. The functions of ops are in the tables of this folder.
 """
 
 from __future__ import annotations

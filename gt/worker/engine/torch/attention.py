@@ -1,8 +1,8 @@
 """Attention: the kernel that plain torch would take for the same inputs, forward and backward; GT's own dropout mask.
 
 On the CPU the results have the bits of F.scaled_dot_product_attention; a GPU's kernels are called in gpu/fused_attention.py.
-Dropout's mask must not depend on where a head lies, which the fused kernels' does: with dropout every device uses the
-composite maths.
+Dropout's mask must not depend on the worker that has a head, as the fused kernels' mask does: with dropout every device uses
+the composite maths.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Inductor:
         calls = [replace(self._engine.source(payload), **check).function() for payload in segment.payloads]
         ends = [end for payload in segment.payloads for end in finish(payload["outs"])]
         specs = [None] * segment.graph.inputs + [None if view else spec for _, view, spec in ends]
-        found: list[Any] = []
+        results: list[Any] = []
 
         def run(*given: torch.Tensor) -> list[torch.Tensor]:
             slots = graph_inputs.slots(given)
@@ -135,12 +135,12 @@ class Inductor:
                 for call, bound, payload, values, count in rows:
                     if last and any(out[0] == "view" for out in payload["outs"]):
                         channels_last.restore_strides(slots, call.ins, specs)
-                    made = bound(*[slots[i] for i in call.ins], *values)
-                    slots += [] if count == 0 else [made] if count == 1 else made
+                    outputs = bound(*[slots[i] for i in call.ins], *values)
+                    slots += [] if count == 0 else [outputs] if count == 1 else outputs
             if last:
                 channels_last.restore_strides(slots, segment.graph.outputs, specs)
-            found[:] = _results(slots, segment.graph)
-            return found[0]
+            results[:] = _results(slots, segment.graph)
+            return results[0]
 
         with FakeTensorMode():
             device = self._engine.device
@@ -151,21 +151,21 @@ class Inductor:
         changed = {n for n, fake, old in zip(graph_inputs.given, fakes, versions, strict=True) if fake._version != old}
         if not changed <= {graph_inputs.bases[n] for n in written}:
             raise ValueError("an op changes an input that its schema does not declare as written")
-        _, outs, specs = found
+        _, outs, specs = results
         return Traced(graph, fakes, graph_inputs.given, outs, specs, changed)
 
 
 def _kernels(segment: BoundSegment, signature: InputSignature) -> list[tuple[torch.Size, int, torch.dtype]]:
     """Shape, groups and dtype of each convolution's weight in a segment, where that is an input."""
-    found = []
+    kernels = []
     for call, payload in zip(segment.graph.calls, segment.payloads, strict=True):
         if payload["op"] in channels_last.NAMES:
             weight, groups = (1, 8) if payload["op"] == "aten.convolution.default" else (2, 9)
             number = call.ins[payload["args"][weight]["t"]]
             if number < len(signature.specs):
                 shape, _, dtype = signature.specs[number]
-                found.append((torch.Size(shape), payload["args"][groups], dtype))
-    return found
+                kernels.append((torch.Size(shape), payload["args"][groups], dtype))
+    return kernels
 
 
 def _written(segment: BoundSegment) -> frozenset[int]:
@@ -230,15 +230,15 @@ class _GraphInputs:
 
     def slots(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A tensor for each input, made from those that the graph takes."""
-        graph_inputs = dict(zip(self.given, given, strict=True))
-        found = []
+        given_by_number = dict(zip(self.given, given, strict=True))
+        tensors = []
         for n, base in enumerate(self.bases):
             if n == base:
-                found.append(graph_inputs[n])
+                tensors.append(given_by_number[n])
                 continue
             shape, stride, _ = self.signature.specs[n]
-            found.append(torch.ops.aten.as_strided.default(graph_inputs[base], shape, stride, self.signature.alike[n][1]))
-        return found
+            tensors.append(torch.ops.aten.as_strided.default(given_by_number[base], shape, stride, self.signature.alike[n][1]))
+        return tensors
 
 
 def _results(slots: list[torch.Tensor], graph: SegmentGraph) -> tuple[list, list, list]:

@@ -43,12 +43,12 @@ def choice(call: AttentionCall) -> Choice:
     mask = None if call.mask is None else (call.mask.shape, call.mask.dtype)
     sizes = call.q.shape, call.k.shape, call.v.shape, call.q.dtype, call.q.device
     key = sizes, mask, call.causal, call.scale, call.gqa, torch.are_deterministic_algorithms_enabled()
-    made = _choices.get(key)
-    if made is None:
+    chosen = _choices.get(key)
+    if chosen is None:
         if len(_choices) >= MAX_CHOICES:
             _choices.clear()
-        made = _choices[key] = _choose(plain(call))
-    return made
+        chosen = _choices[key] = _choose(plain(call))
+    return chosen
 
 
 def _choose(call: AttentionCall) -> Choice:
@@ -89,7 +89,7 @@ def forward(call: AttentionCall, chosen: Choice) -> tuple[torch.Tensor, torch.Te
 def backward(
     call: AttentionCall, chosen: Choice, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, by the kernel that made out and lse."""
+    """Gradients of q, k and v, by the kernel that grads out and lse."""
     sizes = [tensor.shape[-1] for tensor in call.inputs]
     groups, given = call.k.shape[-3], _given(call, chosen)
     state, rest = _no_state(call.q.device), {"scale": given.scale}
@@ -99,18 +99,18 @@ def backward(
     if chosen.kernel == FLASH:
         lengths = given.q.shape[-2], given.k.shape[-2]
         flash = aten._scaled_dot_product_flash_attention_backward
-        made = flash(grad, *given.inputs, out, lse, None, None, *lengths, 0.0, given.causal, state, state, **rest)
+        grads = flash(grad, *given.inputs, out, lse, None, None, *lengths, 0.0, given.causal, state, state, **rest)
     elif chosen.kernel == CUDNN:
         lengths = given.q.shape[-2], given.k.shape[-2]
         cudnn = aten._scaled_dot_product_cudnn_attention_backward
         saved = out, lse.unsqueeze(-1), state[0], state[1]
-        made = cudnn(grad, *given.inputs, *saved, _bias(given), None, None, *lengths, 0.0, given.causal, **rest)
+        grads = cudnn(grad, *given.inputs, *saved, _bias(given), None, None, *lengths, 0.0, given.causal, **rest)
     else:
         lse = pad(lse, (0, -lse.shape[-1] % LSE_MULTIPLE), value=inf)
         efficient = aten._scaled_dot_product_efficient_attention_backward
         inputs, saved, wanted = (*given.inputs, _whole_bias(given)), (out, lse, state[0], state[1]), [True, True, True, False]
-        made = efficient(grad, *inputs, *saved, 0.0, wanted, given.causal, **rest)
-    of_q, of_k, of_v = (part[..., :size] for part, size in zip(made, sizes, strict=False))
+        grads = efficient(grad, *inputs, *saved, 0.0, wanted, given.causal, **rest)
+    of_q, of_k, of_v = (part[..., :size] for part, size in zip(grads, sizes, strict=False))
     if chosen.repeat:
         of_k, of_v = (part.unflatten(-3, (groups, -1)).sum(-3) for part in (of_k, of_v))
     return of_q, of_k, of_v

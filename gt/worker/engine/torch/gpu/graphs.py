@@ -381,18 +381,18 @@ class GraphOutputs:
     def _copied(self, groups: dict[int, list[int]]) -> Tensors:
         tensors, device = self._replays.tensors, self._replays.device.device
         copies: dict[torch.dtype, tuple[list, list]] = {torch.int64: ([], []), torch.uint8: ([], [])}
-        found: Tensors = {}
+        moved: Tensors = {}
         for members in groups.values():
             storage = tensors[members[0]].untyped_storage()
             memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
             dtype = torch.uint8 if storage.nbytes() % 8 else torch.int64
             copies[dtype][0].append(memory.view(dtype))
             copies[dtype][1].append(raw_bytes(storage, device).view(dtype))
-            found.update({i: view_of(memory, metadata(tensors[i])) for i in members})
+            moved.update({i: view_of(memory, metadata(tensors[i])) for i in members})
         for new, old in copies.values():
             if new:
                 torch._foreach_copy_(new, old)
-        return found
+        return moved
 
 
 def _issues(payload: dict[str, Any]) -> bool:
