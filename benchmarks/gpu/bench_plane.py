@@ -50,7 +50,7 @@ class Rank:
         from gt.ir.heap import channel_bytes, sizes
         from gt.worker.engine.torch import COMBINE, TorchEngine
         from gt.worker.engine.torch.gpu.direct import DirectEngine
-        from gt.worker.plane.symmetric import Arena
+        from gt.worker.plane.symmetric import Arena, ArenaMemory
 
         self.torch, self.dist, self.rank, self.size = torch, dist, rank, size
         self.cuda = torch.cuda.is_available()
@@ -67,7 +67,7 @@ class Rank:
         self.base, self.library = base, library
         nbytes = heap + 2 * most + 4096
         engine = DirectEngine(TorchEngine(str(self.device)), COMBINE)
-        self.arena = Arena(self, library, engine, range(size), rank, base, nbytes, self.ring)
+        self.arena = Arena(self, library, engine, ArenaMemory(range(size), rank, base, nbytes), self.ring)
         self.sum = engine.combine("sum", "bfloat16")
         self.form: Any = {"id": 0, "workers": list(range(size)), "rank": rank, "offset": team_at, "bytes": buffer}
         self.channel: Any = {"peer": 1 - rank, "offset": 0, "bytes": slot, "slots": slots}
@@ -215,7 +215,7 @@ class Rank:
     # ---- measuring
 
     def rewind(self) -> None:
-        self.arena.rewind([[1 - self.rank, 0, sends] for sends in (True, False)])
+        self.arena.reset_cursors([[1 - self.rank, 0, sends] for sends in (True, False)])
 
     def measure(self, op: str, method: str, nbytes: int) -> float:
         """us of one repetition; of a pair one way. AssertionError where what arrives is not what was sent.
@@ -226,7 +226,7 @@ class Rank:
         case: Repetition = getattr(self, op)("plane" if method == "peers" else method, nbytes)
         issue = case.issue
         self.wait()
-        self.rewind()
+        self.reset_cursors()
         issue()
         self.wait()
         assert case.right(), f"{op} of {nbytes} bytes by {method}: another value than was sent"
@@ -254,7 +254,7 @@ class Rank:
 
     def recorded(self, issue: Callable[[], None], count: int) -> Callable[[], None]:
         def all_of_it() -> None:
-            self.rewind()
+            self.reset_cursors()
             if not self.cuda:
                 self.count = 0
             for _ in range(count):

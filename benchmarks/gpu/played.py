@@ -28,7 +28,7 @@ class Messages:
 
     def _pass(self, data: int, nbytes: int, passage: Any, sends: bool) -> None:
         """Step after step, one lane after the other; none writes outside its own."""
-        region, how = passage.region, passage.cut
+        region, how = passage.region, passage.chunks
         assert how.chunk <= how.wide and how.lanes * how.wide <= region.bytes
         for step in range(how.steps):
             slot = (passage.first + step) % region.slots

@@ -72,7 +72,7 @@ def nowhere(engine: Any) -> Any:
         def form(self, members: Sequence[int], own: int, unique_id: str) -> None:
             self._pattern = pattern.to("cuda")
 
-        def reach(self, workers: Sequence[int]) -> Any:
+        def device_transport(self, workers: Sequence[int]) -> Any:
             return None if engine.direct is None else self
 
         def send(self, channel: Any, data: Any) -> None:
@@ -109,10 +109,10 @@ def worker(address: str, number: str, turn: str) -> int:
 
     from gt import env
     from gt.worker.loop import WorkerOptions, run
-    from gt.worker.plane import base
+    from gt.worker.plane import registry
 
     own, whose = int(number), Turn(Path(turn))
-    base.PLANES = dict.fromkeys(base.PLANES, nowhere)  # type: ignore[misc]
+    registry.PLANES = dict.fromkeys(registry.PLANES, nowhere)  # type: ignore[misc]
     if torch.cuda.is_available():
         replay = torch.cuda.CUDAGraph.replay
 

@@ -281,7 +281,7 @@ def _work(order: dict[str, Any], port: int, gpu: str) -> None:
 def _preload(backend: str) -> list[str]:
     """Import once what all workers need; the GPUs they can have."""
     import gt.worker.loop
-    from gt.worker.engine.base import ENGINES, open_engine
+    from gt.worker.engine.registry import ENGINES, open_engine
 
     if backend != "torch":
         if backend in ENGINES:

@@ -12,7 +12,7 @@ from typing import NoReturn
 from gt import env
 from gt.errors import ConfigError, DispatcherLost
 from gt.wire.socket import PORT, host_and_port
-from gt.worker.engine.base import ENGINES
+from gt.worker.engine.registry import ENGINES
 from gt.worker.loop import WorkerOptions, run
 from gt.worker.process.restart import Renewal
 

@@ -1,4 +1,4 @@
-"""What the steps of a worker work with: its engine, plane, tensors and uploads. A step is one bound instruction."""
+"""State that the steps of a worker share: its engine, plane, tensors and uploads, and counters that a replay advances."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gt.worker.downloads import Outgoing
+from gt.worker.downloads import Downloads
 from gt.worker.engine.base import Engine, Moves
-from gt.worker.plane.base import Plane, Turns
+from gt.worker.instructions.step import Step, StepTable
+from gt.worker.plane.base import Plane, SlotCursors
 from gt.worker.process.memory_budget import Budget
 from gt.worker.uploads import UploadBuffers
 
-Step = Callable[[list, int], None]  # (stream, place of the first operand)
 Binder = Callable[["ExecutionContext", dict[str, Any]], Step]  # (worker, payload of the definition)
 
 
-class Anew:
-    """A step that may be bound anew."""
+class Rebindable:
+    """A step that another step may replace."""
 
     __slots__ = ("step",)
 
@@ -29,30 +29,32 @@ class Anew:
         self.step(code, at)
 
 
-class Firsts:
-    """What a GPU is given for the first time may take long, by what is loaded for it: whether a worker is at such a step.
+class FirstLaunch:
+    """Steps that a GPU carries out for the first time, which may take long: the driver loads their kernels.
 
-    steps: those of the definitions, in which each stands by itself from its second time on.
+    `under_way` is True while such a step runs. From its second time on a step replaces its wrapper in the table of steps.
     """
 
-    def __init__(self, steps: dict[int, tuple[Step, int]]) -> None:
+    def __init__(self, steps: StepTable) -> None:
         self.under_way = False
         self._steps = steps
 
-    def watched(self, number: int, step: Step) -> Step:
+    def wrap(self, number: int, step: Step) -> Step:
+        """The step of a definition, to be marked as under way when it runs for the first time."""
+
         def first(code: list, at: int) -> None:
             self.under_way = True
             try:
                 step(code, at)
             finally:
                 self.under_way = False
-            once.step = step
+            wrapper.step = step
             bound, size = self._steps.get(number, (None, 0))
-            if bound is once:
+            if bound is wrapper:
                 self._steps[number] = step, size
 
-        once = Anew(first)
-        return once
+        wrapper = Rebindable(first)
+        return wrapper
 
 
 @dataclass
@@ -62,66 +64,68 @@ class ExecutionContext:
     send: Callable[..., None]
     tensors: dict[int, Any]
     uploads: UploadBuffers
-    outgoing: Outgoing
+    downloads: Downloads
     budget: Budget = field(default_factory=Budget)
-    epoch: int = 0  # of the Run under way, see store.Uploads
+    epoch: int = 0  # of the Run under way, see uploads.UploadBuffers
     collectives: Counter[str] = field(default_factory=Counter)
 
-    def tally(self) -> Tally:
-        return Tally(self.collectives.copy(), self.plane.counters(), self.plane.turns())
+    def counters(self) -> Counters:
+        return Counters(self.collectives.copy(), self.plane.counters(), self.plane.cursors())
 
-    def since(self, before: Tally) -> Counted:
-        now = self.tally()
-        sent, received = ((before.moved[way], now.moved[way]) for way in ("bytes_sent", "bytes_received"))
-        moved = [
+    def since(self, before: Counters) -> CountedWork:
+        """The advance of the counters since `before`."""
+        now = self.counters()
+        sent, received = ((before.transferred[way], now.transferred[way]) for way in ("bytes_sent", "bytes_received"))
+        transferred = [
             (name, sent[1].get(name, 0) - sent[0].get(name, 0), received[1].get(name, 0) - received[0].get(name, 0))
             for name in dict.fromkeys((*sent[1], *received[1]))
         ]
-        after = {key: turn for key, turn in now.turns.items() if before.turns.get(key, 0) != turn}
-        old = {key: before.turns.get(key, 0) for key in after}
-        return Counted(self, now.collectives - before.collectives, moved, old, after)
+        after = {key: slot for key, slot in now.cursors.items() if before.cursors.get(key, 0) != slot}
+        old = {key: before.cursors.get(key, 0) for key in after}
+        return CountedWork(self, now.collectives - before.collectives, transferred, old, after)
 
-    def reach(self, workers: Sequence[int]) -> tuple[Moves, Any]:
-        """The engine and the plane that serve between these workers: on the device, else through host memory. What comes from
-        none of them stays on the device.
+    def route(self, workers: Sequence[int]) -> tuple[Moves, Any]:
+        """Engine and plane that serve transfers between these workers: on the device where possible, else by host memory.
+
+        Data that comes from no other worker stays on the device.
         """
-        direct = self.plane.reach(workers) if workers else self.plane
+        direct = self.plane.device_transport(workers) if workers else self.plane
         if direct is None or self.engine.direct is None:
             return self.engine, self.plane
         return self.engine.direct, direct
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """What was counted so far, and how far channels have got."""
+class Counters:
+    """Counters of a worker at one moment, and the slots that its channels use next."""
 
     collectives: Counter[str]
-    moved: dict[str, dict[str, int]]
-    turns: Turns
+    transferred: dict[str, dict[str, int]]
+    cursors: SlotCursors
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
-    """What carrying out some rows counted, and how far it took channels."""
+class CountedWork:
+    """The advance of the counters by some rows."""
 
     worker: ExecutionContext
     collectives: Counter[str]
-    moved: list[tuple[str, int, int]]  # peer, bytes to and from it
-    before: Turns
-    after: Turns
+    transferred: list[tuple[str, int, int]]  # peer, bytes to it, bytes from it
+    before: SlotCursors
+    after: SlotCursors
 
-    def again(self) -> None:
-        """They were carried out again, by a device that tells nobody."""
+    def count_again(self) -> None:
+        """The device has carried out the rows once more, with no code of this worker."""
         self._count(1)
-        self.worker.plane.resume(self.after)
+        self.worker.plane.restore_cursors(self.after)
 
     def undo(self) -> None:
-        """They were not carried out."""
+        """The rows were not carried out."""
         self._count(-1)
-        self.worker.plane.resume(self.before)
+        self.worker.plane.restore_cursors(self.before)
 
     def _count(self, times: int) -> None:
         for name, count in self.collectives.items():
             self.worker.collectives[name] += times * count
-        for name, sent, received in self.moved:
+        for name, sent, received in self.transferred:
             self.worker.plane.tally(name, times * sent, times * received)

@@ -1,5 +1,7 @@
-"""Pieces on their way to a client, sent a window at a time, as it takes them in. What is left is read from the tensor itself
-until something may write there: then it is copied."""
+"""Downloads: pieces for a client, sent within the window that the client grants.
+
+Unsent bytes are read from the tensor itself. Before an instruction may write there they are copied.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,19 @@ from gt.wire.messages import AHEAD, CHUNK, Piece
 
 
 @dataclass
-class _Leaving:
+class _UnsentPiece:
     source: memoryview
-    own: bool  # whether nobody writes there
+    own: bool  # nobody writes to the source
     sent: int = 0
     granted: int = AHEAD
 
 
 @dataclass
-class Outgoing:
-    """`begin` and `settle` are called by the executing thread, `more` by whichever brings a message."""
+class Downloads:
+    """`begin` and `copy_unsent` are called by the executing thread, `grant` by the thread that receives a message."""
 
     send: Callable[..., None]
-    leaving: dict[int, _Leaving] = field(default_factory=dict)
+    unsent: dict[int, _UnsentPiece] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)  # sending may bring a WindowUpdate
 
     def begin(self, key: int, data: memoryview, own: bool) -> None:
@@ -34,31 +36,31 @@ class Outgoing:
             self.send(Piece(key, 0, 0))
             return
         with self._lock:
-            piece = self.leaving[key] = _Leaving(data, own)
+            piece = self.unsent[key] = _UnsentPiece(data, own)
             self._advance(key, piece)
 
-    def more(self, key: int, upto: int) -> None:
-        """Bytes up to `upto` may be sent; below 0 the rest is not wanted."""
+    def grant(self, key: int, upto: int) -> None:
+        """Bytes up to `upto` may be sent; an `upto` below 0 cancels the rest."""
         with self._lock:
-            piece = self.leaving.get(key)
+            piece = self.unsent.get(key)
             if upto < 0:
-                self.leaving.pop(key, None)
+                self.unsent.pop(key, None)
             elif piece is not None:
                 piece.granted = max(piece.granted, upto)
                 self._advance(key, piece)
 
-    def settle(self) -> None:
-        """Instructions come: what is left must not change with the tensors."""
-        if self.leaving:
+    def copy_unsent(self) -> None:
+        """Instructions follow: copy unsent bytes, so that they do not change with the tensors."""
+        if self.unsent:
             with self._lock:
-                for piece in self.leaving.values():
+                for piece in self.unsent.values():
                     if not piece.own:
                         rest = np.frombuffer(piece.source, np.uint8)[piece.sent :]
                         whole = np.empty(piece.source.nbytes, np.uint8)
                         whole[piece.sent :] = rest
                         piece.source, piece.own = whole.data, True
 
-    def _advance(self, key: int, piece: _Leaving) -> None:
+    def _advance(self, key: int, piece: _UnsentPiece) -> None:
         total = piece.source.nbytes
         while piece.sent < total:
             offset, end = piece.sent, min(piece.sent + CHUNK, total)
@@ -67,4 +69,4 @@ class Outgoing:
             piece.sent = end
             frame = piece.source[offset:end]
             self.send(Piece(key, offset, total), (frame if piece.own else bytes(frame),))  # the link reads frames later
-        self.leaving.pop(key, None)
+        self.unsent.pop(key, None)

@@ -1,8 +1,8 @@
-"""A worker's process: one link to the dispatcher, one plane to the others, instructions carried out in order.
+"""A worker's process: one link to the dispatcher, one plane to the other workers, instructions carried out in order.
 
-The link's I/O thread answers at once what must not wait for an instruction (Data, Abort, Query); the thread that calls
-`run` executes, until Exit, SIGTERM or the end of the link. A World takes its turn among the Runs: those before it were
-planned with a lost worker in mind, and must meet its end, never its successor.
+The link's I/O thread handles messages that must not wait for an instruction (Data, Abort, Query). The thread that calls `run`
+executes, until Exit, SIGTERM or the end of the link. A World is queued among the Runs: those before it were planned with its
+predecessor, so if they wait for a lost worker they must see its end, never its successor.
 """
 
 from __future__ import annotations
@@ -45,29 +45,32 @@ from gt.wire.messages import (
     World,
 )
 from gt.wire.process_settings import keep_freed, more_descriptors
-from gt.worker.engine.base import open_engine
-from gt.worker.executor import Executor, Poisoned
-from gt.worker.plane.base import ALL, Doomed, Plane, open_plane
+from gt.worker.engine.registry import open_engine
+from gt.worker.executor import Executor
+from gt.worker.plane.base import ALL, Plane, Unrecoverable
+from gt.worker.plane.registry import open_plane
 from gt.worker.process.completions import Completions
 from gt.worker.process.memory_budget import Budget
-from gt.worker.process.profiler import take
+from gt.worker.process.profiler import take_times
 from gt.worker.process.progress import Effort
+from gt.worker.program.runner import Poisoned
 
 log = logging.getLogger("gt.worker")
-TOGETHER = 8  # Runs that one Done answers, at most
-SHORT, LONG = 400, 5e-4  # numbers of a Run that is answered by itself if it took more seconds
-LEAVING = 2.0  # seconds in which a process that shares memory with others ends, or is ended
-HOT = 0.02  # seconds after an instruction in which another is likely
+MAX_RUNS_PER_DONE = 8
+# A Run of fewer numbers that took more seconds is answered by itself
+SHORT_RUN_NUMBERS, LONG_RUN_SECONDS = 400, 5e-4
+EXIT_SECONDS = 2.0  # until a process that shares memory with others is ended
+HOT_SECONDS = 0.02  # after an instruction in which another is likely
 NOBODY = -1  # no session yet
-SMALL = 64 << 10  # bytes of an upload whose arrival nobody waits for
+MAX_SMALL_UPLOAD_BYTES = 64 << 10  # of an upload without UploadProgress
 
 
 class Terminated(BaseException):
-    """SIGTERM: raised where the executing thread is."""
+    """SIGTERM, raised in the executing thread."""
 
 
 class Loop:
-    """What one worker does with its messages. `receive` and `lost` are called by the I/O thread."""
+    """One worker's handling of messages. `receive` and `lost` are called by the I/O thread."""
 
     def __init__(
         self,
@@ -79,27 +82,27 @@ class Loop:
     ) -> None:
         self.name = ""
         self._joined = joined
-        self.renew = renew  # starts the process afresh, under its name; None where it cannot, or is about to end
+        self.renew = renew  # restarts the process under its name; None if it cannot, or is about to end
         self.executor = Executor(engine, plane, self.send, budget)
         self._host = bsd.gethostname()
         self.link: Dealer | None = None
         self.done = self._running = -1  # the last Run carried out (on a GPU: issued), and the one under way
-        self._untold = 0  # Runs carried out that no Done has told
+        self._unreported = 0  # Runs carried out that no Done has reported
         self._completions = Completions(self.send)
-        self._shared = False  # whether Runs are done when the device is through with them
+        self._shared = False  # a Run is done once the device has completed it
         self._engine, self._plane = engine, plane
         self._effort = Effort(engine.progress is None)
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None
         self._why = ""
-        self._session = NOBODY  # whose Runs come
-        self._members: frozenset[int] = frozenset()  # whose memory it shares, or will once it gets to that World
+        self._session = NOBODY  # of the next Runs
+        self._members: frozenset[int] = frozenset()  # workers whose memory it shares, or will once it handles that World
 
     def send(self, message: Message, frames: tuple = ()) -> None:
-        """From any thread. A piece waits for the Done of its Run, before which no value is answered, or goes with the turn."""
+        """Send a message, from any thread. A Piece is not flushed: it leaves with its Run's Done, or the next message."""
         assert self.link is not None
         if type(message) is Piece and message.total > CHUNK and message.offset == 0:
-            self._tell_done()  # it may be passed on once what came before it is done
+            self._send_done()  # the piece may be forwarded once earlier Runs are done
         self.link.send(message, frames, wake=False)
         if type(message) is not Piece:
             self.link.push()
@@ -107,12 +110,12 @@ class Loop:
     # ---- I/O thread
 
     def receive(self, message: Message, frames: tuple) -> None:
-        """One message of the dispatcher; what can wait is queued for the executing thread."""
+        """Handle one message of the dispatcher. Messages that can wait are queued for the executing thread."""
         uploads = self.executor.uploads
         match message:
             case Data():
                 uploads.receive(message, frames[0] if frames else None)
-                if message.total > SMALL:
+                if message.total > MAX_SMALL_UPLOAD_BYTES:
                     self.send(UploadProgress(message.key, message.offset + len(frames[0])))
             case Run() | TorchSettings() | World():
                 if isinstance(message, World) and self._own(message) in message.members:
@@ -124,7 +127,7 @@ class Loop:
                 work = self._effort.seconds(at[3]) if at is not None else 0.0
                 self.send(Report(request, {"done": self.done, "at": at, "work": work, "stats": stats}))
             case WindowUpdate(key, upto):
-                self.executor.outgoing.more(key, upto)
+                self.executor.downloads.grant(key, upto)
             case Abort(index, reason):
                 log.debug("abort of worker %d: %s", index, reason)
                 self._plane.abort(index, reason)
@@ -147,7 +150,7 @@ class Loop:
                 log.warning("a worker got %s, which it does not expect", type(message).__name__)
 
     def _start_afresh(self, reason: str) -> None:
-        """At once, whatever the executing thread is at: nobody waits for that any more."""
+        """Restart the process at once: nobody waits for the instruction under way."""
         log.info("%s: this process starts afresh", reason)
         try:
             if self._exit is None and self.renew is not None:
@@ -160,23 +163,25 @@ class Loop:
         return next((row[0] for row in world.workers if row[1] == self.name), -1)
 
     def _at(self) -> list | None:
-        """What the executing thread is at, for Query; else what the device is at, if that is waited for."""
+        """The instruction under way in the executing thread, else the one that is awaited on the device; for Query."""
         running, where = self._running, self.executor.where()
         if where is not None and running > self.done:
             return [running, *where]
         pending, progress = self._completions.first(), self._engine.progress
-        return None if pending is None or progress is None else [pending.done.seq, 0, pending.op, "device", progress.come()]
+        if pending is None or progress is None:
+            return None
+        return [pending.done.seq, 0, pending.op, "device", progress.completed()]
 
     def lost(self, reason: str) -> None:
-        """The link ended: nothing more will come. After an Exit that is no news."""
+        """The link ended. After an Exit this changes nothing."""
         if self._exit is None:
             self._why = reason
             self._end(Exit(reason))
 
     def _end(self, message: Exit) -> None:
-        """Fail what is waited for and stop once the executing thread gets there."""
+        """Fail all waits, and have the executing thread stop."""
         self._exit = message
-        if self._members:  # the executing thread may be waiting for the device, which waits for another worker
+        if self._members:  # the executing thread may wait for the device, which waits for another worker
             _end_soon()
         self._plane.abort(ALL, message.reason)
         self.executor.uploads.cancel(message.reason)
@@ -185,11 +190,11 @@ class Loop:
     # ---- executing thread
 
     def serve(self) -> str:
-        """Carry out until the end; why it ended, "" if it was asked to."""
+        """Carry out messages until the end; the reason why it ended, "" for an Exit."""
         self._effort.begin()
         while True:
             message, epoch = self._next()
-            if self._exit is not None:  # what is still queued has nobody to answer to
+            if self._exit is not None:  # nobody waits for the Runs that are still queued
                 log.info("exit: %s", self._exit.reason)
                 return self._why
             if isinstance(message, TorchSettings):
@@ -202,25 +207,26 @@ class Loop:
                 own = self._own(message)
                 if own in message.members:
                     self._plane.form(message.members, own, message.unique_id)
-                    self.executor.formed()
+                    self.executor.rebind_transfers()
                 continue
             assert isinstance(message, Run)
             self._running, began = message.seq, time.monotonic()
-            self.executor.outgoing.settle()
+            self.executor.downloads.copy_unsent()
             if message.defines:
                 self.executor.define(message.defines)
             self.executor.run(message.code, message.base, epoch, message.timed)
             self.done = message.seq
-            self._untold += 1
+            self._unreported += 1
             if self._shared:
-                self._tell_done(message.base + (message.code[1] if message.code else 0), self._engine.progress.fence())
+                self._send_done(message.base + (message.code[1] if message.code else 0), self._engine.progress.fence())
                 continue
-            long = len(message.code) < SHORT and time.monotonic() - began > LONG  # the dispatcher may have kept others back
-            if self._untold >= TOGETHER or long:
-                self._tell_done()
+            # The dispatcher may have kept others back for it.
+            long = len(message.code) < SHORT_RUN_NUMBERS and time.monotonic() - began > LONG_RUN_SECONDS
+            if self._unreported >= MAX_RUNS_PER_DONE or long:
+                self._send_done()
 
     def _switch(self, message: TorchSettings) -> None:
-        """Another session's Runs follow."""
+        """The Runs of another session follow."""
         self._engine.switch(message.switches)
         if self._session not in (NOBODY, message.session):
             self._engine.clear()
@@ -229,24 +235,24 @@ class Loop:
         self.executor.budget.serve(message.session, message.memory)
 
     def _next(self) -> tuple[Message, int]:
-        """What is to be done next; soon after something was, this thread looks for it itself."""
+        """The next message. Soon after an instruction this thread reads the link itself."""
         if self._inbox.empty():
-            self._tell_done()
+            self._send_done()
         if self._inbox.empty() and self.link is not None:
-            self.link.lead(self._busy, HOT)
+            self.link.lead(self._busy, HOT_SECONDS)
         return self._inbox.get()
 
     def _busy(self) -> bool:
         return not self._inbox.empty()
 
-    def _tell_done(self, op: int = -1, fence: Callable[[], None] | None = None) -> None:
-        if self._untold:
-            self._untold = 0
-            self._completions.add(Done(self.done, take(self.executor.times)), op, fence)
+    def _send_done(self, op: int = -1, fence: Callable[[], None] | None = None) -> None:
+        if self._unreported:
+            self._unreported = 0
+            self._completions.add(Done(self.done, take_times(self.executor.times)), op, fence)
 
     def leave(self, why: str) -> None:
-        """Say Goodbye, behind which nothing is sent, and end the link."""
-        self.renew = None  # who was told to end does not come back
+        """Send Goodbye as the last message, and end the link."""
+        self.renew = None  # a worker that was told to end does not restart
         self._completions.close()
         if self.link is not None:
             self.send(Goodbye(why))
@@ -255,7 +261,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """One worker's, as its operator or the program that starts it says. host, port: of the server.
+    """Options of one worker, from its operator or from the program that starts it. host, port: of the server.
 
     name: wanted, "" for the next free one. device: "" takes a GPU if the engine has one. wait: seconds to look for the server,
     None for ever. secret: of the server's workers, "" where it asks for none. memory: bytes it may take, 0 for GT_MEMORY_LIMIT,
@@ -274,7 +280,7 @@ class WorkerOptions:
 
     @property
     def limit(self) -> int:
-        """Bytes that are asked for, 0 for none; ConfigError if GT_MEMORY_LIMIT is no size."""
+        """Bytes of the memory limit that was asked for, 0 for none; ConfigError if GT_MEMORY_LIMIT is no size."""
         return self.memory or env.size("GT_MEMORY_LIMIT", 0)
 
 
@@ -283,11 +289,11 @@ def run(
     joined: Callable[[str], None] | None = None,
     renew: Callable[[str], object] | None = None,
 ) -> str:
-    """Be a worker until the server says Exit, SIGTERM comes or the link ends: why it ended, "" if it was asked to.
+    """Be a worker until Exit, SIGTERM or the end of the link. Returns the reason why it ended, "" if it was asked to.
 
-    joined: told the name that the server gave. renew: starts the process afresh under that name, where a session that had it
-    to itself has ended, or left its device useless; without it the worker ends then. May be called in a forked child, from its
-    main thread.
+    joined: called with the name that the server gave. renew: restarts the process under that name, once a session that had it
+    to itself has ended or left its device unusable; without it the worker ends then. May be called in the main thread of a
+    forked child.
     """
     logs.setup("worker", f"gt.worker {options.name}".strip())
     main = threading.current_thread() is threading.main_thread()
@@ -314,7 +320,7 @@ def run(
         return ""
     except KeyboardInterrupt:
         return "interrupted"
-    except (errors.GTError, Doomed) as error:
+    except (errors.GTError, Unrecoverable) as error:
         why = str(error)
     except Poisoned as error:
         why, spoiled = f"the device cannot be used any more: {error}", True
@@ -350,7 +356,7 @@ def _leave(loop: Loop | None, plane: Plane | None, why: str) -> None:
 
 
 def _end_soon() -> None:
-    leaving = threading.Timer(LEAVING, os._exit, (1,))
+    leaving = threading.Timer(EXIT_SECONDS, os._exit, (1,))
     leaving.daemon = True
     leaving.start()
 

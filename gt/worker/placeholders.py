@@ -1,4 +1,4 @@
-"""What stands for the outputs of an instruction that failed, so that what follows still runs."""
+"""Placeholders for the outputs of a failed instruction, so that the instructions after it can run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gt.worker.instructions.pieces import local as local_shape
 
 
 @dataclass(frozen=True)
-class Blank:
-    """An output to be made up when its instruction failed: by its spec, or shape and dtype of operand `like`."""
+class Placeholder:
+    """An output of zeros, by its spec, or by shape and dtype of operand `like`. place: of the output among the operands."""
 
     place: int
     spec: Spec | None = None
@@ -33,24 +33,24 @@ class Blank:
         return spec if self.shape is None else contiguous(self.shape, spec.dtype)
 
 
-def blanks(define: Define) -> list[Blank]:
-    """What a definition makes."""
+def placeholders(define: Define) -> list[Placeholder]:
+    """Placeholders of a definition's outputs."""
     payload, operands = define.payload, KINDS[define.kind][0]
     if define.kind == "op":
         first = payload["tensors"] + payload["values"]
         outs = [out for out in payload["outs"] if out[0] in ("new", "view")]
-        return [Blank(first + n, Spec.from_wire(out[1]) if out[1] else None) for n, out in enumerate(outs)]
+        return [Placeholder(first + n, Spec.from_wire(out[1]) if out[1] else None) for n, out in enumerate(outs)]
     if "dst" not in operands:
         return []
     place, shape = operands.index("dst"), _shape(define)
     if shape is None or "dtype" not in payload:
-        return [Blank(place, like=operands.index("src"), shape=shape)]
+        return [Placeholder(place, like=operands.index("src"), shape=shape)]
     spec = contiguous(shape, payload["dtype"])
-    return [Blank(place, Spec(shape, tuple(payload.get("stride", spec.stride)), 0, spec.dtype))]
+    return [Placeholder(place, Spec(shape, tuple(payload.get("stride", spec.stride)), 0, spec.dtype))]
 
 
 def _shape(define: Define) -> tuple[int, ...] | None:
-    """Local shape of dst, None for that of src."""
+    """Local shape of dst, None if it is the shape of src."""
     payload = define.payload
     for kind, key in (("reduce_scatter", "boxes"), ("all_to_all", "want")):
         if define.kind == kind:

@@ -1,4 +1,4 @@
-"""What a worker holds: uploads that arrive by key, assembled by the I/O thread and taken by the one that executes.
+"""Uploads by key: the I/O thread assembles them, the executing thread takes them.
 
 Tensors themselves are a plain dict id -> tensor in the executor. Knows nothing about sockets or torch.
 """
@@ -14,11 +14,11 @@ import numpy as np
 from gt.errors import SystemFailure
 from gt.wire.messages import Data
 
-REMEMBERED = 4096  # uploads that were called off, in case something still asks for them
+MAX_CANCELLED = 4096  # cancelled uploads that are kept, for instructions that still ask for them
 
 
 class Cancelled(SystemFailure):
-    """An upload that was waited for will not come."""
+    """An upload that an instruction waits for was cancelled."""
 
 
 @dataclass
@@ -35,12 +35,12 @@ class UploadBuffers:
     _arriving: dict[int, _Arriving] = field(default_factory=dict)
     _cancelled: dict[int, Exception] = field(default_factory=dict)
     _failure: str = ""
-    admit: Callable[[int], None] = lambda nbytes: None  # raises MemoryError where there is no room for so many bytes
-    epoch: int = 0  # how often everything that was awaited has been cancelled
+    admit: Callable[[int], None] = lambda nbytes: None  # MemoryError if there is no room for so many bytes
+    epoch: int = 0  # number of times that all awaited uploads were cancelled
     bytes_received: int = 0
 
     def receive(self, message: Data, frame: memoryview | bytes | None) -> None:
-        """Put one frame into its place; a total below 0 cancels the key."""
+        """Store one frame of an upload; a total below 0 cancels the upload."""
         if message.total < 0:
             self._fail(message.key, Cancelled("the upload was cancelled: its client is gone"))
             return
@@ -71,12 +71,12 @@ class UploadBuffers:
         with self._ready:
             self._arriving.pop(key, None)
             self._cancelled[key] = reason
-            if len(self._cancelled) > REMEMBERED:  # called off before anything was told to take it
+            if len(self._cancelled) > MAX_CANCELLED:
                 del self._cancelled[next(iter(self._cancelled))]
             self._ready.notify_all()
 
     def cancel(self, reason: str) -> None:
-        """Fail every upload that instructions received so far wait for."""
+        """Fail the uploads that instructions received so far wait for."""
         with self._ready:
             self.epoch += 1
             self._failure = reason
@@ -84,7 +84,7 @@ class UploadBuffers:
             self._ready.notify_all()
 
     def take(self, key: int, epoch: int) -> np.ndarray:
-        """The whole upload, its buffer now the caller's; Cancelled if it will not come. epoch: of the Run that asks."""
+        """The whole upload, whose buffer the caller takes over; Cancelled if it was cancelled. epoch: of the Run that asks."""
         with self._ready:
             while True:
                 part = self._arriving.get(key)

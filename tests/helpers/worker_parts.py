@@ -74,11 +74,11 @@ class DeadPlane:
     def counters(self) -> dict:
         return {"bytes_sent": {}, "bytes_received": {}}
 
-    def turns(self) -> dict:
+    def cursors(self) -> dict:
         return {}
 
-    def resume(self, turns: dict) -> None:
-        assert not turns
+    def restore_cursors(self, cursors: dict) -> None:
+        assert not cursors
 
 
 def world(size: int, part: Callable[[Bench, int], Any], engine: Any = None) -> list[Any]:

@@ -17,9 +17,10 @@ from gt.ir.template import Const, T, V
 from gt.wire.messages import CHUNK, Data, Described, OpError, Piece
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch.gpu.direct import DirectEngine
-from gt.worker.executor import BIND, Poisoned
-from gt.worker.plane.base import Doomed, PeerGone, issuing
-from gt.worker.plane.symmetric import present
+from gt.worker.executor import BIND
+from gt.worker.plane.base import PeerGone, Unrecoverable, issuing
+from gt.worker.plane.symmetric import check_present
+from gt.worker.program.runner import Poisoned
 from gt.worker.uploads import UploadBuffers
 from tests.helpers.limits import limit
 from tests.helpers.worker_parts import Bench, DeadPlane, new, op, world
@@ -110,9 +111,9 @@ def test_where_it_is_is_not_known_while_it_goes_from_one_stream_to_another():
     bench = Bench()
     bench.do("alias", {}, 1, 2)
     executor = bench.executor
-    executor._code, executor._base, executor._place = [0, bench.number, None], 10, 1
+    executor.runner.code, executor.runner.base, executor.runner.place = [0, bench.number, None], 10, 1
     assert executor.where() is None
-    executor._code = [0, bench.number, 5]
+    executor.runner.code = [0, bench.number, 5]
     assert executor.where() == (1, 15, "alias", 0)
 
 
@@ -396,12 +397,12 @@ class Reached(DeadPlane):
 
     failure: Exception | None = None
 
-    def reach(self, workers: Any) -> Any:
+    def device_transport(self, workers: Any) -> Any:
         return self
 
     @issuing()
     def send(self, channel: dict, data: Any) -> None:
-        present(data)
+        check_present(data)
         if self.failure is not None:
             raise self.failure
 
@@ -416,14 +417,14 @@ def test_a_worker_that_fails_while_others_wait_on_their_devices_ends() -> None:
     bench.do("send", sending, 1)
     assert not bench.sent
     plane.failure = torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(Doomed, match="others wait on their GPUs for a send that failed: OutOfMemoryError: CUDA out of memory"):
+    with pytest.raises(Unrecoverable, match="others wait on their GPUs for a send that failed: OutOfMemoryError: CUDA"):
         bench.do("send", sending, 1, seq=4)
     (trouble,) = [message for message, _ in bench.sent]
     assert isinstance(trouble, OpError) and trouble.seq == 104 and trouble.kind == "memory"
     plane.failure = PeerGone(1, "it was killed")  # then there is nobody who waits, and the dispatcher knows what to do
     bench.do("send", sending, 1)
     assert bench.sent[1][0].kind == "peer"
-    with pytest.raises(Doomed, match="others are waiting in"):  # no such tensor
+    with pytest.raises(Unrecoverable, match="others are waiting in"):  # no such tensor
         bench.do("send", sending, 9)
 
 

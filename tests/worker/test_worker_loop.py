@@ -39,7 +39,7 @@ from gt.wire.messages import (
 from gt.wire.router import Arrived, Gone, Router
 from gt.worker import loop
 from gt.worker.engine.torch import TorchEngine
-from gt.worker.engine.torch.gpu.cuda import NOTED, Events
+from gt.worker.engine.torch.gpu.cuda import MAX_NOTES, Events
 from tests.helpers.limits import limit
 from tests.helpers.worker_parts import new, op
 
@@ -282,13 +282,13 @@ def test_a_question_for_a_devices_progress_does_not_wait_for_the_device():
 
     progress = Events(Mark)
     progress.note()
-    assert progress.come() == 0 and asked.wait(limit(20))
-    assert progress.come() == 0
+    assert progress.completed() == 0 and asked.wait(limit(20))
+    assert progress.completed() == 0
     comes.set()
     end = time.monotonic() + limit(20)
-    while not progress.come():
+    while not progress.completed():
         assert time.monotonic() < end
-    assert progress.come() == 1
+    assert progress.completed() == 1
 
 
 def test_progress_of_a_device_takes_no_more_room_the_longer_nobody_asks():
@@ -304,7 +304,7 @@ def test_progress_of_a_device_takes_no_more_room_the_longer_nobody_asks():
     for _ in range(1000):
         progress.note()
     gc.collect()
-    assert sum(mark() is not None for mark in made) <= NOTED
+    assert sum(mark() is not None for mark in made) <= MAX_NOTES
 
 
 def test_a_worker_does_not_import_torch_before_its_engine():

@@ -1,4 +1,4 @@
-"""What the executor asks of an engine: ATen on local pieces. One file an engine; nothing here knows torch.
+"""The interface of an engine, which carries out ATen ops on local pieces. Nothing here knows torch.
 
 A tensor is the engine's own kind of array; the executor only indexes it with slices and passes it back.
 """
@@ -7,32 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from gt.errors import ConfigError
 from gt.ir.spec import Spec
-
-if TYPE_CHECKING:
-    from gt.worker.context import Counted, Step
-    from gt.worker.engine.codegen import Source
-    from gt.worker.program.graph_outputs import Lent
-    from gt.worker.program.partition import Row, Wired
+from gt.worker.engine.codegen import Call, Source
+from gt.worker.instructions.step import Row, Step
+from gt.worker.program.graph_outputs import PendingOutputs
+from gt.worker.program.partition import BoundSegment
 
 Tensor = Any
-Call = Callable[..., Any]  # (*tensors, *values) -> None, one tensor, or a tuple: one for each `new` or `view` output
 Combine = Callable[[memoryview, memoryview], None]  # dst = dst op src
-Each = Callable[[Sequence["Row"]], Any]  # carries rows of a program out
-Strictly = Callable[[Sequence["Row"]], "Counted"]  # the same, all or none
 
 
 class Misfit(Exception):
-    """Compiled code was given what it was not compiled for; it has done nothing."""
+    """The inputs of compiled code do not match its signature; the code has done nothing."""
 
 
 class CompiledSegment(Protocol):
-    """A segment as compiled code: called with its inputs it gives its outputs; Misfit for others, else as its ops fail."""
+    """A segment as compiled code, called with its inputs for its outputs. Misfit for other inputs, else its ops' errors."""
 
-    key: Hashable  # the same for the same code
+    key: Hashable  # equal for equal code
     specs: Sequence[Spec]  # of its outputs
 
     @property
@@ -42,91 +36,117 @@ class CompiledSegment(Protocol):
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]: ...
 
 
+class ReplayedWork(Protocol):
+    """Counters that rows have advanced: a replay advances them again, though no code of the worker runs."""
+
+    def count_again(self) -> None:
+        """The device has carried out the rows once more."""
+
+    def undo(self) -> None:
+        """The rows were not carried out after all."""
+
+
+class RowRunner(Protocol):
+    """The executor as a recorder sees it (gt.worker.program.runner.ProgramRunner)."""
+
+    @property
+    def tensors(self) -> dict[int, Tensor]:
+        """The worker's tensors by id."""
+
+    @property
+    def pending_outputs(self) -> PendingOutputs:
+        """Outputs of a replay in memory that the next replay overwrites."""
+
+    def run_rows(self, rows: Sequence[Row]) -> bool:
+        """Carry out rows; a failed one is reported. True if none failed."""
+
+    def run_all_or_none(self, rows: Sequence[Row]) -> ReplayedWork:
+        """Carry out rows; raises where one fails, and then nothing counts as done."""
+
+
 class DeviceReplays(Protocol):
-    """What a device recorded of one program; `begin`, `ending` and runs are steps, in the program's order."""
+    """The recordings of one program. `begin`, runs and `ending` are steps, in the program's order."""
 
     def begin(self, code: list, at: int) -> None:
         """The first step of a replay."""
 
     def run(self, rows: list[Row], reads: list[int], makes: set[int], moving: set[int]) -> Step:
-        """Rows as one, recorded when they are first carried out. reads, makes: ids; moving: of reads, what moves each time."""
+        """Rows as one step, recorded when first carried out. reads, makes: ids; moving: ids of inputs that move each time."""
 
     def ending(self, last: set[int]) -> Step:
-        """The last step of a replay that leaves these ids behind."""
+        """The last step of a replay, after which these ids are alive."""
 
-    def aside(self, step: Step, ids: Sequence[int], name: str) -> Step:
-        """A transfer as a step of a run, that other work may pass; what these ids stand for stays until it is joined."""
+    def on_side_stream(self, step: Step, ids: Sequence[int], name: str) -> Step:
+        """A transfer as a step of a run, which other work may overtake. Tensors of these ids stay alive until it is joined."""
 
     def join(self, count: int) -> Step:
-        """A step of a run: what follows waits for the first `count` transfers of the run."""
+        """A step of a run: later rows wait for the first `count` transfers of the run."""
 
     def mark(self, name: str) -> Step:
-        """A step where an action begins, "" for what is none."""
+        """A step at the start of an action; "" ends the action before it."""
 
-    def stamps(self) -> list[tuple[str, float, float]]:
+    def action_times(self) -> list[tuple[str, float, float]]:
         """Name, start and end (seconds of the monotonic clock) of the actions of the last replay, [] if not known yet."""
 
     def transfers(self) -> list[tuple[str, float, float]]:
-        """The same of transfers that were put aside, if the program has actions."""
+        """The same of transfers on the side stream, if the program has actions."""
 
     def report(self) -> tuple[int, list[str]]:
-        """How many runs are recorded, and why others are not."""
+        """Number of recorded runs, and reasons for the others."""
 
     def close(self) -> None:
-        """There will be no more replays: give back memory."""
+        """The program is forgotten: give memory back."""
 
 
 class DeviceRecorder(Protocol):
-    """What an engine may have: a device that does again what was recorded, on the same memory, in one launch."""
+    """A device that records work and replays it in one launch, on the same memory. Engines need not have one."""
 
     def records(self, payload: dict[str, Any]) -> bool:
-        """Whether an `op` definition, unless it draws new random numbers, only issues work, the same each time."""
+        """True if an `op` definition only issues work, the same each time but for random numbers."""
 
     def draws(self, payload: dict[str, Any]) -> bool:
-        """True if the device makes an op's random numbers, by a key in its memory that each replay sets anew."""
+        """True if the device draws an op's random numbers by a key in its memory, which each replay sets."""
 
-    def program(self, held: dict[int, Tensor], each: Each, strictly: Strictly, lent: Lent, dropped: set[int]) -> DeviceReplays:
-        """each: carries out rows; strictly: the same, and raises where one fails. lent: is told what a replay leaves where the
-        next writes. dropped: ids that end before the program reads anything.
-        """
+    def program(self, runner: RowRunner, dropped: set[int]) -> DeviceReplays:
+        """Replays of one program. dropped: ids that are freed before the program reads anything."""
 
 
 class Compiler(Protocol):
-    """What an engine may have: segments (gt.worker.program.partition) as code of their own."""
+    """A compiler of segments (gt.worker.program.partition). Engines need not have one."""
 
     name: str
 
     @property
     def recorder(self) -> DeviceRecorder | None:
-        """Of this device, if it can."""
+        """The recorder of this device, if it has one."""
 
     def fits(self, payload: dict[str, Any]) -> bool:
-        """Whether an `op` definition can be in a segment."""
+        """True if an `op` definition can be in a segment."""
 
-    def seen(self, inputs: Sequence[Tensor]) -> Hashable:
-        """All that code made for these inputs may depend on, their values left out."""
+    def signature(self, inputs: Sequence[Tensor]) -> Hashable:
+        """Everything about these inputs but their values that compiled code may depend on."""
 
-    def compile(self, wired: Wired, seen: Any) -> CompiledSegment:
-        """The code of a segment for inputs that were seen so; what it raises is why there is none."""
+    def compile(self, segment: BoundSegment, signature: Any) -> CompiledSegment:
+        """Compile a segment for inputs of this signature. An exception says why it cannot be compiled."""
 
 
 IDENTITY = {"sum": 0.0, "norm2": 0.0, "product": 1.0, "max": float("-inf"), "min": float("inf")}
 
 
 class Moves(Protocol):
-    """What steps that move data ask of an engine."""
+    """Methods of an engine for steps that move data."""
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
-        """dst[:] = src, whatever their strides."""
+        """dst[:] = src, for any strides."""
 
     def flat(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         """A contiguous tensor's memory in another shape."""
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """The tensor itself where `view` can show it, else a contiguous copy in host memory."""
+        """The tensor itself if `view` takes it, else a contiguous copy in host memory."""
 
     def staging(self, shape: Sequence[int], dtype: str) -> Tensor:
-        """As `empty`, in memory that `view` can show."""
+        """An uninitialized tensor in memory that `view` takes."""
 
     def adopt(self, tensor: Tensor) -> Tensor:
         """A staging tensor as one of this worker's device."""
@@ -135,7 +155,7 @@ class Moves(Protocol):
         """The bytes of a packed tensor, writable, not copied."""
 
     def combine(self, op: str, dtype: str) -> Combine:
-        """What a reduction does to two buffers of elements."""
+        """The function of a reduction on two buffers of elements."""
 
     def divide(self, tensor: Tensor, by: int) -> None:
         """tensor /= by, in place."""
@@ -145,10 +165,10 @@ class Moves(Protocol):
 
 
 class Direct(Moves, Protocol):
-    """The same where devices move each other's memory: a view is a flat tensor of bytes on the device."""
+    """The same for devices that reach each other's memory: a view is a flat tensor of bytes on the device."""
 
     def address(self, view: Tensor) -> int:
-        """Where its bytes are."""
+        """Address of its bytes."""
 
     def words(self, view: Tensor) -> Tensor:
         """The same memory as int64."""
@@ -157,39 +177,39 @@ class Direct(Moves, Protocol):
         """A view of memory that this device can reach."""
 
     def stream(self) -> int:
-        """What work is issued to, as the device's library names it."""
+        """The stream that work is issued to, as the device's library names it."""
 
     def write(self, view: Tensor, data: bytes) -> None:
         """Bytes of the host into a view of the same size."""
 
     def read(self, view: Tensor) -> bytes:
-        """A view's bytes; waits for what was issued."""
+        """A view's bytes; waits for issued work."""
 
     def finish(self) -> None:
-        """Wait for all that was issued."""
+        """Wait for all issued work."""
 
 
 class Progress(Protocol):
-    """How far a device has come in what it was given. By any thread."""
+    """Progress of a device through issued work. By any thread."""
 
     def note(self) -> None:
-        """Something was issued, by the calling thread."""
+        """The calling thread has issued work."""
 
-    def come(self) -> int:
-        """How often what was issued until a note was done, as it was last seen. At once: to ask has it looked again."""
+    def completed(self) -> int:
+        """Number of notes whose work is complete, as last observed. Returns at once, and starts another observation."""
 
     def fence(self) -> Callable[[], None]:
-        """A wait, for any thread, for what the calling thread has issued until now. It ends too if the device has failed."""
+        """A wait, for any thread, for the work that the calling thread has issued so far. It ends too if the device fails."""
 
 
 class Engine(Moves, Protocol):
-    """The numpy-like core that a backend has to have; errors of an op are raised as they are, UnsupportedOp by name.
+    """A backend of workers. An op's errors are raised unchanged; UnsupportedOp names an op that it lacks.
 
-    It may have `compiler(backend) -> (Compiler or None, why it is not what the backend's name says)` too.
+    It may have `compiler(backend) -> (Compiler or None, reason if it is not the compiler of that name)` too.
     """
 
     name: str
-    kind: str  # of its device, as torch names it: cpu, cuda
+    kind: str  # of its device, by torch's name: cpu, cuda
 
     @property
     def direct(self) -> Direct | None:
@@ -197,11 +217,11 @@ class Engine(Moves, Protocol):
 
     @property
     def clock(self) -> Callable[[], float] | None:
-        """Seconds; None where an op goes on after its call has returned."""
+        """Clock in seconds; None if ops run asynchronously."""
 
     @property
     def progress(self) -> Progress | None:
-        """How far the device has come, None on the host."""
+        """Progress of the device, None on the host."""
 
     def guard(self) -> AbstractContextManager:
         """Around a batch of instructions: nothing is recorded for autograd."""
@@ -210,10 +230,10 @@ class Engine(Moves, Protocol):
         """The callable of an `op` definition (ir.instr.KINDS)."""
 
     def source(self, payload: dict[str, Any]) -> Source:
-        """The same as source."""
+        """The callable of an `op` definition as Python source."""
 
     def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
-        """A contiguous tensor of memory as it comes."""
+        """An uninitialized contiguous tensor."""
 
     def zeros(self, spec: Spec) -> Tensor:
         """A tensor of zeros with the spec's shape, strides and dtype (not its offset)."""
@@ -225,48 +245,25 @@ class Engine(Moves, Protocol):
         """A contiguous copy."""
 
     def upload(self, buffer: Any, spec: Spec) -> Tensor:
-        """A tensor of row-major bytes; owns the buffer and keeps its memory where it can."""
+        """A tensor of row-major bytes. It takes over the buffer, and its memory where possible."""
 
     def spec(self, tensor: Tensor) -> Spec:
         """Shape, strides, offset, dtype."""
 
     def storage(self, tensor: Tensor) -> tuple[int, int]:
-        """(address, bytes) of the memory it is a view of."""
+        """(address, bytes) of the tensor's memory."""
 
     def peak(self) -> int:
-        """The most bytes of its device's memory that were in use at once, 0 where that is not counted."""
+        """Peak bytes in use of its device's memory, 0 if not counted."""
 
     def switch(self, switches: dict[str, Any]) -> None:
         """Thread count, matmul precision, determinism: Hello.switches."""
 
     def bound(self, nbytes: int) -> None:
-        """Its device's memory is full once it has taken so many bytes. ConfigError for more than there are."""
+        """Limit its device's memory to so many bytes. ConfigError for more than the device has."""
 
     def clear(self) -> None:
-        """From here on no memory reaches an op with what was in it before: another session may have left that."""
+        """From here on clear memory before an op gets it: it may hold data of another session."""
 
     def poisoned(self, error: BaseException) -> bool:
-        """Whether no later op of this process can succeed."""
-
-
-def _torch(device: str) -> Engine:
-    from gt.worker.engine.torch import TorchEngine
-
-    return TorchEngine(device)
-
-
-def _numpy(device: str) -> Engine:
-    from gt.worker.engine.numpy import NumpyEngine
-
-    return NumpyEngine(device)
-
-
-# GT_BACKEND -> its engine on a device, imported when it is opened and not before
-ENGINES: dict[str, Callable[[str], Engine]] = {"torch": _torch, "numpy": _numpy}
-
-
-def open_engine(backend: str, device: str) -> Engine:
-    """The engine of a backend's name."""
-    if backend not in ENGINES:
-        raise ConfigError(f"no engine is named {backend!r}: GT_BACKEND and --backend may be {' or '.join(ENGINES)}")
-    return ENGINES[backend](device)
+        """True if no later op of this process can succeed."""

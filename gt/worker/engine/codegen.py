@@ -1,4 +1,4 @@
-"""From an op's args tree to Python source with its constants bound. For every engine; knows no kind of tensor."""
+"""Python source of an op from its argument tree, with constants bound. For every engine; knows no kind of tensor."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from gt.ir import arguments
 from gt.ir.schema import TABLE, Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Arg, Const, T, V, from_wire
-from gt.worker.engine.base import Call
 
-# (names of the made function, name of this output's strides among them, its spec) -> tensor -> the tensor as it has to be
+Call = Callable[..., Any]  # (*tensors, *values) -> None, one tensor, or a tuple: one for each `new` or `view` output
+# (globals of the function, name of the output's strides among them, its spec) -> tensor -> tensor with the spec's strides
 Check = Callable[[dict[str, Any], str, Spec], Callable[[Any], Any]]
-# (names of the made function, name of this view's shape among them, its spec) -> view -> None; ValueError for another
-Look = Callable[[dict[str, Any], str, Spec], Callable[[Any], None]]
+# (globals of the function, name of the view's shape among them, its spec) -> view -> None; ValueError for another shape
+CheckView = Callable[[dict[str, Any], str, Spec], Callable[[Any], None]]
 
 
 def finish(outs: Sequence[Sequence[Any]]) -> list[tuple[int, bool, Spec | None]]:
-    """Outputs that get an id: the place of each, whether it is a view, and the spec that it has to have.
-
-    None for outputs whose shape depends on values.
-    """
+    """Outputs that get an id, as (place, True for a view, wanted spec). The spec is None if the shape depends on values."""
     kept = [(at, out) for at, out in enumerate(outs) if out[0] in ("new", "view")]
     return [(at, out[0] == "view", None if out[1] is None else Spec.from_wire(out[1])) for at, out in kept]
 
@@ -36,20 +33,21 @@ def fitting(payload: dict[str, Any]) -> tuple[Schema, list[Arg], dict[str, Arg]]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An op as Python source. unless: condition to make the check under, of `{out}` and its `{stride}`; none checks always.
+    """An op as Python source.
 
-    look: at views of a shape that was not seen before.
+    check: for outputs; check_view: for views with a shape that was not checked before.
+    unless: the condition for `check`, on `{out}` and its `{stride}`; "" checks always.
     """
 
     op: Callable
     payload: dict[str, Any]
     constant: Callable[[Const], Any]
     check: Check
-    look: Look
+    check_view: CheckView
     unless: str = ""
 
     def function(self) -> Call:
-        """(*tensors, *values) -> None, one output, or a tuple of those that get an id. Made as source: a call is one frame."""
+        """(*tensors, *values) -> None, one output, or a tuple of outputs with an id. Generated code makes a call one frame."""
         payload, bound = self.payload, dict[str, Any]()
         tensors = [f"t{i}" for i in range(payload["tensors"])]
         values = [f"v{i}" for i in range(payload["values"])]
@@ -57,12 +55,12 @@ class Source:
         if not outs and self._arguments(tensors, values, bound) == tensors + values:
             return self.op
         lines = [*self.statements(tensors, values, outs, bound), f"return {', '.join(outs) or None}"]
-        # Only names made here and identifiers that were checked are in the source.
+        # The source has only names made here and identifiers that were checked.
         exec(f"def call({', '.join(tensors + values)}):\n    " + "\n    ".join(lines), bound)
         return bound["call"]
 
     def statements(self, tensors: list[str], values: list[str], outs: list[str], bound: dict[str, Any]) -> list[str]:
-        """Lines that carry it out on tensors and values of these names. bound: globals, in which what they need is put."""
+        """Lines that carry out the op on tensors and values of these names. bound: their globals, which are added to."""
         call = f"{bind(bound, self.op)}({', '.join(self._arguments(tensors, values, bound))})"
         ends = finish(self.payload["outs"])
         if not ends:
@@ -75,7 +73,7 @@ class Source:
         for out, (_, view, spec) in zip(outs, ends, strict=True):
             if spec is not None and view:
                 shape = f"s{len(bound)}"
-                lines.append(f"if {out}.shape != {shape}: {bind(bound, self.look(bound, shape, spec))}({out})")
+                lines.append(f"if {out}.shape != {shape}: {bind(bound, self.check_view(bound, shape, spec))}({out})")
             elif spec is not None:
                 stride = f"s{len(bound)}"
                 check = bind(bound, self.check(bound, stride, spec))
@@ -84,7 +82,7 @@ class Source:
         return lines
 
     def _arguments(self, tensors: list[str], values: list[str], bound: dict[str, Any]) -> list[str]:
-        """The source of the op's arguments; constants are put into `bound`."""
+        """Source of the op's arguments; constants are put into `bound`."""
 
         def text(arg: Any) -> str:
             if isinstance(arg, (T, V)):
@@ -107,7 +105,7 @@ class Source:
 
 
 def bind(bound: dict[str, Any], value: Any) -> str:
-    """A name for a value among these globals."""
+    """Bind a value among these globals; its name."""
     name = f"c{len(bound)}"
     bound[name] = value
     return name

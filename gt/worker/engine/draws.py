@@ -1,4 +1,4 @@
-"""What random ops draw, as NumPy values of a shape for a dtype's name; an engine writes them into its own tensors."""
+"""Numbers of random ops, as NumPy values of a shape for a dtype's name. An engine writes them into its own tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _uniform(words: Words, shape: Shape, dtype: str, low: float = 0.0, high: flo
 
 
 def normals(words: Words, shape: Shape, dtype: str, mean: float = 0.0, std: float = 1.0) -> np.ndarray:
-    """In float32, or in float64 where the dtype is; complex ones of variance std squared."""
+    """Normal numbers in float32, or float64 for a wide dtype. Complex numbers have variance std squared."""
     if std < 0:
         raise ValueError(f"normal expects std >= 0, got {std}")
     z = (complex_normal if dtype in COMPLEX else normal)(words.of(shape), double(dtype))
@@ -117,7 +117,7 @@ def _poisson(words: Words, shape: Shape, dtype: str, rate: np.ndarray) -> np.nda
 
 
 def multinomial(words: Words, p: np.ndarray, samples: int, replacement: bool = False) -> np.ndarray:
-    """Drawn whole: the rows of a piece would need to know which rows they are."""
+    """Each worker draws the whole result: rows of a piece would need to know their global index."""
     if samples <= 0:
         raise ValueError(f"multinomial cannot take {samples} samples")
     chances = np.atleast_2d(p)
@@ -142,7 +142,7 @@ def multinomial(words: Words, p: np.ndarray, samples: int, replacement: bool = F
 
 
 def randperm(words: Words, n: int) -> np.ndarray:
-    """Drawn whole, then cut to the piece."""
+    """Each worker draws the whole permutation and takes its piece."""
     order = np.random.Generator(np.random.Philox(key=words.key)).permutation(n)
     if words.place is not None:
         order = np.concatenate([order[index(box)] for box in as_boxes(words.place[1])])

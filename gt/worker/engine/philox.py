@@ -16,7 +16,7 @@ from gt.ir.layout import Box
 from gt.worker.instructions.pieces import as_boxes, extent, index, local
 
 MASK = (1 << 64) - 1
-SHORT = 1024  # words: a run of memory shorter than this is drawn together with its neighbours
+SHORT_RUN_WORDS = 1024  # a shorter run of memory is drawn together with its neighbours
 
 # ---- words
 
@@ -70,11 +70,11 @@ class Words:
 
 
 def _run_dim(whole: tuple[int, ...], box: Box) -> int:
-    """The dim along which the box is drawn in one go: its inner dims are whole, or too short to be drawn apart."""
+    """The dim from which a box is drawn as one run: its inner dims are whole, or too short to be drawn apart."""
     at = len(whole) - 1
     while at > 0 and box[at] == (0, whole[at]):
         at -= 1
-    while at > 0 and (box[at][1] - box[at][0]) * prod(whole[at + 1 :]) < SHORT:
+    while at > 0 and (box[at][1] - box[at][0]) * prod(whole[at + 1 :]) < SHORT_RUN_WORDS:
         at -= 1
     return at
 

@@ -1,8 +1,8 @@
 """Steps that move data between workers, through the plane: collectives and pairwise transfers.
 
-Transfers carry boxes one after the other, each row-major; collectives carry a rank's local tensor, row-major. A step that
-cannot bring its part (no such tensor, another shape, no memory) takes part with nothing: the others fail at once instead of
-waiting, and what workers exchange afterwards, for other programs too, stays in step.
+Transfers carry boxes one after the other, each row-major; collectives carry a rank's local tensor, row-major. A step may be
+unable to bring its part (no such tensor, another shape, no memory). Then it takes part with no bytes: the other members fail at
+once instead of waiting, and later exchanges stay matched, those of other programs too.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any
 from gt.errors import SystemFailure
 from gt.ir.layout import Box, volume
 from gt.ir.spec import DTYPES, contiguous
-from gt.worker.context import ExecutionContext, Step
+from gt.worker.context import ExecutionContext
 from gt.worker.engine.base import Combine, Moves, Tensor
-from gt.worker.instructions.pieces import as_boxes, cut, extent, index, leading, local, shared
+from gt.worker.instructions.pieces import as_boxes, extent, index, leading, local, part_of, shared
+from gt.worker.instructions.step import Step
 
 NOTHING = memoryview(bytearray())
 
 
 def peers(payload: dict[str, Any]) -> Sequence[int]:
-    """Workers that have a part in what moves data, this one too."""
+    """Workers that take part in a transfer or collective, this one included."""
     if "team" in payload:
         return payload["team"]["workers"]
     channels = [payload["channel"]] if "channel" in payload else [channel for channel, _ in payload.get("parts", ())]
@@ -31,7 +32,7 @@ def peers(payload: dict[str, Any]) -> Sequence[int]:
 
 
 def _declined(decline: Callable, *args: Any) -> None:
-    """Take part with nothing; why it had to is raised by the caller."""
+    """Take part with no bytes; the caller raises the reason."""
     with suppress(Exception):
         decline(*args)
 
@@ -46,7 +47,7 @@ def _combines(engine: Moves) -> Any:
 
 def all_reduce(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     held, team, op = worker.tensors, payload["team"], payload["op"]
-    engine, plane = worker.reach(team["workers"])
+    engine, plane = worker.route(team["workers"])
     combines = _combines(engine)
 
     def step(code: list, at: int) -> None:
@@ -60,25 +61,25 @@ def all_reduce(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
             _declined(plane.all_reduce, team, NOTHING, _never)
             raise
 
-        def then() -> None:
+        def finish() -> None:
             if op == "avg":
                 engine.divide(data, len(team["workers"]))
             if data is not target:
                 engine.copy(target, data)
 
-        plane.all_reduce(team, view, combine, then)
+        plane.all_reduce(team, view, combine, finish)
 
     return step
 
 
 def together(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
-    """By itself nothing: gt.worker.program.overlap makes one row of those that follow."""
+    """Does nothing by itself: gt.worker.program.overlap makes one row of the all-reduces that follow."""
     return lambda code, at: None
 
 
 def all_gather(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     held, team = worker.tensors, payload["team"]
-    engine, plane = worker.reach(team["workers"])
+    engine, plane = worker.route(team["workers"])
     shape, dtype = tuple(payload["shape"]), payload["dtype"]
     ranks = [as_boxes(rows) for rows in payload["boxes"]]
     own = local(ranks[team["rank"]])[0]
@@ -111,7 +112,7 @@ def all_gather(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 def reduce_scatter(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     held, team = worker.tensors, payload["team"]
-    engine, plane = worker.reach(team["workers"])
+    engine, plane = worker.route(team["workers"])
     op, shape, dtype = payload["op"], tuple(payload["shape"]), payload["dtype"]
     ranks = [as_boxes(rows) for rows in payload["boxes"]]
     own = local(ranks[team["rank"]])[0]
@@ -137,7 +138,7 @@ def reduce_scatter(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 def all_to_all(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     held, team = worker.tensors, payload["team"]
-    engine, plane = worker.reach(team["workers"])
+    engine, plane = worker.route(team["workers"])
     dtype, rank = payload["dtype"], payload["team"]["rank"]
     have = [as_boxes(rows) for rows in payload["have"]]
     want = [as_boxes(rows) for rows in payload["want"]]
@@ -169,7 +170,7 @@ def all_to_all(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 def send(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     held, channel = worker.tensors, payload["channel"]
-    engine, plane = worker.reach([channel["peer"]])
+    engine, plane = worker.route([channel["peer"]])
     boxes = as_boxes(payload["boxes"])
 
     def step(code: list, at: int) -> None:
@@ -214,7 +215,7 @@ def merge(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
             need(nbytes)
             dst = engine.staging(payload["shape"], payload["dtype"])
             for source, target in pairs:
-                engine.copy(dst[index(target)], cut(src, source))
+                engine.copy(dst[index(target)], part_of(src, source))
         except Exception:
             _decline(worker, payload)
             raise
@@ -225,22 +226,22 @@ def merge(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 
 def _between(worker: ExecutionContext, payload: dict[str, Any]) -> tuple[Moves, Any]:
-    """Engine and plane of what is received: the same for all parts, so that it is put together in one kind of memory."""
-    found = [worker.reach([channel["peer"]]) for channel, _ in payload["parts"]]
-    if len({id(plane) for _, plane in found}) > 1:
+    """Engine and plane of a receive: the same for all parts, which are assembled in one kind of memory."""
+    routes = [worker.route([channel["peer"]]) for channel, _ in payload["parts"]]
+    if len({id(plane) for _, plane in routes}) > 1:
         raise SystemFailure("workers on GPUs and others send parts of one tensor: keep groups to one kind of worker")
-    return found[0] if found else worker.reach([])
+    return routes[0] if routes else worker.route([])
 
 
 def _decline(worker: ExecutionContext, payload: dict[str, Any]) -> None:
-    """Take every part from its channel, to nowhere: what does not fit is dropped there."""
+    """Receive every part with no room for it: the channel drops the bytes."""
     _, plane = _between(worker, payload)
     for channel, _ in payload["parts"]:
         _declined(plane.recv, channel, NOTHING)
 
 
 def _receiver(worker: ExecutionContext, payload: dict[str, Any]) -> Any:
-    """dst -> None: takes every part, also after one failed, so that the channels of living peers stay in step."""
+    """dst -> None: receives every part, even after one failed, so that the channels of living peers stay matched."""
     dtype = payload["dtype"]
     engine, plane = _between(worker, payload)
     parts = [(channel, as_boxes(rows)) for channel, rows in payload["parts"]]
@@ -270,42 +271,42 @@ def _receiver(worker: ExecutionContext, payload: dict[str, Any]) -> Any:
 
 
 def planned(engine: Moves, tensor: Tensor, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """The tensor; ValueError unless it is what the plan says, or members would take what others left in a team's buffer."""
+    """The tensor; ValueError unless it is as planned, or members would read old bytes of a team's buffer."""
     if tuple(tensor.shape) != shape or engine.dtype(tensor) != dtype:
         raise ValueError(f"the tensor is {engine.dtype(tensor)}{list(tensor.shape)}, planned is {dtype}{list(shape)}")
     return tensor
 
 
 def _assembled(engine: Moves, src: Tensor, boxes: list[Box], dtype: str) -> Tensor:
-    """The local tensor of these boxes of src, as `view` can show it."""
+    """The local tensor of these boxes of src, packed for `view`."""
     if len(boxes) == 1:
-        return engine.packed(cut(src, boxes[0]))
+        return engine.packed(part_of(src, boxes[0]))
     shape, places = local(boxes)
     part = engine.staging(shape, dtype)
     for box, place in zip(boxes, places, strict=True):
-        engine.copy(part[index(place)], cut(src, box))
+        engine.copy(part[index(place)], part_of(src, box))
     return part
 
 
 def _packed(engine: Moves, src: Tensor, boxes: list[Box], dtype: str) -> Tensor:
     """The boxes of src one after the other."""
     if len(boxes) == 1:
-        return engine.packed(cut(src, boxes[0]))
+        return engine.packed(part_of(src, boxes[0]))
     flat = engine.staging((sum(map(volume, boxes)),), dtype)
     for box, run in _runs(engine, flat, boxes):
-        engine.copy(run, cut(src, box))
+        engine.copy(run, part_of(src, box))
     return flat
 
 
 def _room(engine: Moves, dst: Tensor, boxes: list[Box], dtype: str) -> Tensor:
-    """Where the boxes of dst are received: in their place if they are one run of memory there."""
+    """Memory to receive boxes of dst in: their own place where they are one run of memory, else a staging tensor."""
     if len(boxes) == 1 and leading(boxes[0], tuple(dst.shape)):
         return dst[index(boxes[0])]
     return engine.staging((sum(map(volume, boxes)),), dtype)
 
 
 def _spread(engine: Moves, dst: Tensor, boxes: list[Box], room: Tensor) -> None:
-    """What was received in a _room to where it belongs."""
+    """Copy boxes from the memory of `_room` to their place in dst."""
     if len(boxes) == 1 and leading(boxes[0], tuple(dst.shape)):
         return
     for box, run in _runs(engine, room, boxes):

@@ -1,4 +1,4 @@
-"""Steps that concern this worker alone: ops, and what it exchanges with the dispatcher."""
+"""Steps of this worker alone: ops, uploads, and answers to the dispatcher."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from gt.ir.spec import Spec
 from gt.wire.messages import Described
-from gt.worker.context import ExecutionContext, Step
-from gt.worker.instructions.pieces import as_boxes, cut, index, local
+from gt.worker.context import ExecutionContext
+from gt.worker.instructions.pieces import as_boxes, index, local, part_of
+from gt.worker.instructions.step import Step
 
 
 def op(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
@@ -30,8 +31,8 @@ def _general(held: dict[int, Any], call: Any, tensors: int, values: int, results
         held[code[at + inputs]] = call(*map(get, code[at : at + tensors]), *code[at + tensors : at + inputs])
 
     def many(code: list, at: int) -> None:
-        made = call(*map(get, code[at : at + tensors]), *code[at + tensors : at + inputs])
-        held.update(zip(code[at + inputs : at + inputs + results], made, strict=True))
+        outputs = call(*map(get, code[at : at + tensors]), *code[at + tensors : at + inputs])
+        held.update(zip(code[at + inputs : at + inputs + results], outputs, strict=True))
 
     return none if results == 0 else one if results == 1 else many
 
@@ -88,11 +89,11 @@ def shard(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     def step(code: list, at: int) -> None:
         src = held[code[at]]
         if len(boxes) == 1:
-            held[code[at + 1]] = engine.clone(cut(src, boxes[0]))
+            held[code[at + 1]] = engine.clone(part_of(src, boxes[0]))
             return
         dst = engine.empty(shape, engine.dtype(src))
         for box, place in zip(boxes, places, strict=True):
-            engine.copy(dst[index(place)], cut(src, box))
+            engine.copy(dst[index(place)], part_of(src, box))
         held[code[at + 1]] = dst
 
     return step
@@ -122,14 +123,14 @@ def upload(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 
 def fetch(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
-    engine, held, begin = worker.engine, worker.tensors, worker.outgoing.begin
+    engine, held, begin = worker.engine, worker.tensors, worker.downloads.begin
 
     def step(code: list, at: int) -> None:
         src = held[code[at]]
         packed = engine.packed(src)
         begin(code[at + 1], engine.view(packed), packed is not src)
         if at + 2 < len(code):
-            worker.outgoing.settle()
+            worker.downloads.copy_unsent()
 
     return step
 

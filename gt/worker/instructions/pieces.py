@@ -1,4 +1,4 @@
-"""Where the boxes of a global tensor lie in a worker's local tensor: arithmetic on intervals, no tensors, no I/O."""
+"""Boxes of a global tensor and their places in a worker's local tensor: arithmetic on intervals, no I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def as_boxes(rows: Iterable[Iterable[Sequence[int]]]) -> list[Box]:
 
 
 def local(boxes: list[Box]) -> tuple[tuple[int, ...], list[Box]]:
-    """Shape of the local tensor that holds these global boxes, and where in it each of them lies.
+    """Shape of the local tensor that holds these global boxes, and the place of each box in it.
 
     The boxes are the product of a list of intervals for each dim, in order, as ir.layout.boxes makes them.
     """
@@ -36,7 +36,7 @@ def local(boxes: list[Box]) -> tuple[tuple[int, ...], list[Box]]:
 
 
 def shared(have: list[Box], want: list[Box]) -> list[tuple[Box, Box]]:
-    """What is in both: (box of the tensor that has `have`, box of the one that wants `want`), in local indices."""
+    """Overlaps of two sets of boxes, as pairs of local indices: in the tensor of `have`, in the tensor of `want`."""
     _, sources = local(have)
     _, targets = local(want)
     pairs = []
@@ -48,7 +48,7 @@ def shared(have: list[Box], want: list[Box]) -> list[tuple[Box, Box]]:
 
 
 def _moved(inner: Box, outer: Box, place: Box) -> Box:
-    """`inner`, a part of the global box `outer`, in the indices of the tensor where outer lies at `place`."""
+    """`inner`, a part of the global box `outer`, in the indices of a tensor that has `outer` at `place`."""
     return tuple(
         (start - base + at, stop - base + at) for (start, stop), (base, _), (at, _) in zip(inner, outer, place, strict=True)
     )
@@ -59,7 +59,7 @@ def index(box: Box) -> tuple:
     return (*(slice(start, stop) for start, stop in box), ...)
 
 
-def cut(tensor: Any, box: Box) -> Any:
+def part_of(tensor: Any, box: Box) -> Any:
     """The box of a tensor; ValueError if the tensor does not have all of it."""
     part = tensor[index(box)]
     if tuple(part.shape) != extent(box):
@@ -72,5 +72,5 @@ def extent(box: Box) -> tuple[int, ...]:
 
 
 def leading(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether the box is one run of memory of a contiguous tensor of this shape (whole in every dim but the first)."""
+    """True if the box is one run of memory of a contiguous tensor of this shape: whole in every dim but the first."""
     return all(span == (0, n) for span, n in zip(box[1:], shape[1:], strict=True))

@@ -1,7 +1,7 @@
 """Collectives in terms of a team's buffers and exchanges. Knows nothing of heaps, flags or doorbells.
 
-What adds, adds in rank order, so all members get the same bits at any timing. Cuts lie at multiples of LINE bytes, so no
-element is split. If combine raises, the member goes on with the exchanges and raises at the end: the others never hang.
+Members add in rank order, so all get the same bits at any timing. Parts end at multiples of LINE bytes, so no element is split.
+If combine raises, the member goes on with the exchanges and raises at the end: the others never hang.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def all_reduce(team: Team, data: memoryview, combine: Combine) -> None:
 
 
 def agree(team: Team, sizes: int) -> None:
-    """After an exchange before which each member announced this: ValueError, on all of them, if they do not say the same."""
-    said = [team.announced(rank) for rank in range(team.size)]
-    if any(one != sizes for one in said):
-        raise ValueError(f"members of a collective brought {said} bytes, want the same of all: it did not take place")
+    """Check, after an exchange, that all members announced this number of bytes; ValueError on all of them if not."""
+    announced = [team.announced(rank) for rank in range(team.size)]
+    if any(size != sizes for size in announced):
+        raise ValueError(f"members of a collective brought {announced} bytes, want the same of all: it did not take place")
 
 
 def _all_reduce(team: Team, data: memoryview, add: Adder, left: int) -> None:
@@ -138,7 +138,7 @@ def all_to_all(team: Team, sends: Sequence[memoryview], recvs: Sequence[memoryvi
 
 
 def put(team: Team, pieces: Sequence[memoryview], start: int, stop: int, share: int, skip: int = -1) -> None:
-    """This part of the piece for each rank goes to that rank's share of the buffer."""
+    """Write this part of each rank's piece to that rank's share of the buffer."""
     mine = team.mine
     for rank, piece in enumerate(pieces):
         part = piece[start:stop]

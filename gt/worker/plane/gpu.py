@@ -1,7 +1,7 @@
-"""A plane whose members move memory of their devices once the dispatcher has named them (World.members); under it plane shm.
+"""A plane for memory of devices, over plane shm. Its members form a world once the dispatcher has named them (World.members).
 
-Plane shm serves whatever is in host memory, and members that are not in the world. What the members do on a stream cannot be
-taken back: when one dies, the others' processes have to end.
+Plane shm serves host memory, and workers outside of the world. Members wait for one another on their streams, and such a wait
+cannot be cancelled: when one member dies, the others' processes have to end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from gt.errors import SystemFailure
-from gt.worker.plane.base import Turns
+from gt.worker.plane.base import SlotCursors
 from gt.worker.plane.shm import ShmPlane
 
 log = logging.getLogger("gt.worker")
@@ -22,21 +22,21 @@ log = logging.getLogger("gt.worker")
 class DevicePlane(ShmPlane):
     """engine: of a GPU worker."""
 
-    name = ""  # as GT_TRANSPORT has it; a unique id says which plane's it is
+    name = ""  # a value of GT_TRANSPORT; a unique id begins with it
 
     def __init__(self, engine: Any, heap_bytes: int) -> None:
         super().__init__(heap_bytes)
         self._engine = engine
-        self._reached: Any = None  # what moves memory of the device
+        self._transport: Any = None  # moves memory of the device, once the world is formed
         self._members: tuple[int, ...] = ()  # of the world that this process is in
 
     @abstractmethod
     def unique_id(self) -> str:
-        """What the others need to join this process."""
+        """The id by which the other members join this process."""
 
     @abstractmethod
     def join(self, members: Sequence[int], own: int, unique_id: str) -> Any:
-        """Meet them; what has the methods of a plane for memory of the device, and its `name`. None for host memory."""
+        """Meet the members. The result has a plane's methods for memory of the device, and a `name`; None for host memory."""
 
     def open(self, index: int = -1) -> dict[str, Any]:
         return {**super().open(index), "unique_id": f"{self.name}:{self.unique_id()}"}
@@ -47,28 +47,28 @@ class DevicePlane(ShmPlane):
         if name != self.name:
             raise SystemFailure(f"this worker moves data by {self.name}, others by {name}: set GT_TRANSPORT for all of them")
         self._members = tuple(members)
-        self._reached = self.join(members, own, rest)
-        if self._reached is not None:
-            self.transport = self._reached.name
+        self._transport = self.join(members, own, rest)
+        if self._transport is not None:
+            self.transport = self._transport.name
         log.info("in one %s world with workers %s", self.transport, list(members))
 
-    def reach(self, workers: Sequence[int]) -> Any:
-        """What moves memory of the device between these workers (this one among them or not)."""
-        return self._reached if all(index in self._members for index in workers) else None
+    def device_transport(self, workers: Sequence[int]) -> Any:
+        """The transport for memory of the device between these workers, whether or not this one is among them."""
+        return self._transport if all(index in self._members for index in workers) else None
 
     def batch(self) -> AbstractContextManager:
-        return nullcontext() if self._reached is None else self._reached.batch()
+        return nullcontext() if self._transport is None else self._transport.batch()
 
-    def rewind(self, channels: Iterable[Sequence[int]]) -> None:
-        if self._reached is not None:
-            self._reached.rewind(channels)
+    def reset_cursors(self, channels: Iterable[Sequence[int]]) -> None:
+        if self._transport is not None:
+            self._transport.reset_cursors(channels)
 
-    def turns(self) -> Turns:
-        return {} if self._reached is None else self._reached.turns()
+    def cursors(self) -> SlotCursors:
+        return {} if self._transport is None else self._transport.cursors()
 
-    def resume(self, turns: Turns) -> None:
-        if self._reached is not None:
-            self._reached.resume(turns)
+    def restore_cursors(self, cursors: SlotCursors) -> None:
+        if self._transport is not None:
+            self._transport.restore_cursors(cursors)
 
     def count_bytes(self, index: int, sent: int, received: int) -> None:
         self.count(self._peer(index), sent, received)

@@ -1,7 +1,7 @@
 """One symmetric heap a worker in anonymous shared memory, and the doorbell that wakes its owner.
 
-Both are reached through /proc/<pid>/fd/<fd>: nothing has a name, so nothing is left when a process dies. A last page,
-which the dispatcher does not allocate, says whose heap it is and whether its owner sleeps.
+Both are opened through /proc/<pid>/fd/<fd>: nothing has a name, so nothing is left when a process dies. A last page, which the
+dispatcher does not allocate, holds the owner's mark and whether the owner sleeps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-PAGE = 4096
+PAGE_BYTES = 4096
 NAME = "gt-heap"  # of the memory, as /proc shows it
 
 
@@ -44,7 +44,7 @@ class Heap:
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
-        self._map = mmap.mmap(fd, size + PAGE)
+        self._map = mmap.mmap(fd, size + PAGE_BYTES)
         self.bytes = memoryview(self._map)
         self.words = self.bytes.cast("q")
         self.owner = size // 8  # words: the owner's mark, whether it sleeps
@@ -53,7 +53,7 @@ class Heap:
     def close(self) -> None:
         self.words.release()
         self.bytes.release()
-        with contextlib.suppress(BufferError):  # a slice is still in use: the mapping goes with it
+        with contextlib.suppress(BufferError):  # a slice is still in use: the mapping ends with it
             self._map.close()
 
 
@@ -61,10 +61,10 @@ class OwnHeap(Heap):
     """This worker's heap and doorbell. `doorbell` is "<fd of the pipe's end>-<mark>", for World rows."""
 
     def __init__(self, size: int) -> None:
-        if size <= 0 or size % PAGE:
-            raise ValueError(f"heap of {size} bytes, want a multiple of {PAGE}")
+        if size <= 0 or size % PAGE_BYTES:
+            raise ValueError(f"heap of {size} bytes, want a multiple of {PAGE_BYTES}")
         self.fd = os.memfd_create(NAME)
-        os.ftruncate(self.fd, size + PAGE)
+        os.ftruncate(self.fd, size + PAGE_BYTES)
         super().__init__(self.fd, size)
         # 61 bits and never 0: tells this worker's flags from those of one that had its place before
         self.mark = int.from_bytes(os.urandom(8), "little") >> 3 | 1
@@ -74,11 +74,11 @@ class OwnHeap(Heap):
         self.doorbell = f"{self._rope}-{self.mark:016x}"
 
     def listen(self) -> None:
-        """Sleeps until the bell rings; rings that came before count, and any number of them as one."""
-        os.read(self._bell, PAGE)
+        """Sleep until the bell rings. Earlier rings count, any number of them as one."""
+        os.read(self._bell, PAGE_BYTES)
 
     def ring(self) -> None:
-        """Wakes the owner, from another thread. A full pipe holds rings enough already."""
+        """Wake the owner, from another thread. A full pipe holds rings enough already."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._rope, b"\0")
 
@@ -89,15 +89,15 @@ class OwnHeap(Heap):
 
 
 class PeerHeap(Heap):
-    """Another worker's heap and bell, or this one's seen from outside. OSError where that cannot be reached."""
+    """Another worker's heap and bell, or this one's opened from outside. OSError if they cannot be opened."""
 
     def __init__(self, pid: int, fd: int, size: int, doorbell: str) -> None:
         rope, mark = parse(doorbell)
         with os.fdopen(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), "rb", buffering=0) as file:
-            # What a worker says of itself may be a lie: nothing is written to but a heap's own memory, and a pipe.
+            # A worker's description of itself may be false: only a heap's own memory, and a pipe, is written to.
             if not os.readlink(f"/proc/self/fd/{file.fileno()}").startswith(f"/memfd:{NAME}"):
                 raise OSError(f"/proc/{pid}/fd/{fd} is no heap of a worker")
-            if os.fstat(file.fileno()).st_size != size + PAGE:
+            if os.fstat(file.fileno()).st_size != size + PAGE_BYTES:
                 raise OSError(f"/proc/{pid}/fd/{fd} is not a heap of {size} bytes")
             super().__init__(file.fileno(), size)
         self.mark = mark
@@ -107,9 +107,9 @@ class PeerHeap(Heap):
         self._rope = _pipe(f"/proc/{pid}/fd/{rope}")
 
     def ring(self) -> None:
-        """Wakes the owner. One that has gone needs no waking, and what waits on it is told by the dispatcher."""
+        """Wake the owner. If it is gone, the dispatcher fails the waits on it."""
         with contextlib.suppress(BrokenPipeError):
-            self._rope.write(b"\0")  # None where the pipe is full: rings enough
+            self._rope.write(b"\0")  # None if the pipe is full, which holds rings enough
 
     def close(self) -> None:
         super().close()
@@ -121,16 +121,16 @@ def parse(doorbell: str) -> tuple[int, int]:
     """(fd, mark) of a doorbell."""
     fd, _, mark = doorbell.partition("-")
     try:
-        found = int(fd), int(mark, 16)
+        parsed = int(fd), int(mark, 16)
     except ValueError:
         raise OSError(f"{doorbell!r} is not a doorbell of this plane") from None
-    if not found[1]:
+    if not parsed[1]:
         raise OSError(f"{doorbell!r} has no mark, which every heap has")
-    return found
+    return parsed
 
 
 def _pipe(path: str) -> IO[bytes]:
-    """A pipe's end to write to. OSError for anything else, which is left as it is."""
+    """A pipe's end to write to. OSError for anything else, which is not written to."""
     fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     if not stat.S_ISFIFO(os.fstat(fd).st_mode):
         os.close(fd)

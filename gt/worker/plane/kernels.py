@@ -1,9 +1,8 @@
-"""A message between GPUs as two kernels: one copies it into the receiver's slots and tells, one waits and copies it out.
+"""A message between GPUs as two kernels: one copies it into the receiver's slots and sets flags, one waits and copies it out.
 
-A slot has lanes, each with flags of its own and a block of threads at either end: none waits for another, so that a message
-is one launch however long it is, and what has arrived is taken out while the rest is under way. Peers' memory is written as
-one's own (NVLink, or PCIe where GPUs reach each other so). Compiled when the plane is opened, by what CUDA's Python packages
-bring along.
+A slot has lanes, each with its own flags and a block of threads at either end. No lane waits for another: so a message of any
+length is one launch, and the receiver copies its first part while the rest is under way. Peers' memory is written like own
+memory (NVLink, or PCIe where GPUs reach each other by it). CUDA's Python packages compile the kernels when the plane is opened.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from typing import Any
 from gt.errors import ConfigError
 from gt.ir.heap import LANES, ChannelRegion
 
-THREADS = 256  # of a lane's block
-SMALL, LEAST = 32, 8 << 10  # lanes of a short message, and bytes that are worth one; more take multiprocessors from others
-LARGE = 256 << 10  # bytes for each lane more
-STEP = 64 << 10  # bytes that a lane copies before it tells, at most
-NARROW = 4 << 10  # bytes of a slot for a lane, at least
+THREADS_PER_LANE = 256
+# A short message has at most 32 lanes, one for each 8 KiB: more lanes take multiprocessors from other kernels.
+MAX_SHORT_LANES, SHORT_LANE_BYTES = 32, 8 << 10
+LONG_LANE_BYTES = 256 << 10  # a long message has one lane for each
+MAX_CHUNK_BYTES = 64 << 10  # that a lane copies before it sets a flag
+MIN_LANE_BYTES = 4 << 10  # of a slot
 
 SOURCE = r"""
 typedef unsigned long long u64;
@@ -89,8 +89,8 @@ extern "C" __global__ void gt_recv(LANE) { lane<false>(GIVEN); }
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a message goes through slots, the same at both ends: `steps` times `lanes` chunks. wide: bytes of a slot's lane."""
+class Chunks:
+    """A message cut for slots, the same at both ends: `steps` times `lanes` chunks. wide: bytes of a slot's lane."""
 
     lanes: int
     wide: int
@@ -99,29 +99,29 @@ class Cut:
 
 
 @lru_cache(4096)
-def cut(nbytes: int, slot_bytes: int) -> Cut:
-    """Of a message, and one slot of its channel."""
-    most = max(1, min(LANES, slot_bytes // NARROW))
+def split_message(nbytes: int, slot_bytes: int) -> Chunks:
+    """Chunks of a message, for slots of this size."""
+    most = max(1, min(LANES, slot_bytes // MIN_LANE_BYTES))
     wide = slot_bytes // most // 16 * 16
-    lanes = max(1, min(most, max(min(SMALL, -(-nbytes // LEAST)), nbytes // LARGE)))
-    chunk = max(16, min(wide, STEP, -(-nbytes // lanes // 16) * 16))
-    return Cut(lanes, wide, chunk, max(1, -(-nbytes // (lanes * chunk))))
+    lanes = max(1, min(most, max(min(MAX_SHORT_LANES, -(-nbytes // SHORT_LANE_BYTES)), nbytes // LONG_LANE_BYTES)))
+    chunk = max(16, min(wide, MAX_CHUNK_BYTES, -(-nbytes // lanes // 16) * 16))
+    return Chunks(lanes, wide, chunk, max(1, -(-nbytes // (lanes * chunk))))
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Where one message goes: the first slot and its flags, by their addresses in this process; the slot to begin with."""
+    """The way of one message: addresses of the first slot and its flags in this process, and the slot to begin with."""
 
     region: ChannelRegion
     slots: int
     full: int
     empty: int
     first: int
-    cut: Cut
+    chunks: Chunks
 
 
 class Kernels:
-    """Compiled for this GPU. ConfigError says what is not there."""
+    """The kernels compiled for this GPU. ConfigError says which package is missing."""
 
     def __init__(self, device: Any) -> None:
         """device: a cuda.core.Device."""
@@ -135,26 +135,26 @@ class Kernels:
         except Exception as error:  # of CUDA's compiler, its library or the driver: each has exceptions of its own
             raise ConfigError(f"kernels for messages could not be compiled: {type(error).__name__}: {error}") from None
         self._launch, self._stream_of = launch, lru_cache(64)(Stream.from_handle)
-        self._config = lru_cache(LANES)(lambda lanes: LaunchConfig(grid=lanes, block=THREADS))
+        self._config = lru_cache(LANES)(lambda lanes: LaunchConfig(grid=lanes, block=THREADS_PER_LANE))
         self._send: Any = None
         self._recv: Any = None
 
     def load(self) -> None:
-        """Once the device is this thread's; not while something is recorded."""
+        """Load the kernels, once this thread has set the device and before anything is recorded."""
         self._send, self._recv = self._code.get_kernel("gt_send"), self._code.get_kernel("gt_recv")
 
     def send(self, source: int, nbytes: int, passage: Passage, stream: int) -> None:
-        """In the order of the stream, from this member's memory; done with it once that kernel is."""
+        """Send from this member's memory, in the order of the stream, which is done with the memory when the kernel is."""
         self._run(self._send, source, nbytes, passage, stream)
 
     def recv(self, into: int, nbytes: int, passage: Passage, stream: int) -> None:
-        """What the other end sends next, of the same size."""
+        """Receive the next message of the other end, of the same size."""
         self._run(self._recv, into, nbytes, passage, stream)
 
     def _run(self, kernel: Any, data: int, nbytes: int, passage: Passage, stream: int) -> None:
-        region, how = passage.region, passage.cut
+        region, chunks = passage.region, passage.chunks
         slot, apart = region.slot(1) - region.slot(0), (region.full(1) - region.full(0)) // 8
         self._launch(
-            self._stream_of(stream), self._config(how.lanes), kernel, data, nbytes, passage.slots, slot, how.wide,
-            passage.full, passage.empty, apart, passage.first, region.slots, how.chunk,
+            self._stream_of(stream), self._config(chunks.lanes), kernel, data, nbytes, passage.slots, slot, chunks.wide,
+            passage.full, passage.empty, apart, passage.first, region.slots, chunks.chunk,
         )  # fmt: skip

@@ -1,9 +1,8 @@
-"""Plane `nccl`: what GPUs send each other goes by NCCL, where NVSHMEM is not to be had.
+"""Plane `nccl`: transfers between GPUs by NCCL, where NVSHMEM is not available.
 
-A pair has a communicator for each direction, a team one of its own; their ids come by way of plane shm when they are first
-used, which all do in the dispatcher's order. NCCL keeps no message: a sender's stream waits until its message is taken. The
-dispatcher's orders allow for that (gt.dispatcher.programs.reorder_check.flow), and in a recorded program transfers are beside
-the rest.
+A pair has a communicator for each direction, and each team has its own. Their ids are exchanged by plane shm at the first use,
+which all members reach in the dispatcher's order. NCCL buffers no message: a sender's stream waits until the receiver takes it.
+The dispatcher's orders allow for that (gt.dispatcher.programs.reorder_check), and recorded programs overlap transfers.
 """
 
 from __future__ import annotations
@@ -13,14 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from gt.errors import SystemFailure
-from gt.worker.plane.base import Buffer, Channel, Combine, TeamForm, Then, Turns, issuing, nothing
+from gt.worker.plane.base import Buffer, Channel, Combine, OnIssued, SlotCursors, TeamForm, issuing, nothing
 from gt.worker.plane.gpu import DevicePlane
-from gt.worker.plane.nccl_bindings import ID_BYTES, Nccl, adds
-from gt.worker.plane.symmetric import present
+from gt.worker.plane.nccl_bindings import ID_BYTES, Nccl, can_reduce
+from gt.worker.plane.symmetric import check_present
 
 
-class Rings:
-    """What plane.base.Plane does, for flat uint8 tensors of `engine` (Engine.direct). host: the plane for ids."""
+class NcclTransport:
+    """The transfers and collectives of plane.base.Plane for flat uint8 tensors of `engine` (Engine.direct).
+
+    host: the plane that exchanges ids. count: counts bytes to and from a worker.
+    """
 
     name = "nccl"
 
@@ -33,7 +35,7 @@ class Rings:
 
     @issuing()
     def send(self, channel: Channel, data: Buffer) -> None:
-        present(data)
+        check_present(data)
         if len(data):
             comm = self._pair(channel, True)
             self._ring.send(comm, self._engine.address(data), len(data), 1, self._engine.stream())
@@ -41,36 +43,36 @@ class Rings:
 
     @issuing()
     def recv(self, channel: Channel, into: Buffer) -> None:
-        present(into)
+        check_present(into)
         if len(into):
             comm = self._pair(channel, False)
             self._ring.recv(comm, self._engine.address(into), len(into), 0, self._engine.stream())
         self._count(channel["peer"], 0, len(into))
 
-    def rewind(self, channels: Iterable[Sequence[int]]) -> None:
-        """There are no slots to begin with."""
+    def reset_cursors(self, channels: Iterable[Sequence[int]]) -> None:
+        """NCCL has no slots."""
 
-    def turns(self) -> Turns:
+    def cursors(self) -> SlotCursors:
         return {}
 
-    def resume(self, turns: Turns) -> None:
+    def restore_cursors(self, cursors: SlotCursors) -> None:
         pass
 
     def batch(self) -> AbstractContextManager:
         return nullcontext()
 
-    # ---- collectives. What NCCL cannot add, members add in rank order.
+    # ---- collectives. Members add dtypes and reductions that NCCL lacks, in rank order.
 
-    def all_reduce(self, form: TeamForm, data: Buffer, combine: Combine, then: Then = nothing) -> None:
-        present(data)
+    def all_reduce(self, form: TeamForm, data: Buffer, combine: Combine, on_issued: OnIssued = nothing) -> None:
+        check_present(data)
         self._all_reduce(form, data, combine)
-        then()
+        on_issued()
 
     @issuing()
     def _all_reduce(self, form: TeamForm, data: Buffer, combine: Combine) -> None:
         size, total = len(form["workers"]), len(data)
         if size > 1 and total:
-            if adds(combine):
+            if can_reduce(combine):
                 self._ring.all_reduce(self._team(form), self._engine.address(data), total, combine, self._engine.stream())
             else:
                 parts = [self._engine.staging((total,), "uint8") for _ in range(size)]
@@ -80,13 +82,13 @@ class Rings:
 
     @issuing()
     def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
-        present(data)
+        check_present(data)
         self._exchange(form, [data] * len(outs), outs)
         self._counted(form, [len(data)] * len(outs), list(map(len, outs)))
 
     @issuing()
     def reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
-        present(out)
+        check_present(out)
         parts = [self._engine.staging((len(out),), "uint8") for _ in sections]
         self._exchange(form, sections, parts)
         self._add(out, parts, combine)
@@ -94,7 +96,7 @@ class Rings:
 
     @issuing()
     def all_to_all(self, form: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
-        present(sends[0])
+        check_present(sends[0])
         self._exchange(form, sends, recvs)
         self._counted(form, list(map(len, sends)), list(map(len, recvs)))
 
@@ -121,7 +123,7 @@ class Rings:
                 combine(out, part)
 
     def _pair(self, channel: Channel, sends: bool) -> Any:
-        """The sender is rank 0."""
+        """The communicator of one direction; the sender is rank 0."""
         key = channel["peer"], channel["offset"], sends
         if key not in self._pairs:
             name = bytearray(self._ring.unique_id() if sends else ID_BYTES)
@@ -130,7 +132,7 @@ class Rings:
         return self._pairs[key]
 
     def _team(self, form: TeamForm) -> Any:
-        """The first member's id is the team's."""
+        """A team's communicator, by the id of its first member."""
         if form["id"] not in self._teams:
             names = [bytearray(ID_BYTES) for _ in form["workers"]]
             own = bytes(ID_BYTES) if form["rank"] else self._ring.unique_id()
@@ -156,7 +158,7 @@ class NcclPlane(DevicePlane):
     def unique_id(self) -> str:
         return "pairs and teams have their own"
 
-    def join(self, members: Sequence[int], own: int, unique_id: str) -> Rings:
+    def join(self, members: Sequence[int], own: int, unique_id: str) -> NcclTransport:
         if own not in members:
             raise SystemFailure(f"worker {own} is none of {list(members)}")
-        return Rings(self._ring, self._engine.direct, self, self.count_bytes)
+        return NcclTransport(self._ring, self._engine.direct, self, self.count_bytes)

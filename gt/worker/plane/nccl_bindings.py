@@ -19,9 +19,9 @@ ID_BYTES = 128  # of a unique id
 TYPES = {"int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 OPS = {"sum": 0, "product": 1, "max": 2, "min": 3}
 
-# bytes from which NCCL is faster than members that read one another's memory, by members (of more: the last): an all-reduce of
-# two H200s is at every size (benchmarks/gpu/bench_plane.py); more members are not measured
-FROM = {2: 0}
+# By number of members (of more: the last): bytes from which NCCL is faster than members that read one another's memory. For an
+# all-reduce of two H200s it is faster at every size (benchmarks/gpu/bench_plane.py); more members are not measured.
+MIN_BYTES = {2: 0}
 
 
 class _UniqueId(ctypes.Structure):
@@ -48,20 +48,20 @@ class Nccl:
         self._lib.ncclSend.argtypes = self._lib.ncclRecv.argtypes = [pointer, size, number, number, pointer, pointer]
 
     def unique_id(self) -> bytes:
-        """What a team's first member hands to the others."""
+        """The id that a team's first member hands to the others."""
         name = _UniqueId()
         self._check(self._lib.ncclGetUniqueId(ctypes.byref(name)))
         return bytes(name)
 
     def join(self, unique_id: bytes, rank: int, count: int) -> Any:
-        """Meet the other members: their communicator. Waits for them."""
-        made = ctypes.c_void_p()
-        self._check(self._lib.ncclCommInitRank(ctypes.byref(made), count, _UniqueId.from_buffer_copy(unique_id), rank))
-        return made
+        """Join the other members, and wait for them; the communicator."""
+        comm = ctypes.c_void_p()
+        self._check(self._lib.ncclCommInitRank(ctypes.byref(comm), count, _UniqueId.from_buffer_copy(unique_id), rank))
+        return comm
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """What is asked for within it is done by one launch."""
+        """Calls within it become one launch."""
         self._check(self._lib.ncclGroupStart())
         try:
             yield
@@ -69,7 +69,7 @@ class Nccl:
             self._check(self._lib.ncclGroupEnd())
 
     def all_reduce(self, comm: Any, data: int, nbytes: int, combine: Any, stream: int) -> None:
-        """In place. Addresses on this member's device; work is issued to the stream. combine: what `adds` took."""
+        """In place. Addresses on this member's device; work is issued to the stream. combine: one that `can_reduce` takes."""
         count, kind, op = _of(combine, nbytes)
         self._check(self._lib.ncclAllReduce(data, data, count, kind, op, comm, stream))
 
@@ -94,16 +94,16 @@ class Nccl:
             raise SystemFailure(f"NCCL: {self._lib.ncclGetErrorString(code).decode()}")
 
 
-def serves(members: int, nbytes: int) -> bool:
-    """Whether NCCL is the faster for a collective of so many bytes (those of the whole, not of one member's part)."""
-    return nbytes >= FROM.get(members, FROM[max(FROM)])
+def is_faster(members: int, nbytes: int) -> bool:
+    """True if NCCL is faster for a collective of so many bytes (of the whole, not of one member's part)."""
+    return nbytes >= MIN_BYTES.get(members, MIN_BYTES[max(MIN_BYTES)])
 
 
-def adds(combine: Any) -> bool:
-    """Whether NCCL can do what a reduction does."""
+def can_reduce(combine: Any) -> bool:
+    """True if NCCL has this reduction for its dtype."""
     return getattr(combine, "op", None) in OPS and combine.kind in TYPES
 
 
 def _of(combine: Any, nbytes: int) -> tuple[int, int, int]:
-    """Elements, NCCL's names of their dtype and of what is done to them."""
+    """Number of elements, NCCL's numbers of their dtype and of the reduction."""
     return nbytes // DTYPES[combine.kind][0], TYPES[combine.kind], OPS[combine.op]

@@ -1,10 +1,9 @@
 """Plane `nvshmem`: GPUs of one host put and read each other's memory in the order of a stream; no host waits.
 
-Under it lies plane shm, which serves whatever is in host memory, and members that NVSHMEM does not reach. Once the dispatcher
-has named its members (World.members) they join one NVSHMEM world, by the unique id of the first of them; each has one arena of
-symmetric memory, with the dispatcher's offsets. Flags are 0 or 1: set by a peer, put back by who waited for them; so all that
-is issued to a stream may be recorded and done again. A wait on a stream cannot be taken back: when a member dies, the others'
-processes have to end.
+Plane shm below it serves host memory, and members that NVSHMEM does not reach. Once the dispatcher has named the members
+(World.members), they join one NVSHMEM world by the unique id of the first member. Each has one arena of symmetric memory
+(gt.worker.plane.symmetric), with the dispatcher's offsets. A wait on a stream cannot be cancelled: when a member dies, the
+others' processes have to end.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from gt.worker.plane import nccl_bindings
 from gt.worker.plane.base import ALL, PeerGone, TeamForm, Unreachable
 from gt.worker.plane.gpu import DevicePlane
 from gt.worker.plane.kernels import Kernels
-from gt.worker.plane.nccl import Rings
-from gt.worker.plane.symmetric import Arena
+from gt.worker.plane.nccl import NcclTransport
+from gt.worker.plane.symmetric import Arena, ArenaMemory
 
 log = logging.getLogger("gt.worker")
-ROOM = 64 << 20  # bytes of symmetric memory that NVSHMEM itself takes
-SAID = 7 * LINE  # bytes of what a member says to the others
-JOINING = 30.0  # seconds within which all have joined, or have not, once one has
+OWN_BYTES = 64 << 20  # symmetric memory that NVSHMEM itself takes
+MESSAGE_BYTES = 7 * LINE  # of a member's text to the others
+JOIN_SECONDS = 30.0  # within which all members have joined or failed to, once one has
 
 
 class Library:
-    """What nvshmem4py offers, at the level of addresses. ConfigError says what is not there."""
+    """nvshmem4py at the level of addresses. ConfigError says which part is missing."""
 
     def __init__(self) -> None:
         # multicast is not needed here, and machines that forbid it fail where it is tried
@@ -51,30 +50,30 @@ class Library:
         self._buffer: Any = None
 
     def gpu(self) -> str:
-        """What the driver knows this process's GPU by."""
+        """The driver's name of this process's GPU."""
         return f"GPU-{self._device(0).uuid.removeprefix('GPU-')}"
 
-    def apart(self, other: str) -> str:
-        """Why NVSHMEM cannot map another GPU's memory here, before it is asked: it ends a process that it cannot serve."""
+    def obstacle(self, other: str) -> str:
+        """Reason why NVSHMEM cannot map another GPU's memory, or "". NVSHMEM itself would end the process."""
         if env.switched_on("NVSHMEM_DISABLE_P2P"):
             return "NVSHMEM_DISABLE_P2P is set"
         try:
             from cuda.core import system
 
             own, far = (system.Device(uuid=uuid) for uuid in (self.gpu(), other))
-            said = {str(system.get_p2p_status(own, far, way)) for way in ("read", "write")}
-        except Exception as error:  # older packages do not have it, containers may hide the other GPU
+            states = {str(system.get_p2p_status(own, far, way)) for way in ("read", "write")}
+        except Exception as error:  # older packages lack it, containers may hide the other GPU
             log.info("whether GPUs can map each other's memory is not known before they try: %s", error)
             return ""
-        return ", ".join(sorted(said - {"ok", "unknown"}))
+        return ", ".join(sorted(states - {"ok", "unknown"}))
 
     def unique_id(self) -> str:
-        """What the others need to join this process."""
+        """The id by which the other members join this process."""
         return base64.b64encode(bytes(self._core.get_unique_id()._data.tobytes())).decode()
 
     def join(self, unique_id: str, rank: int, count: int, nbytes: int) -> int:
-        """Meet the others, for as long as the process lives; the address of an arena of symmetric memory."""
-        env.foreign("NVSHMEM_SYMMETRIC_SIZE", str(nbytes + ROOM), always=True)
+        """Join the other members for as long as the process lives; the address of an arena of symmetric memory."""
+        env.foreign("NVSHMEM_SYMMETRIC_SIZE", str(nbytes + OWN_BYTES), always=True)
         name = self._core.get_unique_id(empty=True)
         name._data.view("int8")[:] = memoryview(base64.b64decode(unique_id)).cast("b")
         device = self._device(0)
@@ -85,11 +84,11 @@ class Library:
         return int(self._buffer.handle)
 
     def barrier(self) -> None:
-        """Of all members, on the host."""
+        """Wait for all members, on the host."""
         self._bindings.barrier_all()
 
     def peer(self, address: int, rank: int) -> int:
-        """Where that member's symmetric memory is in this process; 0 if it cannot be reached so."""
+        """Address of that member's symmetric memory in this process; 0 if it is not mapped."""
         return int(self._bindings.ptr(address, rank))
 
     def signal(self, flag: int, value: int, rank: int, stream: int) -> None:
@@ -97,7 +96,7 @@ class Library:
         self._bindings.signal_op_on_stream(flag, value, self._set, rank, stream)
 
     def wait(self, flag: int, value: int, stream: int) -> None:
-        """What follows in the stream waits until a flag of this member is so."""
+        """Later work of the stream waits until a flag of this member has this value."""
         self._bindings.signal_wait_until_on_stream(flag, self._equal, value, stream)
 
 
@@ -110,9 +109,9 @@ def _ring() -> nccl_bindings.Nccl | None:
 
 
 class NvshmemPlane(DevicePlane):
-    """arena_bytes: of symmetric memory, and of the heap under it, which takes pages when touched.
+    """Plane over NVSHMEM. arena_bytes: of symmetric memory, and of the heap in host memory, which takes pages when touched.
 
-    forced: nothing else will do. Else what GPUs send each other goes by NCCL where one of them cannot reach another's memory.
+    forced: fail if a GPU cannot map another's memory. Otherwise transfers go by NCCL then.
     """
 
     name = "nvshmem"
@@ -126,12 +125,12 @@ class NvshmemPlane(DevicePlane):
     def unique_id(self) -> str:
         return self._library.unique_id()
 
-    def join(self, members: Sequence[int], own: int, unique_id: str) -> Arena | Rings | None:
+    def join(self, members: Sequence[int], own: int, unique_id: str) -> Arena | NcclTransport | None:
         rank, base, why = list(members).index(own), 0, ""
-        gpus = self.gathered(members, rank, self._library.gpu())
-        far = {member: self._library.apart(gpu) for member, gpu in zip(members, gpus, strict=True) if gpu and member != own}
-        why = "; ".join(f"the GPU of worker {own} cannot map worker {n}'s memory: {said}" for n, said in far.items() if said)
-        reasons = [text for text in self.gathered(members, rank, why) if text]
+        gpus = self.gather_texts(members, rank, self._library.gpu())
+        far = {member: self._library.obstacle(gpu) for member, gpu in zip(members, gpus, strict=True) if gpu and member != own}
+        why = "; ".join(f"the GPU of worker {own} cannot map worker {n}'s memory: {text}" for n, text in far.items() if text)
+        reasons = [text for text in self.gather_texts(members, rank, why) if text]
         if not reasons:
             try:
                 base = self._library.join(unique_id, rank, len(members), self.arena_bytes)
@@ -140,40 +139,42 @@ class NvshmemPlane(DevicePlane):
             except Exception as error:  # the library's have no class of their own
                 why = f"worker {own} cannot join NVSHMEM: {error}"
                 log.warning("%s", why)
-            reasons = self.told(members, rank, why)
+            reasons = self.gather_reasons(members, rank, why)
         if not reasons:
-            return Arena(self, self._library, self._engine.direct, members, own, base, self.arena_bytes, self._ring)
+            memory = ArenaMemory(members, own, base, self.arena_bytes)
+            return Arena(self, self._library, self._engine.direct, memory, self._ring)
         if self._forced:
             raise SystemFailure(f"{reasons[0]}: leave GT_TRANSPORT empty, or set it to nccl")
         way = "through host memory" if self._ring is None else "by nccl"
         log.warning("transfers between GPUs go %s: %s", way, "; ".join(reasons))
-        return None if self._ring is None else Rings(self._ring, self._engine.direct, self, self.count_bytes)
+        return None if self._ring is None else NcclTransport(self._ring, self._engine.direct, self, self.count_bytes)
 
-    def told(self, members: Sequence[int], rank: int, why: str) -> list[str]:
-        """Why members have not joined, each of those that have not: the same list at all of them.
+    def gather_reasons(self, members: Sequence[int], rank: int, why: str) -> list[str]:
+        """Reasons of the members that failed to join, the same list on all of them.
 
-        One that does not say in time may be waiting within NVSHMEM for one that failed: SystemFailure, and with this process
-        end the others'.
+        A member that is late may be waiting within NVSHMEM for one that failed: SystemFailure, which ends this process and so
+        the others'.
         """
-        late = threading.Timer(JOINING, self.abort, (ALL, f"no word for {JOINING:g} s of whether it has joined NVSHMEM"))
+        text = f"no word for {JOIN_SECONDS:g} s of whether it has joined NVSHMEM"
+        late = threading.Timer(JOIN_SECONDS, self.abort, (ALL, text))
         late.daemon = True
         late.start()
         try:
-            return [text for text in self.gathered(members, rank, why) if text]
+            return [text for text in self.gather_texts(members, rank, why) if text]
         except SystemFailure as error:
             raise SystemFailure(why or str(error)) from error
         finally:
             late.cancel()
 
-    def gathered(self, members: Sequence[int], rank: int, own: str) -> list[str]:
-        """What each member says; "" of all others where plane shm does not reach them all (other containers)."""
-        form: TeamForm = {"id": -1, "workers": list(members), "rank": rank, "offset": 0, "bytes": SAID}
-        every = [bytearray(SAID) for _ in members]
+    def gather_texts(self, members: Sequence[int], rank: int, own: str) -> list[str]:
+        """The text of each member; "" of all others if plane shm does not reach them all (other containers)."""
+        form: TeamForm = {"id": -1, "workers": list(members), "rank": rank, "offset": 0, "bytes": MESSAGE_BYTES}
+        every = [bytearray(MESSAGE_BYTES) for _ in members]
         try:
-            self.all_gather(form, own.encode()[:SAID].ljust(SAID), every)
+            self.all_gather(form, own.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES), every)
         except PeerGone as error:
             if not isinstance(error, Unreachable):
                 raise SystemFailure(f"worker {members[rank]} waits for others to join NVSHMEM: {error}") from error
             log.info("%s: whether others can join is not known", error)
             return [own if n == rank else "" for n in range(len(members))]
-        return [said.decode(errors="replace").strip() for said in every]
+        return [text.decode(errors="replace").strip() for text in every]

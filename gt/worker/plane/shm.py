@@ -17,11 +17,11 @@ from typing import Any
 from gt.errors import ConfigError
 from gt.ir.heap import HEAP_BYTES, ChannelRegion, TeamRegion
 from gt.worker.plane import collectives
-from gt.worker.plane.base import ALL, Buffer, Channel, Combine, PeerGone, Plane, TeamForm, Then, Unreachable, nothing
+from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, PeerGone, Plane, TeamForm, Unreachable, nothing
 from gt.worker.plane.heap import OwnHeap, PeerHeap, full_fence
 from gt.worker.plane.team import Team
 
-LOOKS = 10  # before sleeping; each lets others run first
+POLLS = 10  # of a flag before sleeping; each lets other threads run first
 
 Row = tuple[int, str, int, str, int, int, str]  # index, name, pid, host, heap_fd, heap_bytes, doorbell
 
@@ -65,7 +65,7 @@ class Peer:
 
 
 class Side:
-    """This worker's end of a channel: the region and the next slot. Both ends count for themselves."""
+    """This worker's end of a channel: the region and the next slot. Each end counts for itself."""
 
     __slots__ = ("peer", "region", "turn")
 
@@ -179,7 +179,7 @@ class ShmPlane(Plane):
                 self.wait(lambda word=full: own.words[word] == mark, (peer,))  # type: ignore[misc]
             self._fence()
             if at == 0:
-                sent = own.words[full + 1]  # what does not fit is taken all the same: the channel is others' too
+                sent = own.words[full + 1]  # received whole, even if of another size: other pairs use the channel too
             count = min(region.bytes, sent - at)
             if sent == total:
                 view[at : at + count] = own.bytes[start : start + count]
@@ -196,9 +196,9 @@ class ShmPlane(Plane):
 
     # ---- collectives
 
-    def all_reduce(self, team: TeamForm, data: Buffer, combine: Combine, then: Then = nothing) -> None:
+    def all_reduce(self, team: TeamForm, data: Buffer, combine: Combine, on_issued: OnIssued = nothing) -> None:
         collectives.all_reduce(self._team(team), flat(data), combine)
-        then()
+        on_issued()
 
     def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
         collectives.all_gather(self._team(team), flat(data), [flat(out) for out in outs])
@@ -212,9 +212,9 @@ class ShmPlane(Plane):
     # ---- for channels and teams
 
     def wait(self, ready: Callable[[], bool], peers: Sequence[Peer]) -> None:
-        """Until ready; PeerGone as soon as one of the peers is gone. What ready has seen may be read afterwards."""
+        """Wait until ready; PeerGone as soon as a peer is gone. Memory that `ready` checks may be read afterwards."""
         own = self._heap()
-        for _ in range(LOOKS):
+        for _ in range(POLLS):
             if ready():
                 return self._fence()
             os.sched_yield()
@@ -231,7 +231,7 @@ class ShmPlane(Plane):
             own.words[own.asleep] = 0
 
     def wake(self, peers: Sequence[Peer]) -> None:
-        """After flags were set: rings those that sleep."""
+        """Ring the peers that sleep, after flags were set."""
         self._fence()
         for peer in peers:
             heap = peer.heap
@@ -239,7 +239,7 @@ class ShmPlane(Plane):
                 heap.ring()
 
     def count(self, peer: Peer, sent: int, received: int) -> None:
-        """Payload bytes that went to and came from a peer."""
+        """Count payload bytes to and from a peer."""
         self.tally(peer.name, sent, received)
 
     def tally(self, name: str, sent: int, received: int) -> None:
@@ -254,7 +254,7 @@ class ShmPlane(Plane):
         return self._own
 
     def _forget(self) -> None:
-        """Unmaps the heaps of workers that left; by the thread that transfers, which alone knows that it uses none."""
+        """Unmap the heaps of workers that left. The thread that transfers does this: it alone knows that it uses none."""
         with self._lock:
             left, self._left = self._left, []
         for table in (self._out, self._in):
@@ -281,7 +281,7 @@ class ShmPlane(Plane):
         if side is None or side.peer is not peer:
             region = ChannelRegion(channel["offset"], channel["bytes"], channel["slots"])
             side = table[key] = Side(peer, region)
-            if sending:  # its own flags, which no peer sets before it has had a message: every slot is free
+            if sending:  # own flags, which no peer sets before it has received a message: every slot is free
                 for slot in range(region.slots):
                     self._heap().words[region.empty(slot) // 8] = peer.heap.mark
         return side

@@ -1,7 +1,7 @@
-"""Memory that GPUs put and read among themselves: channels of slots, teams of buffers, flags that a stream sets and waits for.
+"""Symmetric memory of GPUs: channels of slots, teams of buffers, and flags that a stream sets and waits for.
 
-Each member has one arena, with the dispatcher's offsets. Flags are 0 or 1: set by a peer, put back by who waited for them; so
-all that is issued to a stream may be recorded and done again. Large collectives are NCCL's.
+Each member has one arena, with the dispatcher's offsets. A flag is 0 or 1: a peer sets it, and the member that waited for it
+resets it. So all work on a stream may be recorded and replayed. Large collectives go by NCCL.
 """
 
 from __future__ import annotations
@@ -14,114 +14,126 @@ from typing import Any
 
 from gt.ir.heap import LINE, ChannelRegion, TeamRegion, aligned
 from gt.worker.plane import nccl_bindings
-from gt.worker.plane.base import Buffer, Channel, Combine, Doomed, TeamForm, Then, Turns, issuing, nothing
+from gt.worker.plane.base import Buffer, Channel, Combine, OnIssued, SlotCursors, TeamForm, Unrecoverable, issuing, nothing
 from gt.worker.plane.collectives import parts
-from gt.worker.plane.kernels import Passage, cut
+from gt.worker.plane.kernels import Passage, split_message
 
-DIRECT = 256 << 10  # bytes up to which an all-reduce has every member add everything
+DIRECT_BYTES = 256 << 10  # up to which every member of an all-reduce adds everything
 
 
 @dataclass(slots=True)
-class _Side:
-    """One end of a channel: the slot that comes next. Both ends count for themselves."""
+class _ChannelEnd:
+    """One end of a channel and its next slot. Each end counts for itself."""
 
     region: ChannelRegion
     peer: int  # its rank in the world
-    turn: int = 0
+    next_slot: int = 0
 
     def advance(self, steps: int) -> int:
-        slot = self.turn
-        self.turn = (slot + steps) % self.region.slots
+        slot = self.next_slot
+        self.next_slot = (slot + steps) % self.region.slots
         return slot
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaMemory:
+    """Symmetric memory of one member. members: indices of workers in rank order; own: the index of this one."""
+
+    members: Sequence[int]
+    own: int
+    address: int
+    nbytes: int
+
+
 class Arena:
-    """What plane.base.Plane does, on memory of the device: buffers are flat uint8 tensors of `engine` (Engine.direct)."""
+    """The transfers and collectives of plane.base.Plane on memory of the device.
+
+    Buffers are flat uint8 tensors of `engine` (Engine.direct). ring: NCCL for large collectives, None without it.
+    """
 
     name = "nvshmem"
 
-    def __init__(
-        self, plane: Any, library: Any, engine: Any, members: Sequence[int], own: int, base: int, nbytes: int, ring: Any = None
-    ) -> None:
-        self.plane, self.library, self.engine, self.members, self.base = plane, library, engine, list(members), base
-        self.ring = ring  # an nccl.Nccl, for what is large
-        self.rank = self.members.index(own)
-        self.addresses = [base if rank == self.rank else library.peer(base, rank) for rank in range(len(self.members))]
-        self.memory = [engine.memory(address, nbytes) for address in self.addresses]
+    def __init__(self, plane: Any, library: Any, engine: Any, memory: ArenaMemory, ring: Any = None) -> None:
+        self.plane, self.library, self.engine, self.ring = plane, library, engine, ring
+        self.members, self.base = list(memory.members), memory.address
+        self.rank = self.members.index(memory.own)
+        ranks = range(len(self.members))
+        self.addresses = [self.base if rank == self.rank else library.peer(self.base, rank) for rank in ranks]
+        self.memory = [engine.memory(address, memory.nbytes) for address in self.addresses]
         self.memory[self.rank][:] = 0
         engine.finish()
-        library.barrier()  # nobody writes before all are clear
-        self._out: dict[tuple[int, int], _Side] = {}
-        self._in: dict[tuple[int, int], _Side] = {}
+        library.barrier()  # no member writes before all memory is zero
+        self._out: dict[tuple[int, int], _ChannelEnd] = {}
+        self._in: dict[tuple[int, int], _ChannelEnd] = {}
         self._teams: dict[int, _Team] = {}
-        self._batch: list[tuple[TeamForm, Buffer, Combine, Then]] | None = None
+        self._batch: list[tuple[TeamForm, Buffer, Combine, OnIssued]] | None = None
 
     # ---- transfers. A slot is full while its full flag is 1 at the receiver, taken while its other flag is 1 at the sender.
 
     @issuing()
     def send(self, channel: Channel, data: Buffer) -> None:
-        present(data)
-        side = self._side(self._out, channel)
-        passage = self._passage(side, len(data), self.addresses[side.peer], self.base)
+        check_present(data)
+        end = self._end(self._out, channel)
+        passage = self._passage(end, len(data), self.addresses[end.peer], self.base)
         self.library.send(self.engine.address(data), len(data), passage, self.engine.stream())
         self.plane.count_bytes(channel["peer"], len(data), 0)
 
     @issuing()
     def recv(self, channel: Channel, into: Buffer) -> None:
-        present(into)
-        side = self._side(self._in, channel)
-        passage = self._passage(side, len(into), self.base, self.addresses[side.peer])
+        check_present(into)
+        end = self._end(self._in, channel)
+        passage = self._passage(end, len(into), self.base, self.addresses[end.peer])
         self.library.recv(self.engine.address(into), len(into), passage, self.engine.stream())
         self.plane.count_bytes(channel["peer"], 0, len(into))
 
-    def _passage(self, side: _Side, nbytes: int, receiver: int, sender: int) -> Passage:
-        """Of the next message. receiver, sender: their arenas, in this process."""
-        region = side.region
-        how = cut(nbytes, region.bytes)
+    def _passage(self, end: _ChannelEnd, nbytes: int, receiver: int, sender: int) -> Passage:
+        """The passage of the next message. receiver, sender: addresses of their arenas in this process."""
+        region = end.region
+        chunks = split_message(nbytes, region.bytes)
         slots, full, empty = receiver + region.slot(0), receiver + region.full(0), sender + region.empty(0)
-        return Passage(region, slots, full, empty, side.advance(how.steps), how)
+        return Passage(region, slots, full, empty, end.advance(chunks.steps), chunks)
 
-    def rewind(self, channels: Iterable[Sequence[int]]) -> None:
-        """Both ends of these [peer, offset, whether it sends] go on with the first slot, as when they were recorded."""
+    def reset_cursors(self, channels: Iterable[Sequence[int]]) -> None:
+        """Both ends of these channels begin with the first slot, as when they were recorded."""
         for peer, offset, sends in channels:
-            side = (self._out if sends else self._in).get((peer, offset))
-            if side is not None:
-                side.turn = 0
+            end = (self._out if sends else self._in).get((peer, offset))
+            if end is not None:
+                end.next_slot = 0
 
-    def turns(self) -> Turns:
+    def cursors(self) -> SlotCursors:
         tables = ((self._out, True), (self._in, False))
-        return {(*key, sends): side.turn for table, sends in tables for key, side in table.items()}
+        return {(*key, sends): end.next_slot for table, sends in tables for key, end in table.items()}
 
-    def resume(self, turns: Turns) -> None:
-        for (peer, offset, sends), turn in turns.items():
-            (self._out if sends else self._in)[peer, offset].turn = turn
+    def restore_cursors(self, cursors: SlotCursors) -> None:
+        for (peer, offset, sends), slot in cursors.items():
+            (self._out if sends else self._in)[peer, offset].next_slot = slot
 
-    # ---- collectives. What adds, adds in rank order: all members get the same bits.
+    # ---- collectives. Members add in rank order, so all get the same bits.
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """All-reduces within it are issued together at its end: as one, if NCCL is the faster for all their bytes."""
+        """All-reduces within it are issued together at its end: as one if NCCL is faster for all their bytes."""
         self._batch = []
         try:
             yield
         finally:
             batch, self._batch = self._batch, None
         with issuing():
-            for _, group in groupby(batch, key=lambda one: one[0]["id"]):
+            for _, group in groupby(batch, key=lambda row: row[0]["id"]):
                 self._batched(list(group))
-        for *_, then in batch:  # once all is issued: others wait for that
-            then()
+        for *_, on_issued in batch:  # once all is issued, since other members wait for that
+            on_issued()
 
-    def _batched(self, some: list[tuple[TeamForm, Buffer, Combine, Then]]) -> None:
+    def _batched(self, batch: list[tuple[TeamForm, Buffer, Combine, OnIssued]]) -> None:
         """All-reduces of one team."""
-        team, total = self._team(some[0][0]), sum(len(data) for _, data, _, _ in some)
-        if len(some) > 1 and team.large(total) and all(nccl_bindings.adds(combine) for _, _, combine, _ in some):
-            comm = team.comm  # members meet for it by themselves, which cannot be done within a group
+        team, total = self._team(batch[0][0]), sum(len(data) for _, data, _, _ in batch)
+        if len(batch) > 1 and team.by_nccl(total) and all(nccl_bindings.can_reduce(combine) for _, _, combine, _ in batch):
+            comm = team.comm  # members meet for it, which cannot be done within a group
             with self.ring.group():
-                for _, data, combine, _ in some:
+                for _, data, combine, _ in batch:
                     self._by_ring(team, comm, data, combine)
         else:
-            for form, data, combine, _ in some:
+            for form, data, combine, _ in batch:
                 self._all_reduce(form, data, combine)
 
     def _by_ring(self, team: _Team, comm: Any, data: Buffer, combine: Combine) -> None:
@@ -129,18 +141,18 @@ class Arena:
         for rank in range(team.size):
             team.count(rank, *_share(len(data), rank, team))
 
-    def all_reduce(self, form: TeamForm, data: Buffer, combine: Combine, then: Then = nothing) -> None:
-        present(data)
+    def all_reduce(self, form: TeamForm, data: Buffer, combine: Combine, on_issued: OnIssued = nothing) -> None:
+        check_present(data)
         if self._batch is not None:
-            self._batch.append((form, data, combine, then))
+            self._batch.append((form, data, combine, on_issued))
             return
         self._all_reduce(form, data, combine)
-        then()
+        on_issued()
 
     @issuing()
     def _all_reduce(self, form: TeamForm, data: Buffer, combine: Combine) -> None:
         team, total = self._team(form), len(data)
-        if team.large(total) and nccl_bindings.adds(combine):
+        if team.by_nccl(total) and nccl_bindings.can_reduce(combine):
             self._by_ring(team, team.comm, data, combine)
             return
         for start, stop in parts(total, team.bytes) if team.size > 1 else ():
@@ -150,9 +162,9 @@ class Arena:
 
     @issuing()
     def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
-        present(data)
+        check_present(data)
         team, size = self._team(form), len(data)
-        if len(set(map(len, outs))) == 1 and team.large(size * team.size):
+        if len(set(map(len, outs))) == 1 and team.by_nccl(size * team.size):
             row = None if self._in_a_row(outs) else self.engine.staging((size * team.size,), "uint8")
             into = self.engine.address(outs[0] if row is None else row)
             self.ring.all_gather(team.comm, self.engine.address(data), into, size, self.engine.stream())
@@ -175,13 +187,13 @@ class Arena:
 
     @issuing()
     def reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
-        present(out)
+        check_present(out)
         team = self._team(form)
         if team.size == 1:
             out[:] = sections[0]
             return
         size = len(out)
-        if len(set(map(len, sections))) == 1 and team.large(size * team.size) and nccl_bindings.adds(combine):
+        if len(set(map(len, sections))) == 1 and team.by_nccl(size * team.size) and nccl_bindings.can_reduce(combine):
             row = sections[0] if self._in_a_row(sections) else self.engine.staging((size * team.size,), "uint8")
             for rank, section in enumerate(sections if row is not sections[0] else ()):
                 row[rank * size : (rank + 1) * size] = section
@@ -202,7 +214,7 @@ class Arena:
 
     @issuing()
     def all_to_all(self, form: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
-        present(sends[0])
+        check_present(sends[0])
         team = self._team(form)
         share, own = team.bytes // team.size // LINE * LINE, team.rank
         for start, stop in parts(longest, share) if team.size > 1 else ():
@@ -233,19 +245,19 @@ class Arena:
             self._teams[form["id"]] = _Team(self, form)
         return self._teams[form["id"]]
 
-    def _side(self, table: dict[tuple[int, int], _Side], channel: Channel) -> _Side:
+    def _end(self, table: dict[tuple[int, int], _ChannelEnd], channel: Channel) -> _ChannelEnd:
         key = channel["peer"], channel["offset"]
         if key not in table:
             region = ChannelRegion(channel["offset"], channel["bytes"], channel["slots"])
-            table[key] = _Side(region, self.members.index(channel["peer"]))
+            table[key] = _ChannelEnd(region, self.members.index(channel["peer"]))
         return table[key]
 
 
 class _Team:
     """Members that write their own buffers and read each other's, between two exchanges: 0 before reading, 1 after.
 
-    An exchange sets a flag at every other member and waits for theirs. None can be at one while another is still at the one
-    before, so two sets of flags do.
+    An exchange sets a flag at every other member and waits for theirs. No member can reach an exchange while another is still
+    at the one before it, so two sets of flags suffice.
     """
 
     def __init__(self, arena: Arena, form: TeamForm) -> None:
@@ -255,13 +267,13 @@ class _Team:
         self._ranks = [arena.members.index(index) for index in form["workers"]]
         self._comm: Any = None
 
-    def large(self, nbytes: int) -> bool:
-        """Whether a collective of so many bytes is NCCL's: all members say the same."""
-        return self._arena.ring is not None and self.size > 1 and nccl_bindings.serves(self.size, nbytes)
+    def by_nccl(self, nbytes: int) -> bool:
+        """True if a collective of so many bytes goes by NCCL; the same on all members."""
+        return self._arena.ring is not None and self.size > 1 and nccl_bindings.is_faster(self.size, nbytes)
 
     @property
     def comm(self) -> Any:
-        """NCCL's communicator. The first member's id for it comes by way of its buffer; all meet when they first use it."""
+        """NCCL's communicator. The first member passes on its id through its buffer; all members meet at the first use."""
         if self._comm is None:
             arena = self._arena
             if self.rank == 0:
@@ -278,7 +290,7 @@ class _Team:
 
     @property
     def mine(self) -> Any:
-        """What this member brings."""
+        """This member's buffer."""
         return self._buffer(self.rank, 0)
 
     def theirs(self, rank: int) -> Any:
@@ -301,11 +313,11 @@ class _Team:
                 combine(out, self.theirs(rank)[at : at + len(out)])
 
     def all_reduce(self, data: Any, combine: Combine) -> None:
-        """Of at most `bytes`: all add everything, or each a share, which the others read."""
+        """Reduce at most `bytes`: all members add everything, or each adds a share that the others read."""
         total = len(data)
         self.mine[:total] = data
         self.exchange(0)
-        if total <= DIRECT:
+        if total <= DIRECT_BYTES:
             self.add(data, 0, combine)
             self.exchange(1)
             return
@@ -313,7 +325,7 @@ class _Team:
         start, stop = bounds[self.rank]
         self.add(data[start:stop], start, combine)
         self._buffer(self.rank, 1)[start:stop] = data[start:stop]
-        self.exchange(1)  # who reads the second buffers is not done at its end, but before its next exchange 0
+        self.exchange(1)  # members may read the second buffers until their next exchange 0
         for rank, (start, stop) in enumerate(bounds):
             if rank != self.rank:
                 data[start:stop] = self._buffer(rank, 1)[start:stop]
@@ -329,15 +341,15 @@ def _bounds(total: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def _share(total: int, rank: int, team: _Team) -> tuple[int, int]:
-    """Bytes that an all-reduce takes to and from a member."""
-    if total <= DIRECT:
+    """Bytes of an all-reduce to and from a member."""
+    if total <= DIRECT_BYTES:
         return total, total
     (start, stop), (begin, end) = _bounds(total, team.rank, team.size), _bounds(total, rank, team.size)
     both = stop - start + end - begin
     return both, both
 
 
-def present(data: Buffer) -> None:
-    """A member that cannot bring its part would leave the others waiting on their devices for ever."""
+def check_present(data: Buffer) -> None:
+    """Unrecoverable for a member that brings no part: the others would wait on their devices for ever."""
     if isinstance(data, memoryview):
-        raise Doomed("it cannot take part in a transfer that others are waiting in")
+        raise Unrecoverable("it cannot take part in a transfer that others are waiting in")

@@ -1,4 +1,4 @@
-"""A team over shared memory: members write their own buffer, tell each other, and read each other's.
+"""A team over shared memory: members write their own buffers, set flags, and read each other's buffers.
 
 Two buffers in turn, so one exchange has one barrier: a member overwrites a buffer two exchanges later, and by then all have
 told it of the exchange between, which they do after reading.
@@ -58,11 +58,11 @@ class Team:
         return self._buffers[self._at][self.rank]
 
     def theirs(self, rank: int) -> memoryview:
-        """What the rank-th member (this one too) wrote before the last exchange; valid until the next."""
+        """The buffer that the rank-th member (this one too) wrote before the last exchange; valid until the next."""
         return self._buffers[1 - self._at][rank]
 
     def announce(self, number: int) -> None:
-        """A number that goes with this member's buffer."""
+        """Announce a number along with this member's buffer."""
         self._own.words[self.region.header(self._at) // 8] = number
 
     def announced(self, rank: int) -> int:
@@ -91,12 +91,12 @@ class Team:
         return all(0 <= words[at] - mark <= 1 for at in self._arrivals)
 
     def count(self, rank: int, sent: int, received: int) -> None:
-        """Payload that went to and came from the rank-th member; this one's own does not count."""
+        """Count payload to and from the rank-th member; a member's own does not count."""
         if rank != self.rank:
             self.plane.count(self.peers[rank - (rank > self.rank)], sent, received)
 
     def close(self) -> None:
-        """Lets go of the heaps."""
+        """Release the views of the heaps."""
         for half in self._buffers:
             for view in half:
                 view.release()

@@ -1,4 +1,4 @@
-"""Runs are told done in order: where sessions share a device, each once the device has carried it out.
+"""Completion of Runs, reported in order. If sessions share a device, each is reported once the device has completed it.
 
 A thread waits for the device. Its wait ends with the device's work, or with the process; nobody waits for the thread.
 """
@@ -18,7 +18,7 @@ Wait = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A Done that is not told yet. op: the first of its Run; fence: returns once the device is through, None for no wait."""
+    """A Done that is not sent yet. op: the first of its Run; fence: waits for the device, None for no wait."""
 
     done: Done
     op: int
@@ -26,20 +26,20 @@ class Pending:
 
 
 class Completions:
-    """`add` and `close` are called by the executing thread, `first` by any. tell: sends a Done, from any thread."""
+    """`add` and `close` are called by the executing thread, `first` by any. send: sends a Done, from any thread."""
 
-    def __init__(self, tell: Callable[[Done], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[Done], None]) -> None:
+        self._send = send
         self._pending: deque[Pending] = deque()
-        self._queue: SimpleQueue[Pending | None] = SimpleQueue()  # the same, for the thread
-        self._telling = threading.Lock()
-        self._thread: threading.Thread | None = None  # once there is something to wait for
+        self._queue: SimpleQueue[Pending | None] = SimpleQueue()  # the same rows, for the thread
+        self._sending = threading.Lock()
+        self._thread: threading.Thread | None = None  # started by the first fence
         self._closed = False
 
     def add(self, done: Done, op: int = -1, fence: Wait | None = None) -> None:
-        """Tell `done` behind all that were added before: at once if there is nothing to wait for."""
+        """Send `done` after all that were added before: at once if there is nothing to wait for."""
         if fence is None and not self._pending:
-            self._tell(done)
+            self._send(done)
             return
         row = Pending(done, op, fence)
         self._pending.append(row)
@@ -49,15 +49,15 @@ class Completions:
             self._thread.start()
 
     def first(self) -> Pending | None:
-        """The Done that is waited for."""
+        """The oldest Done that is not sent yet."""
         try:
             return self._pending[0]
         except IndexError:
             return None
 
     def close(self) -> None:
-        """Nothing more is told. The thread ends when its wait does."""
-        with self._telling:
+        """Send no more. The thread ends when its wait does."""
+        with self._sending:
             self._closed = True
         self._queue.put(None)
 
@@ -65,8 +65,8 @@ class Completions:
         while (row := self._queue.get()) is not None:
             if row.fence is not None:
                 row.fence()
-            with self._telling:
+            with self._sending:
                 if self._closed:
                     return
-                self._tell(row.done)
-            self._pending.popleft()  # only now: until then `add` must not pass it
+                self._send(row.done)
+            self._pending.popleft()  # only now: until then `add` must not overtake it

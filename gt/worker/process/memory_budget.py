@@ -1,7 +1,7 @@
-"""Memory that this process may take, so that an op fails before the kernel ends the process.
+"""Memory budget of this process, so that an op fails before the kernel ends the process.
 
-Results that are planned are compared with the room there is. What a kernel takes besides is bounded by RLIMIT_DATA, which is
-a reserve above the limit: the reserve is for messages, whose library ends the process where it gets no memory.
+Planned results are compared with the room that is left. RLIMIT_DATA bounds the workspace that kernels allocate. It is a reserve
+above the limit: the reserve is for messages, whose library ends the process if it gets no memory.
 """
 
 from __future__ import annotations
@@ -11,28 +11,25 @@ import ctypes
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gt.errors import ConfigError
 from gt.ir.instr import Define
 from gt.ir.schedules import size
 from gt.ir.spec import Spec, contiguous
+from gt.worker.instructions.step import Step, StepTable
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
-SHARE = 0.9  # of the memory that this host's processes may have: CPU workers share it by default
-RESERVE = 64 << 20  # bytes above the limit
-STACK = 8 << 20  # bytes of a thread's stack, which count as data; pools of threads are made when they are first needed
-LEAST = 16 << 20  # bytes of a limit
-PLANNED = 16 << 10  # bytes of results from which an op is compared with the room by itself
-OPERANDS = 4  # numbers of an instruction, at least: so many smaller results a stream can have
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+HOST_SHARE = 0.9  # of the memory that this host's processes may have: CPU workers share it by default
+RESERVE_BYTES = 64 << 20  # bytes above the limit
+STACK_BYTES = 8 << 20  # bytes of a thread's stack, which count as data; pools of threads are made when they are first needed
+MIN_LIMIT_BYTES = 16 << 20  # bytes of a limit
+PLANNED_BYTES = 16 << 10  # bytes of results from which an op is compared with the room by itself
+NUMBERS_PER_INSTRUCTION = 4  # at least: it bounds the count of small results of a stream
 NOBODY = -1
 UNSET = -(1 << 62)
-AGAIN = 1.0  # seconds after which freed memory is given back once more
-
-
-Step = Callable[[list, int], None]  # as in gt.worker.context
-Bound = Mapping[int, tuple[Step, int]]
+TRIM_SECONDS = 1.0  # until freed memory is given back once more
 
 
 class OutOfMemory(MemoryError):
@@ -52,16 +49,16 @@ if _mallinfo is not None:
 
 
 class Budget:
-    """One worker's. Without a limit it costs nothing. `admit` may be called by any thread, the rest by the executing one.
+    """Budget of one worker. Without a limit it costs nothing. `admit` is for any thread, the rest for the executing thread.
 
     held: bytes of a session's tensors, by its number.
     """
 
     def __init__(self, held: Callable[[int], int] = lambda session: 0) -> None:
-        self.limit = 0  # bytes that this process may take for what it is told to hold, 0 for any number
+        self.limit = 0  # bytes for tensors and uploads, 0 for no limit
         self.session, self.session_limit = NOBODY, 0
         self.held = held
-        self._left = 0  # bytes that may be made before it is looked again
+        self._left = 0  # bytes that may be made before memory is measured again
         self._bound = self._left = 0
         self._base = NOBODY
         self._slack = UNSET  # bytes that were freed and kept when RLIMIT_DATA was set
@@ -73,10 +70,10 @@ class Budget:
         return bool(self._bound)
 
     def open(self, own: int) -> None:
-        """Have this process bounded; own: bytes, 0 for a share of what this host has. ConfigError for too few."""
-        if own and own < LEAST:
-            raise ConfigError(f"the memory limit is {size(own)}, want at least {size(LEAST)}")
-        self._bound = own or int(available() * SHARE)
+        """Bound this process. own: bytes, 0 for a share of the host's memory. ConfigError for too few."""
+        if own and own < MIN_LIMIT_BYTES:
+            raise ConfigError(f"the memory limit is {size(own)}, want at least {size(MIN_LIMIT_BYTES)}")
+        self._bound = own or int(available() * HOST_SHARE)
         self._own = bool(own)
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         self._before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -90,16 +87,16 @@ class Budget:
             resource.setrlimit(resource.RLIMIT_DATA, self._before)
 
     def share(self, workers: int) -> None:
-        """So many CPU workers share this host."""
+        """Divide the host's memory among so many CPU workers."""
         if self._bound:
             self.limit = self._bound if self._own else self._bound // max(workers, 1)
-            if self._base < 0:  # with what its links take
+            if self._base < 0:  # includes the memory of its links
                 self._base = self._data() - _freed()
             self._slack = UNSET
             self._left = self._room()
 
     def serve(self, session: int, limit: int) -> None:
-        """Serve this session from here on, which may hold so many bytes here, 0 for any number."""
+        """Serve this session from here on. limit: bytes of tensors that it may hold on this worker, 0 for no limit."""
         before, self.session, self.session_limit = self.session_limit, session, limit
         if (limit or before) and self._bound:
             self._slack = UNSET
@@ -110,12 +107,12 @@ class Budget:
         return self._data() - _freed() - self._base if self._statm >= 0 else 0
 
     def need(self, nbytes: int) -> None:
-        """So many are about to be made; OutOfMemory if there is no room."""
+        """So many bytes are about to be allocated; OutOfMemory if there is no room."""
         left = self._left - nbytes
-        self._left = left if left >= 0 or not self._bound else self._look(nbytes)
+        self._left = left if left >= 0 or not self._bound else self._take(nbytes)
 
     def fits(self, nbytes: int) -> bool:
-        """As `need`, and whether there is room."""
+        """As `need`; False if there is no room."""
         try:
             self.need(nbytes)
         except OutOfMemory:
@@ -123,15 +120,15 @@ class Budget:
         return True
 
     def hold(self, nbytes: int) -> None:
-        """So many that this process has already are about to be the session's."""
+        """So many bytes that this process has allocated are about to belong to the session; OutOfMemory beyond its limit."""
         if self.session_limit and nbytes > (room := self.session_limit - self.held(self.session)):
             raise OutOfMemory(f"out of memory: it needs {size(nbytes)}, the session's limit leaves {size(max(room, 0))}")
 
     def begin(self, numbers: int) -> bool:
-        """A stream so long follows; whether its smaller results have to be compared with the room too."""
+        """A stream of so many numbers follows; True if its small results must be compared with the room one by one."""
         if not self._bound:
             return False
-        small = numbers // OPERANDS * PLANNED
+        small = numbers // NUMBERS_PER_INSTRUCTION * PLANNED_BYTES
         if self._left < small:
             self._left = self._room()
         if self._left < small:
@@ -140,56 +137,58 @@ class Budget:
         return False
 
     def unsure(self) -> None:
-        """Results were made whose bytes were not planned."""
+        """Results of an unknown size were allocated."""
         self._left = -1
 
     def admit(self, nbytes: int) -> None:
         """An upload begins; OutOfMemory if there is no room for it."""
-        if self.limit and nbytes > (room := self.limit - self.used()):  # one may come before this worker knows its share
-            raise OutOfMemory(self._says(nbytes, room))
+        if self.limit and nbytes > (room := self.limit - self.used()):  # it may arrive before this worker knows its share
+            raise OutOfMemory(self._refusal(nbytes, room))
         self._left = -1
 
-    def _look(self, nbytes: int) -> int:
-        """Bytes that are left when these are made."""
+    def _take(self, nbytes: int) -> int:
+        """Bytes that are left once these are allocated; OutOfMemory if there is no room."""
         room = self._room()
         if nbytes > room:
-            raise OutOfMemory(self._says(nbytes, room))
+            raise OutOfMemory(self._refusal(nbytes, room))
         return room - nbytes
 
     def _room(self) -> int:
-        """Bytes that may be made now. What was freed and is kept counts as room, in pieces though it may be: so RLIMIT_DATA is
-        as much above the limit, and the kernel gets the pages back.
+        """Bytes that may be allocated now.
+
+        Freed memory that the C library keeps counts as room, although it may be in pieces: so RLIMIT_DATA is as much above the
+        limit, and the kernel gets the pages back.
         """
         data, freed = self._data(), _freed()
         taken = data - freed - self._base if self._base >= 0 else 0
         own = room = (self.limit or self._bound) - taken
         if self.session_limit:
             own = min(room, self.session_limit - self.held(self.session))
-        if self.session_limit or abs(freed - self._slack) > RESERVE // 4:
+        if self.session_limit or abs(freed - self._slack) > RESERVE_BYTES // 4:
             self._slack = freed
-            self._fence(data + max(own, 0) + RESERVE + self._threads * STACK)
-        if data - self._base > self.limit and time.monotonic() - self._trimmed > AGAIN:
+            self._set_data_limit(data + max(own, 0) + RESERVE_BYTES + self._threads * STACK_BYTES)
+        if data - self._base > self.limit and time.monotonic() - self._trimmed > TRIM_SECONDS:
             self._trimmed = time.monotonic()
             LIBC.malloc_trim(0)
         return own
 
-    def _says(self, nbytes: int, room: int) -> str:
+    def _refusal(self, nbytes: int, room: int) -> str:
         return f"out of memory: it needs {size(nbytes)}, and {size(max(room, 0))} are left"
 
     def _data(self) -> int:
-        return int(os.pread(self._statm, 128, 0).split()[5]) * PAGE
+        return int(os.pread(self._statm, 128, 0).split()[5]) * PAGE_BYTES
 
-    def _fence(self, soft: int) -> None:
-        """No more data than this, whatever a kernel asks for."""
+    def _set_data_limit(self, soft: int) -> None:
+        """Set RLIMIT_DATA: kernels get no more data than this."""
         hard = self._before[1]
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
 
 
-class Careful:
-    """Bound definitions in place of the table of them, whose smaller results are compared with the room too."""
+class CheckedSteps:
+    """A table of steps that compares small results with the room too."""
 
-    def __init__(self, steps: Bound, small: dict[int, int], need: Callable[[int], None]) -> None:
+    def __init__(self, steps: StepTable, small: dict[int, int], need: Callable[[int], None]) -> None:
         self._steps, self._small, self._need = steps, small, need
 
     def __getitem__(self, number: int) -> tuple[Step, int]:
@@ -206,8 +205,8 @@ class Careful:
         return checked if small else step
 
 
-def results(define: Define) -> int:
-    """Bytes of an instruction's new tensors; below 0 if they depend on values, or on what it is given."""
+def result_bytes(define: Define) -> int:
+    """Bytes of an instruction's new tensors; below 0 if they depend on values or inputs."""
     payload = define.payload
     if define.kind == "op":
         specs = [out[1] for out in payload["outs"] if out[0] == "new"]
@@ -217,29 +216,29 @@ def results(define: Define) -> int:
     return -1 if define.kind == "partial" else 0
 
 
-def bounded(step: Step, made: int, budget: Budget) -> Step:
-    """A step that makes so many bytes (`results`), which are compared with the room there is."""
+def check_room(step: Step, nbytes: int, budget: Budget) -> Step:
+    """A step whose results (`result_bytes`) are compared with the room before it runs."""
     need = budget.need
 
     def large(code: list, at: int) -> None:
-        need(made)
+        need(nbytes)
         step(code, at)
 
     def unknown(code: list, at: int) -> None:
         step(code, at)
         budget.unsure()
 
-    return unknown if made < 0 else large if made >= PLANNED else step
+    return unknown if nbytes < 0 else large if nbytes >= PLANNED_BYTES else step
 
 
 def _freed() -> int:
-    """Bytes that the C library keeps for what comes next."""
+    """Freed bytes that the C library keeps for later allocations."""
     return int(_mallinfo().fordblks) if _mallinfo is not None else 0
 
 
 def available() -> int:
-    """Bytes that the processes of this host may have: its memory, or what a control group leaves of it."""
-    return min([os.sysconf("SC_PHYS_PAGES") * PAGE, *_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+    """Bytes that the processes of this host may have: its memory, or the least limit of its control groups."""
+    return min([os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES, *_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 
 
 def _groups(own: Path, root: Path) -> Iterator[int]:

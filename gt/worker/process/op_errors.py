@@ -1,4 +1,4 @@
-"""An op's failure as the dispatcher is told of it: its kind, its text, and of one for want of memory who has it."""
+"""Reports of failed ops to the dispatcher: kind and text, and for want of memory the tensors that occupy it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from gt.worker.plane.base import PeerGone
 from gt.worker.process.memory_budget import Budget
 from gt.worker.uploads import Cancelled
 
-LONGEST = 4000  # characters of an error's text
-FEW, MANY = 4, 64  # failures of a Run that are each told by themselves: for want of memory or of a tensor, and others
-SELDOM = 50  # times as long as it takes passes until it is told again who has the memory
-NAMED = 256  # tensors that are named, those with most bytes
-# Texts of errors for want of memory, which are of no class of their own: torch's, C++'s, oneDNN's
-WANTS = ("can't allocate memory", "out of memory", "bad_alloc", "bad allocation", "could not create a memory")
+MAX_TEXT_CHARS = 4000
+# Failures of a Run that are reported one by one: for want of memory or of a tensor, and others
+MAX_CONSEQUENCES, MAX_FAILURES = 4, 64
+MEMORY_REPORT_PAUSE = 50  # times as long as a report of memory takes, until the next one
+MAX_NAMED_TENSORS = 256  # those with most bytes
+# Texts of errors for want of memory that have no class of their own: torch's, C++'s, oneDNN's
+OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "bad_alloc", "bad allocation", "could not create a memory")
 
 Storage = Callable[[Any], tuple[int, int]]  # of a tensor: address and bytes of its memory
 
@@ -31,53 +32,54 @@ def kind(error: Exception) -> str:
         return "unsupported"
     if isinstance(error, (PeerGone, Cancelled)):
         return "peer"
-    return "memory" if isinstance(error, MemoryError) or any(part in str(error) for part in WANTS) else "op"
+    return "memory" if isinstance(error, MemoryError) or any(part in str(error) for part in OUT_OF_MEMORY_TEXTS) else "op"
 
 
 def text(error: Exception) -> str:
     """OpError.message."""
-    said = str(error) or type(error).__name__
+    message = str(error) or type(error).__name__
     if isinstance(error, KeyError):
-        said = f"no tensor has the id {said}"
-    return said[:LONGEST]
+        message = f"no tensor has the id {message}"
+    return message[:MAX_TEXT_CHARS]
 
 
 def held(tensors: Mapping[int, Any], session: int, storage: Storage) -> dict[int, tuple[int, int]]:
     """Memory of a session's tensors by address: the id of one of them, and bytes."""
-    found: dict[int, tuple[int, int]] = {}
+    blocks: dict[int, tuple[int, int]] = {}
     for i, tensor in list(tensors.items()):
         if i >> BASE_BITS == session:
             address, nbytes = storage(tensor)
-            found.setdefault(address, (i, nbytes))
-    return found
+            blocks.setdefault(address, (i, nbytes))
+    return blocks
 
 
-class Troubles:
-    """Failures of a Run as they are told: the first by themselves, the rest of many at its end, together."""
+class ErrorReports:
+    """Failures of a Run: the first are reported one by one, the rest of many together at its end."""
 
     def __init__(self, send: Callable[..., None], tensors: Mapping[int, Any], budget: Budget, storage: Storage) -> None:
         self._send, self._tensors, self._budget, self._storage = send, tensors, budget, storage
         self._counts: Counter[tuple[str, bool]] = Counter()  # by kind, and whether a tensor was missing
-        self._rest: list[int] = []  # seqs that are not told yet
+        self._rest: list[int] = []  # seqs that are not reported yet
         self._rest_kind = ""
-        self._next = 0.0  # when it may be told again who has the memory: that takes time
+        self._next = 0.0  # when memory may be reported again, which takes time
 
-    def tell(self, seq: int, error: Exception, said: str, asked: bool = False) -> None:
-        """Op `seq` failed. asked: somebody waits for what it answers."""
-        found, missing = kind(error), isinstance(error, KeyError)
-        self._counts[found, missing] += 1
-        if not asked and self._counts[found, missing] > (FEW if missing or found == "memory" else MANY):
+    def report(self, seq: int, error: Exception, text: str, answers: bool = False) -> None:
+        """Op `seq` failed. answers: somebody waits for its answer, so it is reported at once."""
+        failure, missing = kind(error), isinstance(error, KeyError)
+        self._counts[failure, missing] += 1
+        most = MAX_CONSEQUENCES if missing or failure == "memory" else MAX_FAILURES
+        if not answers and self._counts[failure, missing] > most:
             self._rest.append(seq)
-            self._rest_kind = "memory" if found == "memory" else self._rest_kind or found
+            self._rest_kind = "memory" if failure == "memory" else self._rest_kind or failure
             return
-        self._flush()  # what it may be a consequence of
+        self._flush()  # the failures before this one come first
         holders, now = {}, monotonic()
-        if found == "memory" and now >= self._next:
+        if failure == "memory" and now >= self._next:
             holders = memory(self._tensors, self._budget, self._storage)
-            self._next = now + SELDOM * (monotonic() - now)
-        self._send(OpError(seq, found, said, holders))
+            self._next = now + MEMORY_REPORT_PAUSE * (monotonic() - now)
+        self._send(OpError(seq, failure, text, holders))
 
-    def end(self) -> None:
+    def end_run(self) -> None:
         """The Run is over."""
         self._flush()
         if not self._counts["memory", False]:
@@ -101,5 +103,5 @@ def memory(tensors: Mapping[int, Any], budget: Budget, storage: Storage) -> dict
         "used": budget.used(),
         "session": mine,
         "others": sum(everything.values()) - mine,
-        "top": [list(row) for row in nlargest(NAMED, own.values(), key=lambda row: row[1])],
+        "top": [list(row) for row in nlargest(MAX_NAMED_TENSORS, own.values(), key=lambda row: row[1])],
     }

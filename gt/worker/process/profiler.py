@@ -1,4 +1,4 @@
-"""What instructions take, measured while a step is recorded: of each definition the least, as on a machine of its own."""
+"""Profiles of instructions, measured while a step is recorded: the least time of each definition, as on an idle machine."""
 
 from __future__ import annotations
 
@@ -6,62 +6,64 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from gt.wire.messages import TIMES
-from gt.worker.context import Step
-from gt.worker.process.memory_budget import Careful
+from gt.worker.instructions.step import Step, StepTable
+from gt.worker.process.memory_budget import CheckedSteps
 from gt.worker.program.compiled import CompiledProgram
-from gt.worker.program.program import Bound, Stamp
+from gt.worker.program.program import ActionTime
 
-STAMPED = 256  # definitions of programs whose last replay is known, forgotten ones among them
+MAX_PROGRAMS = 256  # definitions whose last replay is known, forgotten ones included
 
 
-class Stamps:
-    """When the actions of each program's last replay were, by its definition."""
+class ActionTimes:
+    """Times of the actions of each program's last replay, by definition."""
 
     def __init__(self) -> None:
-        self._by: dict[int, list[Stamp]] = {}
+        self._by: dict[int, list[ActionTime]] = {}
 
-    def put(self, number: int, stamps: list[Stamp]) -> None:
+    def put(self, number: int, times: list[ActionTime]) -> None:
         self._by.pop(number, None)
-        self._by[number] = stamps
-        if len(self._by) > STAMPED:
+        self._by[number] = times
+        if len(self._by) > MAX_PROGRAMS:
             del self._by[next(iter(self._by))]
 
-    def actions(self, programs: Sequence[int], plans: Mapping[int, CompiledProgram]) -> list[Stamp]:
+    def actions(self, programs: Sequence[int], compiled: Mapping[int, CompiledProgram]) -> list[ActionTime]:
         """Each action of these definitions once, from where it first began to where it last ended."""
-        found: dict[str, Stamp] = {}
-        for name, start, end in (stamp for number in programs for stamp in self._of(number, plans)):
-            found[name] = (name, found[name][1] if name in found else start, end)
-        return sorted(found.values(), key=lambda stamp: stamp[1])
+        times: dict[str, ActionTime] = {}
+        for name, start, end in (action for number in programs for action in self._of(number, compiled)):
+            times[name] = (name, times[name][1] if name in times else start, end)
+        return sorted(times.values(), key=lambda action: action[1])
 
-    def _of(self, number: int, plans: Mapping[int, CompiledProgram]) -> list[Stamp]:
-        plan = plans.get(number)
-        return self._by.get(number) or ([] if plan is None else plan.stamps())
+    def _of(self, number: int, compiled: Mapping[int, CompiledProgram]) -> list[ActionTime]:
+        program = compiled.get(number)
+        return self._by.get(number) or ([] if program is None else program.action_times())
 
 
-class Timed:
-    """Bound definitions whose steps are timed, in place of the table of them: what is not timed costs nothing."""
+class TimedSteps:
+    """A table of steps that times each call. A stream that is not timed uses the plain table."""
 
-    def __init__(self, steps: Bound | Timed | Careful, clock: Callable[[], float], found: dict[int, float]) -> None:
-        self._steps, self._clock, self._found = steps, clock, found
+    def __init__(
+        self, steps: StepTable | TimedSteps | CheckedSteps, clock: Callable[[], float], times: dict[int, float]
+    ) -> None:
+        self._steps, self._clock, self._times = steps, clock, times
 
     def __getitem__(self, number: int) -> tuple[Step, int]:
         step, size = self._steps[number]
         return partial(self._call, number, step), size
 
     def _call(self, number: int, step: Step, code: list, at: int) -> None:
-        clock, found = self._clock, self._found
+        clock, times = self._clock, self._times
         start = clock()
         step(code, at)
-        took = clock() - start
-        if took < found.get(number, took + 1):
-            found[number] = took
+        seconds = clock() - start
+        if seconds < times.get(number, seconds + 1):
+            times[number] = seconds
 
 
-def take(found: dict[int, float]) -> list:
-    """What a Done tells of these, and no longer keeps."""
-    if not found:
+def take_times(times: dict[int, float]) -> list:
+    """The times that a Done carries, which are removed here."""
+    if not times:
         return []
-    some = list(found.items())[:TIMES]
-    for number, _ in some:
-        del found[number]
-    return [part for row in some for part in row]
+    rows = list(times.items())[:TIMES]
+    for number, _ in rows:
+        del times[number]
+    return [part for row in rows for part in row]

@@ -1,4 +1,4 @@
-"""A worker's work in seconds of CPU time: the sign that a long instruction gets on."""
+"""CPU time of a worker, by which the dispatcher sees that a long instruction makes progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Effort:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def seconds(self, kind: str) -> float:
-        """CPU seconds so far, while an instruction of this kind is carried out. What compiles may do it in other processes."""
+        """CPU seconds so far, during an instruction of this kind. Compilation includes descendant processes."""
         if self._clock is None or not (self._host or kind in COMPILING):
             return 0.0
         used = 0.0

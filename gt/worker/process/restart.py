@@ -1,4 +1,4 @@
-"""A worker's process starts afresh: it executes its own command line again, so that nothing of its memory is left.
+"""Restart of a worker's process: it executes its own command line again, so that nothing of its memory is left.
 
 The new process has the same pid, name and environment, and by descriptors the secrets of files that may be gone.
 """
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from gt import env
 
-WAIT = 120.0  # seconds that the new process looks for the server: one that has gone meanwhile will not tell it to end
+WAIT_SECONDS = 120.0  # for the server: a server that has ended meanwhile will not tell the new process to end
 OPTIONS = ("--wait", "--name", "--token-file", "--worker-token-file")  # what is appended to the command line
 
 
@@ -60,20 +60,20 @@ class Renewal:
 
 
 def command(argv: Sequence[str], name: str, files: Mapping[str, str]) -> list[str]:
-    """The command line of the process that comes after one of this command line. files: by option, of which the last counts."""
+    """The command line of the process that replaces one of this command line. files: by option, of which the last counts."""
     own = list(argv)
     while len(own) > 1 and own[-2] in OPTIONS:
         del own[-2:]
-    return [*own, "--wait", f"{WAIT:g}", "--name", name, *(part for row in files.items() for part in row)]
+    return [*own, "--wait", f"{WAIT_SECONDS:g}", "--name", name, *(part for row in files.items() for part in row)]
 
 
 def children() -> list[int]:
     """Pids of this process's children."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
-            found += map(int, (task / "children").read_text().split())
-    return found
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def inherited(secret: str) -> int:

@@ -1,293 +1,295 @@
-"""Compiled segments in a program: instructions at the first replay, from then on calls, and what became of each.
+"""Programs of a compiled backend: their segments become calls into compiled code, their replays graphs of the device.
 
-A program's segments are compiled when its first replay is over, so that workers compile side by side and none waits for
-another's. Whatever cannot be compiled, or does not fit what was compiled, is carried out as instructions. Where the device
-can replay what it was given to do, that is recorded once a replay has found nothing more to compile. Knows no torch.
+Segments are compiled when the first replay is over: so workers compile side by side, and none waits for another's compilation.
+A segment that cannot be compiled, or whose inputs do not match its code, is carried out as instructions. A device that can
+replay work records it once a replay finds nothing more to compile. Knows no torch.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from gt.ir.instr import FREE
-from gt.worker.context import Step
-from gt.worker.engine.base import CompiledSegment, Compiler, DeviceRecorder, DeviceReplays, Engine, Misfit, Strictly
-from gt.worker.program.graph_outputs import Lent
-from gt.worker.program.liveness import Definition, lives, taken
-from gt.worker.program.overlap import Batch, Each, beside, together
-from gt.worker.program.partition import DefinitionTraits, Row, Wired, cut, known, left, lightens, runs, wire
+from gt.worker.engine.base import CompiledSegment, Compiler, DeviceRecorder, DeviceReplays, Misfit
+from gt.worker.instructions.step import Row, Step
+from gt.worker.program.liveness import lives, taken
+from gt.worker.program.overlap import RecordedProgram, group_all_reduces, overlap_transfers
+from gt.worker.program.partition import (
+    BoundSegment,
+    DefinitionTraits,
+    bind_segment,
+    definition_traits,
+    output_bytes,
+    partition,
+    runs,
+    saves_memory,
+)
+from gt.worker.program.program import Actions
+from gt.worker.program.runner import ProgramRunner
 
-TRIES = 3  # times that a segment is compiled, since what it is given may come to lie otherwise
-SAID = 300  # characters of a reason
-REASONS = 8  # told of one program
-MOVES = ("send", "recv", "merge", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-ISSUES = ("alias", "shard", "partial", "fill")  # kinds that do no more than issue work, beside ops
-
-Parts = list[tuple[str, list[Row]]]  # rows by action
-Fail = Callable[[list, int, Exception, Sequence[tuple[int, Any]]], None]  # (code, place, error, (id, spec) of each output)
+MAX_COMPILATIONS = 3  # of one segment, since the layout of its inputs may change from replay to replay
+MAX_REASON_CHARS = 300
+MAX_REASONS = 8  # in the report of one program
+TRANSFERS = ("send", "recv", "merge", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+ISSUING = ("alias", "shard", "partial", "fill")  # kinds that only issue work to the device, beside ops
 
 
 class Segment:
-    """One place in a program where compiled code may stand for instructions."""
+    """One place in a program where compiled code may replace instructions."""
 
-    def __init__(self, rows: list[Row], wired: Wired, tensors: dict[int, Any], each: Each, fail: Fail) -> None:
-        self.rows, self.wired = rows, wired
+    def __init__(self, rows: list[Row], bound: BoundSegment, runner: ProgramRunner) -> None:
+        self.rows, self.bound = rows, bound
         self.compiled: CompiledSegment | None = None
-        self.seen: Any = None  # of its inputs, while it waits to be compiled
-        self.why = ""  # it stays as it is
-        self.tries = 0
-        self._held, self._each, self._fail = tensors, each, fail
+        self.signature: Any = None  # of its inputs, while it waits to be compiled
+        self.why = ""  # reason why it stays instructions
+        self.compilations = 0
+        self._runner, self._tensors = runner, runner.tensors
 
     def __call__(self, code: list, at: int) -> None:
-        compiled, held = self.compiled, self._held
+        compiled, tensors = self.compiled, self._tensors
         if compiled is None:
-            self._each(self.rows)
+            self._runner.run_rows(self.rows)
             return
-        wired = self.wired
-        for tensor in wired.dropped:
-            held.pop(tensor, None)
-        if wired.before:
-            self._each(wired.before)
+        bound = self.bound
+        for tensor in bound.dropped:
+            tensors.pop(tensor, None)
+        if bound.before:
+            self._runner.run_rows(bound.before)
         try:
-            made = compiled([held[i] for i in wired.inputs])
+            outputs = compiled([tensors[i] for i in bound.inputs])
         except (Misfit, KeyError):
             self.compiled = None
-            self.why = "" if self.tries < TRIES else "what it is given lies otherwise from one replay to the next"
-            self._each(self.rows)
+            self.why = "" if self.compilations < MAX_COMPILATIONS else "its inputs have another layout in each replay"
+            self._runner.run_rows(self.rows)
             return
         except Exception as error:
-            self._failed(compiled, code, at, error)
+            self._fail(compiled, code, at, error)
         else:
-            held.update(zip(wired.outputs, made, strict=True))
-        for tensor in wired.ended:
-            held.pop(tensor, None)
+            tensors.update(zip(bound.outputs, outputs, strict=True))
+        for tensor in bound.ended:
+            tensors.pop(tensor, None)
 
-    def _failed(self, compiled: CompiledSegment, code: list, at: int, error: Exception) -> None:
-        """Where nothing can have been written the instructions say which of them it was, or do better."""
+    def _fail(self, compiled: CompiledSegment, code: list, at: int, error: Exception) -> None:
+        """Compiled code failed. If it cannot have written to inputs, the instructions are carried out instead."""
         if compiled.writes:
-            self._fail(code, at, error, list(zip(self.wired.outputs, compiled.specs, strict=True)))
-        elif self._each(self.rows):
+            self._runner.fail_segment(code, at, error, list(zip(self.bound.outputs, compiled.specs, strict=True)))
+        elif self._runner.run_rows(self.rows):
             self.compiled, self.why = None, f"compiled code failed: {_short(error)}"
 
-    def look(self, compiler: Compiler) -> None:
-        """Before it is carried out as instructions: what it is given."""
-        if self.compiled is None and not self.why and self._each(self.wired.before):
-            inputs = [self._held.get(i) for i in self.wired.inputs]
-            self.seen = None if any(t is None for t in inputs) else compiler.seen(inputs)
+    def sample_inputs(self, compiler: Compiler) -> None:
+        """Note the signature of the inputs, before the segment is carried out as instructions."""
+        if self.compiled is None and not self.why and self._runner.run_rows(self.bound.before):
+            inputs = [self._tensors.get(i) for i in self.bound.inputs]
+            self.signature = None if any(t is None for t in inputs) else compiler.signature(inputs)
 
 
 class CompiledProgram:
-    """The segments of one program on this worker. `report` may be called by any thread."""
+    """The segments of one program on this worker. `report` may be called by any thread.
 
-    def __init__(
-        self,
-        backend: str,
-        engine: Engine,
-        tensors: dict[int, Any],
-        each: Each,
-        fail: Fail,
-        batch: Batch,
-        reached: Callable[[Callable[[], None]], None] | None = None,
-        once: bool = False,
-    ) -> None:
-        """reached: what compiles a segment when it is first come to, None to wait for the end of the first replay. once: there
-        is one replay, for which only segments are compiled that make much which ends within them.
-        """
-        self.backend, self.why, self._batch = backend, "", batch
-        self._reached, self._once = reached, once
+    A program that is carried out once compiles a segment when the segment is reached, if that saves memory. So does a program
+    for a device that records, if no other worker waits for a message meanwhile.
+    """
+
+    def __init__(self, payload: dict[str, Any], runner: ProgramRunner) -> None:
+        self.why = ""  # reason why the compiler is not the one that was asked for
+        self._once = payload["once"]
+        alone = payload["backend"] == "cudagraphs" and not payload["channels"] and not payload["actions"]
+        self._compiles_when_reached = self._once or alone
         self.segments: list[Segment] = []
         self.compiler: Compiler | None = None
         self._ready = False
-        self._inside: dict[int, list[Row]] = {}  # place of the first instruction of what is one row -> its instructions
+        self._instructions: dict[int, list[Row]] = {}  # place of a row that stands for several -> these rows
         self._replays: DeviceReplays | None = None
-        self._apart: Counter[str] = Counter()  # what is done between recordings
-        self._held, self._each, self._fail = tensors, each, fail
-        self.fits: Callable[[int], bool] = lambda nbytes: True  # whether there is room for what a segment makes
-        opened = getattr(engine, "compiler", None)
-        if opened is None:
+        self._unrecorded: Counter[str] = Counter()  # reasons for rows between recordings
+        self._runner, self._tensors = runner, runner.tensors
+        engine = runner.context.engine
+        open_compiler = getattr(engine, "compiler", None)
+        if open_compiler is None:
             self.why = f"the {engine.name} engine has no compiler"
         else:
-            self.compiler, self.why = opened(backend)
+            self.compiler, self.why = open_compiler(payload["backend"])
 
-    def fold(self, rows: list[Row], code: Sequence, definition: Definition) -> list[Row]:
-        """Rows with each segment as one."""
-        rows, groups = together(rows, code, definition, self._batch, self._each)
-        self._inside.update(groups)
+    def group_rows(self, rows: list[Row], code: list) -> list[Row]:
+        """Rows in which each segment, and each batch of all-reduces, is one row."""
+        definition = self._runner.definition
+        rows, groups = group_all_reduces(rows, code, self._runner)
+        self._instructions.update(groups)
         compiler = self.compiler
         if compiler is None:
             return rows
-        asked: dict[int, DefinitionTraits] = {}
+        known: dict[int, DefinitionTraits] = {}
 
-        def ask(number: int) -> DefinitionTraits:
-            if number not in asked:
-                asked[number] = known(definition(number), compiler.fits)
-            return asked[number]
+        def traits(number: int) -> DefinitionTraits:
+            if number not in known:
+                known[number] = definition_traits(definition(number), compiler.fits)
+            return known[number]
 
-        found: list[Row] = []
-        for fits, run in cut(rows, code, ask):
+        grouped: list[Row] = []
+        for fits, run in partition(rows, code, traits):
             if not fits:
-                found += run
+                grouped += run
                 continue
-            segment = Segment(run, wire(run, code, definition, ask), self._held, self._each, self._fail)
+            segment = Segment(run, bind_segment(run, code, definition, traits), self._runner)
             self.segments.append(segment)
             first = next(at for at, _ in run if code[at] != FREE)
-            self._inside[first] = run
-            found.append((first, self._step(segment)))
-        return found
+            self._instructions[first] = run
+            grouped.append((first, self._step(segment)))
+        return grouped
 
-    def _step(self, segment: Segment) -> Callable[[list, int], None]:
-        nbytes = left(segment.wired)
+    def _step(self, segment: Segment) -> Step:
+        nbytes = output_bytes(segment.bound)
+        runner = self._runner
 
         def step(code: list, at: int) -> None:
-            if nbytes and not self.fits(nbytes):
-                self._each(segment.rows)
+            if nbytes and not runner.fits(nbytes):
+                runner.run_rows(segment.rows)
                 return
             if segment.compiled is None and self.compiler is not None:
-                segment.look(self.compiler)
-                if self._reached is not None and segment.seen is not None and (not self._once or lightens(segment.wired)):
-                    self._reached(partial(self._compile, segment))
+                segment.sample_inputs(self.compiler)
+                if self._compiles_when_reached and segment.signature is not None:
+                    self._compile_reached(segment)
             segment(code, at)
 
         return step
 
+    def _compile_reached(self, segment: Segment) -> None:
+        if self._runner.recording or (self._once and not saves_memory(segment.bound)):  # a device that records does not compile
+            return
+        with self._runner.compiling():
+            self._compile(segment)
+
     @property
     def waiting(self) -> list[Segment]:
-        return [s for s in self.segments if s.compiled is None and s.seen is not None and not s.why]
+        return [s for s in self.segments if s.compiled is None and s.signature is not None and not s.why]
 
-    def prepare(self) -> None:
-        """Compile what can be, now that it is known what each segment is given."""
-        for segment in self.waiting:
-            self._compile(segment)
-        self._ready = True
+    def after_replay(self, actions: Actions, code: list, randoms: Sequence[int]) -> None:
+        """Compile the segments that wait for it, which may take long. Once none does, have the device record."""
+        if self._once:
+            return
+        if self.waiting:
+            with self._runner.compiling():
+                for segment in self.waiting:
+                    self._compile(segment)
+                self._ready = True
+        elif self.compiler is not None and self.compiler.recorder is not None and self._replays is None:
+            self._record(self.compiler.recorder, actions, code, randoms)
 
     def _compile(self, segment: Segment) -> None:
         assert self.compiler is not None
         self._ready = True
-        segment.tries += 1
+        segment.compilations += 1
         try:
-            segment.compiled = self.compiler.compile(segment.wired, segment.seen)
+            segment.compiled = self.compiler.compile(segment.bound, segment.signature)
         except Exception as error:
             segment.why = _short(error)
-        segment.seen = None
+        segment.signature = None
 
     @property
     def recorded(self) -> bool:
-        """Whether its replays are what was recorded, as far as that goes."""
+        """True once its replays are recordings, as far as its rows can be recorded."""
         return self._replays is not None
 
-    @property
-    def records(self) -> bool:
-        """Whether what it does is still to be recorded."""
-        return self.compiler is not None and self.compiler.recorder is not None and self._replays is None
+    def _record(self, recorder: DeviceRecorder, actions: Actions, code: list, randoms: Sequence[int]) -> None:
+        """Have runs of rows recorded in the next replay: all rows that only issue work to the device.
 
-    def record(
-        self,
-        parts: Parts,
-        code: list,
-        randoms: Sequence[int],
-        definition: Definition,
-        strictly: Strictly,
-        direct: Container[int],
-        lent: Lent,
-        slowly: Callable[[Step], Step],
-    ) -> None:
-        """Have runs of rows recorded in the next replay: everything that only issues work to the device.
-
-        randoms: places in the code that are filled anew in each replay. direct: definitions that move data by the device alone.
-        slowly: makes a step of one that may wait for the device.
+        randoms: places in the code that each replay sets.
         """
-        assert self.compiler is not None and self.compiler.recorder is not None
-        recorder = self.compiler.recorder
-        self._replays = whole = recorder.program(self._held, self._each, strictly, lent, _dropped(code))
-        rows = [row for _, part in parts for row in part]
-        named = any(name for name, _ in parts)
+        runner, definition = self._runner, self._runner.definition
+        self._replays = replays = recorder.program(runner, _dropped(code))
+        rows = [row for _, part in actions for row in part]
         places = sorted(at for at, _ in rows)
         drawn = {places[bisect_right(places, place) - 1] for place in randoms}
         first = next((at for at, _ in rows if code[at] != FREE), None)
         if first is None:  # the end of a long program
             return
-        found: list[Row] = [(first, slowly(whole.begin))]
-        moving: set[int] = set()  # what other rows make
         marks: set[Step] = set()
-        if named:  # a mark goes with the row after it
-            rows = []
-            for name, part in (*parts, ("", [])):
-                marks.add(mark := whole.mark(name))
-                rows += [((part or rows[-1:])[0][0], mark), *part]
+        if any(name for name, _ in actions):
+            rows = _marked(actions, replays, marks)
+        found: list[Row] = [(first, runner.may_wait(replays.begin))]
+        moving: set[int] = set()  # ids that unrecorded rows make
         alive = lives(code, definition)
 
-        def inside(row: Row) -> Sequence[Row]:
-            return () if row[1] in marks else self._inside.get(row[0], [row])
+        def within(row: Row) -> Sequence[Row]:
+            return () if row[1] in marks else self._instructions.get(row[0], [row])
 
-        apart = partial(_apart, recorder, direct, definition, code, drawn)
-        for fits, some in runs(rows, code, lambda at: not apart(at)):
-            reads, makes = taken([at for row in some for at, _ in inside(row)], code, definition)
+        program = RecordedProgram(code, definition, alive, runner.table.device_only, within)
+        obstacle = partial(_obstacle, recorder, program, drawn)
+        for fits, run in runs(rows, code, lambda at: not obstacle(at)):
+            reads, makes = taken([at for row in run for at, _ in within(row)], code, definition)
             if fits:
-                some = beside(some, code, definition, alive, direct, inside, whole)
+                run = overlap_transfers(run, program, replays)
                 moving -= makes
-                place = next((at for at, _ in some if code[at] != FREE), first)
-                found.append((place, whole.run(some, reads, makes, moving & set(reads))))
+                place = next((at for at, _ in run if code[at] != FREE), first)
+                found.append((place, replays.run(run, reads, makes, moving & set(reads))))
             else:
                 moving |= makes
-                found += some
-                self._apart.update(apart(row[0]) for row in some if code[row[0]] != FREE and row[1] not in marks)
-        found.append((first, whole.ending(alive.last)))
-        parts[:] = [("", found)]
+                found += run
+                self._unrecorded.update(obstacle(row[0]) for row in run if code[row[0]] != FREE and row[1] not in marks)
+        found.append((first, replays.ending(alive.last)))
+        actions[:] = [("", found)]
 
     def close(self) -> None:
-        """It is forgotten: what it holds is given back at once, and not when cycles are collected."""
+        """The definition is forgotten: give memory back at once, not when the garbage collector runs."""
         if self._replays is not None:
             self._replays.close()
         self.segments.clear()
-        self._inside.clear()
+        self._instructions.clear()
 
-    def stamps(self) -> list[tuple[str, float, float]]:
-        """Actions of the last replay, where the device alone knows when they were."""
-        return [] if self._replays is None else self._replays.stamps()
+    def action_times(self) -> list[tuple[str, float, float]]:
+        """Actions of the last replay, where the device alone knows their times."""
+        return [] if self._replays is None else self._replays.action_times()
 
     def transfers(self) -> list[tuple[str, float, float]]:
-        """The same of transfers beside them."""
+        """The same of transfers on the side stream."""
         return [] if self._replays is None else self._replays.transfers()
 
     def report(self) -> dict[str, Any]:
-        """For explain(): what runs, how many segments there are, how many forms, and what stayed as instructions, why."""
+        """For explain(): the compiler, counts of segments and graphs, and reasons for rows that stayed instructions."""
         compiled = [s.compiled for s in self.segments if s.compiled is not None]
         reasons = Counter(s.why for s in self.segments if s.why)
         graphs, others = (0, []) if self._replays is None else self._replays.report()
-        reasons.update(f"no graph: {why}" for why in (*others, *self._apart.elements()))
+        reasons.update(f"no graph: {why}" for why in (*others, *self._unrecorded.elements()))
         return {
             "backend": "eager" if self.compiler is None else self.compiler.name,
             "why": self.why,
             "segments": len(self.segments),
             "compiled": len(compiled),
-            "distinct": len({one.key for one in compiled}),
+            "distinct": len({segment.key for segment in compiled}),
             "ready": self._ready,
             "graphs": graphs,
-            "reasons": [[count, why] for why, count in reasons.most_common(REASONS)],
+            "reasons": [[count, why] for why, count in reasons.most_common(MAX_REASONS)],
         }
 
 
-def _apart(
-    recorder: DeviceRecorder, direct: Container[int], definition: Definition, code: Sequence, drawn: set[int], at: int
-) -> str:
-    """Why an instruction does not only issue work to the device, the same each time; "" if that is all it does."""
-    define = definition(code[at])
+def _marked(actions: Actions, replays: DeviceReplays, marks: set[Step]) -> list[Row]:
+    """Rows with a mark before each action, which has the place of the row after it. marks: gets these steps."""
+    rows: list[Row] = []
+    for name, part in (*actions, ("", [])):
+        mark = replays.mark(name)
+        marks.add(mark)
+        rows += [((part or rows[-1:])[0][0], mark), *part]
+    return rows
+
+
+def _obstacle(recorder: DeviceRecorder, program: RecordedProgram, drawn: set[int], at: int) -> str:
+    """Reason why an instruction cannot be recorded: it does more than issue the same work each time. "" if there is none."""
+    define = program.definition(program.code[at])
     if define is None:
-        return "what is not known here"
+        return "unknown definition"
     name = define.payload["op"] if define.kind == "op" else define.kind
     if at in drawn and not (define.kind == "op" and recorder.draws(define.payload)):
         return f"{name} draws other random numbers each time"
-    if define.kind in MOVES:
-        return "" if define.number in direct else f"{name} goes through host memory"
-    return "" if define.kind in ISSUES or (define.kind == "op" and recorder.records(define.payload)) else name
+    if define.kind in TRANSFERS:
+        return "" if define.number in program.device_only else f"{name} goes through host memory"
+    return "" if define.kind in ISSUING or (define.kind == "op" and recorder.records(define.payload)) else name
 
 
 def _dropped(code: Sequence) -> set[int]:
-    """Ids that are freed before anything is done."""
+    """Ids that are freed before the first instruction."""
     found: set[int] = set()
     at = 0
     while at < len(code) and code[at] == FREE:
@@ -299,4 +301,4 @@ def _dropped(code: Sequence) -> set[int]:
 
 def _short(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= SAID else text[:SAID] + "..."
+    return text if len(text) <= MAX_REASON_CHARS else text[:MAX_REASON_CHARS] + "..."

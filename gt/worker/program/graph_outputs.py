@@ -1,49 +1,50 @@
-"""What a replay left in memory that the next one writes over: copied out when something else comes, not when it is over.
+"""Outputs of a replay in graph memory, which the next replay overwrites. They are copied out lazily.
 
-Most of it ends before anything reads it: gradients, where a step begins by dropping those of the last.
+Most outputs end before anything reads them: gradients, for example, where a step begins by dropping those of the step before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 
-MOST = 4096  # names since: beyond so many, it is copied out
+MAX_NAMED_IDS = 4096  # ids named since a replay; with more of them its outputs are copied out
 NONE: frozenset[int] = frozenset()
 
 
-class Lent:
-    """Of one executor. failed: is told what launched the replay, by its seq, and why what that left is lost."""
+class PendingOutputs:
+    """Outputs of the last replay of one executor. report_failure: called with the seq of the program whose outputs are lost."""
 
-    def __init__(self, failed: Callable[[int, Exception], None]) -> None:
+    def __init__(self, report_failure: Callable[[int, Exception], None]) -> None:
         self.seq = -1  # of the program that is carried out
-        self._failed = failed
+        self._report_failure = report_failure
         self._copy: Callable[[set[int]], None] | None = None
-        self._left: Set[int] = NONE
-        self._names: set[int] = set()
-        self._by = -1
+        self._outputs: Set[int] = NONE
+        self._named: set[int] = set()
+        self._producer_seq = -1
 
     @property
-    def there(self) -> bool:
+    def exist(self) -> bool:
         return self._copy is not None
 
-    def lend(self, ids: Set[int], copy: Callable[[set[int]], None]) -> None:
-        """A replay is over. copy: has those of these ids, and of others named since, that lie there lie elsewhere."""
-        self._copy, self._left, self._by = copy, ids, self.seq
+    def defer_copy(self, ids: Set[int], copy: Callable[[set[int]], None]) -> None:
+        """A replay is over. copy: moves the tensors of such ids, and of ids named since, out of graph memory."""
+        self._copy, self._outputs, self._producer_seq = copy, ids, self.seq
 
-    def named(self, ids: Iterable[int]) -> None:
-        """What may lie there too."""
-        self._names.update(ids)
-        if len(self._names) > MOST:
-            self.settle()
+    def track(self, ids: Iterable[int]) -> None:
+        """An instruction has these operands: its outputs may be views of graph memory."""
+        self._named.update(ids)
+        if len(self._named) > MAX_NAMED_IDS:
+            self.copy_out()
 
-    def settle(self, dropped: Set[int] = NONE) -> None:
-        """What was left is copied out, unless it is dropped before it is read. What comes next is done in any case: others may
-        wait for it.
+    def copy_out(self, dropped: Set[int] = NONE) -> None:
+        """Copy the outputs out of graph memory, but for those that are dropped before they are read.
+
+        A failure is reported and not raised: other workers may wait for the instructions that follow.
         """
-        copy, ids = self._copy, {*self._left, *self._names} - dropped
-        self._copy, self._left, self._names = None, NONE, set()
+        copy, ids = self._copy, {*self._outputs, *self._named} - dropped
+        self._copy, self._outputs, self._named = None, NONE, set()
         if copy is not None:
             try:
                 copy(ids)
             except Exception as error:
-                self._failed(self._by, error)
+                self._report_failure(self._producer_seq, error)

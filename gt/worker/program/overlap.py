@@ -1,126 +1,124 @@
-"""Transfers beside what is computed: which rows of a recording go to a stream of their own, and where the others wait for it.
+"""Overlap of communication and compute: moves transfers of a recording to a side stream, and inserts joins.
 
-What is sent, and what members reduce or gather, is done in the order of the program, but only what touches the same memory
-waits. Nothing receives there: who receives needs it at once. Pure; knows neither torch nor devices.
+Sends and collectives keep the order of the program; only a row that touches the same memory waits for them. Receives stay on
+the main stream, since their readers follow at once. Pure; knows neither torch nor devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from gt.ir.instr import FREE
-from gt.worker.context import Step
+from gt.worker.instructions.step import Row, Step
 from gt.worker.program.liveness import Definition, ProgramLiveness, changed, instruction, made, read
-from gt.worker.program.partition import Row
+from gt.worker.program.runner import ProgramRunner
 
-ASIDE = ("send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-
-Batch = Callable[[], AbstractContextManager]
-Each = Callable[[Sequence[Row]], Any]  # carries rows out, the others also where one fails; whether all went well
+ON_SIDE_STREAM = ("send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-class Aside(Protocol):
-    """What puts work on the other stream."""
+class SideStream(Protocol):
+    """A stream for transfers."""
 
-    def aside(self, step: Step, ids: Sequence[int], name: str) -> Step:
-        """The step, done there; what these ids stand for stays until it is joined."""
+    def on_side_stream(self, step: Step, ids: Sequence[int], name: str) -> Step:
+        """The step, done there. Tensors of these ids stay alive until the transfer is joined."""
 
     def join(self, count: int) -> Step:
-        """What follows waits for the first `count` of them."""
+        """A step after which rows wait for the first `count` transfers."""
 
 
-def together(
-    rows: Sequence[Row], code: Sequence, definition: Definition, batch: Batch, each: Each
-) -> tuple[list[Row], dict[int, list[Row]]]:
-    """Rows with all-reduces that may be done as one as one row, in all replays or members would not meet; by its place, what
-    each stands for. batch: around them.
+@dataclass(frozen=True, slots=True)
+class RecordedProgram:
+    """A program that is about to be recorded, and what is known of it."""
+
+    code: Sequence
+    definition: Definition
+    lives: ProgramLiveness
+    device_only: Container[int]  # definitions that move data by the device alone
+    within: Callable[[Row], Sequence[Row]]  # instructions that a row stands for, none for a mark
+
+
+def group_all_reduces(rows: Sequence[Row], code: Sequence, runner: ProgramRunner) -> tuple[list[Row], dict[int, list[Row]]]:
+    """Rows in which each batch of all-reduces is one row, and the rows that it stands for, by its place.
+
+    A batch is the same in all replays and on all members, or its members would not meet.
     """
-    found: list[Row] = []
+    grouped: list[Row] = []
     groups: dict[int, list[Row]] = {}
-    some: list[Row] = []
-    ended: list[Row] = []  # frees between them: all are needed until all are done
+    batch: list[Row] = []
+    ended: list[Row] = []  # frees within a batch: its tensors are needed until all of it is done
     missing = 0
     for at, step in rows:
-        define = None if code[at] == FREE else definition(code[at])
+        define = None if code[at] == FREE else runner.definition(code[at])
         if define is not None and define.kind == "together":
-            missing, some, ended = define.payload["count"], [], []
+            missing, batch, ended = define.payload["count"], [], []
         elif missing and define is not None:
-            some.append((at, step))
+            batch.append((at, step))
             missing -= 1
             if not missing:
-                groups[some[0][0]] = some
-                found += [(some[0][0], _batched(some, batch, each)), *ended]
+                groups[batch[0][0]] = batch
+                grouped += [(batch[0][0], _batch_step(batch, runner)), *ended]
         else:
-            (ended if missing else found).append((at, step))
-    assert not missing, f"{missing} all-reduces are in another definition than what is done with them"
-    return found, groups
+            (ended if missing else grouped).append((at, step))
+    assert not missing, f"{missing} all-reduces of a batch are in another definition"
+    return grouped, groups
 
 
-def _batched(rows: Sequence[Row], batch: Batch, each: Each) -> Step:
+def _batch_step(rows: Sequence[Row], runner: ProgramRunner) -> Step:
     def step(code: list, at: int) -> None:
-        with batch():
-            each(rows)  # all of them whatever becomes of one: the other members do not know of it
+        with runner.context.plane.batch():
+            runner.run_rows(rows)  # all of them, even if one fails: the other members do not know of that
 
     return step
 
 
-def beside(
-    rows: Sequence[Row],
-    code: Sequence,
-    definition: Definition,
-    lives: ProgramLiveness,
-    direct: Container[int],
-    inside: Callable[[Row], Sequence[Row]],
-    other: Aside,
-) -> list[Row]:
-    """Rows that are recorded as one. direct: definitions that move data by the device alone. inside: rows that one stands for,
-    none for a mark.
-    """
-    found: list[Row] = []
-    reading: dict[int, int] = {}  # memory that the other stream reads, by the last that does, counted from 1
-    writing: dict[int, int] = {}  # and that it writes
+def overlap_transfers(rows: Sequence[Row], program: RecordedProgram, stream: SideStream) -> list[Row]:
+    """Rows of one recording, with transfers on the side stream and a join before each row that needs one."""
+    code, definition, lives, within = program.code, program.definition, program.lives, program.within
+    scheduled: list[Row] = []
+    reading: dict[int, int] = {}  # memory that the side stream reads -> the last transfer that does, counted from 1
+    writing: dict[int, int] = {}  # the same of memory that it writes
     count = 0
 
     def join(number: int, at: int, place: int) -> None:
-        found.insert(place, (at, other.join(number)))
+        scheduled.insert(place, (at, stream.join(number)))
         for under_way in (reading, writing):
             for memory in [memory for memory, last in under_way.items() if last <= number]:
                 del under_way[memory]
 
     for row in rows:
-        within = inside(row)
-        touched, change = _touched(within, code, definition, lives)
-        moves = _moves(within, code, definition, direct)
+        inside = within(row)
+        touched, change = _touched(inside, code, definition, lives)
+        moves = _moves(inside, code, definition, program.device_only)
         if moves is not None:
-            found.append((row[0], other.aside(row[1], [*moves[0], *moves[1]], moves[2])))
+            scheduled.append((row[0], stream.on_side_stream(row[1], [*moves[0], *moves[1]], moves[2])))
             count += 1
             reading.update(dict.fromkeys(map(lives.memory, moves[0]), count))
             writing.update(dict.fromkeys([*map(lives.memory, moves[1]), *change], count))
             continue
         last = max([writing.get(i, 0) for i in touched] + [reading.get(i, 0) for i in change], default=0)
         if last:
-            join(last, row[0], len(found))
-        found.append(row)
+            join(last, row[0], len(scheduled))
+        scheduled.append(row)
     if reading or writing:
-        end = len(found)
-        while end > 1 and not inside(found[end - 1]):  # the mark where it ends
+        end = len(scheduled)
+        while end > 1 and not within(scheduled[end - 1]):  # the mark at the end
             end -= 1
         join(count, rows[-1][0], end)
-    return found
+    return scheduled
 
 
 def _moves(
     rows: Sequence[Row], code: Sequence, definition: Definition, direct: Container[int]
 ) -> tuple[list[int], list[int], str] | None:
-    """Ids that transfers read and make, and what they are; None if they are no such."""
+    """Ids that transfers read, ids that they make, and their kind; None if a row is no transfer for the side stream."""
     reads: list[int] = []
     makes: list[int] = []
     kind = ""
     for at, _ in rows:
         define = None if code[at] == FREE else definition(code[at])
-        if define is None or define.kind not in ASIDE or define.number not in direct:
+        if define is None or define.kind not in ON_SIDE_STREAM or define.number not in direct:
             return None
         define, operands = instruction(code, at, definition)
         kind = define.kind
@@ -130,7 +128,7 @@ def _moves(
 
 
 def _touched(rows: Sequence[Row], code: Sequence, definition: Definition, lives: ProgramLiveness) -> tuple[set[int], set[int]]:
-    """Memory that rows read or make, and of it what they may change."""
+    """Memory that rows read or make, and the part of it that they may change."""
     touched: set[int] = set()
     change: set[int] = set()
     for at, _ in rows:

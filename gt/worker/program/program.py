@@ -1,92 +1,96 @@
-"""A recorded stream bound once: its steps in a row, called one after the other when its instruction comes."""
+"""Recorded programs: a stream that is bound once, whose steps are called in a row when its instruction arrives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from gt.errors import ProtocolError
-from gt.ir.instr import FIRST, FREE
-from gt.worker.context import Step
-from gt.worker.program.partition import Row
+from gt.ir.instr import FIRST, FREE, Define
+from gt.worker.instructions.step import Row, Step, StepTable
+from gt.worker.program.runner import ProgramRunner
 
-Bound = dict[int, tuple[Step, int]]  # definition -> what to call, and how many numbers it takes
+ActionTime = tuple[str, float, float]  # an action, its start and end in seconds of the monotonic clock
+Actions = list[tuple[str, list[Row]]]  # rows by action, "" before the first
 
 
-def rows(code: Sequence, steps: Bound, tensors: dict[int, Any]) -> list[Row]:
+class ProgramBackend(Protocol):
+    """A way to carry out a program's rows: as generated Python (eager), or as compiled segments and graphs."""
+
+    def group_rows(self, rows: list[Row], code: list) -> list[Row]:
+        """Rows of one action, each group that is carried out as a whole replaced by one row."""
+
+    def after_replay(self, actions: Actions, code: list, randoms: Sequence[int]) -> None:
+        """A replay is over. It may put other rows in place of `actions`.
+
+        randoms: places in the code of a seed and a counter, which each replay sets.
+        """
+
+
+def bind_rows(code: Sequence, steps: StepTable, tensors: dict[int, Any]) -> list[Row]:
     """The instructions of a stream; ProtocolError for a number that was never defined."""
-    found: list[Row] = []
+    bound: list[Row] = []
     at = 0
     while at < len(code):
         number = code[at]
         if number == FREE:
             count = code[at + 2]
-            found.append((at, _freeing(tuple(code[at + 3 : at + 3 + count]), tensors)))
+            bound.append((at, _free_step(tuple(code[at + 3 : at + 3 + count]), tensors)))
             at += 3 + count
             continue
         if number < FIRST or number not in steps:
             raise ProtocolError(f"instruction {number} of a program was never defined")
         step, size = steps[number]
-        found.append((at, step))
+        bound.append((at, step))
         at += size
-    return found
+    return bound
 
 
-def _freeing(ids: tuple[int, ...], tensors: dict[int, Any]) -> Step:
-    forget: Callable = tensors.pop
+def _free_step(ids: tuple[int, ...], tensors: dict[int, Any]) -> Step:
+    release: Callable = tensors.pop
 
     def step(code: list, at: int) -> None:
         for i in ids:
-            forget(i, None)
+            release(i, None)
 
     return step
 
 
-Stamp = tuple[str, float, float]  # an action, its start and end in seconds of the monotonic clock
-
-
-def program(
-    payload: dict[str, Any],
-    steps: Bound,
-    tensors: dict[int, Any],
-    play: Callable[[list[Row], list, int], None],
-    stamp: Callable[[list[Stamp]], None],
-    fold: Callable[[list[Row], list], list[Row]],
-    rewind: Callable[[list], None],
-    prepare: Callable[[list[tuple[str, list[Row]]], list, list[int]], None],
+def bind_program(
+    define: Define, backend: ProgramBackend, runner: ProgramRunner, record_times: Callable[[list[ActionTime]], None]
 ) -> Step:
-    """The step that carries out a program: `play(rows, code, offset of its seqs)`, action by action.
+    """The step that carries out a program, action by action.
 
-    stamp: is told when the actions of a replay were, in the order in which they began. fold: rows with what is compiled as
-    one. rewind: is told the channels at the start. prepare: called after a replay with the actions, the code and its places
-    for random numbers; it may put other actions in their place.
+    record_times: receives the actions of each replay in the order in which they began.
     """
+    payload, plane = define.payload, runner.context.plane
     code = list(payload["code"])
-    parts = [(name, fold(part, code)) for name, part in _cut(rows(code, steps, tensors), payload["actions"])]
+    rows = bind_rows(code, runner.table.steps, runner.tensors)
+    actions = [(name, backend.group_rows(part, code)) for name, part in _split_by_action(rows, payload["actions"])]
     drawn, channels = list(payload["randoms"]), payload["channels"]
-    randoms = [(place, code[place + 1]) for place in drawn]
+    counters = [(place, code[place + 1]) for place in drawn]  # relative to the counter of the replay
 
     def step(stream: list, at: int) -> None:
         seed, counter = stream[at], stream[at + 1]
-        for place, relative in randoms:
+        for place, relative in counters:
             code[place], code[place + 1] = seed, counter + relative
         if channels:
-            rewind(channels)
-        found: list[Stamp] = []
-        for name, part in parts:
+            plane.reset_cursors(channels)
+        times: list[ActionTime] = []
+        for name, part in actions:
             start = monotonic()
-            play(part, code, stream[at - 1])
+            runner.run_program(part, code, stream[at - 1])
             if name:
-                found.append((name, start, monotonic()))
-        stamp(found)
-        prepare(parts, code, drawn)
+                times.append((name, start, monotonic()))
+        record_times(times)
+        backend.after_replay(actions, code, drawn)
 
-    return step
+    return _with_random_key(runner.context.engine, step) if drawn else step
 
 
-def drawing(engine: Any, step: Step) -> Step:
-    """A program's step where the engine's device is told first what it draws from."""
+def _with_random_key(engine: Any, step: Step) -> Step:
+    """A program's step before which the engine's device is given the key of its random numbers."""
     draw_from = getattr(engine, "draw_from", None)
     if draw_from is None:
         return step
@@ -98,12 +102,11 @@ def drawing(engine: Any, step: Step) -> Step:
     return keyed
 
 
-def _cut(found: list[Row], actions: Sequence) -> list[tuple[str, list[Row]]]:
-    """Rows by action."""
-    parts: list[tuple[str, list[Row]]] = [("", [])]
-    begins = dict(actions)
-    for row in found:
-        if row[0] in begins:
-            parts.append((begins[row[0]], []))
+def _split_by_action(rows: list[Row], actions: Sequence) -> Actions:
+    parts: Actions = [("", [])]
+    names = dict(actions)  # place of an action's first row -> its name
+    for row in rows:
+        if row[0] in names:
+            parts.append((names[row[0]], []))
         parts[-1][1].append(row)
     return [(name, part) for name, part in parts if part]

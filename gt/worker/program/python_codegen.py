@@ -1,7 +1,7 @@
-"""Runs of a program's ops as straight-line Python: ids are local variables, an op is a line or two, and nothing is looked up.
+"""Code generation: runs of a program's ops as straight-line Python, where ids are local variables and an op is a line or two.
 
-What fails is found by its line: what was made until then is put where instructions look for it, and the rest is carried out
-as instructions. Knows no engine.
+A failed op is found by its line. Results until then are put where instructions look for them, and the rest of the run is
+carried out as instructions. Knows no engine.
 """
 
 from __future__ import annotations
@@ -12,49 +12,51 @@ from itertools import count
 from typing import Any
 
 from gt.ir.instr import FREE, Define
-from gt.worker.engine.codegen import Source, bind
-from gt.worker.process.memory_budget import PLANNED, results
+from gt.worker.engine.codegen import bind
+from gt.worker.instructions.step import Row
+from gt.worker.process.memory_budget import PLANNED_BYTES, result_bytes
 from gt.worker.program.liveness import Definition, instruction, made, read
-from gt.worker.program.overlap import Each
-from gt.worker.program.partition import Row, runs
+from gt.worker.program.overlap import group_all_reduces
+from gt.worker.program.partition import runs
+from gt.worker.program.program import Actions
+from gt.worker.program.runner import ProgramRunner
 
-FEWEST, MOST = 4, 256  # rows of one function: fewer gain nothing, and what fails or is stuck is looked for in all of them
-FILE = "<program>"  # what tells frames of these functions from others
+# Rows of one function: fewer gain nothing; a failed or stuck row is looked for in all of them
+MIN_ROWS, MAX_ROWS = 4, 256
+FILE = "<program>"  # file name of generated code in frames
 
 
-class Straight:
-    """What the functions of one program share. randoms: places in its code of a seed and a counter, filled anew each time."""
+class CodeGenerator:
+    """Generates the functions of one program, which share a scope.
 
-    def __init__(
-        self,
-        randoms: Sequence[int],
-        definition: Definition,
-        source: Callable[[dict[str, Any]], Source],
-        tensors: dict[int, Any],
-        each: Each,
-        carried: Callable[[int], None],
-    ) -> None:
-        """each: carries rows out, and tells of those that fail. carried: is told how many others were."""
-        self.tensors, self.each, self.carried, self.definition = tensors, each, carried, definition
+    randoms: places in the program's code of a seed and a counter, which each replay sets.
+    """
+
+    def __init__(self, randoms: Sequence[int], runner: ProgramRunner) -> None:
+        self.runner, self.definition = runner, runner.definition
         self.drawn = frozenset(place for first in randoms for place in (first, first + 1))
-        # Globals of the functions: what ops need, and by function the place in the program that each line is of.
+        # Globals of the functions: the objects that ops need, and by function the place in the program of each line.
+        tensors = runner.tensors
         self.scope: dict[str, Any] = {"held": tensors, "forget": tensors.pop, "places": {}}
-        self._source = source
+        self._source = runner.context.engine.source
         self._forms: dict[int, str] = {}
         self._numbers = count()
-        self.fits: Callable[[int], bool] = lambda nbytes: True  # whether there is room for what a function makes
 
-    def fold(self, rows: Sequence[Row], code: list) -> list[Row]:
-        """Rows with runs of ops as one."""
-        found: list[Row] = []
+    def group_rows(self, rows: list[Row], code: list) -> list[Row]:
+        """Rows in which each run of ops is one row."""
+        rows = group_all_reduces(rows, code, self.runner)[0]
+        grouped: list[Row] = []
         for fits, run in runs(rows, code, lambda at: bool(self.form(code[at]))):
-            for first in range(0, len(run), MOST):
-                part = run[first : first + MOST]
-                found += [(part[0][0], GeneratedFunction(self, part, code))] if fits and len(part) >= FEWEST else part
-        return found
+            for first in range(0, len(run), MAX_ROWS):
+                part = run[first : first + MAX_ROWS]
+                grouped += [(part[0][0], GeneratedFunction(self, part, code))] if fits and len(part) >= MIN_ROWS else part
+        return grouped
+
+    def after_replay(self, actions: Actions, code: list, randoms: Sequence[int]) -> None:
+        """Nothing to do: the functions are the same in each replay."""
 
     def form(self, number: int) -> str:
-        """Statements of a definition, to be filled with names of its tensors t, values v and outputs o; "" if it has none."""
+        """Statements of a definition, with holes for names of its tensors t, values v and outputs o; "" if it has none."""
         if number not in self._forms:
             define = self.definition(number)
             self._forms[number] = "" if define is None else self._form(define)
@@ -67,87 +69,88 @@ class Straight:
             return ""
         tensors, values = define.payload["tensors"], define.payload["values"]
         outs = define.operands - tensors - values
-        t, v, o = ([f"{{{kind}{n}}}" for n in range(many)] for kind, many in (("t", tensors), ("v", values), ("o", outs)))
+        t, v, o = ([f"{{{kind}{n}}}" for n in range(number)] for kind, number in (("t", tensors), ("v", values), ("o", outs)))
         try:
             return "\n".join(self._source(define.payload).statements(t, v, o, self.scope))
-        except Exception:  # its own step raises that each time
+        except Exception:  # the step of the definition raises the error
             return ""
 
     def function(self, lines: list[str], places: list[int]) -> Callable[[list], None]:
-        """places: of each line."""
-        name = f"stretch{next(self._numbers)}"
+        """A function of these lines. places: the place in the program of each line."""
+        name = f"run_{next(self._numbers)}"
         self.scope["places"][name] = [places[0], *places]
         exec(compile(f"def {name}(code):\n " + "\n ".join(lines), FILE, "exec"), self.scope)
         return self.scope.pop(name)
 
 
 class GeneratedFunction:
-    """Rows as one step."""
+    """A run of rows as one step."""
 
-    def __init__(self, whole: Straight, rows: list[Row], code: list) -> None:
-        self._whole, self._rows = whole, rows
-        text = Text(whole, code)
-        for row, lasting in zip(rows, _lasting(rows, code, whole.definition), strict=True):
-            text.add(row[0], lasting)
-        self._ids = {name: i for i, name in text.names.items()}
-        self._run = whole.function(text.lines, text.places)
-        self._makes = _peak(rows, code, whole.definition)
+    def __init__(self, generator: CodeGenerator, rows: list[Row], code: list) -> None:
+        self._runner, self._rows = generator.runner, rows
+        writer = SourceWriter(generator, code)
+        for row, lasting in zip(rows, _lasting(rows, code, generator.definition), strict=True):
+            writer.add(row[0], lasting)
+        self._ids = {name: i for i, name in writer.names.items()}
+        self._run = generator.function(writer.lines, writer.places)
+        self._peak_bytes = _peak(rows, code, generator.definition)
 
     def __call__(self, code: list, at: int) -> None:
-        error = None
-        if self._makes >= PLANNED and not self._whole.fits(self._makes):
-            self._whole.each(self._rows)
-            self._whole.carried(-1)
+        runner = self._runner
+        if self._peak_bytes >= PLANNED_BYTES and not runner.fits(self._peak_bytes):
+            runner.run_rows(self._rows)
+            runner.executed -= 1
             return
+        failure: Exception | None = None
         try:
             self._run(code)
-        except Exception as found:
-            place, error = self._stopped(found), found
-        if error is None:
-            self._whole.carried(len(self._rows) - 1)  # who calls counts one
+        except Exception as error:
+            place, failure = self._stopped(error), error
+        if failure is None:
+            runner.executed += len(self._rows) - 1  # the caller counts one
         else:
-            self._fail(place, error)
+            self._fail(place, failure)
 
     def _stopped(self, error: Exception) -> int:
-        """The place of what failed; what was made before is where instructions look for it."""
+        """The place of the failed op. Results of the ops before it are put where instructions look for them."""
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code is not self._run.__code__:
             trace = trace.tb_next
         assert trace is not None, "it was raised in there"
         for name, tensor in trace.tb_frame.f_locals.items():
             if name in self._ids:
-                self._whole.tensors[self._ids[name]] = tensor
-        error.__traceback__ = trace.tb_next  # or it would keep all of these
+                self._runner.tensors[self._ids[name]] = tensor
+        error.__traceback__ = trace.tb_next  # the frame would keep these tensors alive
         return _place(trace.tb_frame, trace.tb_lineno)
 
     def _fail(self, place: int, error: Exception) -> None:
-        """What failed fails as an instruction, and what is behind it is carried out as such."""
+        """The failed op fails as an instruction, and the rows after it are carried out as instructions."""
 
         def fails(code: list, at: int) -> None:
             raise error
 
         failed = next(n for n, (at, _) in enumerate(self._rows) if at == place)
-        self._whole.carried(failed - 1)
-        self._whole.each([(place, fails), *self._rows[failed + 1 :]])
+        self._runner.executed += failed - 1
+        self._runner.run_rows([(place, fails), *self._rows[failed + 1 :]])
 
 
-class Text:
+class SourceWriter:
     """A function's source while it is written. names: of the ids that are local variables."""
 
-    def __init__(self, whole: Straight, code: list) -> None:
+    def __init__(self, generator: CodeGenerator, code: list) -> None:
         self.names: dict[int, str] = {}
         self.lines: list[str] = []
         self.places: list[int] = []
-        self._whole, self._code = whole, code
-        self._local: set[int] = set()  # ids whose variable is there
+        self._generator, self._code = generator, code
+        self._local: set[int] = set()  # ids whose variable is set
 
     def add(self, at: int, lasting: Container[int]) -> None:
-        """The instruction at a place. lasting: ids that it makes and that are there when all is done."""
+        """Write the instruction at a place. lasting: ids that it makes and that outlive the function."""
         code, before = self._code, len(self.lines)
         if code[at] == FREE:
             self._free(code[at + 3 : at + 3 + code[at + 2]])
         else:
-            define, operands = instruction(code, at, self._whole.definition)
+            define, operands = instruction(code, at, self._generator.definition)
             ins, outs = read(define, operands), [i for i, _ in made(define, operands)]
             for i in ins:
                 if i not in self._local:
@@ -155,7 +158,7 @@ class Text:
             values = range(at + 2 + len(ins), at + 2 + define.operands - len(outs))
             holes = {f"t{n}": self.names[i] for n, i in enumerate(ins)} | {f"o{n}": self._name(i) for n, i in enumerate(outs)}
             holes |= {f"v{n}": self._value(place) for n, place in enumerate(values)}
-            self.lines += self._whole.form(define.number).format_map(holes).split("\n")
+            self.lines += self._generator.form(define.number).format_map(holes).split("\n")
             self.lines += [f"held[{i:d}] = {self.names[i]}" for i in outs if i in lasting]
         self.places += [at] * (len(self.lines) - before)
 
@@ -170,11 +173,11 @@ class Text:
         return self.names.setdefault(i, f"x{len(self.names)}")
 
     def _value(self, place: int) -> str:
-        return f"code[{place}]" if place in self._whole.drawn else bind(self._whole.scope, self._code[place])
+        return f"code[{place}]" if place in self._generator.drawn else bind(self._generator.scope, self._code[place])
 
 
 def _lasting(rows: Sequence[Row], code: list, definition: Definition) -> list[set[int]]:
-    """By row, the ids that it makes, nothing in these rows frees, and none behind it makes again."""
+    """By row: ids that it makes, that no later row makes again, and that none of these rows frees."""
     found: list[set[int]] = []
     over: set[int] = set()
     for at, _ in reversed(rows):
@@ -189,7 +192,7 @@ def _lasting(rows: Sequence[Row], code: list, definition: Definition) -> list[se
 
 
 def _peak(rows: Sequence[Row], code: list, definition: Definition) -> int:
-    """The most bytes at once of what these rows make, as far as that is planned."""
+    """The most bytes of these rows' results that are alive at once, as far as they are planned."""
     alive: dict[int, int] = {}
     now = most = 0
     for at, _ in rows:
@@ -199,23 +202,23 @@ def _peak(rows: Sequence[Row], code: list, definition: Definition) -> int:
         define, operands = instruction(code, at, definition)
         new = [i for i, source in made(define, operands) if source is None]
         if new:
-            now += (nbytes := max(results(define), 0))
+            now += (nbytes := max(result_bytes(define), 0))
             alive[new[-1]] = nbytes
             most = max(most, now)
     return most
 
 
 def _place(frame: Any, line: int | None) -> int:
-    """Place in the program of a line of one of these functions."""
+    """Place in the program of a generated line."""
     places = frame.f_globals["places"][frame.f_code.co_name]
     return places[(line or 1) - 1]
 
 
-def whereabouts(thread: int) -> int | None:
-    """The place in its program that a thread is at, if it is in such a function; by any thread."""
+def current_instruction(thread: int) -> int | None:
+    """Place in its program of the instruction that a thread carries out in a generated function, else None. By any thread."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
-        # The code that defines the functions, and what is nested in one, is in the file too and has no places.
+        # Code that defines the functions, and functions nested in one, are in the file too but have no places.
         if frame.f_code.co_filename == FILE and frame.f_code.co_name in frame.f_globals.get("places", ()):
             return _place(frame, frame.f_lineno)
         frame = frame.f_back

@@ -13,6 +13,7 @@ import torch
 import gt
 from gt.worker.executor import Executor
 from gt.worker.program import python_codegen
+from gt.worker.program.runner import ProgramRunner
 from tests.helpers.models import accumulating, mini
 from tests.helpers.serving import serving
 
@@ -30,37 +31,37 @@ def held(tensors: dict[int, Any]) -> int:
 def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Worker -> most bytes held after any instruction since this was cleared."""
     found: dict[str, int] = {}
-    define, add = Executor.define, python_codegen.Text.add
+    define, add = Executor.define, python_codegen.SourceWriter.add
 
     def measured(self: Executor, rows: list) -> None:
         define(self, rows)
         for number, kind, *_ in rows:
-            step, size = self._steps[number]
+            step, size = self.runner.table.steps[number]
             if kind != "program":  # whose rows are bound to these
-                self._steps[number] = (_watched(self, step, found), size)
+                self.runner.table.steps[number] = (_watched(self.runner, step, found), size)
 
-    def watched(self: python_codegen.Text, at: int, lasting: set[int]) -> None:
+    def watched(self: python_codegen.SourceWriter, at: int, lasting: set[int]) -> None:
         """Tensors in variables of the generated code count, too."""
         add(self, at, lasting)
         self.lines.append("seen(locals())")
         self.places.append(at)
-        self._whole.scope["seen"] = partial(_see, self._whole.each.__self__, found)
+        self._generator.scope["seen"] = partial(_see, self._generator.runner, found)
 
-    monkeypatch.setattr(python_codegen.Text, "add", watched)
+    monkeypatch.setattr(python_codegen.SourceWriter, "add", watched)
     monkeypatch.setattr(Executor, "define", measured)
     yield found
 
 
-def _watched(executor: Executor, step: Callable, found: dict) -> Callable:
+def _watched(runner: ProgramRunner, step: Callable, found: dict) -> Callable:
     def run(code: list, at: int) -> None:
         step(code, at)
-        _see(executor, found, {})
+        _see(runner, found, {})
 
     return run
 
 
-def _see(executor: Executor, found: dict, local: dict) -> None:
-    found[executor] = max(found.get(executor, 0), held({**executor.tensors, **local}))
+def _see(runner: ProgramRunner, found: dict, local: dict) -> None:
+    found[runner] = max(found.get(runner, 0), held({**runner.tensors, **local}))
 
 
 def peak(config: Path, peaks: dict, parts: int, schedule: str | None) -> list[int]:

@@ -26,7 +26,7 @@ from gt.ir.schedules import asked, size
 from gt.ir.spec import contiguous
 from gt.observe.dry_run import Dry
 from gt.wire.messages import TIMES, Done, Exit, Run
-from gt.worker.process.profiler import Timed, take
+from gt.worker.process.profiler import TimedSteps, take_times
 from tests.helpers import CONFIGS
 from tests.helpers.models import accumulating, mini
 from tests.helpers.planned import planned
@@ -179,16 +179,16 @@ def test_a_worker_keeps_the_least_time_of_each_definition_and_tells_it_once() ->
         now[0] += code[at]
 
     found: dict[int, float] = {}
-    table = Timed({16: (step, 3), 17: (step, 3)}, lambda: now[0], found)
+    table = TimedSteps({16: (step, 3), 17: (step, 3)}, lambda: now[0], found)
     for number, took in ((16, 3.0), (17, 1.0), (16, 2.0), (16, 4.0)):
         call, length = table[number]
         call([took], 0)
         assert length == 3
-    assert take(found) == [16, 2.0, 17, 1.0] and take(found) == [] and not found
+    assert take_times(found) == [16, 2.0, 17, 1.0] and take_times(found) == [] and not found
     with pytest.raises(KeyError):
         table[18]
     found.update(dict.fromkeys(range(TIMES + 5), 1.0))
-    assert len(take(found)) == 2 * TIMES and len(take(found)) == 10
+    assert len(take_times(found)) == 2 * TIMES and len(take_times(found)) == 10
 
 
 # ---- a limit, a better cut

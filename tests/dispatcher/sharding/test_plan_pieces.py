@@ -16,7 +16,7 @@ from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.rules import decide, decide_along
 from gt.ir.boxes import take
 from gt.ir.layout import Layout, Mesh, P, Partial, R, Shard, boxes
-from gt.worker.engine.base import open_engine
+from gt.worker.engine.registry import open_engine
 from tests.dispatcher.sharding.pieces import joined, scattered
 from tests.helpers.planned import planned
 

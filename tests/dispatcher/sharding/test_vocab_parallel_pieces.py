@@ -18,7 +18,7 @@ from gt.dispatcher.sharding.vocab_parallel import LOWERINGS, embedding_backward
 from gt.ir.layout import Layout, Mesh, P, R, Shard
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
-from gt.worker.engine.base import open_engine
+from gt.worker.engine.registry import open_engine
 from tests.dispatcher.sharding.pieces import joined, scattered
 from tests.dispatcher.sharding.test_plan_pieces import Recorded, engine_call
 

@@ -17,7 +17,7 @@ from gt.dispatcher.state import validate
 from gt.ir.instr import FIRST, FORGET, Define
 from gt.wire.link import hello
 from gt.wire.messages import AHEAD, CHUNK, Ack, Done, Exit, Fetch, Ops, Piece, Run, UploadProgress, Value, WindowUpdate
-from gt.worker.downloads import Outgoing
+from gt.worker.downloads import Downloads
 from gt.worker.program.liveness import made
 from tests.dispatcher.fairness.test_run_queue import ONES
 from tests.helpers.core_bench import CoreBench
@@ -215,22 +215,22 @@ def test_a_large_value_is_sent_as_its_client_takes_it_in():
 
 def test_a_piece_is_what_the_tensor_was_when_it_was_asked_for():
     sent: list[tuple[int, bytes]] = []
-    outgoing = Outgoing(lambda message, frames: sent.append((message.offset, bytes(frames[0]))))
+    downloads = Downloads(lambda message, frames: sent.append((message.offset, bytes(frames[0]))))
     tensor = np.random.default_rng(0).integers(0, 255, AHEAD + 2 * CHUNK + 5, np.uint8)
     before = tensor.tobytes()
-    outgoing.begin(1, tensor.data, own=False)
+    downloads.begin(1, tensor.data, own=False)
     assert len(sent) == AHEAD // CHUNK
-    outgoing.settle()
+    downloads.copy_unsent()
     tensor[:] = 0
-    outgoing.more(1, AHEAD + CHUNK)
+    downloads.grant(1, AHEAD + CHUNK)
     assert len(sent) == AHEAD // CHUNK + 1
-    outgoing.more(1, 1 << 40)
-    assert b"".join(data for _, data in sent) == before and not outgoing.leaving
+    downloads.grant(1, 1 << 40)
+    assert b"".join(data for _, data in sent) == before and not downloads.unsent
     assert [offset for offset, _ in sent] == list(range(0, len(before), CHUNK))
-    outgoing.begin(2, tensor.data, own=True)
-    outgoing.more(2, -1)
-    outgoing.more(2, 1 << 40)
-    assert not outgoing.leaving
+    downloads.begin(2, tensor.data, own=True)
+    downloads.grant(2, -1)
+    downloads.grant(2, 1 << 40)
+    assert not downloads.unsent
 
 
 def told(actions: list, peer: bytes = b"client") -> list[type]:

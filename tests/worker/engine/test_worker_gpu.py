@@ -11,7 +11,8 @@ import torch
 from gt.ir.template import T
 from gt.wire.messages import Data
 from gt.worker.engine.torch import TorchEngine
-from gt.worker.engine.torch.attention import AttentionCall, bind
+from gt.worker.engine.torch.attention import bind, choice
+from gt.worker.engine.torch.attention_call import AttentionCall
 from gt.worker.engine.torch.gpu.fused_attention import MATH
 from gt.worker.instructions.pieces import as_boxes, local
 from tests.helpers.limits import limit
@@ -41,7 +42,7 @@ def test_attention(dtype, masked, p):
     loose = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours.float().cpu(), theirs, **loose)
-    kernel = AttentionCall(q, k, v, mask, *args).choice().kernel
+    kernel = choice(AttentionCall(q, k, v, mask, *args)).kernel
     assert kernel == MATH if p else kernel != MATH
 
 
@@ -93,7 +94,7 @@ def test_attention_of_any_kind_is_that_of_the_maths(sizes, mask, causal):
     for name, ours, theirs in zip(("out", "of q", "of k", "of v"), got, want, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours.double(), theirs, rtol=4e-2, atol=4e-2, msg=lambda text, name=name: f"{name}: {text}")
-    assert AttentionCall(q, k, v, given, *args).choice().kernel != MATH
+    assert choice(AttentionCall(q, k, v, given, *args)).kernel != MATH
 
 
 BOXES = {  # global shape, boxes that the worker holds

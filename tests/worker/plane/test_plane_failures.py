@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from gt.errors import ConfigError
-from gt.worker.plane.base import ALL, PeerGone, Unreachable, open_plane
+from gt.worker.plane.base import ALL, PeerGone, Unreachable
+from gt.worker.plane.registry import open_plane
 from gt.worker.plane.shm import ShmPlane
 from tests.worker.plane import planes
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from gt.worker.plane.heap import PAGE, OwnHeap, PeerHeap
+from gt.worker.plane.heap import PAGE_BYTES, OwnHeap, PeerHeap
 
 
 def test_a_bell_that_is_a_file_is_neither_emptied_nor_written_to(tmp_path: Path) -> None:
-    heap, path = OwnHeap(PAGE), tmp_path / "log"
+    heap, path = OwnHeap(PAGE_BYTES), tmp_path / "log"
     path.write_text("all that was logged")
     try:
         with path.open("r+b") as file:
             with pytest.raises(OSError, match="is no worker's bell"):
-                PeerHeap(os.getpid(), heap.fd, PAGE, f"{file.fileno()}-{heap.mark:016x}")
+                PeerHeap(os.getpid(), heap.fd, PAGE_BYTES, f"{file.fileno()}-{heap.mark:016x}")
         assert path.read_text() == "all that was logged"
-        peer = PeerHeap(os.getpid(), heap.fd, PAGE, heap.doorbell)
+        peer = PeerHeap(os.getpid(), heap.fd, PAGE_BYTES, heap.doorbell)
         peer.ring()
         heap.listen()
         peer.close()
@@ -28,12 +28,12 @@ def test_a_bell_that_is_a_file_is_neither_emptied_nor_written_to(tmp_path: Path)
 
 @pytest.mark.parametrize("mark", [0, 1])
 def test_a_heap_that_is_a_file_is_not_mapped(tmp_path: Path, mark: int) -> None:
-    heap, path = OwnHeap(PAGE), tmp_path / "data"
-    path.write_bytes(bytes(2 * PAGE))
+    heap, path = OwnHeap(PAGE_BYTES), tmp_path / "data"
+    path.write_bytes(bytes(2 * PAGE_BYTES))
     rope = heap.doorbell.partition("-")[0]
     try:
         with path.open("r+b") as file, pytest.raises(OSError, match=r"is no heap of a worker|has no mark"):
-            PeerHeap(os.getpid(), file.fileno(), PAGE, f"{rope}-{mark:016x}")
-        assert path.read_bytes() == bytes(2 * PAGE)
+            PeerHeap(os.getpid(), file.fileno(), PAGE_BYTES, f"{rope}-{mark:016x}")
+        assert path.read_bytes() == bytes(2 * PAGE_BYTES)
     finally:
         heap.close()

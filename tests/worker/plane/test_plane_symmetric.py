@@ -23,11 +23,11 @@ from gt.ir.heap import LANES, channel_bytes, channel_class, sizes, team_bytes
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch.gpu.direct import DirectEngine
 from gt.worker.plane import nccl_bindings, nvshmem
-from gt.worker.plane.base import ALL, Doomed
-from gt.worker.plane.kernels import cut
-from gt.worker.plane.nccl import Rings
+from gt.worker.plane.base import ALL, Unrecoverable
+from gt.worker.plane.kernels import split_message
+from gt.worker.plane.nccl import NcclTransport
 from gt.worker.plane.nvshmem import NvshmemPlane
-from gt.worker.plane.symmetric import DIRECT, Arena
+from gt.worker.plane.symmetric import DIRECT_BYTES, Arena, ArenaMemory
 from tests.helpers import ROOT
 from tests.worker.plane import planes
 
@@ -190,7 +190,7 @@ def together(count: int, run: Callable[[int, Arena], Any], seed: int = 0, ring: 
 
     def member(rank: int) -> Any:
         library = Library(world, rank, random.Random(seed * 100 + rank))
-        return run(rank, Arena(Plane(), library, engine, range(count), rank, world.bases[rank], BYTES, ring))
+        return run(rank, Arena(Plane(), library, engine, ArenaMemory(range(count), rank, world.bases[rank], BYTES), ring))
 
     def failed() -> None:
         with world.told:
@@ -235,7 +235,7 @@ def by_nccl(count: int, run: Callable[[int, Any], Any]) -> list[Any]:
     ring, host, engine = Ring(), UploadChunk(), DirectEngine(TorchEngine("cpu"), COMBINE)
 
     def member(rank: int) -> Any:
-        rings = Rings(ring, engine, host.of(rank), Plane().count_bytes)
+        rings = NcclTransport(ring, engine, host.of(rank), Plane().count_bytes)
         rings.plane = rings._count.__self__  # type: ignore[attr-defined]
         return run(rank, rings)
 
@@ -296,7 +296,7 @@ def test_a_sender_ahead_overwrites_nothing() -> None:
     def run(rank: int, arena: Arena) -> list[torch.Tensor]:
         got = []
         for _ in range(3):
-            arena.rewind([[1 - rank, channel(rank, 1 - rank)["offset"], rank == 0]])
+            arena.reset_cursors([[1 - rank, channel(rank, 1 - rank)["offset"], rank == 0]])
             for number in range(5):
                 if rank == 0:
                     arena.send(channel(0, 1), flat(data(0, 32, number)))
@@ -378,7 +378,7 @@ class Apart(Library):
     def gpu(self) -> str:
         return str(self.rank)
 
-    def apart(self, other: str) -> str:
+    def obstacle(self, other: str) -> str:
         assert other != self.gpu()
         return "GPU not supported" if (self.rank, other) in self.world.refused else ""
 
@@ -409,7 +409,7 @@ def reached(refused: Sequence[Any], ring: Any, host: str = "", **more: Any) -> l
         plane = made[rank]
         plane.world(rows)
         plane.form([0, 1, 2], rank, "nvshmem:id")
-        found, data = plane.reach([0, 2]), torch.full((64,), 7, dtype=torch.uint8)
+        found, data = plane.device_transport([0, 2]), torch.full((64,), 7, dtype=torch.uint8)
         into = torch.zeros(64, dtype=torch.uint8)
         if found is not None and rank != 1:
             found.send(channel(0, 2), data) if rank == 0 else found.recv(channel(2, 0), into)
@@ -425,7 +425,7 @@ def reached(refused: Sequence[Any], ring: Any, host: str = "", **more: Any) -> l
 @pytest.mark.parametrize("refused", [[(0, 1)], [(2, 0), (0, 2)], [(1, "joins")], [(1, "2")], [(0, "1"), (1, "0")]])
 def test_gpus_that_cannot_reach_each_other_use_nccl(refused: list, caplog: pytest.LogCaptureFixture) -> None:
     """Those too that reach all others."""
-    assert reached(refused, Ring()) == [("nccl", Rings, 0), ("nccl", Rings, 0), ("nccl", Rings, 7)]
+    assert reached(refused, Ring()) == [("nccl", NcclTransport, 0), ("nccl", NcclTransport, 0), ("nccl", NcclTransport, 7)]
     said = [record.message for record in caplog.records if "go by nccl" in record.message]
     own, other = refused[0]
     why = f"the GPU of worker {own} cannot map worker {other}'s memory: GPU not supported"
@@ -455,7 +455,7 @@ def test_what_the_driver_says_of_two_gpus(said: Any, disabled: str, want: str, m
     monkeypatch.setenv("NVSHMEM_DISABLE_P2P", disabled)
     library = object.__new__(nvshmem.Library)
     library._device = lambda number: types.SimpleNamespace(uuid="6b")
-    assert library.apart("GPU-a1") == want
+    assert library.obstacle("GPU-a1") == want
     assert all(call.args[:2] == ("GPU-6b", "GPU-a1") for call in status.call_args_list)
 
 
@@ -471,13 +471,13 @@ def test_the_plane_where_gpus_reach_each_other_or_nccl_is_missing_or_nvshmem_is_
 
 def test_a_member_that_waits_within_nvshmem_for_one_that_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failed one ends, and with it the others do."""
-    monkeypatch.setattr(nvshmem, "JOINING", 0.2)
+    monkeypatch.setattr(nvshmem, "JOIN_SECONDS", 0.2)
     with pytest.raises(SystemFailure, match="worker 0 cannot join NVSHMEM: no transport found"):
         reached([(0, "joins"), (1, "waits"), (2, "waits")], Ring())
 
 
 def test_a_large_all_reduce_goes_by_shares() -> None:
-    size = (DIRECT + 4096) // 4
+    size = (DIRECT_BYTES + 4096) // 4
 
     def run(rank: int, arena: Arena) -> list[torch.Tensor]:
         form, found = team(range(3), rank, 512 << 10), []
@@ -494,7 +494,7 @@ def test_a_large_all_reduce_goes_by_shares() -> None:
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_large_collectives_are_nccls(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their size alone, which all members know; uneven parts and reductions that it lacks are not. Both kinds in turn."""
-    monkeypatch.setattr(nccl_bindings, "FROM", {1: 1 << 12})
+    monkeypatch.setattr(nccl_bindings, "MIN_BYTES", {1: 1 << 12})
     ring = Ring()
     norms = DirectEngine(TorchEngine("cpu"), COMBINE).combine("norm2", "float32")
 
@@ -535,7 +535,7 @@ def test_large_collectives_are_nccls(count: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("nccls", [True, False])
 def test_all_reduces_of_a_batch(nccls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one where all of it is large, of two teams each by itself; what has to be done afterwards is."""
-    monkeypatch.setattr(nccl_bindings, "FROM", {1: 1 << 12})
+    monkeypatch.setattr(nccl_bindings, "MIN_BYTES", {1: 1 << 12})
     ring = Ring() if nccls else None
     lengths = (3, 900, 200, 300)
 
@@ -604,9 +604,9 @@ def test_teams_and_channels_do_not_disturb_one_another(way: Callable) -> None:
 @pytest.mark.parametrize("way", [together, by_nccl])
 def test_a_member_that_cannot_take_part_ends(way: Callable) -> None:
     def run(rank: int, arena: Arena) -> None:
-        with pytest.raises(Doomed, match="others are waiting"):
+        with pytest.raises(Unrecoverable, match="others are waiting"):
             arena.send(channel(rank, 1 - rank), memoryview(b""))
-        with pytest.raises(Doomed):
+        with pytest.raises(Unrecoverable):
             arena.all_reduce(team(range(2), rank), memoryview(b""), COMBINED)
 
     way(2, run)
@@ -643,6 +643,6 @@ def test_the_parts_of_a_message_cover_it_within_its_slots() -> None:
     for _ in range(2000):
         slot = 64 * rng.randrange(1, 1 << rng.randrange(1, 16))
         nbytes = rng.choice([0, 1, 8, rng.randrange(1 << rng.randrange(1, 29))])
-        how = cut(nbytes, slot)
+        how = split_message(nbytes, slot)
         assert 1 <= how.lanes <= LANES and how.chunk <= how.wide and how.lanes * how.wide <= slot and how.chunk % 16 == 0
         assert how.lanes * how.chunk * (how.steps - 1) < max(1, nbytes) <= max(1, how.lanes * how.chunk * how.steps)

@@ -192,7 +192,7 @@ def test_a_budget_has_room_for_its_limit_and_no_more(budget):
 
 def test_unplanned_memory_is_bounded_and_the_bound_ends_with_the_budget(budget):
     with pytest.raises(MemoryError):
-        bytearray(64 * MIB + 3 * memory_budget.RESERVE + (1 + (os.cpu_count() or 1)) * memory_budget.STACK)
+        bytearray(64 * MIB + 3 * memory_budget.RESERVE_BYTES + (1 + (os.cpu_count() or 1)) * memory_budget.STACK_BYTES)
     before = budget._before
     budget.close()
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
@@ -245,7 +245,7 @@ def test_an_upload_that_exceeds_its_sessions_limit_leaves_nothing():
 
 
 def test_cpu_workers_share_the_hosts_memory_and_one_by_hand_has_its_own():
-    for own, wanted in ((0, int(available() * memory_budget.SHARE) // 4), (128 * MIB, 128 * MIB)):
+    for own, wanted in ((0, int(available() * memory_budget.HOST_SHARE) // 4), (128 * MIB, 128 * MIB)):
         budget = Budget()
         budget.open(own)
         budget.share(4)

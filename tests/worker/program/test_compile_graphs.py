@@ -22,10 +22,10 @@ from gt.worker.engine.torch.gpu.cuda import Cuda, Events, Pool
 from gt.worker.engine.torch.gpu.direct import DirectEngine
 from gt.worker.engine.torch.gpu.graphs import Graphs
 from gt.worker.engine.torch.inductor import Inductor
-from gt.worker.engine.torch.slots import address, plain
+from gt.worker.engine.torch.slots import address, raw_bytes
 from gt.worker.plane.nvshmem import NvshmemPlane
 from gt.worker.program import graph_outputs
-from gt.worker.program.graph_outputs import Lent
+from gt.worker.program.graph_outputs import PendingOutputs
 from tests.helpers.compiled_parts import Script, inputs, program, replay, report, same
 from tests.helpers.worker_parts import Bench
 
@@ -52,7 +52,7 @@ class Played:
     def finish(self) -> None:
         self.finished = self.replays
 
-    def room(self) -> None:
+    def release_cache(self) -> None:
         self.rooms += 1
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -60,7 +60,7 @@ class Played:
             raise RuntimeError("this is not permitted while a stream is captured")
         self.records += 1
         held, taken = self.held, dict(self.held)
-        known = {address(t): plain(t.untyped_storage(), CPU) for t in taken.values() if address(t)}
+        known = {address(t): raw_bytes(t.untyped_storage(), CPU) for t in taken.values() if address(t)}
         before = {where: memory.clone() for where, memory in {**known, **self.pool}.items()}
         self.marks = marks = []
         try:
@@ -72,7 +72,8 @@ class Played:
         if self.late:
             raise RuntimeError("this was not permitted while a stream was captured")
         made = {i: t for i, t in held.items() if taken.get(i) is not t}
-        fresh = {address(t): plain(t.untyped_storage(), CPU) for t in made.values() if address(t) and address(t) not in known}
+        owned = [t for t in made.values() if address(t) and address(t) not in known]
+        fresh = {address(t): raw_bytes(t.untyped_storage(), CPU) for t in owned}
         self.pool.update(fresh)
         for memory in fresh.values():
             memory.fill_(99)
@@ -82,19 +83,19 @@ class Played:
             now = dict(held)
             _become(held, taken)
             self.again = iter(marks)
-            tally = None if self.worker is None else self.worker.tally()
+            tally = None if self.worker is None else self.worker.counters()
             run()
             if tally is not None:
                 self.worker.since(tally).undo()
             self.again = None
             for i, tensor in made.items():
                 if address(tensor) in fresh:
-                    fresh[address(tensor)].copy_(plain(held[i].untyped_storage(), CPU))
+                    fresh[address(tensor)].copy_(raw_bytes(held[i].untyped_storage(), CPU))
             _become(held, now)
 
         return again
 
-    def aside(self, run: Callable[[], None]) -> None:
+    def on_side_stream(self, run: Callable[[], None]) -> None:
         run()
 
     def join(self, count: int) -> None:
@@ -147,15 +148,15 @@ def _become(held: dict, other: dict) -> None:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Played:
     """A device that overwrites the outputs of programs as soon as they must have been copied out."""
-    played, settle = Played(), Lent.settle
+    played, settle = Played(), PendingOutputs.copy_out
 
-    def settled(left: Lent, *dropped: Any) -> None:
+    def settled(left: PendingOutputs, *dropped: Any) -> None:
         try:
             settle(left, *dropped)
         finally:
             played.scramble()
 
-    monkeypatch.setattr(Lent, "settle", settled)
+    monkeypatch.setattr(PendingOutputs, "copy_out", settled)
     return played
 
 
@@ -329,13 +330,13 @@ def test_a_peer_gets_its_message_also_where_what_was_left_cannot_be_copied(
     got.executor.define([Define(300, "send", {"channel": CHANNEL, "boxes": [[[0, 4], [0, 4]]]}).wire()])
     got.executor.define([Define(97, "program", code).wire()])
     monkeypatch.setattr(torch, "_foreach_copy_", full)
-    monkeypatch.setattr(graph_outputs, "MOST", 0)
+    monkeypatch.setattr(graph_outputs, "MAX_NAMED_IDS", 0)
     got.executor.run([97, 0, 0, 0] if program else [300, 0, 1], 500)
-    assert planes[0].turns() == {(1, 0, True): 1} and "no room" in got.sent[0][0].message
+    assert planes[0].cursors() == {(1, 0, True): 1} and "no room" in got.sent[0][0].message
 
 
 def test_only_names_since_are_too_many(device: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_outputs, "MOST", 10)
+    monkeypatch.setattr(graph_outputs, "MAX_NAMED_IDS", 10)
     script = Script(inputs(5))
     for _ in range(20):
         script.op("aten.relu.default", [T(0)], [1])
@@ -468,7 +469,7 @@ def test_channels_go_on_where_instructions_would_have_left_them(device: Played, 
         for bench in (got, want):
             bench.executor.tensors[3] = torch.full((4, 4), float(turn))  # is elsewhere, which the later runs find
             replay(bench)
-        assert planes[0].turns() == planes[1].turns() == {(1, 0, True): 5 % SLOTS}, turn
+        assert planes[0].cursors() == planes[1].cursors() == {(1, 0, True): 5 % SLOTS}, turn
         assert planes[0].counters() == planes[1].counters(), turn
     assert device.replays == 0 if late else report(got)["graphs"] == 3
 
@@ -492,7 +493,7 @@ def test_a_transfer_that_finds_no_room_while_it_is_recorded_is_done_as_instructi
     device.held, device.worker = got.executor.tensors, got.executor.worker
     replay(got, 5)
     assert report(got)["graphs"] == 0 and "Tried to allocate" in str(report(got)["reasons"])
-    assert planes[0].turns() == {(1, 0, True): 5 % SLOTS} and not got.sent
+    assert planes[0].cursors() == {(1, 0, True): 5 % SLOTS} and not got.sent
 
 
 def test_what_is_put_together_of_a_workers_own_parts_stays_on_its_device(device: Played) -> None:
@@ -540,10 +541,10 @@ def test_definitions_from_before_workers_share_memory_move_data_there_from_then_
         replay(bench)
         assert "is on host 'host'" in bench.sent.pop()[0].message  # through host memory, where nobody is
         plane.form([0, 1], 0, "nvshmem:")
-        bench.executor.formed()
+        bench.executor.rebind_transfers()
         replay(bench)
         bench.executor.run([100, 0, 1], 0)
-        assert not bench.sent and plane.turns() == {(1, 0, True): 2}
+        assert not bench.sent and plane.cursors() == {(1, 0, True): 2}
     finally:
         plane.close()
 
@@ -633,7 +634,7 @@ def test_what_is_aside_is_joined_also_where_a_recording_fails(played: None) -> N
     device = Cuda(CPU)
 
     def run() -> None:
-        device.aside(lambda: None)
+        device.on_side_stream(lambda: None)
         raise ValueError("it waits for the device")
 
     pair = device._stream, device._side
@@ -747,15 +748,15 @@ def test_what_waits_for_the_device_before_a_recording_is_no_op_that_is_stuck(dev
     """Memory is given back once the device is through, and that may wait for what another worker compiles."""
     got, _ = benches(device, 3)
     seen: list[Any] = []
-    monkeypatch.setattr(device, "room", lambda: seen.append(got.executor.where()))
+    monkeypatch.setattr(device, "release_cache", lambda: seen.append(got.executor.where()))
     record = device.record
 
     def recorded(run: Callable[[], None]) -> Callable[[], None]:
         def watched() -> None:
-            run_rows = got.executor._each
-            monkeypatch.setattr(got.executor, "_each", lambda rows: (seen.append(got.executor.where()), run_rows(rows))[1])
+            runner, run_rows = got.executor.runner, got.executor.runner.run_rows
+            monkeypatch.setattr(runner, "run_rows", lambda rows: (seen.append(got.executor.where()), run_rows(rows))[1])
             run()
-            monkeypatch.setattr(got.executor, "_each", run_rows)
+            monkeypatch.setattr(runner, "run_rows", run_rows)
 
         return record(watched)
 
@@ -770,7 +771,7 @@ def test_while_the_device_is_waited_for_nothing_is_asked_of_it(device: Played, m
     engine, asked = got.executor._engine, []
     monkeypatch.setattr(engine, "peak", lambda: asked.append(1) or 7)
     monkeypatch.setattr(engine, "progress", Events(Event))
-    monkeypatch.setattr(device, "room", lambda: found.append(got.executor.stats([99])))
+    monkeypatch.setattr(device, "release_cache", lambda: found.append(got.executor.stats([99])))
     found: list[dict] = []
     assert got.executor.stats([99])["peak_bytes"] == 7 and asked == [1]
     replay(got, 3)
@@ -800,7 +801,7 @@ def test_what_is_refused_when_it_is_launched_first_was_not_done(device: Played, 
     for _ in range(4):
         replay(got)
         replay(want)
-        assert planes[0].turns() == planes[1].turns() and planes[0].counters() == planes[1].counters()
+        assert planes[0].cursors() == planes[1].cursors() and planes[0].counters() == planes[1].counters()
     assert "out of memory" in str(report(got)["reasons"])
 
 

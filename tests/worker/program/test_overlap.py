@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gt.ir.instr import FREE, Define
+from gt.worker.instructions.step import Row
 from gt.worker.program.liveness import lives
-from gt.worker.program.overlap import ASIDE, beside, together
-from gt.worker.program.partition import Row
+from gt.worker.program.overlap import ON_SIDE_STREAM, RecordedProgram, group_all_reduces, overlap_transfers
 
 TEAM = {"id": 0, "workers": [0, 1], "rank": 0, "offset": 0, "bytes": 64}
 DTYPE = {"shape": [1], "dtype": "float32"}
@@ -45,8 +46,8 @@ DIRECT = {20, 21, 22, 23, 30}
 class Other:
     """A stream that remembers what was put there."""
 
-    def aside(self, step: Any, ids: Any, name: str) -> Any:
-        assert name in ASIDE
+    def on_side_stream(self, step: Any, ids: Any, name: str) -> Any:
+        assert name in ON_SIDE_STREAM
         return ("aside", step, tuple(ids))
 
     def join(self, count: int) -> Any:
@@ -104,7 +105,7 @@ def test_an_instruction_waits_for_transfers_of_its_tensors(seed: int) -> None:
     def inside(row: Row) -> list[Row]:
         return [] if row[1] in marks else segments.get(row[0], [row])
 
-    found = beside(folded, code, DEFINES.get, alive, DIRECT, inside, Other())
+    found = overlap_transfers(folded, RecordedProgram(code, DEFINES.get, alive, DIRECT, inside), Other())
     steps = [step for _, step in found if type(step) is not tuple or step[0] == "aside"]
     assert [step[1] if type(step) is tuple else step for step in steps] == [s for _, s in folded]
     shared = _memory(code, rows)
@@ -120,7 +121,7 @@ def test_an_instruction_waits_for_transfers_of_its_tensors(seed: int) -> None:
             under_way[: step[1]] = [(set(), set())] * step[1]
         elif type(step) is tuple:
             define = DEFINES[code[at]]
-            assert define.kind in ASIDE and define.number in DIRECT
+            assert define.kind in ON_SIDE_STREAM and define.number in DIRECT
             first = set(shared[code[at + 2]])
             made = {i for tensor in code[at + 3 : at + 2 + define.operands] for i in shared[tensor]}
             under_way.append((set(), made | first) if define.kind == "all_reduce" else (first, made))
@@ -143,7 +144,8 @@ def test_views_from_an_earlier_definition_of_a_long_program_wait_too(before: boo
     code = [*([] if before else [10, 0, 2, 3, 1]), 21, 0, 1, 10, 0, 2, 3, 4]  # 2 may be a view of 1 if 1 is not made here
     places = [0, 3] if before else [0, 5, 8]
     rows = [(at, f"step {at}") for at in places]
-    found = beside(rows, code, DEFINES.get, lives(code, DEFINES.get), DIRECT, lambda row: [row], Other())  # type: ignore[arg-type]
+    program = RecordedProgram(code, DEFINES.get, lives(code, DEFINES.get), DIRECT, lambda row: [row])
+    found = overlap_transfers(rows, program, Other())  # type: ignore[arg-type]
     assert found.index((places[-1], ("join", 1))) == len(found) - (2 if before else 1)  # type: ignore[arg-type]
 
 
@@ -151,7 +153,8 @@ def test_a_reader_of_an_earlier_transfer_does_not_wait_for_a_later_one() -> None
     """An optimizer's first part runs while the last gradients are summed."""
     code = [10, 0, 2, 3, 50, 10, 0, 2, 3, 51, 21, 0, 50, 21, 0, 51, 10, 0, 2, 50, 52, 10, 0, 2, 51, 53]
     rows = [(at, f"step {at}") for at in (0, 5, 10, 13, 16, 21)]
-    found = beside(rows, code, DEFINES.get, lives(code, DEFINES.get), DIRECT, lambda row: [row], Other())  # type: ignore[arg-type]
+    program = RecordedProgram(code, DEFINES.get, lives(code, DEFINES.get), DIRECT, lambda row: [row])
+    found = overlap_transfers(rows, program, Other())  # type: ignore[arg-type]
     assert [step if type(step) is str else step[:2] for _, step in found] == [
         *("step 0", "step 5", ("aside", "step 10"), ("aside", "step 13")),
         *(("join", 1), "step 16", ("join", 2), "step 21"),
@@ -175,7 +178,9 @@ def test_operands_of_instructions_run_together_are_freed_afterwards() -> None:
         for at, step in some:
             step(code, at + 2)
 
-    found, groups = together(rows, code, defines.get, batch, each)
+    plane = SimpleNamespace(batch=batch)
+    runner: Any = SimpleNamespace(definition=defines.get, context=SimpleNamespace(plane=plane), run_rows=each)
+    found, groups = group_all_reduces(rows, code, runner)
     for at, step in found:
         step(code, at + 2)
     assert log == ["begin", 2, 9, "end", 5, 12, 16]

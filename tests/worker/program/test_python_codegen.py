@@ -61,13 +61,13 @@ def damaged(rng: random.Random, script: Script) -> Script:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_codegen, "FEWEST", 1)
+    monkeypatch.setattr(python_codegen, "MIN_ROWS", 1)
 
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("most", [5, 256])
 def test_random_programs_leave_what_their_instructions_leave(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_codegen, "MOST", most)
+    monkeypatch.setattr(python_codegen, "MAX_ROWS", most)
     troubles = 0
     for seed in range(150):
         script = program(seed, 25)
@@ -112,7 +112,7 @@ def test_a_long_program_is_bound_in_time_in_proportion(monkeypatch: pytest.Monke
 
     bound(100)
     short, long = min(bound(1_000) for _ in range(3)), bound(10_000)
-    assert max(sizes) <= python_codegen.MOST and sum(sizes) == 3 * 1_500 + 150 + 15_000
+    assert max(sizes) <= python_codegen.MAX_ROWS and sum(sizes) == 3 * 1_500 + 150 + 15_000
     assert long < 30 * short and long < 5  # measured: 9 times, 0.4 s
 
 
@@ -170,7 +170,7 @@ def test_a_worker_that_makes_code_of_a_program_is_not_taken_for_stuck(monkeypatc
     bench.put(_1=x)
     bench.do("op", op("aten.tanh.default", [T(0)], 1, [new(x)]), 1, 2)
     assert bench.executor.where() == (0, 100, "op", 0)
-    cls, function = python_codegen.Straight, python_codegen.Straight.function
+    cls, function = python_codegen.CodeGenerator, python_codegen.CodeGenerator.function
     monkeypatch.setattr(cls, "function", lambda *args: (seen.append(bench.executor.where()), function(*args))[1])
     code = [part for n in range(4) for part in (bench.number, n, 1 + n, 2 + n)]
     payload = {"code": code, "randoms": [], "actions": [], "backend": "eager", "channels": [], "once": False}
@@ -182,9 +182,10 @@ def test_a_worker_that_makes_code_of_a_program_is_not_taken_for_stuck(monkeypatc
 def test_a_thread_that_defines_generated_functions_is_at_no_place_of_theirs():
     seen: list = []
     text = compile("ask()", python_codegen.FILE, "exec")
-    exec(text, {"ask": lambda: seen.append(python_codegen.whereabouts(threading.get_ident())), "places": {}})
+    exec(text, {"ask": lambda: seen.append(python_codegen.current_instruction(threading.get_ident())), "places": {}})
     assert seen == [None]
-    scope: dict = {"ask": lambda: seen.append(python_codegen.whereabouts(threading.get_ident())), "places": {"run": [7, 8]}}
+    ask = lambda: seen.append(python_codegen.current_instruction(threading.get_ident()))  # noqa: E731
+    scope: dict = {"ask": ask, "places": {"run": [7, 8]}}
     exec(compile("def run():\n    (lambda: ask())()\nrun()", python_codegen.FILE, "exec"), scope)
     assert seen == [None, 8]
 

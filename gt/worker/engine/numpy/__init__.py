@@ -1,6 +1,6 @@
-"""The numpy engine: the ops of the demos, plainly, in a process without torch. It is also what torch's are compared with.
+"""The numpy engine: ops in a process without torch. Tests compare it with torch.
 
-A tensor is an np.ndarray, a view one that shares its memory. What an op's function is stands in the tables beside this.
+A tensor is an np.ndarray, a view one that shares its memory. The functions of ops are in the tables of this folder.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy as np
 
 from gt.ir.spec import Spec
 from gt.ir.template import Const
-from gt.worker.engine.base import IDENTITY, Call, Combine
-from gt.worker.engine.codegen import Source, fitting
+from gt.worker.engine.base import IDENTITY, Combine
+from gt.worker.engine.codegen import Call, Source, fitting
 from gt.worker.engine.numpy import blas
 from gt.worker.engine.numpy.arrays import (
     DTYPE,
     Array,
-    checked,
+    check_strides,
+    check_view,
     conform,
     dtype_of,
     laid_out,
     name_of,
     offset,
     owner,
-    shown,
     storable,
 )
 from gt.worker.engine.numpy.table import resolve
@@ -53,7 +53,7 @@ class NumpyEngine:
     def source(self, payload: dict[str, Any]) -> Source:
         run = resolve(payload["op"], payload["random"])
         fitting(payload)
-        return Source(run, payload, _constant, checked, shown)
+        return Source(run, payload, _constant, check_strides, check_view)
 
     # ---- memory
 

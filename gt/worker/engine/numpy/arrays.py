@@ -1,4 +1,4 @@
-"""Arrays as torch has tensors: dtypes by torch's names, storages, strides, and torch's rules of type promotion.
+"""Arrays with torch's semantics of tensors: dtypes by torch's names, storages, strides, and torch's rules of type promotion.
 
 A tensor is an np.ndarray; its storage is the array that owns the memory, whose first element has offset 0.
 """
@@ -96,8 +96,8 @@ def conform(out: Any, spec: Spec) -> Array:
     return made
 
 
-def checked(scope: dict[str, Any], stride: str, spec: Spec) -> Callable[[Any], Array]:
-    """conform, quick where nothing is to be done; engine.calls.Check."""
+def check_strides(scope: dict[str, Any], stride: str, spec: Spec) -> Callable[[Any], Array]:
+    """conform, quick where nothing is to be done; codegen.Check."""
     dtype = dtype_of(spec.dtype)
     shape, steps = spec.shape, tuple(step * dtype.itemsize for step in spec.stride)
 
@@ -109,8 +109,8 @@ def checked(scope: dict[str, Any], stride: str, spec: Spec) -> Callable[[Any], A
     return check
 
 
-def shown(scope: dict[str, Any], shape: str, spec: Spec) -> Callable[[Any], None]:
-    """A check that a view has a spec's shape and dtype; engine.calls.Look."""
+def check_view(scope: dict[str, Any], shape: str, spec: Spec) -> Callable[[Any], None]:
+    """A check that a view has a spec's shape and dtype; codegen.CheckView."""
     scope[shape] = None
 
     def check(out: Array) -> None:
@@ -136,7 +136,7 @@ def _wider(a: np.dtype, b: np.dtype) -> np.dtype:
 
 
 def _over(high: np.dtype | None, low: np.dtype | None) -> np.dtype | None:
-    """What tensors with dims say, and what 0-dim ones or numbers change: only a higher kind counts."""
+    """The dtype of tensors with dims, unless 0-dim tensors or numbers are of a higher kind."""
     if high is None or low is None:
         return high or low
     if _ORDER[high.kind] >= _ORDER[low.kind]:
@@ -164,12 +164,12 @@ def _promote(args: tuple) -> np.dtype:
 
 
 def inexact(dtype: np.dtype) -> np.dtype:
-    """What torch computes in where the op has to give fractions."""
+    """The dtype in which torch computes an op that gives fractions."""
     return dtype if dtype.kind in "fc" else FLOAT
 
 
 def wide(dtype: np.dtype) -> np.dtype:
-    """What sums and functions of half precision are computed in."""
+    """The dtype for sums and functions of half precision."""
     return FLOAT if dtype == HALF else dtype
 
 
@@ -189,7 +189,7 @@ def together(*args: Any) -> list:
 
 
 def fractions(*args: Any) -> list:
-    """As together, and integers as floats."""
+    """As `together`, with integers as floats."""
     return cast(wide(inexact(promoted(*args))), *args)
 
 

@@ -44,7 +44,7 @@ def _weights(q: Array, k: Array, mask: Array | None, causal: bool, scale: float)
 
 
 def _dropout(words: Words, weights: Array, p: float) -> Array | None:
-    """What the weights are multiplied with."""
+    """Factors of the weights under dropout, None without dropout."""
     if not p:
         return None
     return hits(words.of(weights.shape), 1.0 - p) * weights.dtype.type(1.0 / (1.0 - p) if p < 1 else 0.0)

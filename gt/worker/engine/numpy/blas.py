@@ -1,4 +1,4 @@
-"""How many threads NumPy's OpenBLAS uses. It offers no Python call for that; other BLAS are left as they are."""
+"""The number of threads of NumPy's OpenBLAS, for which it has no Python call. Other BLAS libraries are left as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random ops on arrays: what is drawn is the engines' common engine/draws.py; here it is put into arrays."""
+"""Random ops on arrays. The numbers are those of engine/draws.py, which all engines share."""
 
 from __future__ import annotations
 

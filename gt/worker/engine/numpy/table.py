@@ -1,4 +1,4 @@
-"""Which function carries out an op: the rows of all tables, and what follows from a row.
+"""The function of each op: the rows of all tables, and the ops that follow from a row.
 
 From `add` follow `add_`, `add.out` and `_foreach_add`, from `index_add_` follows `index_add`: a row is written once.
 """

@@ -18,11 +18,11 @@ from gt.ir.ops import RANDOM
 from gt.ir.schema import Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Const
-from gt.worker.engine.base import IDENTITY, Call, Combine, Compiler
-from gt.worker.engine.codegen import Source, fitting
+from gt.worker.engine.base import IDENTITY, Combine, Compiler
+from gt.worker.engine.codegen import Call, Source, fitting
 from gt.worker.engine.torch import attention, memory, norms, random
 from gt.worker.engine.torch.bounds import CHECKS
-from gt.worker.engine.torch.dtypes import CONSTANTS, DTYPE, NAME, UNLESS, checked, conform, shown
+from gt.worker.engine.torch.dtypes import CONSTANTS, DTYPE, NAME, UNLESS, check_strides, check_view, conform
 from gt.worker.engine.torch.gpu.cuda import Cuda, Events
 from gt.worker.engine.torch.gpu.direct import direct
 from gt.worker.engine.torch.gpu.graphs import Graphs
@@ -51,7 +51,7 @@ class TorchEngine:
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True))
 
     def _key(self) -> Any:
-        """The key from which a GPU's kernels draw, in its memory; None where there is no Triton, and the host draws."""
+        """The key of a GPU's random kernels, in its memory; None without Triton, where the host draws."""
         try:
             from gt.worker.engine.torch.gpu.philox_kernel import PhiloxKey
         except ImportError:
@@ -59,7 +59,7 @@ class TorchEngine:
         return PhiloxKey(self.device)
 
     def draws(self, payload: dict[str, Any]) -> bool:
-        """True if an op's random numbers are made on the device, by the key in its memory."""
+        """True if the device draws an op's random numbers, by the key in its memory."""
         if self.key is None:
             return False
         from gt.worker.engine.torch.gpu.device_random import DRAW
@@ -84,10 +84,10 @@ class TorchEngine:
     def source(self, payload: dict[str, Any]) -> Source:
         schema = fitting(payload)[0]
         unless = "" if "by_values" in schema.flags else UNLESS
-        return Source(self._bound(schema, payload), payload, self._constant, checked, shown, unless)
+        return Source(self._bound(schema, payload), payload, self._constant, check_strides, check_view, unless)
 
     def resolve(self, payload: dict[str, Any]) -> Callable:
-        """The function that carries an `op` definition out; UnsupportedOp if there is none here."""
+        """The function that carries out an `op` definition; UnsupportedOp if this engine has none."""
         return self._bound(fitting(payload)[0], payload)
 
     def _bound(self, schema: Schema, payload: dict[str, Any]) -> Callable:
@@ -107,7 +107,7 @@ class TorchEngine:
         return op
 
     def compiler(self, backend: str) -> tuple[Compiler | None, str]:
-        """What compiles segments, and why that is not what was asked for."""
+        """The compiler of segments, and the reason if it is not the one that was asked for."""
         if self._inductor is None:
             self._inductor = Inductor(self)
         if backend != "cudagraphs" or self.host:
@@ -151,7 +151,7 @@ class TorchEngine:
         if not _hidden(tensor):
             return tensor
         plain = tensor.detach().resolve_conj().resolve_neg()
-        if not self.host:  # a copy that waits keeps the driver from all other threads
+        if not self.host:  # a copy that waits blocks the driver for all other threads
             torch.cuda.current_stream(self.device).synchronize()
         return plain.to("cpu").contiguous()
 
@@ -175,7 +175,7 @@ class TorchEngine:
         given = np.asarray(buffer, np.uint8)
         if self.host:
             data = torch.from_numpy(given)
-        else:  # from pinned memory, or this thread would wait for all that was issued before
+        else:  # from pinned memory, or this thread would wait for all issued work
             pinned = torch.empty(len(given), dtype=torch.uint8, pin_memory=True)
             np.copyto(pinned.numpy(), given)  # torch would wake all its threads for it, which takes up to 16 ms
             data = pinned.to(self.device, non_blocking=True)
@@ -262,12 +262,12 @@ COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 def _hidden(tensor: torch.Tensor) -> bool:
-    """Whether a memoryview cannot show the tensor as it lies."""
+    """True if a memoryview cannot show the tensor."""
     return not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg()
 
 
 def _batch_norm(op: Callable) -> Callable:
-    """An evaluation saves nothing: as on the CPU, other devices have statistics of the batch there."""
+    """Batch norm whose evaluation saves nothing, as on the CPU. Other devices return statistics of the batch."""
 
     def call(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         out, *saved = op(*args, **kwargs)
@@ -277,7 +277,7 @@ def _batch_norm(op: Callable) -> Callable:
 
 
 def _embedding_bag(op: Callable) -> Callable:
-    """What its backward wants besides the result, in the shapes that other devices give: the CPU's depend on its kernel."""
+    """Embedding bag whose saved tensors have the shapes of other devices. On the CPU they depend on its kernel."""
 
     def call(weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *rest: Any, **named: Any) -> tuple:
         out, bag_of, sizes, largest = op(weight, indices, offsets, *rest, **named)
@@ -293,12 +293,12 @@ def _embedding_bag(op: Callable) -> Callable:
 
 
 def _as_real(op: Callable) -> Callable:
-    """The client knows of no conjugate bit, which torch has resolved first."""
+    """view_as_real without a conjugate bit: the client has none, so it is resolved first."""
     return lambda x: op(x.resolve_conj())
 
 
 def _histc(op: Callable) -> Callable:
-    """Of integers too, as on GPUs: programs that ask for the device's type take `remote` for one."""
+    """Histogram of integers too, as on GPUs: programs that check the device's type take `remote` for a GPU."""
 
     def call(x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         through = x.is_cpu and not x.is_floating_point()
@@ -307,7 +307,7 @@ def _histc(op: Callable) -> Callable:
     return call
 
 
-# Ops that differ from what the client infers (lesser results of other shapes on the CPU, conjugate bits) -> as it does
+# Ops whose results differ from the client's inference (shapes of minor results on the CPU, conjugate bits) -> their mend
 ALIKE: dict[str, Callable[[Callable], Callable]] = {
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), _embedding_bag),

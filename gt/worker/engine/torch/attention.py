@@ -1,20 +1,21 @@
 """Attention: the kernel that plain torch would take for the same inputs, forward and backward; GT's own dropout mask.
 
 On the CPU the results have the bits of F.scaled_dot_product_attention; a GPU's kernels are called in gpu/fused_attention.py.
-Dropout's mask must not depend on where a head lies, which the fused kernels' does: with dropout every device uses the
-composite maths.
+Dropout's mask must not depend on the worker that has a head, as the fused kernels' mask does: with dropout every device uses
+the composite maths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf, sqrt
 from typing import Any, TypeAlias
 
 import torch
 
 from gt.worker.engine.philox import Words, hits
+from gt.worker.engine.torch.attention_call import AttentionCall
 from gt.worker.engine.torch.gpu import fused_attention
 from gt.worker.engine.torch.gpu.fused_attention import FUSED, MATH, Choice
 
@@ -22,49 +23,26 @@ aten = torch.ops.aten
 Tensor: TypeAlias = torch.Tensor
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """q [..., heads, L, E], k [..., heads, S, E], v [..., heads, S, Ev]; mask broadcasts to the scores [..., L, S]."""
+def choice(call: AttentionCall) -> Choice:
+    """The kernel that torch picks, MATH where dropout is drawn here."""
+    if call.dropout:
+        return Choice(MATH)
+    if call.q.is_cuda:
+        return fused_attention.choice(call)
+    pick = torch._fused_sdp_choice(*call.inputs, call.mask, 0.0, call.causal, scale=call.scale, enable_gqa=call.gqa)
+    return Choice(pick if pick in FUSED else MATH)
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    dropout: float
-    causal: bool
-    scale: float | None
-    gqa: bool
 
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q, self.k, self.v
+def _kept(call: AttentionCall, words: Words, key: Any) -> Tensor | None:
+    """The scores [..., heads, L, S] that dropout keeps."""
+    if not call.dropout:
+        return None
+    shape = (*call.q.shape[:-1], call.k.shape[-2])
+    if key is not None:
+        from gt.worker.engine.torch.gpu import philox_kernel
 
-    def choice(self) -> Choice:
-        """The kernel that torch picks, MATH where dropout is drawn here."""
-        if self.dropout:
-            return Choice(MATH)
-        if self.q.is_cuda:
-            return fused_attention.choice(self)
-        pick = torch._fused_sdp_choice(*self.inputs, self.mask, 0.0, self.causal, scale=self.scale, enable_gqa=self.gqa)
-        return Choice(pick if pick in FUSED else MATH)
-
-    def bias(self) -> Tensor | None:
-        """The mask as torch's composite converts it: a bool one is 0 where True, -inf where False."""
-        mask = self.mask
-        if mask is None or mask.dtype != torch.bool:
-            return mask
-        return torch.zeros_like(mask, dtype=self.q.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-
-    def kept(self, words: Words, key: Any) -> Tensor | None:
-        """The scores [..., heads, L, S] that dropout keeps."""
-        if not self.dropout:
-            return None
-        shape = (*self.q.shape[:-1], self.k.shape[-2])
-        if key is not None:
-            from gt.worker.engine.torch.gpu import philox_kernel
-
-            return philox_kernel.hits(key, words, shape, 1.0 - self.dropout)
-        return torch.from_numpy(hits(words.of(shape), 1.0 - self.dropout)).to(self.q.device)
+        return philox_kernel.hits(key, words, shape, 1.0 - call.dropout)
+    return torch.from_numpy(hits(words.of(shape), 1.0 - call.dropout)).to(call.q.device)
 
 
 def _maths(call: AttentionCall, kept: Tensor | None) -> Tensor:
@@ -99,9 +77,9 @@ def _flash_on_host(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def _forward(words: Words, key: Any, *args: Any) -> tuple[Tensor, Tensor]:
     call = AttentionCall(*args)
-    chosen = call.choice()
+    chosen = choice(call)
     if chosen.kernel == MATH:
-        out = _maths(call, call.kept(words, key))  # batch dims broadcast: of q they need not be all
+        out = _maths(call, _kept(call, words, key))  # batch dims broadcast: of q they need not be all
         return out, torch.zeros(out.shape[:-1], dtype=torch.float32, device=call.q.device)
     out, lse = fused_attention.forward(call, chosen) if call.q.is_cuda else _flash_on_host(call)
     return out, lse[..., : call.q.shape[-2]].to(torch.float32)
@@ -110,9 +88,9 @@ def _forward(words: Words, key: Any, *args: Any) -> tuple[Tensor, Tensor]:
 def _backward(words: Words, key: Any, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     q, k, v, mask, out, lse, *rest = args
     call = AttentionCall(q, k, v, mask, *rest)
-    chosen = call.choice()
+    chosen = choice(call)
     if chosen.kernel == MATH:
-        kept = call.kept(words, key)
+        kept = _kept(call, words, key)
         return _again(call, grad, lambda live: _maths(live, kept))
     if q.is_cuda:
         return fused_attention.backward(call, chosen, grad, out, lse)

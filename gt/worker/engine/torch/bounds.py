@@ -1,7 +1,6 @@
-"""Ops of the CPU whose kernels index memory by values of a tensor as they are, or take as many steps as a value says: the
-values are looked at first.
+"""Checks of tensors' values for ops of the CPU whose kernels trust them: as an index into memory, or as a number of steps.
 
-On GPUs that would wait for the device; there the table's flag `trusts_values` says which ops these are.
+On GPUs such a check would wait for the device. There the table's flag `trusts_values` names these ops.
 """
 
 from __future__ import annotations

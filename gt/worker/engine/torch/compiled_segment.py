@@ -1,4 +1,4 @@
-"""The compiled code of a segment: its inputs, what its results have to be, a first call that changes all or nothing."""
+"""Compiled code of a segment: checks inputs, mends the layout of results, and changes all or nothing on its first call."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from gt.worker.engine.base import Misfit
 from gt.worker.engine.torch.dtypes import DTYPE, NAME, conform
 from gt.worker.engine.torch.memory import laid_out
 
-SNAPSHOT = 64 << 20  # bytes on the device that may be copied there while code is tried
+MAX_SNAPSHOT_BYTES = 64 << 20  # copied on the device for the first call; more is copied to the host
 
 
 @dataclass(frozen=True, slots=True)
-class InputPattern:
-    """Inputs: shape, strides and dtype of each, and which share memory."""
+class InputSignature:
+    """Shape, strides and dtype of each input, and which inputs share memory."""
 
     specs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     alike: tuple[tuple[int, int], ...]  # of each: the first input in the same memory, and its offset if there are several
 
-    def where(self, written: frozenset[int]) -> InputPattern:
-        """Without what does not matter: only of memory that is written it does who shares it."""
+    def reduced(self, written: frozenset[int]) -> InputSignature:
+        """The same without sharing of memory that is not written, which does not matter."""
         firsts = {self.alike[n][0] for n in written}
-        return InputPattern(self.specs, tuple(row if row[0] in firsts else (n, 0) for n, row in enumerate(self.alike)))
+        return InputSignature(self.specs, tuple(row if row[0] in firsts else (n, 0) for n, row in enumerate(self.alike)))
 
 
 @dataclass(slots=True)
 class Traced:
-    """A segment's graph and what to do around it. given: places of the inputs that it takes.
+    """A segment's graph, and how outputs follow from its results.
 
-    outs: of each output (whether of an input, which result or input, None or its shape, strides and offset there).
-    changed: inputs that it writes to.
+    given: places of the inputs that the graph takes. changed: inputs that it writes to.
+    outs: by output (True for a view of an input, number of the result or input, None or shape, strides and offset there).
     """
 
     graph: torch.fx.GraphModule
@@ -46,19 +46,21 @@ class Traced:
 
 
 class Code:
-    """An engine.base.Compiled."""
+    """An engine.base.CompiledSegment."""
 
-    def __init__(self, traced: Traced, run: Callable, seen: InputPattern, written: frozenset[int], key: Hashable) -> None:
+    def __init__(
+        self, traced: Traced, run: Callable, signature: InputSignature, written: frozenset[int], key: Hashable
+    ) -> None:
         self.key = key
         self.specs: Sequence[Spec] = traced.specs
         self._written = [place for place, n in enumerate(traced.given) if n in traced.changed]
         self.run, self.given, self.outs = run, traced.given, traced.outs
-        self._shapes = [torch.Size(shape) for shape, _, _ in seen.specs]
-        self._strides = [stride for _, stride, _ in seen.specs]
-        self._dtypes = [dtype for _, _, dtype in seen.specs]
-        self._alike = _Alike(seen, written) if written else None
-        self._all = self.given == list(range(len(seen.specs)))
-        self._mends: dict[int, Callable] | None = None  # of results that are not as they have to be; None before the first
+        self._shapes = [torch.Size(shape) for shape, _, _ in signature.specs]
+        self._strides = [stride for _, stride, _ in signature.specs]
+        self._dtypes = [dtype for _, _, dtype in signature.specs]
+        self._alike = _Alike(signature, written) if written else None
+        self._all = self.given == list(range(len(signature.specs)))
+        self._mends: dict[int, Callable] | None = None  # by result that needs one; None before the first call
         self._wanted = [(torch.Size(meta.shape), meta.stride(), meta.dtype) for meta in _metas(traced.graph)]
 
     def check(self, inputs: list[torch.Tensor]) -> None:
@@ -81,11 +83,11 @@ class Code:
 
     @property
     def writes(self) -> bool:
-        """True if a call that fails may leave behind what it has changed: the first one undoes that."""
+        """True if a call that fails may leave inputs changed. The first call undoes its changes."""
         return bool(self._written) and self._mends is not None
 
     def _first(self, given: list[torch.Tensor], inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The first call. Kernels that do not load and results that do not fit show here, so it changes all or nothing."""
+        """The first call, which finds kernels that do not load and results that do not fit. It changes all or nothing."""
         written = [given[place] for place in self._written]
         saved = _snapshot(written)
         try:
@@ -98,7 +100,7 @@ class Code:
         return results
 
     def named(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs, of inputs and what the graph returned."""
+        """The outputs, as views of inputs and of results of the graph."""
         made = []
         for of_input, n, place in self.outs:
             base = inputs[n] if of_input else results[n]
@@ -108,7 +110,7 @@ class Code:
         return made
 
     def _mend(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> dict[int, Callable]:
-        """Functions that mend results, by place: those that share memory, which the ops' own would not, or lie otherwise."""
+        """Functions that mend results, by place: those that share memory, as the ops' own would not, or have other strides."""
         held = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
         mends: dict[int, Callable] = {}
         for n, (result, (shape, stride, dtype)) in enumerate(zip(results, self._wanted, strict=True)):
@@ -132,17 +134,17 @@ _SHAPE, _STRIDE, _OFFSET, _ADDRESS = torch.Tensor.size, torch.Tensor.stride, tor
 
 
 class _Alike:
-    """True for inputs that share memory as those did that were seen: what is written lies apart, or with the same as then."""
+    """Checks that written inputs share memory with the same inputs as in the signature."""
 
-    def __init__(self, seen: InputPattern, written: frozenset[int]) -> None:
-        self._sizes = [dtype.itemsize for _, _, dtype in seen.specs]
-        apart = {seen.alike[n][0] for n in written}
+    def __init__(self, signature: InputSignature, written: frozenset[int]) -> None:
+        self._sizes = [dtype.itemsize for _, _, dtype in signature.specs]
+        apart = {signature.alike[n][0] for n in written}
         self._labels = [  # of inputs that have elements: the memory if it is written, else -1
-            (n, first if first in apart else -1) for n, (first, _) in enumerate(seen.alike) if all(seen.specs[n][0])
+            (n, first if first in apart else -1) for n, (first, _) in enumerate(signature.alike) if all(signature.specs[n][0])
         ]
-        firsts = [first for first, _ in seen.alike]
+        firsts = [first for first, _ in signature.alike]
         self._several = [
-            (n, first, offset * self._sizes[n]) for n, (first, offset) in enumerate(seen.alike) if firsts.count(first) > 1
+            (n, first, offset * self._sizes[n]) for n, (first, offset) in enumerate(signature.alike) if firsts.count(first) > 1
         ]
 
     def check(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -152,7 +154,7 @@ class _Alike:
         if any(owner.setdefault(bases[n], label) != label for n, label in self._labels):
             raise Misfit("which share memory")
         if any(bases[n] != bases[first] or offsets[n] != offset for n, first, offset in self._several):
-            raise Misfit("where in shared memory they lie")
+            raise Misfit("offsets in shared memory")
 
 
 def _metas(graph: torch.fx.GraphModule) -> list[torch.Tensor]:
@@ -172,8 +174,8 @@ def _viewed(shape: torch.Size, mend: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _snapshot(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies: on the tensors' own device where they are small, else on the host, so that they raise no peak of its memory."""
-    small = sum(tensor.nbytes for tensor in tensors) <= SNAPSHOT
+    """Copies: on the tensors' own device if they are small, else on the host, so that they do not raise the device's peak."""
+    small = sum(tensor.nbytes for tensor in tensors) <= MAX_SNAPSHOT_BYTES
     return [tensor.clone() if small else tensor.to("cpu", copy=True) for tensor in tensors]
 
 

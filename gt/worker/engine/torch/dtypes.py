@@ -1,4 +1,4 @@
-"""Names of torch's dtypes, and outputs as the client inferred them."""
+"""Names of torch's dtypes, and checks of outputs against the client's shape inference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     },
 }
 NAME = {dtype: name for name, dtype in DTYPE.items()}
-UNLESS = "{out}.stride() != {stride}"  # engine.calls.function: when `checked` has to look
+UNLESS = "{out}.stride() != {stride}"  # codegen.Source.unless of `check_strides`
 
 
 def conform(out: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -37,8 +37,8 @@ def conform(out: torch.Tensor, spec: Spec) -> torch.Tensor:
     return laid_out(spec.shape, spec.stride, out.dtype, out.device).copy_(out)
 
 
-def checked(scope: dict[str, Any], stride: str, spec: Spec) -> Callable[[torch.Tensor], torch.Tensor]:
-    """conform; remembers under the name `stride` which strides need no second look."""
+def check_strides(scope: dict[str, Any], stride: str, spec: Spec) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A check that conforms an output. It stores under the name `stride` the strides that need no second check."""
     scope[stride] = None
 
     def check(out: torch.Tensor) -> torch.Tensor:
@@ -50,8 +50,8 @@ def checked(scope: dict[str, Any], stride: str, spec: Spec) -> Callable[[torch.T
     return check
 
 
-def shown(scope: dict[str, Any], shape: str, spec: Spec) -> Callable[[torch.Tensor], None]:
-    """A check that a view has a spec's shape and dtype; its strides are its base's. Remembers the shape under this name."""
+def check_view(scope: dict[str, Any], shape: str, spec: Spec) -> Callable[[torch.Tensor], None]:
+    """A check of a view's shape and dtype; its strides follow from its base. It stores the checked shape under this name."""
     scope[shape] = None
 
     def check(out: torch.Tensor) -> None:

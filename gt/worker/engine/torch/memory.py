@@ -1,7 +1,7 @@
-"""Memory as ops get it: zeros where another session may have left something, strides with room between elements.
+"""Memory for results: cleared where it may hold data of another session, and with any strides.
 
-On the host torch's allocator clears what it hands out, once it is told to: so nothing reaches a tensor that way, whatever a
-kernel leaves unwritten. A GPU's has no such switch, and there ops that leave all of it unwritten write zeros.
+A switch has torch's allocator on the host clear all memory, so no old data reaches a tensor that a kernel leaves unwritten. The
+allocator of a GPU has no such switch: there, ops that leave all of their result unwritten write zeros.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def switch() -> Any:
 
 
 def cleared(base: str, op: Callable) -> Callable:
-    """An op by the name of its packet, so that what it leaves unwritten is zero; any other op as it is."""
+    """An op by the name of its packet, so that memory that it leaves unwritten is zero; any other op unchanged."""
     if base in UNWRITTEN:
         return lambda *args, **kwargs: _zeros(op(*args, **kwargs))
     return _longer(op) if base in LONGER else op
@@ -66,7 +66,7 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def laid_out(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """New memory with these strides, as it is; what lies between elements is zero, as nothing writes there."""
+    """An uninitialized tensor with these strides. Gaps between its elements are zero, since nothing writes there."""
     length = span(shape, stride)
     if length == torch.Size(shape).numel():
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)

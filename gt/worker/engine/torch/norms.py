@@ -1,4 +1,4 @@
-"""Norms as the client inferred them: in half precision their statistics are float32; the CPU's kernels keep them in half."""
+"""Norms in half precision with statistics in float32, as the client infers them. The CPU's kernels have them in half."""
 
 from __future__ import annotations
 

@@ -72,9 +72,9 @@ def row(name: str, schema: Any, tags: Iterable[str], versions: str = "", more: I
         _type(value, "!" if value.alias_info is not None and value.alias_info.is_write else "") for value in schema.returns
     ]
     flags = " ".join(sorted({*_flags(name, set(tags)), *more}))
-    made = f"{name}({', '.join(parts)}) -> ({', '.join(returns)})  # {versions or f'{version}-{version}'} {flags}".rstrip()
-    Schema.parse(made)
-    return made
+    text = f"{name}({', '.join(parts)}) -> ({', '.join(returns)})  # {versions or f'{version}-{version}'} {flags}".rstrip()
+    Schema.parse(text)
+    return text
 
 
 def name_of(op: Any) -> str:

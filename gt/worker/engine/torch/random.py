@@ -1,4 +1,4 @@
-"""Random ops on torch tensors: what is drawn is the engines' common engine/draws.py; here it is put into tensors."""
+"""Random ops on torch tensors. The numbers are those of engine/draws.py, which all engines share."""
 
 from __future__ import annotations
 

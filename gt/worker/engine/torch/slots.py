@@ -1,4 +1,4 @@
-"""Memory of tensors: where they lie, how they look there, and slots that what moves is copied into for a replay."""
+"""Views of tensors on their memory, and slots: fixed memory for inputs of a replay that are elsewhere each time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-Held = dict[int, torch.Tensor]
-Look = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # dtype, shape, strides, offset
+Tensors = dict[int, torch.Tensor]
+ViewMetadata = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # dtype, shape, strides, offset
 
 
-class Moved(Exception):
-    """What a recording reads lies elsewhere."""
+class InputsMoved(Exception):
+    """Inputs of a recording are elsewhere in memory."""
 
     def __init__(self, ids: set[int]) -> None:
         self.ids = ids
@@ -20,57 +20,57 @@ class Moved(Exception):
 
 @dataclass(slots=True)
 class Slot:
-    """Memory that is copied in before a replay and back after it, and tensors that lie in it."""
+    """Fixed memory of a recording. It is filled from its source before a replay, and copied back after it."""
 
     memory: torch.Tensor
-    looks: dict[int, Look]
-    source: torch.Tensor | None = None  # the bytes that it stands for, during a replay
+    views: dict[int, ViewMetadata]
+    source: torch.Tensor | None = None  # all bytes of the input's memory, during a replay
 
-    def find(self, held: Held) -> None:
-        """Its tensors as they lie now. Moved if that is not how they lay."""
+    def find(self, tensors: Tensors) -> None:
+        """Find the source of this replay. InputsMoved if its tensors have other views, or no longer share one memory."""
         storages = {}
-        for i, known in self.looks.items():
-            tensor = held.get(i)
-            if tensor is None or look(tensor) != known:
-                raise Moved(set(self.looks))
+        for i, known in self.views.items():
+            tensor = tensors.get(i)
+            if tensor is None or metadata(tensor) != known:
+                raise InputsMoved(set(self.views))
             storages[address(tensor)] = tensor.untyped_storage()
         if len(storages) != 1 or next(iter(storages.values())).nbytes() != self.memory.numel():
-            raise Moved(set(self.looks))
-        self.source = plain(next(iter(storages.values())), self.memory.device)
+            raise InputsMoved(set(self.views))
+        self.source = raw_bytes(next(iter(storages.values())), self.memory.device)
 
     def fill(self) -> None:
         assert self.source is not None
         self.memory.copy_(self.source)
 
-    def back(self) -> None:
+    def copy_back(self) -> None:
         assert self.source is not None
         self.source.copy_(self.memory)
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Of the memory that it lies in, 0 for none."""
+    """Address of a tensor's memory, 0 for none."""
     return tensor.untyped_storage().data_ptr()
 
 
-def look(tensor: torch.Tensor) -> Look:
+def metadata(tensor: torch.Tensor) -> ViewMetadata:
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
 
-def plain(storage: Any, device: torch.device) -> torch.Tensor:
-    """All the bytes of a memory."""
+def raw_bytes(storage: Any, device: torch.device) -> torch.Tensor:
+    """A storage as one flat uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def shown(memory: torch.Tensor, seen: Look) -> torch.Tensor:
-    """A tensor in a memory."""
-    return lying(memory.untyped_storage(), seen)
+def view_of(memory: torch.Tensor, view: ViewMetadata) -> torch.Tensor:
+    """A view of the memory that a tensor has."""
+    return view_of_storage(memory.untyped_storage(), view)
 
 
-def lying(storage: Any, seen: Look) -> torch.Tensor:
-    dtype, shape, stride, offset = seen
+def view_of_storage(storage: Any, view: ViewMetadata) -> torch.Tensor:
+    dtype, shape, stride, offset = view
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
-def stands(tensor: torch.Tensor | None, known: torch.Tensor) -> bool:
-    """Whether it lies exactly where the known one does."""
-    return tensor is not None and address(tensor) == address(known) and look(tensor) == look(known)
+def is_same_view(tensor: torch.Tensor | None, known: torch.Tensor) -> bool:
+    """True if two tensors are the same view of the same memory."""
+    return tensor is not None and address(tensor) == address(known) and metadata(tensor) == metadata(known)

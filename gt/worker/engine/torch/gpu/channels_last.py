@@ -1,7 +1,7 @@
 """Convolutions of a segment in the memory layout that a GPU's kernels are fastest in, channels last.
 
-While a segment is traced its convolutions get channels-last operands, and what is computed from them stays so. Strides are
-those that the client inferred only where a view relies on them and where the segment ends. Inductor then folds the copies.
+While a segment is traced its convolutions get channels-last operands, and results computed from them keep that layout. They get
+the strides that the client inferred only where a view relies on them, and where the segment ends. Inductor folds the copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 # op -> places of the operands that have channels
 OPERANDS = {aten.convolution.default: (0, 1), aten.convolution_backward.default: (0, 1, 2)}
 NAMES = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
-SMALL = 64  # channels: with no more of them on either side the layout gains nothing
+MIN_CHANNELS = 64  # the layout gains nothing unless a side has more
 
 
 def gains(kernels: Sequence[tuple[torch.Size, int, torch.dtype]]) -> bool:
@@ -29,7 +29,7 @@ def gains(kernels: Sequence[tuple[torch.Size, int, torch.dtype]]) -> bool:
     """
     flat = all(len(shape) == 4 and dtype.is_floating_point for shape, _, dtype in kernels)
     grouped = any(groups > 1 and shape[1] > 1 for shape, groups, _ in kernels)
-    return bool(kernels) and flat and not grouped and any(max(shape[:2]) > SMALL for shape, _, _ in kernels)
+    return bool(kernels) and flat and not grouped and any(max(shape[:2]) > MIN_CHANNELS for shape, _, _ in kernels)
 
 
 class ChannelsLast(TorchDispatchMode):
@@ -46,7 +46,7 @@ def _last(tensor: torch.Tensor) -> torch.Tensor:
     return aten.clone.default(tensor, memory_format=torch.channels_last)
 
 
-def loosely(scope: dict[str, Any], stride: str, spec: Spec) -> Any:
+def check_but_strides(scope: dict[str, Any], stride: str, spec: Spec) -> Any:
     """The check of an op's result within such a segment: its shape and dtype, not its strides."""
 
     def check(out: torch.Tensor) -> torch.Tensor:
@@ -56,8 +56,8 @@ def loosely(scope: dict[str, Any], stride: str, spec: Spec) -> Any:
     return check
 
 
-def settle(slots: list[torch.Tensor], places: Sequence[int], specs: Sequence[Spec | None]) -> None:
-    """Give tensors the strides that the client inferred; from then on it is they that the segment knows."""
+def restore_strides(slots: list[torch.Tensor], places: Sequence[int], specs: Sequence[Spec | None]) -> None:
+    """Replace tensors by such with the strides that the client inferred."""
     for n in places:
         spec = specs[n]
         if spec is not None:

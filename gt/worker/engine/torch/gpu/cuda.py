@@ -1,4 +1,4 @@
-"""A GPU that records what it is given to do: CUDA graphs in one pool of memory, with a stream beside for transfers."""
+"""CUDA graphs in one pool of memory, recorded on a stream of their own, with a side stream for transfers."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from typing import Any, Protocol
 
 import torch
 
-NOTED = 64  # notes that are kept; of more every second one
+MAX_NOTES = 64  # of more every second one is kept
 
 
 class Events:
-    """An engine.base.Progress. `mark` records an event: who calls its `synchronize()` sleeps until the device has come there.
+    """An engine.base.Progress. `mark` records an event, whose `synchronize()` sleeps until the device has reached it.
 
-    A driver that loads kernels, or copies into memory that is not pinned, keeps every thread waiting that asks it something,
-    and an event's `query()` holds the interpreter's lock meanwhile: so a thread waits for events, and no other asks. That the
-    device has failed is for what is done with it to find.
+    A driver that loads kernels, or copies into memory that is not pinned, blocks every thread that calls it, and an event's
+    `query()` holds the interpreter's lock meanwhile. So one thread waits for events, and no other asks the driver. A failure of
+    the device shows in the work that is issued to it, not here.
     """
 
     def __init__(self, mark: Callable[[], Any]) -> None:
-        self._mark, self._come = mark, 0
-        self._ahead: deque[Any] = deque()
-        self._looking = threading.Lock()
+        self._mark, self._completed = mark, 0
+        self._notes: deque[Any] = deque()
+        self._waiting = threading.Lock()
 
     def note(self) -> None:
         with suppress(RuntimeError):
-            self._ahead.append(self._mark())
-        if len(self._ahead) > NOTED and self._looking.acquire(blocking=False):
-            self._ahead = deque(itertools.islice(self._ahead, 0, None, 2))
-            self._looking.release()
+            self._notes.append(self._mark())
+        if len(self._notes) > MAX_NOTES and self._waiting.acquire(blocking=False):
+            self._notes = deque(itertools.islice(self._notes, 0, None, 2))
+            self._waiting.release()
 
-    def come(self) -> int:
-        if self._ahead and self._looking.acquire(blocking=False):
-            threading.Thread(target=self._look, name="gt-progress", daemon=True).start()
-        return self._come
+    def completed(self) -> int:
+        if self._notes and self._waiting.acquire(blocking=False):
+            threading.Thread(target=self._wait_for_notes, name="gt-progress", daemon=True).start()
+        return self._completed
 
     def fence(self) -> Callable[[], None]:
         with suppress(RuntimeError):
             return partial(_wait, self._mark())
         return partial(_wait, None)
 
-    def _look(self) -> None:
+    def _wait_for_notes(self) -> None:
         try:
             with suppress(RuntimeError):
-                for _ in range(len(self._ahead)):
-                    self._ahead[0].synchronize()
-                    self._ahead.popleft()
-                    self._come += 1
+                for _ in range(len(self._notes)):
+                    self._notes[0].synchronize()
+                    self._notes.popleft()
+                    self._completed += 1
         finally:
-            self._looking.release()
+            self._waiting.release()
 
 
 def _wait(event: Any) -> None:
@@ -68,7 +68,7 @@ def _wait(event: Any) -> None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No cycles are collected: a graph that is given up ends the recording in which it is."""
+    """No garbage collection: a graph that it destroys would end the recording under way."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -79,59 +79,60 @@ def _uncollected() -> Iterator[None]:
 
 
 class Device(Protocol):
-    """What records: `Cuda`."""
+    """A device that records work: `Cuda`."""
 
     device: torch.device
 
     def finish(self) -> None:
-        """Wait for all that was issued: before recordings, and with them their memory, are given up."""
+        """Wait for all issued work, before recordings are given up and their memory with them."""
 
-    def room(self) -> None:
-        """Give back memory that is kept for what is not recorded: while it records it gives none back."""
+    def release_cache(self) -> None:
+        """Free cached memory: while the device records it frees none."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Have `run` issue its work, which is not done yet; what does that work on the same memory."""
+        """Have `run` issue its work, which is not carried out yet. The result carries it out, on the same memory each time."""
 
-    def aside(self, run: Callable[[], None]) -> None:
-        """Within a recording: what `run` issues begins after what was issued so far, and what is issued later may pass it."""
+    def on_side_stream(self, run: Callable[[], None]) -> None:
+        """Within a recording: work of `run` begins after all work issued so far, and later work may overtake it."""
 
     def join(self, count: int) -> None:
-        """What is issued from now on begins after the first `count` of what this recording put aside."""
+        """Later work begins after the first `count` transfers that this recording put on the side stream."""
 
     def mark(self) -> Any:
-        """Within `run`: a place in what it issues, there or aside. None outside."""
+        """Within `run`: a position in the work that it issues, on either stream. None outside."""
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """When the device was last there, in seconds of the monotonic clock; [] while it is not through. By any thread."""
+        """Times when the device last passed these marks, in seconds of the monotonic clock; [] until it has. By any thread."""
 
 
 class Pool:
-    """Memory that recordings share; each keeps it, so that with the last of them it can be given back."""
+    """Memory that recordings share. Each keeps the pool alive; with the last of them the memory can be freed."""
 
     def __init__(self) -> None:
         self.handle = torch.cuda.graph_pool_handle()
-        self.graphs: list[Any] = []  # one that is always there: a pool ends with its last graph, and may not begin again
+        # One that lives as long as the pool: a pool ends with its last graph, and may not begin again.
+        self.graphs: list[Any] = []
 
 
 class Cuda:
     """A GPU. Recordings share a pool of memory and the stream that they are made on."""
 
     def __init__(self, device: torch.device) -> None:
-        warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)  # a run of views issues nothing, rightly
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)  # a run of views rightly issues nothing
         self.device = device
         self._pool: Callable[[], Pool | None] = lambda: None  # while there are recordings
         self._broken: list[Any] = []
         self._stream = torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device)
         self._clock = torch.cuda.Stream(device)
-        self._recording = self._apart = False  # apart: whether the side stream has what is not joined yet
-        self._ends: list[torch.cuda.Event] = []  # of what this recording put there
+        self._recording = self._apart = False  # apart: the side stream has transfers that are not joined yet
+        self._ends: list[torch.cuda.Event] = []  # of the transfers that this recording put there
 
     def finish(self) -> None:
         with suppress(RuntimeError):
             torch.cuda.synchronize(self.device)
 
-    def room(self) -> None:
+    def release_cache(self) -> None:
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
 
@@ -158,10 +159,10 @@ class Cuda:
             try:
                 run()
             except BaseException:
-                with suppress(Exception):  # with work apart it would not end for torch's allocator
+                with suppress(Exception):  # torch's allocator does not end a recording with unjoined work
                     if self._apart:
                         self._stream.wait_stream(self._side)
-                with suppress(Exception):  # that nothing came of it says less than why
+                with suppress(Exception):  # the first error says more than that nothing was recorded
                     self._end(graph, pool)
                 raise
             else:
@@ -180,9 +181,9 @@ class Cuda:
             raise
 
     def _leave(self, graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
-        """Go on with another pool, unless torch has told its allocators that the recording ended: else they refuse this one.
+        """Use another pool from here on, unless torch has told its allocators that the recording ended: they refuse this pool.
 
-        The one of the GPU's memory can be told. The one of pinned memory asks the graph from now on what it records.
+        The allocator of GPU memory can be told here. That of pinned memory keeps asking the graph for its state.
         """
         try:
             torch._C._cuda_endAllocateToPool(self.device.index or 0, pool.handle)
@@ -190,9 +191,9 @@ class Cuda:
             return
         self._broken.append(graph)
         self._pool = lambda: None
-        torch._C._cuda_releasePool(self.device.index or 0, pool.handle)  # which the graph would have done
+        torch._C._cuda_releasePool(self.device.index or 0, pool.handle)  # as the graph would have done
 
-    def aside(self, run: Callable[[], None]) -> None:
+    def on_side_stream(self, run: Callable[[], None]) -> None:
         if not self._recording:
             run()
             return
@@ -223,5 +224,5 @@ class Cuda:
             now.synchronize()
             clock = monotonic()
             return [clock - mark.elapsed_time(now) / 1e3 for mark in marks]
-        except RuntimeError:  # another replay has begun meanwhile, or what was just recorded has not, or the device is lost
+        except RuntimeError:  # another replay has begun, or the new recording has not, or the device is lost
             return []

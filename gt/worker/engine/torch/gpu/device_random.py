@@ -1,6 +1,6 @@
-"""Random ops that a GPU draws by itself: the host's numbers, with nothing sent to the device. Triton is in philox_kernel.py.
+"""Random ops that a GPU draws by itself: the host's numbers, with nothing sent to the device. The kernels are philox_kernel.py.
 
-An op that is not here, or has a dtype that kernels do not draw, is drawn on the host (random.py).
+The host draws other ops, and dtypes that the kernels lack (random.py).
 """
 
 from __future__ import annotations

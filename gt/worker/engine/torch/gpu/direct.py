@@ -1,17 +1,22 @@
-"""The torch engine for steps that move data between GPUs: bytes are shown where they are, in the GPU's memory."""
+"""The torch engine for steps that move data between GPUs: views are of the GPU's own memory."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from gt.worker.engine.base import Moves
 from gt.worker.engine.torch.dtypes import DTYPE
 
-if TYPE_CHECKING:
-    from gt.worker.engine.torch import TorchEngine
+
+class GpuEngine(Moves, Protocol):
+    """The engine that a DirectEngine belongs to (TorchEngine)."""
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 class Raw:
@@ -22,7 +27,7 @@ class Raw:
 
 
 class Combination:
-    """A reduction of bytes, and its name for who can do it otherwise."""
+    """A reduction of bytes, with its name and dtype for libraries that have it."""
 
     __slots__ = ("_dtype", "_reduce", "kind", "op")
 
@@ -37,7 +42,7 @@ class Combination:
 class DirectEngine:
     """Engine.direct of a TorchEngine. A view is a flat uint8 tensor."""
 
-    def __init__(self, engine: TorchEngine, combines: dict[str, Callable]) -> None:
+    def __init__(self, engine: GpuEngine, combines: dict[str, Callable]) -> None:
         self.device, self._combines = engine.device, combines
         self.copy, self.flat, self.dtype, self.divide = engine.copy, engine.flat, engine.dtype, engine.divide
 
@@ -59,7 +64,7 @@ class DirectEngine:
     def combine(self, op: str, dtype: str) -> Combination:
         return Combination(op, dtype, self._combines[op])
 
-    # ---- what a plane asks
+    # ---- for planes
 
     def address(self, view: torch.Tensor) -> int:
         return view.data_ptr()
@@ -87,5 +92,5 @@ class DirectEngine:
 
 
 def direct(engine: Any, combines: dict[str, Callable]) -> DirectEngine | None:
-    """Of an engine on a GPU."""
+    """The DirectEngine of an engine on a GPU, None on the host."""
     return None if engine.host else DirectEngine(engine, combines)

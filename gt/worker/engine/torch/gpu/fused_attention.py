@@ -10,28 +10,27 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, sqrt
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
 
-if TYPE_CHECKING:
-    from gt.worker.engine.torch.attention import AttentionCall
+from gt.worker.engine.torch.attention_call import AttentionCall
 
 aten = torch.ops.aten
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # torch.nn.attention.SDPBackend
 FUSED = frozenset({FLASH, EFFICIENT, CUDNN})
-KEPT = 4096  # choices that are remembered
-LANES = 8  # flash wants head sizes in multiples of it
-BIAS = 16  # elements: kernels want rows of a bias to begin at multiples of it
-LSE = 32  # rows of its logsumexp are padded to multiples of it
+MAX_CHOICES = 4096  # that are remembered
+HEAD_MULTIPLE = 8  # flash takes head sizes that are multiples of it
+BIAS_MULTIPLE = 16  # elements: rows of a bias begin at multiples of it
+LSE_MULTIPLE = 32  # rows of the efficient kernel's logsumexp are padded to multiples of it
 _choices: dict[Hashable, Choice] = {}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """kernel: of torch.nn.attention.SDPBackend. repeat: whether grouped keys and values have to be repeated for it; wide:
-    whether heads have to be padded to LANES.
+    """A kernel of torch.nn.attention.SDPBackend, and the form of its inputs.
+
+    repeat: grouped keys and values are repeated. wide: heads are padded to HEAD_MULTIPLE.
     """
 
     kernel: int
@@ -40,22 +39,22 @@ class Choice:
 
 
 def choice(call: AttentionCall) -> Choice:
-    """torch's choice for inputs of these sizes, that forward and backward make alike."""
+    """torch's choice for inputs of these sizes, the same in forward and backward."""
     mask = None if call.mask is None else (call.mask.shape, call.mask.dtype)
     sizes = call.q.shape, call.k.shape, call.v.shape, call.q.dtype, call.q.device
     key = sizes, mask, call.causal, call.scale, call.gqa, torch.are_deterministic_algorithms_enabled()
-    made = _choices.get(key)
-    if made is None:
-        if len(_choices) >= KEPT:
+    chosen = _choices.get(key)
+    if chosen is None:
+        if len(_choices) >= MAX_CHOICES:
             _choices.clear()
-        made = _choices[key] = _choose(plain(call))
-    return made
+        chosen = _choices[key] = _choose(plain(call))
+    return chosen
 
 
 def _choose(call: AttentionCall) -> Choice:
     """The first form of the inputs that torch has a fused kernel for: as they are, or repeated, padded, or both."""
     grouped = call.gqa and call.k.shape[-3] != call.q.shape[-3]
-    odd = any(tensor.shape[-1] % LANES for tensor in call.inputs)
+    odd = any(tensor.shape[-1] % HEAD_MULTIPLE for tensor in call.inputs)
     for repeat, wide in ((False, False), (True, False), (False, True), (True, True)):
         if (grouped or not repeat) and (odd or not wide):
             form = _padded(_repeated(call) if repeat else call) if wide else _repeated(call) if repeat else call
@@ -66,7 +65,7 @@ def _choose(call: AttentionCall) -> Choice:
 
 
 def _ask(call: AttentionCall) -> int:
-    with torch.enable_grad():  # some kernels have no backward for what they have a forward for
+    with torch.enable_grad():  # some kernels lack a backward for inputs of their forward
         q, k, v = (tensor.detach().requires_grad_() for tensor in call.inputs)
         return torch._fused_sdp_choice(q, k, v, call.mask, 0.0, call.causal, scale=call.scale, enable_gqa=call.gqa)
 
@@ -90,7 +89,7 @@ def forward(call: AttentionCall, chosen: Choice) -> tuple[torch.Tensor, torch.Te
 def backward(
     call: AttentionCall, chosen: Choice, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, by the kernel that made out and lse."""
+    """Gradients of q, k and v, by the kernel that grads out and lse."""
     sizes = [tensor.shape[-1] for tensor in call.inputs]
     groups, given = call.k.shape[-3], _given(call, chosen)
     state, rest = _no_state(call.q.device), {"scale": given.scale}
@@ -100,18 +99,18 @@ def backward(
     if chosen.kernel == FLASH:
         lengths = given.q.shape[-2], given.k.shape[-2]
         flash = aten._scaled_dot_product_flash_attention_backward
-        made = flash(grad, *given.inputs, out, lse, None, None, *lengths, 0.0, given.causal, state, state, **rest)
+        grads = flash(grad, *given.inputs, out, lse, None, None, *lengths, 0.0, given.causal, state, state, **rest)
     elif chosen.kernel == CUDNN:
         lengths = given.q.shape[-2], given.k.shape[-2]
         cudnn = aten._scaled_dot_product_cudnn_attention_backward
         saved = out, lse.unsqueeze(-1), state[0], state[1]
-        made = cudnn(grad, *given.inputs, *saved, _bias(given), None, None, *lengths, 0.0, given.causal, **rest)
+        grads = cudnn(grad, *given.inputs, *saved, _bias(given), None, None, *lengths, 0.0, given.causal, **rest)
     else:
-        lse = pad(lse, (0, -lse.shape[-1] % LSE), value=inf)
+        lse = pad(lse, (0, -lse.shape[-1] % LSE_MULTIPLE), value=inf)
         efficient = aten._scaled_dot_product_efficient_attention_backward
         inputs, saved, wanted = (*given.inputs, _whole_bias(given)), (out, lse, state[0], state[1]), [True, True, True, False]
-        made = efficient(grad, *inputs, *saved, 0.0, wanted, given.causal, **rest)
-    of_q, of_k, of_v = (part[..., :size] for part, size in zip(made, sizes, strict=False))
+        grads = efficient(grad, *inputs, *saved, 0.0, wanted, given.causal, **rest)
+    of_q, of_k, of_v = (part[..., :size] for part, size in zip(grads, sizes, strict=False))
     if chosen.repeat:
         of_k, of_v = (part.unflatten(-3, (groups, -1)).sum(-3) for part in (of_k, of_v))
     return of_q, of_k, of_v
@@ -121,7 +120,7 @@ def backward(
 
 
 def plain(call: AttentionCall) -> AttentionCall:
-    """The same with elements of a head next to one another, and a mask of four dims."""
+    """The call with elements of a head next to one another."""
     q, k, v = map(_rows, call.inputs)
     return replace(call, q=q, k=k, v=v)
 
@@ -151,7 +150,7 @@ def _padded(call: AttentionCall) -> AttentionCall:
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    missing = -tensor.shape[-1] % LANES
+    missing = -tensor.shape[-1] % HEAD_MULTIPLE
     return pad(tensor, (0, missing)) if missing else tensor
 
 
@@ -169,9 +168,9 @@ def _bias(call: AttentionCall) -> torch.Tensor | None:
     shape = (*bias.shape[:2], call.q.shape[-2], keys)
     steps = [step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1]
     rows = bias.shape[-1] == keys and bias.stride(-1) == 1
-    if not rows or keys % BIAS or any(step % BIAS for step in steps) or bias.storage_offset() % BIAS:
+    if not rows or keys % BIAS_MULTIPLE or any(step % BIAS_MULTIPLE for step in steps) or bias.storage_offset() % BIAS_MULTIPLE:
         small = bias[tuple(slice(None if step else 1) for step in bias.stride()[:-1])]
-        room = bias.new_zeros((*small.shape[:-1], keys + -keys % BIAS))
+        room = bias.new_zeros((*small.shape[:-1], keys + -keys % BIAS_MULTIPLE))
         room[..., :keys] = small
         bias = room[..., :keys]
     return bias.expand(shape)
@@ -185,5 +184,5 @@ def _whole_bias(call: AttentionCall) -> torch.Tensor | None:
 
 @cache
 def _no_state(device: torch.device) -> torch.Tensor:
-    """The random state that backward kernels are given, of no use to them without dropout."""
+    """A random state for backward kernels, which they do not use without dropout."""
     return torch.zeros(2, dtype=torch.int64, device=device)

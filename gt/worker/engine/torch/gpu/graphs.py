@@ -1,8 +1,8 @@
 """Programs as CUDA graphs: a run of instructions is recorded once, and from then on is one launch.
 
-A graph works on fixed memory. What it reads stays where it is, or is copied into slots when it was found to move. What it makes
-lies in one pool that all graphs share, freed and given again in the order of the recording; so nothing is kept there when the
-next program begins: what outlives one is copied out before (gt.worker.program.graph_outputs).
+A graph works on fixed memory. Inputs stay where they are; those that were found to move are copied into slots. Results are in
+one pool that all graphs share, which is allocated in the order of the recording: so nothing stays there when the next program
+begins. Results that outlive a program are copied out before (gt.worker.program.graph_outputs).
 """
 
 from __future__ import annotations
@@ -17,22 +17,31 @@ from weakref import WeakValueDictionary
 import torch
 
 from gt.ir.ops import RANDOM
-from gt.worker.context import Counted, Step
-from gt.worker.engine.base import DeviceRecorder, Each, Strictly
+from gt.worker.engine.base import DeviceRecorder, ReplayedWork, RowRunner
 from gt.worker.engine.torch import attention
 from gt.worker.engine.torch.gpu.cuda import Device
 from gt.worker.engine.torch.inductor import UNFIT, Inductor
 from gt.worker.engine.torch.overloads import OVERLOADS
-from gt.worker.engine.torch.slots import Held, Look, Moved, Slot, address, look, lying, plain, shown, stands
-from gt.worker.program.graph_outputs import Lent
-from gt.worker.program.partition import Row
+from gt.worker.engine.torch.slots import (
+    InputsMoved,
+    Slot,
+    Tensors,
+    ViewMetadata,
+    address,
+    is_same_view,
+    metadata,
+    raw_bytes,
+    view_of,
+    view_of_storage,
+)
+from gt.worker.instructions.step import Row, Step
 
-TRIES = 4  # recordings of a program, since what it reads may come to lie elsewhere
-SAID = 200  # characters of a reason
+MAX_RECORDINGS = 4  # of one program, since its inputs may move
+MAX_REASON_CHARS = 200
 
 
 class Graphs:
-    """An engine.base.Compiler, whose segments are Inductor's, and an engine.base.Recorder."""
+    """An engine.base.Compiler, whose segments are Inductor's, and an engine.base.DeviceRecorder."""
 
     name = "cudagraphs"
 
@@ -40,21 +49,21 @@ class Graphs:
         self.recorder: DeviceRecorder | None = self
         self._device = device
         self._slots: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()  # recordings own them
-        self.fits, self.seen, self.compile = inductor.fits, inductor.seen, inductor.compile
+        self.fits, self.signature, self.compile = inductor.fits, inductor.signature, inductor.compile
         self.draws = inductor.draws
 
     def records(self, payload: dict[str, Any]) -> bool:
-        """Whether an op only issues work, the same each time."""
+        """True if an op only issues work, the same each time."""
         name = payload["op"]
         if name in attention.OPS or self.draws(payload):
             return True
         return payload["random"] is None and name not in RANDOM and (self.fits(payload) or _issues(payload))
 
-    def program(self, held: Held, each: Each, strictly: Strictly, lent: Lent, dropped: set[int]) -> GraphReplays:
-        return GraphReplays(self, self._device, held, each, strictly, lent, dropped)
+    def program(self, runner: RowRunner, dropped: set[int]) -> GraphReplays:
+        return GraphReplays(self, self._device, runner, dropped)
 
     def slot(self, nbytes: int, number: int) -> torch.Tensor:
-        """The number-th slot of this size: runs share them, since each is read before the next is filled."""
+        """Memory of the number-th slot of this size. Runs share slots: each is done with them before the next fills them."""
         key = nbytes, number
         memory = self._slots.get(key)
         if memory is None:
@@ -64,71 +73,69 @@ class Graphs:
 
 @dataclass(slots=True)
 class GraphRecording:
-    """What replays a run, and what its names stand for then."""
+    """The recording of a run, and the tensors that its ids name after a replay."""
 
     replay: Callable[[], None]
-    counted: Counted  # what a replay does
-    still: dict[int, torch.Tensor]  # what it reads where it is
+    work: ReplayedWork  # counters that a replay advances
+    fixed: Tensors  # inputs that are read where they are
     slots: list[Slot]
-    gone: list[int]
-    views: Held = field(default_factory=dict)  # what it makes that lies in what it reads
-    pooled: Held = field(default_factory=dict)  # and in the pool, of which this keeps nothing
-    where: set[int] = field(init=False)  # memory of what it reads where it is
-    rebuilt: list[tuple[int, Slot, Look]] = field(default_factory=list)  # what it makes that lies in what was copied in
+    freed: list[int]  # ids that a replay frees
+    views: Tensors = field(default_factory=dict)  # results that are views of fixed inputs
+    pooled: Tensors = field(default_factory=dict)  # results in the pool, whose memory these tensors do not own
+    slot_views: list[tuple[int, Slot, ViewMetadata]] = field(default_factory=list)  # results that are views of slots
+    fixed_memory: set[int] = field(init=False)  # addresses of fixed inputs
 
     def __post_init__(self) -> None:
-        self.where = {address(tensor) for tensor in self.still.values()}
+        self.fixed_memory = {address(tensor) for tensor in self.fixed.values()}
 
-    def at(self, places: set[int]) -> set[int]:
-        """What it reads that lies there, where it is or before it is copied in."""
-        found = {i for slot in self.slots if slot.source is not None and slot.source.data_ptr() in places for i in slot.looks}
-        return found | {i for i, tensor in self.still.items() if address(tensor) in places}
+    def inputs_in(self, addresses: set[int]) -> set[int]:
+        """Inputs whose memory is at these addresses, before it is copied into slots."""
+        slots = [slot for slot in self.slots if slot.source is not None and slot.source.data_ptr() in addresses]
+        return {i for slot in slots for i in slot.views} | {i for i, t in self.fixed.items() if address(t) in addresses}
 
-    def moved(self, held: Held) -> set[int]:
-        """What it reads that is no longer where it was."""
-        still = self.still
-        others = [i for i, tensor in still.items() if held.get(i) is not tensor]
-        found = {i for i in others if not stands(held.get(i), still[i])}
-        if not found:
-            still.update((i, held[i]) for i in others)
-        return found
+    def moved(self, tensors: Tensors) -> set[int]:
+        """Fixed inputs that are elsewhere now."""
+        fixed = self.fixed
+        others = [i for i, tensor in fixed.items() if tensors.get(i) is not tensor]
+        moved = {i for i in others if not is_same_view(tensors.get(i), fixed[i])}
+        if not moved:
+            fixed.update((i, tensors[i]) for i in others)
+        return moved
 
 
 class GraphReplays:
-    """The recordings of one program, which are all made in one pass: the pool knows of no memory that an older one uses."""
+    """The recordings of one program, all made in one pass: the pool does not keep memory of older recordings apart."""
 
-    def __init__(
-        self, graphs: Graphs, device: Device, held: Held, each: Each, strictly: Strictly, lent: Lent, dropped: set[int]
-    ) -> None:
-        self.graphs, self.device, self.held, self.each, self.strictly = graphs, device, held, each, strictly
-        self.lent, self._dropped = lent, dropped
+    def __init__(self, graphs: Graphs, device: Device, runner: RowRunner, dropped: set[int]) -> None:
+        self.graphs, self.device, self.runner, self.tensors = graphs, device, runner, runner.tensors
+        self._dropped = dropped
         self.runs: list[GraphRun] = []
         self.marks: list[tuple[str, Any]] = []
-        self.moves: list[tuple[str, Any, Any]] = []  # what was put aside: where it began and ended
-        self.again = True  # to be recorded when it is carried out next
+        self.side_transfers: list[tuple[str, Any, Any]] = []  # name, mark at the start, mark at the end
+        self.must_record = True  # in the next replay
         self.recording = False
         self.passes = 0
-        self.named: Held = {}  # what was made in the pool when it was recorded, by names that do not keep it
-        self.pool: set[int] = set()  # where that lies
-        self.kept: list[list] = []  # tensors that the transfers of a run work on, none of those that are joined
+        self.pooled: Tensors = {}  # results in the pool when they were recorded, as tensors that do not own its memory
+        self.pool: set[int] = set()  # addresses of these results
+        self.kept: list[list] = []  # by transfer of a run: its tensors, none once it is joined
 
     def run(self, rows: list[Row], reads: list[int], makes: set[int], moving: set[int]) -> GraphRun:
-        """Rows as one. moving: of what they read, what lies elsewhere each time."""
+        """Rows as one step. moving: ids of inputs that are elsewhere each time."""
         self.runs.append(GraphRun(self, rows, reads, makes, set(moving)))
         return self.runs[-1]
 
-    def aside(self, step: Step, ids: Sequence[int], name: str) -> Step:
-        number, device, clocked = len(self.moves), self.device, bool(self.marks)
-        self.moves.append((name, None, None))
+    def on_side_stream(self, step: Step, ids: Sequence[int], name: str) -> Step:
+        number, device, clocked = len(self.side_transfers), self.device, bool(self.marks)
+        self.side_transfers.append((name, None, None))
 
         def run(code: list, at: int) -> None:
-            self.kept.append([self.held.get(i) for i in ids])  # or what is made meanwhile could be given its memory
-            device.aside(partial(timed if clocked else step, code, at))
+            self.kept.append([self.tensors.get(i) for i in ids])  # or later results could be given their memory
+            device.on_side_stream(partial(timed if clocked else step, code, at))
 
         def timed(code: list, at: int) -> None:
             begin = device.mark()
             step(code, at)
-            self.moves[number] = name, begin, device.mark()
+            self.side_transfers[number] = name, begin, device.mark()
 
         return run
 
@@ -141,7 +148,7 @@ class GraphReplays:
         return step
 
     def mark(self, name: str) -> Callable[[list, int], None]:
-        """A step where an action begins, "" for what is none."""
+        """A step at the start of an action; "" ends the action before it."""
         self.marks.append((name, None))
         number = len(self.marks) - 1
 
@@ -150,8 +157,8 @@ class GraphReplays:
 
         return step
 
-    def stamps(self) -> list[tuple[str, float, float]]:
-        """Name, start and end of the actions of the last replay, as the device had them; [] while it is not through."""
+    def action_times(self) -> list[tuple[str, float, float]]:
+        """Name, start and end of the actions of the last replay on the device; [] until it has completed them."""
         marks = list(self.marks)
         if not marks or any(mark is None for _, mark in marks):
             return []
@@ -160,40 +167,40 @@ class GraphReplays:
         return [(name, start, end) for (name, _), (start, end) in pairs if name]
 
     def transfers(self) -> list[tuple[str, float, float]]:
-        """The same of what was put aside."""
-        moves = [move for move in self.moves if move[1] is not None]
-        times = self.device.seconds([mark for _, *ends in moves for mark in ends]) if moves else []
-        return [(name, *ends) for (name, *_), ends in zip(moves, zip(times[::2], times[1::2], strict=True))] if times else []
+        """The same of transfers on the side stream."""
+        done = [transfer for transfer in self.side_transfers if transfer[1] is not None]
+        times = self.device.seconds([mark for _, *ends in done for mark in ends]) if done else []
+        return [(name, *ends) for (name, *_), ends in zip(done, zip(times[::2], times[1::2], strict=True))] if times else []
 
     def begin(self, code: list, at: int) -> None:
         """The first step of the program."""
-        self.lent.settle(self._dropped)
-        self.recording, self.again = self.again, False
+        self.runner.pending_outputs.copy_out(self._dropped)
+        self.recording, self.must_record = self.must_record, False
         if self.recording:
             self.passes += 1
             self._forget()
-            self.device.room()
+            self.device.release_cache()
 
     def _forget(self) -> None:
-        if any(run.recorded for run in self.runs):  # the pool may end with them, and segments of it that can be extended
-            self.device.finish()  # are given back at once, whichever stream works on them
-        self.named.clear()
+        if any(run.recorded for run in self.runs):  # with the last of them the pool may end; its expandable segments are
+            self.device.finish()  # given back at once, although a stream may still work on them
+        self.pooled.clear()
         self.pool.clear()
         for run in self.runs:
             run.forget()
 
     def close(self) -> None:
         self._forget()
-        for kept in (self.runs, self.marks, self.moves, self.kept):
+        for kept in (self.runs, self.marks, self.side_transfers, self.kept):
             kept.clear()
 
-    def stand_in(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A name for the same that does not keep memory of the pool."""
-        known = self.named.get(i)
-        return known if known is not None and stands(tensor, known) else tensor
+    def without_ownership(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, as one that does not own memory of the pool."""
+        pooled = self.pooled.get(i)
+        return pooled if pooled is not None and is_same_view(tensor, pooled) else tensor
 
     def ending(self, last: set[int]) -> GraphOutputs:
-        """The last step of a program that leaves these ids behind."""
+        """The last step of a program, after which these ids are alive."""
         return GraphOutputs(self, last)
 
     def report(self) -> tuple[int, list[str]]:
@@ -201,11 +208,11 @@ class GraphReplays:
 
 
 class GraphRun:
-    """Rows of a program as one: a worker's step."""
+    """Rows of a program as one step."""
 
-    def __init__(self, whole: GraphReplays, rows: list[Row], reads: list[int], makes: set[int], moving: set[int]) -> None:
+    def __init__(self, replays: GraphReplays, rows: list[Row], reads: list[int], makes: set[int], moving: set[int]) -> None:
         self.rows, self.why, self._makes = rows, "", makes
-        self._whole, self._reads, self._moving, self._held = whole, reads, moving, whole.held
+        self._replays, self._reads, self._moving, self._tensors = replays, reads, moving, replays.tensors
         self._recording: GraphRecording | None = None
 
     @property
@@ -216,176 +223,176 @@ class GraphRun:
         self._recording = None
 
     def __call__(self, code: list, at: int) -> None:
-        whole, found = self._whole, self._recording
-        whole.kept.clear()
+        replays, recording = self._replays, self._recording
+        replays.kept.clear()
         try:
-            if whole.recording and not self.why:
+            if replays.recording and not self.why:
                 self._record()
                 return
-            if found is not None:
-                self._replay(found)
+            if recording is not None:
+                self._replay(recording)
                 return
-        except Moved as error:
-            whole.again = True
-            if whole.passes > 1:  # once it may be another tensor for good
+        except InputsMoved as error:
+            replays.must_record = True
+            if replays.passes > 1:  # once it may be another tensor for good
                 self._moving |= error.ids
-            if whole.passes >= TRIES:
-                self.why = "what it reads lies elsewhere from one replay to the next"
+            if replays.passes >= MAX_RECORDINGS:
+                self.why = "its inputs move from one replay to the next"
         except Exception as error:
             if "CUDA error" in str(error) and not any(word in str(error).lower() for word in ("captur", "out of memory")):
                 raise  # the device is lost
-            self.why = " ".join(f"{type(error).__name__}: {error}".split())[:SAID]
+            self.why = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON_CHARS]
         self._recording = None
-        whole.kept.clear()
-        whole.each(self.rows)
+        replays.kept.clear()
+        replays.runner.run_rows(self.rows)
 
-    def _replay(self, found: GraphRecording) -> None:
-        held = self._held
-        moved = found.moved(held)
+    def _replay(self, recording: GraphRecording) -> None:
+        tensors = self._tensors
+        moved = recording.moved(tensors)
         if moved:
-            raise Moved(moved)
-        for slot in found.slots:
-            slot.find(held)
-        sources = {slot.source.data_ptr() for slot in found.slots if slot.source is not None}
-        if len(sources) < len(found.slots):
-            raise Moved({i for slot in found.slots for i in slot.looks})  # into one memory: they have to have one slot
-        if not found.where.isdisjoint(sources):
-            raise Moved(found.at(sources & found.where))
-        self._launch(found)
-        found.counted.again()
-        held.update(found.views)
-        held.update(found.pooled)
+            raise InputsMoved(moved)
+        for slot in recording.slots:
+            slot.find(tensors)
+        sources = {slot.source.data_ptr() for slot in recording.slots if slot.source is not None}
+        if len(sources) < len(recording.slots):  # two slots have one source now: they must become one slot
+            raise InputsMoved({i for slot in recording.slots for i in slot.views})
+        if not recording.fixed_memory.isdisjoint(sources):
+            raise InputsMoved(recording.inputs_in(sources & recording.fixed_memory))
+        self._launch(recording)
+        recording.work.count_again()
+        tensors.update(recording.views)
+        tensors.update(recording.pooled)
 
-    def _launch(self, found: GraphRecording) -> None:
-        held = self._held
-        for slot in found.slots:
+    def _launch(self, recording: GraphRecording) -> None:
+        tensors = self._tensors
+        for slot in recording.slots:
             slot.fill()
-        found.replay()
-        for slot in found.slots:
-            slot.back()
-        for i in found.gone:
-            held.pop(i, None)
-        for i, slot, seen in found.rebuilt:
+        recording.replay()
+        for slot in recording.slots:
+            slot.copy_back()
+        for i in recording.freed:
+            tensors.pop(i, None)
+        for i, slot, view in recording.slot_views:
             assert slot.source is not None
-            held[i] = shown(slot.source, seen)
-        for slot in found.slots:
+            tensors[i] = view_of(slot.source, view)
+        for slot in recording.slots:
             slot.source = None
 
     def _record(self) -> None:
-        held, whole = self._held, self._whole
-        entry = {i: held[i] for i in self._reads if i in held}
-        slots = self._slots(entry)
-        still = {i: whole.stand_in(i, t) for i, t in entry.items() if not any(i in slot.looks for slot in slots)}
-        before = dict(held)
-        counted: list[Counted] = []
-        inside = {i: shown(slot.memory, seen) for slot in slots for i, seen in slot.looks.items()}
-        held.update(inside)
+        tensors, replays = self._tensors, self._replays
+        inputs = {i: tensors[i] for i in self._reads if i in tensors}
+        slots = self._slots(inputs)
+        fixed = {i: replays.without_ownership(i, t) for i, t in inputs.items() if not any(i in slot.views for slot in slots)}
+        before = dict(tensors)
+        work: list[ReplayedWork] = []
+        in_slots = {i: view_of(slot.memory, view) for slot in slots for i, view in slot.views.items()}
+        tensors.update(in_slots)
         try:
-            replay = whole.device.record(lambda: counted.append(whole.strictly(self.rows)))
-            makes = self._makes  # another name for what it was already is made too
-            made = {i: t for i, t in held.items() if i in makes or (before.get(i) is not t and inside.get(i) is not t)}
-            gone = [i for i in before if i not in held]
+            replay = replays.device.record(lambda: work.append(replays.runner.run_all_or_none(self.rows)))
+            makes = self._makes  # an id that names the same tensor again is a result too
+            results = {i: t for i, t in tensors.items() if i in makes or (before.get(i) is not t and in_slots.get(i) is not t)}
+            freed = [i for i in before if i not in tensors]
         except BaseException:
-            for some in counted:  # the device refused what was well issued, which is done again as instructions
-                some.undo()
+            for issued in work:  # the device refused work that was issued well: it is done again as instructions
+                issued.undo()
             raise
         finally:
-            for i in [i for i in held if i not in before]:
-                del held[i]
-            held.update(before)
-        found = GraphRecording(replay, counted[0], still, slots, gone)
+            for i in [i for i in tensors if i not in before]:
+                del tensors[i]
+            tensors.update(before)
+        recording = GraphRecording(replay, work[0], fixed, slots, freed)
         try:
-            owned = self._name(found, made, still)
+            owned = self._classify_results(recording, results)
             for slot in slots:
-                slot.find(held)
-            self._launch(found)
+                slot.find(tensors)
+            self._launch(recording)
         except BaseException:
-            counted[0].undo()
+            work[0].undo()
             raise
-        held.update({**found.views, **owned})  # until the program frees them the pool may not give them away
-        whole.named.update(found.pooled)
-        whole.pool.update(map(address, owned.values()))
-        self._recording = found
+        tensors.update({**recording.views, **owned})  # until the program frees them the pool may not give their memory away
+        replays.pooled.update(recording.pooled)
+        replays.pool.update(map(address, owned.values()))
+        self._recording = recording
 
-    def _slots(self, entry: Held) -> list[Slot]:
-        """Slots for what moves, and for all that shares memory with it."""
+    def _slots(self, inputs: Tensors) -> list[Slot]:
+        """Slots for inputs that move, and for all that share memory with them."""
         groups: dict[int, list[int]] = {}
-        for i, tensor in entry.items():
+        for i, tensor in inputs.items():
             groups.setdefault(address(tensor), []).append(i)
-        counts: dict[int, int] = {}
-        found = []
+        last: dict[int, int] = {}  # bytes of a slot -> number of the last one
+        slots = []
         for ids in groups.values():
-            nbytes = entry[ids[0]].untyped_storage().nbytes()
+            nbytes = inputs[ids[0]].untyped_storage().nbytes()
             if self._moving.isdisjoint(ids) or not nbytes:
                 continue
-            counts[nbytes] = counts.get(nbytes, -1) + 1
-            found.append(Slot(self._whole.graphs.slot(nbytes, counts[nbytes]), {i: look(entry[i]) for i in ids}))
-        return found
+            last[nbytes] = last.get(nbytes, -1) + 1
+            slots.append(Slot(self._replays.graphs.slot(nbytes, last[nbytes]), {i: metadata(inputs[i]) for i in ids}))
+        return slots
 
-    def _name(self, found: GraphRecording, made: Held, still: Held) -> Held:
-        """Fill in what is made; those of it that own memory of the pool."""
-        slots = {address(slot.memory): slot for slot in found.slots}
-        kept = {address(tensor) for tensor in still.values()}
+    def _classify_results(self, recording: GraphRecording, results: Tensors) -> Tensors:
+        """Fill in the results of a recording; those that own memory of the pool."""
+        slots = {address(slot.memory): slot for slot in recording.slots}
+        kept = {address(tensor) for tensor in recording.fixed.values()}
         storages: dict[int, Any] = {}
-        pool = self._whole.pool
-        owned: Held = {}
-        for i, tensor in made.items():
+        pool = self._replays.pool
+        owned: Tensors = {}
+        for i, tensor in results.items():
             where = address(tensor)
             if where in slots:
-                found.rebuilt.append((i, slots[where], look(tensor)))
+                recording.slot_views.append((i, slots[where], metadata(tensor)))
             elif not where or (where in kept and where not in pool):
-                found.views[i] = tensor
+                recording.views[i] = tensor
             else:
                 owned[i] = tensor
                 storage = tensor.untyped_storage()
                 if where not in storages:
                     storages[where] = torch._C._construct_storage_from_data_pointer(where, tensor.device, storage.nbytes())
-                found.pooled[i] = lying(storages[where], look(tensor))
+                recording.pooled[i] = view_of_storage(storages[where], metadata(tensor))
         return owned
 
 
 class GraphOutputs:
-    """What outlives a program, out of the pool: each memory once, so that what shared one still does."""
+    """Moves tensors that outlive a program out of the pool. Each memory is copied once, so tensors that share one still do."""
 
-    def __init__(self, whole: GraphReplays, last: set[int]) -> None:
-        self._whole, self._last = whole, last
+    def __init__(self, replays: GraphReplays, last: set[int]) -> None:
+        self._replays, self._last = replays, last
 
     def __call__(self, code: list, at: int) -> None:
-        if self._whole.recording:  # what it left owns memory of the pool
-            self._out(self._last)
+        if self._replays.recording:  # the results of a recording own memory of the pool
+            self._copy_out(self._last)
         else:
-            self._whole.lent.lend(self._last, self._out)
+            self._replays.runner.pending_outputs.defer_copy(self._last, self._copy_out)
 
-    def _out(self, ids: set[int]) -> None:
-        whole, held = self._whole, self._whole.held
+    def _copy_out(self, ids: set[int]) -> None:
+        replays, tensors = self._replays, self._replays.tensors
         groups: dict[int, list[int]] = {}
         for i in ids:
-            tensor = held.get(i)
-            if tensor is not None and address(tensor) in whole.pool:
+            tensor = tensors.get(i)
+            if tensor is not None and address(tensor) in replays.pool:
                 groups.setdefault(address(tensor), []).append(i)
         try:
-            held.update(self._copied(groups))
-        except Exception:  # in the pool the next replay would write over it
+            tensors.update(self._copied(groups))
+        except Exception:  # the next replay would overwrite them in the pool
             for members in groups.values():
                 for i in members:
-                    del held[i]
+                    del tensors[i]
             raise
 
-    def _copied(self, groups: dict[int, list[int]]) -> Held:
-        held, device = self._whole.held, self._whole.device.device
+    def _copied(self, groups: dict[int, list[int]]) -> Tensors:
+        tensors, device = self._replays.tensors, self._replays.device.device
         copies: dict[torch.dtype, tuple[list, list]] = {torch.int64: ([], []), torch.uint8: ([], [])}
-        found: Held = {}
+        moved: Tensors = {}
         for members in groups.values():
-            storage = held[members[0]].untyped_storage()
+            storage = tensors[members[0]].untyped_storage()
             memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
             dtype = torch.uint8 if storage.nbytes() % 8 else torch.int64
             copies[dtype][0].append(memory.view(dtype))
-            copies[dtype][1].append(plain(storage, device).view(dtype))
-            found.update({i: shown(memory, look(held[i])) for i in members})
+            copies[dtype][1].append(raw_bytes(storage, device).view(dtype))
+            moved.update({i: view_of(memory, metadata(tensors[i])) for i in members})
         for new, old in copies.values():
             if new:
                 torch._foreach_copy_(new, old)
-        return found
+        return moved
 
 
 def _issues(payload: dict[str, Any]) -> bool:

@@ -1,12 +1,13 @@
-"""Random numbers made on a GPU: the same words as engine/philox.py draws on the host, by a Triton kernel.
+"""Random numbers drawn on a GPU by a Triton kernel: the same words as engine/philox.py draws on the host.
 
 Word i is the (i mod 4)-th of the Philox4x64-10 block i // 4 + 1 (Salmon, Moraes, Dror and Shaw 2011, as NumPy numbers blocks),
-keyed by (seed, counter). The key is read from memory, so what is recorded in a graph draws anew at each replay.
+keyed by (seed, counter). The key is read from memory, so a recorded graph draws new numbers at each replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import ceil, pi, prod
 
 import torch
@@ -17,10 +18,10 @@ from gt.ir.layout import Box
 from gt.worker.engine.philox import MASK, Words
 from gt.worker.instructions.pieces import as_boxes, index, local
 
-BLOCK = 512  # Philox blocks of one program, of four words each
-DIMS = 3  # of a box that one launch draws
-FAR = 1 << 30  # counters beyond the key's that are still told as an argument
-# What a kernel makes of a word.
+BLOCK = 512  # Philox blocks of one kernel program, of four words each
+MAX_DIMS = 3  # of a box that one launch draws
+MAX_RELATIVE = 1 << 30  # distance from the key's counter that is passed as an argument
+# Kinds of Sampling.
 WORD, HIT, UNIFORM, NORMAL, DROPOUT = range(5)
 
 
@@ -89,7 +90,7 @@ def _piece(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - the kernel's argu
     out, x, kept, key, relative, count, threshold, scale, start, n1, n2, s0, s1, s2, shift: tl.constexpr, kind: tl.constexpr,
     size: tl.constexpr,
 ):  # fmt: skip
-    """Elements of a box of three dims [.., n1, n2], which lie `s0, s1, s2` apart in the whole, from `start` on."""
+    """Elements of a box of three dims [.., n1, n2], with strides `s0, s1, s2` in the whole, from `start` on."""
     at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     flat = start + (at // n2 // n1) * s0 + (at // n2 % n1) * s1 + (at % n2) * s2
     k0 = tl.load(key).to(tl.uint64, bitcast=True)
@@ -101,7 +102,7 @@ def _piece(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - the kernel's argu
 
 
 class PhiloxKey:
-    """(seed, counter) in a device's memory, and what that is: kernels are told how far from it a draw's counter is."""
+    """(seed, counter) in a device's memory, known here too. Kernels get the distance of a draw's counter from it."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.zeros(2, dtype=torch.int64, device=device)
@@ -109,7 +110,7 @@ class PhiloxKey:
         self._held = 0, 0
 
     def set(self, seed: int, counter: int) -> None:
-        """In the device's order of work; no value waits for the host."""
+        """Set the key in the device's order of work; nothing waits for the host."""
         if seed != self._held[0]:
             self._seed.fill_(_signed(seed))
         if counter != self._held[1]:
@@ -118,7 +119,7 @@ class PhiloxKey:
 
     def relative(self, words: Words) -> int:
         seed, counter = map(int, words.key)
-        if seed != self._held[0] or not 0 <= counter - self._held[1] < FAR:
+        if seed != self._held[0] or not 0 <= counter - self._held[1] < MAX_RELATIVE:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("a draw that is recorded has another seed than its program")
             self.set(seed, counter)
@@ -130,14 +131,29 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def draw(  # noqa: PLR0913 - the kernel's arguments
-    key: PhiloxKey, words: Words, out: torch.Tensor, kind: int, threshold: int = 0, scale: float = 1.0, digits: int = 0,
-    x: torch.Tensor | None = None, kept: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Arguments that map a word to a number. kind: WORD to DROPOUT; threshold: of hits; scale, digits: of uniform numbers."""
+
+    kind: int
+    threshold: int = 0
+    scale: float = 1.0
+    digits: int = 0
+
+
+def draw(
+    key: PhiloxKey,
+    words: Words,
+    out: torch.Tensor,
+    sampling: Sampling,
+    x: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
+) -> None:
     """Fill a contiguous `out`, which is the piece of `words`. x, kept: of DROPOUT, contiguous and of the same shape."""
+    numbers, kind = (sampling.threshold, sampling.scale), (64 - sampling.digits, sampling.kind)
     relative, tensors = key.relative(words), (out, out if x is None else x, out if kept is None else kept)
     if words.place is None:
-        _launch(key, relative, tensors, (threshold, scale), (64 - digits, kind), None)
+        _launch(key, relative, tensors, numbers, kind, None)
         return
     whole, boxes = tuple(words.place[0]), as_boxes(words.place[1])
     size, places = local(boxes)
@@ -147,17 +163,17 @@ def draw(  # noqa: PLR0913 - the kernel's arguments
     for box, place in pieces:
         strides = None if _extent(box) == whole else _strides(whole, box)
         if len(pieces) == 1:
-            _launch(key, relative, tensors, (threshold, scale), (64 - digits, kind), strides)
+            _launch(key, relative, tensors, numbers, kind, strides)
             continue
         parts = [tensor[index(place)].contiguous() for tensor in tensors]
-        _launch(key, relative, parts, (threshold, scale), (64 - digits, kind), strides)
+        _launch(key, relative, parts, numbers, kind, strides)
         for tensor, part in zip(tensors, parts, strict=True):
             tensor[index(place)] = part
 
 
 def _pieces(whole: tuple[int, ...], box: Box, place: Box) -> Iterator[tuple[Box, Box]]:
-    """A box, and where it lies in the tensor, as boxes that a kernel can draw: of three dims that lie apart, at most."""
-    if len(_dims(whole, box)) <= DIMS:
+    """A box and its place in the tensor, as boxes that a kernel can draw: of at most three strided dims."""
+    if len(_dims(whole, box)) <= MAX_DIMS:
         yield box, place
         return
     at = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
@@ -204,7 +220,7 @@ def _strides(whole: tuple[int, ...], box: Box) -> tuple[int, ...]:
     """(start, n1, n2, s0, s1, s2) of a box as one of three dims."""
     start = sum(first * prod(whole[at + 1 :]) for at, (first, _) in enumerate(box))
     dims = _dims(whole, box)
-    dims = [[1, 0]] * (DIMS - len(dims)) + dims
+    dims = [[1, 0]] * (MAX_DIMS - len(dims)) + dims
     return start, dims[1][0], dims[2][0], dims[0][1], dims[1][1], dims[2][1]
 
 
@@ -214,21 +230,21 @@ def _strides(whole: tuple[int, ...], box: Box) -> tuple[int, ...]:
 def hits(key: PhiloxKey, words: Words, shape: Sequence[int], p: float) -> torch.Tensor:
     """True with probability p, bool of this shape."""
     out = torch.empty(tuple(shape), dtype=torch.bool, device=key.memory.device)
-    draw(key, words, out, HIT, threshold=ceil(p * 2.0**53))
+    draw(key, words, out, Sampling(HIT, threshold=ceil(p * 2.0**53)))
     return out
 
 
 def uniform(key: PhiloxKey, words: Words, shape: Sequence[int], digits: int) -> torch.Tensor:
     """[0, 1) as float32, with so many binary digits, 24 at most."""
     out = torch.empty(tuple(shape), dtype=torch.float32, device=key.memory.device)
-    draw(key, words, out, UNIFORM, scale=2.0**-digits, digits=digits)
+    draw(key, words, out, Sampling(UNIFORM, scale=2.0**-digits, digits=digits))
     return out
 
 
 def normal(key: PhiloxKey, words: Words, shape: Sequence[int]) -> torch.Tensor:
     """Standard normal float32: the host's formula, whose logarithm and cosine differ from a GPU's in the last digits."""
     out = torch.empty(tuple(shape), dtype=torch.float32, device=key.memory.device)
-    draw(key, words, out, NORMAL, scale=2 * pi * 2.0**-32)
+    draw(key, words, out, Sampling(NORMAL, scale=2 * pi * 2.0**-32))
     return out
 
 
@@ -236,5 +252,6 @@ def dropout(key: PhiloxKey, words: Words, x: torch.Tensor, p: float) -> tuple[to
     """x where it is kept, over 1 - p, and where that is (bool); 0 < p < 1."""
     x = x.contiguous()
     out, kept = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
-    draw(key, words, out, DROPOUT, threshold=ceil((1 - p) * 2.0**53), scale=1.0 / (1.0 - p), x=x, kept=kept)
+    sampling = Sampling(DROPOUT, threshold=ceil((1 - p) * 2.0**53), scale=1.0 / (1.0 - p))
+    draw(key, words, out, sampling, x, kept)
     return out, kept

@@ -1,0 +1,31 @@
+"""Engines by the name of their backend. An engine's module is imported when the engine is opened, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gt.errors import ConfigError
+from gt.worker.engine.base import Engine
+
+
+def _torch(device: str) -> Engine:
+    from gt.worker.engine.torch import TorchEngine
+
+    return TorchEngine(device)
+
+
+def _numpy(device: str) -> Engine:
+    from gt.worker.engine.numpy import NumpyEngine
+
+    return NumpyEngine(device)
+
+
+# GT_BACKEND -> its engine on a device
+ENGINES: dict[str, Callable[[str], Engine]] = {"torch": _torch, "numpy": _numpy}
+
+
+def open_engine(backend: str, device: str) -> Engine:
+    """The engine of a backend's name."""
+    if backend not in ENGINES:
+        raise ConfigError(f"no engine is named {backend!r}: GT_BACKEND and --backend may be {' or '.join(ENGINES)}")
+    return ENGINES[backend](device)
