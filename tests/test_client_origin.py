@@ -54,7 +54,7 @@ def test_a_group_decorates_a_function(inline: InlineSession) -> None:  # noqa: F
 
 
 def test_a_group_is_left_on_error() -> None:
-    from gt.client.groups.signal import stack
+    from gt.client.groups.group_context import stack
 
     with pytest.raises(ValueError), gt.signal.context("a"):
         raise ValueError

@@ -15,9 +15,10 @@ import torch
 from gt.client.capture.recording import CallRecording, Difference
 from gt.client.capture.state_walk import Item, Reach, exact, look, plain, same
 from gt.client.device.remote_tensor import RemoteTensor, Shown
-from gt.client.groups.signal import stack
-from gt.client.trace import host_ops
-from gt.client.trace.dispatch import call, info_of
+from gt.client.groups.group_context import stack
+from gt.client.trace.dispatch import call
+from gt.client.trace.op_info import info_of
+from gt.client.trace.uploads import upload
 from gt.errors import CaptureError
 
 OUTSIDE = ", and Python does not run in a replay: do it outside the function"
@@ -114,7 +115,7 @@ def given(leaves: list, last: RecordedCall | None) -> tuple[list, dict[int, Remo
         else:
             if leaf.requires_grad:
                 raise CaptureError(f"argument {k} is a CPU tensor that requires grad; move it to {Shown.device.type!r} first")
-            inputs[k] = taken[k] = host_ops.upload(leaf)
+            inputs[k] = taken[k] = upload(leaf)
     return taken, inputs
 
 

@@ -42,9 +42,10 @@ from gt.client.capture.recording import SAME, CallRecording, Difference, differe
 from gt.client.capture.state_walk import Reach, reach
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor
-from gt.client.trace import host_ops
-from gt.client.trace.dispatch import call, info_of
+from gt.client.trace.dispatch import call
+from gt.client.trace.op_info import info_of
 from gt.client.trace.recorder import Recorder
+from gt.client.trace.uploads import upload
 from gt.ir.instr import BACKENDS, DISCARD, DROP, FREE, LAUNCH, RECORD
 from gt.ir.schedules import asked
 
@@ -126,7 +127,7 @@ class CapturedProgram:
         recorder, copy = self.recorder, _COPY
         for k, target in self.inputs.items():
             source = leaves[k]
-            call(copy, (target, source if type(source) is RemoteTensor else host_ops.upload(source)))
+            call(copy, (target, source if type(source) is RemoteTensor else upload(source)))
         for leaf, _, read, _ in self.grads:
             if read is not None and leaf.grad is not read:  # another program's, or the user's
                 call(copy, (read, leaf.grad))

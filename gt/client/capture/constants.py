@@ -7,15 +7,13 @@ the same on every device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from gt.client.capture.recorded_op import RecordedOp
 from gt.ir.ops import RANDOM
 from gt.ir.template import Const, T, V
-
-if TYPE_CHECKING:
-    from gt.client.capture.recording import Op
 
 LARGEST = 1 << 22  # elements of a value that is worked out: larger ones take long, and nobody reads them to choose
 CONSTANT: dict[str, Any] = {
@@ -36,7 +34,7 @@ class Constants:
         self._values: dict[int, torch.Tensor] = {}  # tensor id -> its value
         self._followed = 0
 
-    def value(self, ops: list[Op], tensor: int) -> torch.Tensor | None:
+    def value(self, ops: list[RecordedOp], tensor: int) -> torch.Tensor | None:
         """A tensor's value after these ops; None where it depends on anything else, or is of floating point."""
         with torch.no_grad():
             for op in ops[self._followed :]:
@@ -45,7 +43,7 @@ class Constants:
         found = self._values.get(tensor)
         return None if found is None or found.is_floating_point() or found.is_complex() else found
 
-    def _follow(self, op: Op) -> None:
+    def _follow(self, op: RecordedOp) -> None:
         made = self._made(op)
         if made is None:
             for place in op.template.writes:
@@ -55,7 +53,7 @@ class Constants:
         fresh = [tensor for kind, tensor in zip(outs, made, strict=False) if kind in ("new", "view")]
         self._values.update(zip(op.outs, fresh, strict=False))
 
-    def _made(self, op: Op) -> list | None:
+    def _made(self, op: RecordedOp) -> list | None:
         """The outputs of an op of constants; None if it is none."""
         template, known = op.template, self._values
         space, base, overload = template.op.split(".")
@@ -89,4 +87,3 @@ class Constants:
 
 def _shared(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-

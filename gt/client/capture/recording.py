@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gt.client.capture.constants import Constants
+from gt.client.capture.recorded_op import RecordedOp
 from gt.errors import CaptureError
 from gt.ir.instr import DROP, FIRST, FREE, PARAM
 from gt.ir.ops import RANDOM
@@ -23,19 +24,6 @@ if TYPE_CHECKING:
     from gt.client.trace.provenance import Origins
     from gt.client.trace.recorder import Recorder
     from gt.ir.template import Template
-
-
-@dataclass(slots=True)
-class Op:
-    template: Template
-    origin: int
-    ins: list[int]
-    values: list
-    outs: list[int]
-
-    @property
-    def name(self) -> str:
-        return self.template.op.removesuffix(".default")
 
 
 @dataclass(slots=True)
@@ -65,7 +53,7 @@ class CallRecording:
     strict: bool = False
     strict_next: bool = False
     first: int = 0  # ids of tensors made in the call start here
-    ops: list[Op] = field(default_factory=list)
+    ops: list[RecordedOp] = field(default_factory=list)
     prevents: list[Difference] = field(default_factory=list)
     _deferred: list[int] = field(default_factory=list)  # ended meanwhile, but not made in the call
     _sources: list[tuple[StorageWeakRef, str]] = field(default_factory=list)
@@ -95,7 +83,7 @@ class CallRecording:
                 values = [frames[values[0]] if values[0] >= 0 else b""]
                 if code[two] < 0:
                     self.refuse("the function uploads more than 256 KiB of data; pass the data as an argument", code[at + 1])
-            self.ops.append(Op(template, code[at + 1], code[one:two], values, code[three:end]))
+            self.ops.append(RecordedOp(template, code[at + 1], code[one:two], values, code[three:end]))
             at = end
         return self.defer(freed)
 
@@ -198,7 +186,7 @@ def difference(a: CallRecording, b: CallRecording, names_a: dict[int, Any], name
     return None
 
 
-def _change(old: Op, new: Op, origins: Origins) -> str:
+def _change(old: RecordedOp, new: RecordedOp, origins: Origins) -> str:
     """Say which part of an op differs: its name, operands, constants, line, group or micro-batch."""
     before, now = old.template, new.template
     if before.op != now.op:
@@ -227,7 +215,7 @@ def _tensor(name: Any) -> str:
     return str(name) if name else "a tensor that nothing names"
 
 
-def _constants(a: CallRecording, b: CallRecording, old: Op, new: Op) -> str | None:
+def _constants(a: CallRecording, b: CallRecording, old: RecordedOp, new: RecordedOp) -> str | None:
     """Scalars and data that differ; random numbers count from where the call began."""
     pairs = list(zip(old.values, new.values, strict=True))
     if old.template.op in RANDOM:

@@ -20,11 +20,10 @@ from gt.client.device import lazy_modules, torch_remote
 from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
 from gt.client.device.serialization import extend_load
-from gt.client.trace import refusals
+from gt.client.trace import long_lists, overrides, refusals
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
 from gt.client.trace.host_ops import tensor_split
-from gt.client.trace.overrides import WHOLE
 
 NAME = "remote"
 _libraries: list[torch.library.Library] = []  # kernels live as long as these
@@ -52,7 +51,7 @@ def _kernels(key: str) -> None:
     anything.fallback(fallback, key, with_keyset=False)
     copy = torch.ops.aten.copy_.default
     aten.impl("copy_", lambda to, source, non_blocking=False: dispatch(RemoteTensor, copy, (), (to, source)), key)
-    for whole in WHOLE:  # or autograd decomposes them
+    for whole in overrides.WHOLE:  # or autograd decomposes them
         aten.impl(whole.name(), functools.partial(fallback, whole), key)
     _libraries.extend((anything, aten))
 
@@ -115,6 +114,8 @@ def prepare() -> None:
     """Everything but the name; harmless to local CUDA. Runs once, on import."""
     if _libraries:
         return
+    overrides.register()
+    long_lists.register()
     torch.__future__.set_swap_module_params_on_conversion(True)  # or Module.to("remote") unties tied weights
     _kernels("Lazy")
     aten = torch.library.Library("aten", "IMPL")

@@ -14,6 +14,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.groups.group_context import context
+from gt.client.trace.dispatch import announce
 from gt.config.match import assign, unmatched
 from gt.config.schema import Rule
 from gt.errors import ConfigError
@@ -26,7 +29,7 @@ _PLACED = "_gt_placement"  # where a module keeps what apply put on it
 def apply(
     model: nn.Module,
     rules: Mapping[str, Group | Mapping[str, Any]] | Iterable[Rule],
-    context: Context | None = None,
+    context: Context = context,
 ) -> dict[str, Rule]:
     """Runs the forward of every module whose name matches a pattern in that pattern's signal group.
 
@@ -41,10 +44,6 @@ def apply(
     if missed:
         pattern = missed[0].pattern
         raise ConfigError(f"pattern {pattern!r} matches none of the {len(names) - 1} modules, such as {names[1:4]}")
-    if context is None:
-        from gt.client.groups.signal import context as entered
-
-        context = entered
     placed = assign(listed, names)
     for name, module in model.named_modules():
         unplace(module)
@@ -109,9 +108,6 @@ class Placement:
 
 def announced(buffers: Iterable[torch.Tensor | None]) -> None:
     """Buffers are the model's own, no data."""
-    from gt.client.device.remote_tensor import RemoteTensor
-    from gt.client.trace.dispatch import announce
-
     for buffer in buffers:
         if isinstance(buffer, RemoteTensor):
             announce(buffer)

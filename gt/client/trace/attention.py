@@ -11,8 +11,8 @@ from gt.client.device.meta import Meta
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.custom_ops import record
-from gt.client.trace.host_ops import mixed
-from gt.client.trace.shape_inference import info_of
+from gt.client.trace.op_info import info_of
+from gt.client.trace.uploads import mixed
 
 aten = torch.ops.aten
 NO_SEED = (-1, 0)  # no seed is negative

@@ -6,6 +6,7 @@ and the metas of the outputs. Nothing here waits, except for ops whose output sh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +14,12 @@ import torch
 from gt.client.current_session import Live, check, current
 from gt.client.device import meta as metas
 from gt.client.device.remote_tensor import _AUTOCAST, LAZY, Alias, Ref, RemoteTensor, make, rebind
-from gt.client.trace.shape_inference import (
+from gt.client.trace.op_info import (
     ASK,
     CONST,
     FIRST,
     INTO,
     LIST,
-    LONG,
     ONE,
     TENSOR,
     TENSORS,
@@ -30,11 +30,14 @@ from gt.client.trace.shape_inference import (
     OpInfo,
     _infos,
     info_of,
-    miss,
 )
+from gt.client.trace.shape_inference import miss
+from gt.client.trace.uploads import upload_operands
 from gt.errors import UnsupportedOp
 from gt.ir.instr import PARAM
 
+# Mode of an entry -> the function that carries such a call out as several ops; modules register theirs
+SEVERAL_OPS: dict[int, Callable[[OpInfo, Entry, tuple, dict], Any]] = {}
 _wrap = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 _known = _infos.get
@@ -86,8 +89,6 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
                 else:
                     collect(kind, a, key, ids, values)
     except HostOperand:
-        from gt.client.trace.host_ops import upload_operands
-
         return call(info, *upload_operands(info, args, kwargs or {}), extra)
     at = tuple(key)
     entry = info.cache.get(at)
@@ -189,12 +190,9 @@ def announce(buffer: RemoteTensor) -> None:
 
 def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, row: list) -> Any:
     """The calls that are not one new tensor or one in-place target."""
-    if entry.mode == INTO:
-        return _into(info, entry, args, kwargs)
-    if entry.mode == LONG:
-        from gt.client.trace.long_lists import in_chunks
-
-        return in_chunks(info, entry.number, args, kwargs)
+    several = SEVERAL_OPS.get(entry.mode)
+    if several is not None:
+        return several(info, entry, args, kwargs)
     recorder, origin = current(), row[1]
     numbers = [recorder.new_id() for _ in entry.metas]
     if recorder.lives.ended and any(meta is not None and meta.large for meta in entry.metas):
@@ -277,6 +275,9 @@ def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
         torch.ops.aten.copy_.default(target, result)
     returned = named if info.func._schema.returns else []
     return tuple(returned) if len(returned) != 1 else returned[0]
+
+
+SEVERAL_OPS[INTO] = _into
 
 
 def empty(meta: metas.Meta) -> RemoteTensor:

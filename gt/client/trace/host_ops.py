@@ -1,60 +1,21 @@
-"""Where remote tensors meet the host: uploads, fetches, copies both ways, and CPU operands of remote ops."""
+"""Ops between remote tensors and the host: fetches, copies both ways, and ops whose answer Python needs at once."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from gt.client import current_session
 from gt.client.current_session import Live
 from gt.client.device import meta as metas
-from gt.client.device.meta import Meta
-from gt.client.device.remote_tensor import Ref, RemoteTensor, Shown, make, rebind
-from gt.client.trace.dispatch import call, empty, info_of
-from gt.client.trace.shape_inference import TENSORS, OpInfo, is_remote
-from gt.ir.template import Out, Template
+from gt.client.device.remote_tensor import RemoteTensor, rebind
+from gt.client.trace.dispatch import call, empty
+from gt.client.trace.op_info import OpInfo, info_of
+from gt.client.trace.shape_inference import is_remote
+from gt.client.trace.uploads import mixed, upload
 
-INLINE = 256 << 10  # bytes that travel with the ops; larger data is kept here until a worker asks
 aten = torch.ops.aten
-_uploads: dict[Meta, int] = {}
-current_session.on_clear.append(_uploads.clear)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Pointwise ops that take a number where a 0-dim CPU tensor is given, and whose result is of the target's dtype anyway
-_TAKES_NUMBER = frozenset(f"aten.{op}_.Tensor" for op in ("add", "sub", "mul", "div", "remainder", "floor_divide"))
-
-
-def upload(host: torch.Tensor) -> RemoteTensor:
-    """A remote tensor of a host tensor's values, row-major."""
-    recorder = current_session.current()
-    if recorder.tape is not None:
-        recorder.tape.source(host)
-    meta = metas.contiguous(tuple(host.shape), host.dtype)
-    template = _uploads.get(meta)
-    if template is None:
-        number = recorder.define(Template("gt.upload.default", (), (), (), 1, (Out("new", meta.spec),)))
-        template = _uploads[meta] = number
-    data = _values(host)
-    number, origin = recorder.new_id(), Live.origins.here()
-    row = [template, origin, -1, number]
-    if data.nbytes <= INLINE:
-        recorder.emit_with_frame(row, data.tobytes(), 2)
-    else:
-        recorder.session.keep(number, data.copy(order="C").view(f"V{data.itemsize}"))
-        recorder.code.extend(row)
-    recorder.ops += 1
-    return make(meta, Ref(number, meta, origin, recorder.lives))
-
-
-def _values(host: torch.Tensor) -> np.ndarray:
-    """A host tensor's values as an array of the same shape; of integers where NumPy lacks the dtype."""
-    if host.is_conj() or host.is_neg():
-        host = host.resolve_conj().resolve_neg()
-    try:
-        return host.detach().numpy()
-    except TypeError:  # bfloat16, float8
-        return host.detach().contiguous().view(_INTEGERS[host.element_size()]).numpy()
 
 
 def fetch(tensor: RemoteTensor) -> torch.Tensor:
@@ -145,38 +106,6 @@ def placed(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 def elsewhere(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """A factory that takes only the look of a remote tensor: torch does it on the other device."""
     return info.func(*(a._ref.meta.stand_in() if isinstance(a, RemoteTensor) else a for a in args), **kwargs)
-
-
-def upload_operands(info: OpInfo, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """CPU operands as torch allows them beside an accelerator: 0-dim ones and indices; any other is an error."""
-
-    def convert(kind: int, a: Any, index: bool) -> Any:
-        if isinstance(a, (list, tuple)) and kind == TENSORS:
-            return [convert(0, x, index) for x in a]
-        if not isinstance(a, torch.Tensor) or isinstance(a, RemoteTensor):
-            return a
-        if a.device.type != "cpu" or not (a.dim() == 0 or index):
-            raise mixed(info, a)
-        if a.dim() == 0 and info.name in _TAKES_NUMBER and not a.is_complex():
-            if current_session.current().tape is not None:
-                current_session.current().tape.source(a)
-            return a.item()
-        return upload(a)
-
-    made = [convert(kind, a, name == "indices") for kind, name, a in zip(info.kinds, info.names, args, strict=False)]
-    named = {k: convert(info.named[k], a, k == "indices") for k, a in kwargs.items()}
-    if any(isinstance(a, torch.Tensor) and not isinstance(a, RemoteTensor) for a in [*made, *named.values()]):
-        raise mixed(info, made[0])
-    return tuple(made), named
-
-
-def mixed(info: OpInfo, host: torch.Tensor) -> RuntimeError:
-    remote, here = Shown.device, host.device
-    shape = list(host.shape)
-    return RuntimeError(
-        f"Expected all tensors to be on the same device, but found at least two devices, {remote} and {here}! "
-        f"{info.name} got a {here} tensor of shape {shape}; move it with .to({remote.type!r})"
-    )
 
 
 def equal(info: OpInfo, args: tuple, kwargs: dict) -> bool:

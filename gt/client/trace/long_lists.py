@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from gt.client.trace.dispatch import call
-from gt.client.trace.shape_inference import TENSORS, VALUES, OpInfo, info_of
+from gt.client.trace.dispatch import SEVERAL_OPS, call
+from gt.client.trace.op_info import LONG, TENSORS, VALUES, Entry, OpInfo, info_of
 from gt.errors import UnsupportedOp
 
 aten = torch.ops.aten
@@ -22,8 +22,12 @@ _TAKEN_APART = frozenset(
 )
 
 
-def in_chunks(info: OpInfo, count: int, args: tuple, kwargs: dict) -> Any:
-    """A call of a list op in `count` calls, which may be in chunks again; UnsupportedOp for an op that has no such rule."""
+def in_chunks(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
+    """Call a list op once for each chunk, of which entry.number says how many; a chunk may be divided again.
+
+    UnsupportedOp for an op that has no such rule.
+    """
+    count = entry.number
     if info.name.startswith(_ELEMENTWISE):
         return _elementwise(info, count, args, kwargs)
     given, base = {**dict(zip(info.names, args, strict=False)), **kwargs}, info.name.split(".")[1]
@@ -32,6 +36,11 @@ def in_chunks(info: OpInfo, count: int, args: tuple, kwargs: dict) -> Any:
     if base in _TAKEN_APART and not info.writes:
         return _take_apart(info, count, **given)
     raise _too_long(info)
+
+
+def register() -> None:
+    """Have calls with too many tensors carried out in chunks."""
+    SEVERAL_OPS[LONG] = in_chunks
 
 
 def _too_long(info: OpInfo) -> UnsupportedOp:

@@ -10,9 +10,11 @@ import torch
 from gt.client.current_session import Live
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
-from gt.client.trace import host_ops
-from gt.client.trace.dispatch import call, info_of
-from gt.client.trace.shape_inference import OpInfo, is_remote
+from gt.client.trace import host_ops, op_info
+from gt.client.trace.attention import attention
+from gt.client.trace.dispatch import call
+from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
+from gt.client.trace.shape_inference import is_remote
 from gt.errors import UnsupportedOp
 
 aten = torch.ops.aten
@@ -32,8 +34,6 @@ def itself(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
 def decompose(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """A composite op that arrived whole (inference mode)."""
     if info.name == "aten.scaled_dot_product_attention.default":
-        from gt.client.trace.attention import attention
-
         return attention(*args, **kwargs)
     if kwargs.get("layout") not in (None, torch.strided):
         raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor, and remote tensors are strided: send x.to_dense()")
@@ -127,7 +127,7 @@ def ignore(info: OpInfo, args: tuple, kwargs: dict) -> None:
     return None
 
 
-_ROWS: dict[str, Callable] = {
+_ROWS: dict[str, Handler | None] = {
     "aten.detach.default": alias,
     "aten.alias.default": alias,
     "aten.lift.default": itself,
@@ -168,24 +168,24 @@ _ROWS: dict[str, Callable] = {
 WHOLE = (aten.silu_backward.default, aten.mish_backward.default)
 
 
-def handler_of(info: OpInfo) -> Callable | None:
-    """What is done with an op, None if it is simply recorded."""
-    row = _ROWS.get(info.name)
-    if row is not None or info.func in WHOLE:
-        return row
-    if info.composite:
-        return decompose
+def _gives_no_tensor(info: OpInfo) -> bool:
     returns = info.func._schema.returns
-    if returns and not any("Tensor" in str(value.type) for value in returns):
-        return told_by_shapes
-    if info.name.startswith("aten.set_."):
-        return host_ops.set_
-    if torch.Tag.inplace_view in info.func.tags:
-        return view_in_place
-    if info.random:
-        return random
-    if info.name.startswith("aten._to_sparse"):
-        return refuse
-    if torch.Tag.nondeterministic_seeded in info.func.tags:
-        return refuse
-    return host_ops.placed if "device" in info.named else None
+    return bool(returns) and not any("Tensor" in str(value.type) for value in returns)
+
+
+# Ops without a row above: the first condition that holds decides
+_CONDITIONS: list[tuple[Condition, Handler]] = [
+    (lambda info: info.composite, decompose),
+    (_gives_no_tensor, told_by_shapes),
+    (lambda info: info.name.startswith("aten.set_."), host_ops.set_),
+    (lambda info: torch.Tag.inplace_view in info.func.tags, view_in_place),
+    (lambda info: info.random, random),
+    (lambda info: info.name.startswith("aten._to_sparse"), refuse),
+    (lambda info: torch.Tag.nondeterministic_seeded in info.func.tags, refuse),
+    (lambda info: "device" in info.named, host_ops.placed),
+]
+
+
+def register() -> None:
+    """Have these handlers called in place of the recorder; once, before the first op."""
+    op_info.register({**dict.fromkeys(map(str, WHOLE)), **_ROWS}, _CONDITIONS)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gt.client.groups.signal import stack
+from gt.client.groups.group_context import stack
 
 if TYPE_CHECKING:
     from gt.client.trace.recorder import Recorder

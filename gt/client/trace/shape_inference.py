@@ -15,22 +15,13 @@ from gt.client.device import meta as metas
 from gt.client.device.meta import Meta, dtype_name
 from gt.client.device.remote_tensor import RemoteTensor, Shown
 from gt.client.trace import refusals
+from gt.client.trace.op_info import ASK, CONST, FIRST, INTO, LONG, ONE, TENSOR, TENSORS, VALUE, VALUES, Entry, OpInfo
 from gt.errors import UnsupportedOp
-from gt.ir import check, ops
+from gt.ir import check
 from gt.ir.schema import TABLE
 from gt.ir.template import DEVICE, Arg, Const, Out, T, Template, V
 from gt.wire.signals import uninterrupted
 
-# kinds of argument
-TENSOR, CONST, VALUE, LIST, TENSORS, VALUES, TYPED = range(7)
-_KINDS = {
-    "Tensor": TENSOR, "Optional[Tensor]": TENSOR, "number": VALUE, "Optional[number]": VALUE, "float": VALUE,
-    "Optional[float]": VALUE, "List[Tensor]": TENSORS, "List[Optional[Tensor]]": TENSORS, "List[number]": VALUES,
-}  # fmt: skip
-# Modes of an entry
-ONE, FIRST, MANY, INTO, ASK, LONG = range(6)
-# Ops whose output shape depends on a Scalar
-_SHAPED_BY_VALUE = ("aten.arange", "aten.range")
 # Ops in place over lists that have no meta kernel: their outputs are their inputs
 _NO_META = ("aten._fused_", "aten._amp_", "aten._foreach_copy_")
 
@@ -83,70 +74,6 @@ _META: dict[str, Callable] = {
         (f"aten.{name}_backward.default" for name in ("softplus", "hardswish", "hardtanh", "hardsigmoid", "logit")), _as_mul
     ),
 }
-
-
-class OpInfo:
-    """One ATen overload: kinds of its arguments, and its entries."""
-
-    def __init__(self, func: Any) -> None:
-        schema = func._schema
-        self.func, self.name = func, str(func)
-        typed = self.name.startswith(_SHAPED_BY_VALUE)
-        self.named = {a.name: _kind(a, typed) for a in schema.arguments}
-        self.kinds = tuple(_kind(a, typed) for a in schema.arguments)
-        self.writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        self.names = [a.name for a in schema.arguments]
-        self.random = self.name in ops.RANDOM
-        self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-        self.outs = [a.name for a in schema.arguments if a.is_out]
-        self.dynamic = torch.Tag.dynamic_output_shape in func.tags
-        self.pointwise = torch.Tag.pointwise in func.tags
-        self.handler: Callable | None = None
-        self.cache: dict[tuple, Entry] = {}
-
-
-class Entry:
-    """The answer for one kind of call: a template's number (of LONG, of chunks) and how to build what torch expects back."""
-
-    __slots__ = ("metas", "mode", "number", "result", "written")
-
-    def __init__(self) -> None:
-        self.number, self.mode = 0, MANY
-        self.metas: list[Meta] = []  # of outputs that get a name, in order
-        self.result: Any = None  # tree of ("new", i) | ("arg", k) | ("const", value)
-        self.written: tuple[int, ...] = ()
-
-
-def _kind(argument: Any, typed: bool) -> int:
-    text = str(argument.real_type)
-    kind = _KINDS.get(text)
-    if kind is None:
-        return LIST if text.startswith(("List[", "Optional[List[")) else CONST
-    return TYPED if typed and kind == VALUE else kind
-
-
-_infos: dict[int, OpInfo] = {}
-
-
-def info_of(func: Any) -> OpInfo:
-    """OpInfo of an overload; overloads live for ever, so their id names them."""
-    info = _infos.get(id(func))
-    if info is None:
-        info = OpInfo(func)
-        from gt.client.trace.overrides import handler_of
-
-        info.handler = handler_of(info)
-        _infos[id(func)] = info
-    return info
-
-
-def _clear() -> None:
-    for info in _infos.values():
-        info.cache.clear()
-    metas.clear()
-
-
-current_session.on_clear.append(_clear)
 
 
 class _Encoder:
