@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the public names below once more, since checkers and editor
         zeros as zeros, zeros_like as zeros_like,
     )
     from gt.client.groups import signal as signal
-    from gt.client.capture.compile import compile as compile
+    from gt.client.capture.compiled_function import compile as compile
     from gt.client.groups.signal import microbatches as microbatches
     from gt.errors import (
         CaptureError as CaptureError, ConfigError as ConfigError, DispatcherLost as DispatcherLost, GTError as GTError,
@@ -46,7 +46,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
             "randint_like", "randn", "randn_like", "shutdown", "stack", "stats", "tensor", "trace", "zeros", "zeros_like",
         )
     },
-    "compile": ("gt.client.capture.compile", "compile"),
+    "compile": ("gt.client.capture.compiled_function", "compile"),
     "microbatches": ("gt.client.groups.signal", "microbatches"),
     "nn": ("torch.nn", None),
     "no_grad": ("torch", "no_grad"),

@@ -54,7 +54,7 @@ def agree(
     step: Callable[[State], Callable],
     around: Callable[[State, Callable, int], None] | None = None,
     replays: int = CALLS - 4,
-) -> gt.client.capture.compile.Compiled:
+) -> gt.client.capture.compiled_function.CompiledFunction:
     """The step run eagerly and compiled gives the same bits; `around` makes the calls. At least so many are replays."""
 
     def train(compiled: bool) -> tuple[State, Any]:
@@ -566,7 +566,7 @@ def test_a_program_that_ends_while_another_call_is_recorded() -> None:
 
 @pytest.mark.usefixtures("one")
 def test_an_interrupt_before_the_call_begins_leaves_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gt.client.capture import compile as program
+    from gt.client.capture import compiled_function as program
 
     class Interrupted(program.Draws):
         def __init__(self) -> None:

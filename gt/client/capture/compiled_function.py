@@ -11,9 +11,7 @@ import gc
 import itertools
 import logging
 import re
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,16 +35,14 @@ from gt.client.capture.boundary import (
     settings,
     side_effect,
 )
+from gt.client.capture.captured_program import CapturedProgram, ProgramResult
 from gt.client.capture.guards import Guard
 from gt.client.capture.recording import SAME, CallRecording, Difference, difference
 from gt.client.capture.state_walk import Reach, reach
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor
-from gt.client.trace.dispatch import call
-from gt.client.trace.op_info import info_of
 from gt.client.trace.recorder import Recorder
-from gt.client.trace.uploads import upload
-from gt.ir.instr import BACKENDS, DISCARD, DROP, FREE, LAUNCH, RECORD
+from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
 
 log = logging.getLogger("gt")
@@ -58,8 +54,6 @@ RESTS = 64  # calls of the longest while
 _numbers, _slots = itertools.count(1), itertools.count(1)
 _PLAIN = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # types that are leaves
 _trees: dict[int, TreeSpec] = {}  # of so many
-aten = torch.ops.aten
-_COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
 
 
 def compile(
@@ -87,65 +81,7 @@ def compile(
         raise ValueError(f"backend {backend!r} is not known: want one of {', '.join(BACKENDS)}")
     if schedule is not None:
         asked(schedule)  # or a ValueError
-    return Compiled(fn, schedule or "", backend or "", recompute)
-
-
-@dataclass(eq=False)
-class CapturedProgram:
-    """What a replay needs. grads: leaf, whether it had a gradient at the start, the one that was read, the one left."""
-
-    number: int
-    recorder: Recorder
-    key: tuple
-    guard: Guard
-    inputs: dict[int, RemoteTensor]
-    same: dict[int, torch.Tensor]  # arguments that must be the very tensors
-    grads: list[tuple[RemoteTensor, bool, Any, Any]]
-    results: list
-    tree: TreeSpec
-    draws: int
-    why: str
-    answer: dict
-    keep: list = field(default_factory=list)  # tensors whose names it uses
-    replays: int = 0
-
-    def __post_init__(self) -> None:
-        weakref.finalize(self, _drop, self.recorder, self.number).atexit = False
-
-    def misfit(self, leaves: list) -> str:
-        """Why it cannot serve this call, or ""."""
-        for k, tensor in self.same.items():
-            if leaves[k] is not tensor:
-                return f"argument {k} is another tensor than in the recorded call"
-        for leaf, had, _, _ in self.grads:
-            if (leaf.grad is not None) != had:
-                then, now = ("a gradient", "none") if had else ("no gradient", "one")
-                return f"a parameter of shape {list(leaf.shape)} had {then} when the step was recorded, and has {now} now"
-        return self.guard.broken()
-
-    def replay(self, leaves: list) -> Any:
-        recorder, copy = self.recorder, _COPY
-        for k, target in self.inputs.items():
-            source = leaves[k]
-            call(copy, (target, source if type(source) is RemoteTensor else upload(source)))
-        for leaf, _, read, _ in self.grads:
-            if read is not None and leaf.grad is not read:  # another program's, or the user's
-                call(copy, (read, leaf.grad))
-        state = random._State
-        recorder.code.extend((LAUNCH, self.number, random.initial_seed(), state.counter))
-        state.counter += self.draws
-        self.replays += 1
-        for leaf, _, _, left in self.grads:
-            if leaf.grad is not left:
-                leaf.grad = left
-        results = self.take()
-        recorder.flush()
-        return results
-
-    def take(self) -> Any:
-        """The results, copied out of the program's own tensors."""
-        leaves = [call(_CLONE, (r.tensor,)) if type(r) is _Result else r for r in self.results]
-        return leaves[0] if self.tree.is_leaf() else tree_unflatten(leaves, self.tree)
+    return CompiledFunction(fn, schedule or "", backend or "", recompute)
 
 
 def _flat(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
@@ -158,19 +94,7 @@ def _flat(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
     return list(args), _trees[count]
 
 
-@dataclass(slots=True)
-class _Result:
-    """A tensor that the program makes or fills anew each time."""
-
-    tensor: RemoteTensor
-
-
-def _drop(recorder: Recorder, number: int) -> None:
-    if current_session.Live.recorder is recorder:
-        recorder.code.extend((DROP, number))
-
-
-class Compiled:
+class CompiledFunction:
     """What gt.compile gives."""
 
     def __init__(self, fn: Callable, schedule: str = "", backend: str = "", recompute: bool | None = None) -> None:
@@ -324,7 +248,7 @@ class Compiled:
             number, recorder, now.key, Guard(leaving), now.inputs,
             {k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
             grads_of(entry, leaving, read),
-            [_Result(r) if isinstance(r, RemoteTensor) and (r._ref.id >= made or r._ref.id in own) else r for r in leaves],
+            [ProgramResult(r) if isinstance(r, RemoteTensor) and (r._ref.id >= made or r._ref.id in own) else r for r in leaves],
             tree, tape.draws(), self._why, answer,
             [t for walk in (entry, leaving) for _, t in walk.tensors() if t._ref.id in read or t._ref.id >= made],
         )  # fmt: skip
