@@ -685,10 +685,10 @@ def test_of_an_installed_package_objects_are_compared_and_code_is_not(tmp_path: 
 
 def test_a_notebooks_functions_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     started = types.ModuleType("__main__")
-    started.__file__ = f"{user_code._SITES[0]}ipykernel_launcher.py"
+    started.__file__ = f"{user_code._SITE_FOLDERS[0]}ipykernel_launcher.py"
     monkeypatch.setitem(sys.modules, "__main__", started)
     importlib.import_module("yaml")
-    assert not user_code.foreign("__main__") and user_code.foreign("yaml.loader") and not user_code.foreign(__name__)
+    assert not user_code.is_library("__main__") and user_code.is_library("yaml.loader") and not user_code.is_library(__name__)
 
 
 class Growing(dict):

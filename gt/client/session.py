@@ -244,7 +244,7 @@ class Session:
         if error is not None:
             raise error
 
-    def put_off(self, error: GTError) -> None:
+    def defer_error(self, error: GTError) -> None:
         """What failed before and was raised where it says nothing: the next wait raises it."""
         self._unraised = self._unraised or error
 

@@ -1,4 +1,4 @@
-"""The client's side of a captured program: the guards that a call must pass, and a replay, which is one row of the op stream."""
+"""A captured program as the client has it: the guards that a call must pass, and a replay, one row of the op stream."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ _COPY, _CLONE = info_of(aten.copy_.default), info_of(aten.clone.default)
 
 @dataclass(slots=True)
 class ProgramResult:
-    """A tensor that the program makes or fills anew each time."""
+    """A result whose memory the next replay writes again, so that the caller gets a copy."""
 
     tensor: RemoteTensor
 
 
 @dataclass(eq=False)
 class CapturedProgram:
-    """What a replay needs. grads: leaf, whether it had a gradient at the start, the one that was read, the one left."""
+    """A sealed program of one function. It is dropped on workers when this object ends."""
 
     number: int
     recorder: Recorder
-    key: tuple
+    key: tuple  # of a call: structure, arguments, modes
     guard: Guard
-    inputs: dict[int, RemoteTensor]
-    same: dict[int, torch.Tensor]  # arguments that must be the very tensors
-    grads: list[tuple[RemoteTensor, bool, Any, Any]]
-    results: list
-    tree: TreeSpec
-    draws: int
-    why: str
-    answer: dict
-    keep: list = field(default_factory=list)  # tensors whose names it uses
+    inputs: dict[int, RemoteTensor]  # argument -> the tensor that a replay fills
+    same: dict[int, torch.Tensor]  # argument -> the very tensor that it must be
+    grads: list[tuple[RemoteTensor, bool, Any, Any]]  # leaf, whether it had a gradient, the one read, the one left
+    results: list  # leaves of what the function returned
+    tree: TreeSpec  # their structure
+    draws: int  # random ops
+    why: str  # reason for which the call was recorded
+    answer: dict  # of the dispatcher, to FinishCapture
+    keep: list = field(default_factory=list)  # tensors whose ids the program uses
     replays: int = 0
 
     def __post_init__(self) -> None:
         weakref.finalize(self, _drop, self.recorder, self.number).atexit = False
 
-    def misfit(self, leaves: list) -> str:
-        """Why it cannot serve this call, or ""."""
+    def mismatch(self, leaves: list) -> str:
+        """Why the program cannot serve a call with the same key, or ""."""
         for k, tensor in self.same.items():
             if leaves[k] is not tensor:
                 return f"argument {k} is another tensor than in the recorded call"
@@ -61,15 +61,16 @@ class CapturedProgram:
             if (leaf.grad is not None) != had:
                 then, now = ("a gradient", "none") if had else ("no gradient", "one")
                 return f"a parameter of shape {list(leaf.shape)} had {then} when the step was recorded, and has {now} now"
-        return self.guard.broken()
+        return self.guard.violation()
 
     def replay(self, leaves: list) -> Any:
+        """Fill the inputs, launch the program, and return copies of its results. Does not wait."""
         recorder, copy = self.recorder, _COPY
         for k, target in self.inputs.items():
             source = leaves[k]
             call(copy, (target, source if type(source) is RemoteTensor else upload(source)))
         for leaf, _, read, _ in self.grads:
-            if read is not None and leaf.grad is not read:  # another program's, or the user's
+            if read is not None and leaf.grad is not read:  # another program or the user has replaced it
                 call(copy, (read, leaf.grad))
         state = random._State
         recorder.code.extend((LAUNCH, self.number, random.initial_seed(), state.counter))
@@ -78,12 +79,12 @@ class CapturedProgram:
         for leaf, _, _, left in self.grads:
             if leaf.grad is not left:
                 leaf.grad = left
-        results = self.take()
+        results = self.copy_results()
         recorder.flush()
         return results
 
-    def take(self) -> Any:
-        """The results, copied out of the program's own tensors."""
+    def copy_results(self) -> Any:
+        """The results, each fresh one copied out of the memory that the next replay writes."""
         leaves = [call(_CLONE, (r.tensor,)) if type(r) is ProgramResult else r for r in self.results]
         return leaves[0] if self.tree.is_leaf() else tree_unflatten(leaves, self.tree)
 

@@ -40,7 +40,7 @@ def _capturing() -> None:
         tape = None if Live.recorder is None else Live.recorder.tape
         if tape is None or sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             return given()
-        return tape.asked()
+        return tape.forbids_reads()
 
     torch.cuda.is_current_stream_capturing = capturing
 

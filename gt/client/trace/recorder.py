@@ -89,7 +89,7 @@ class Recorder:
     def full(self) -> None:
         """There is a batch in the buffer: hand it over, unless more of them had better go together."""
         self.batch = min(2 * self.batch, BATCH)
-        if self.tape is None or not self.tape.late or len(self.code) > HELD * BATCH:
+        if self.tape is None or not self.tape.deferred or len(self.code) > HELD * BATCH:
             self.flush()
 
     def awaited(self) -> None:
@@ -117,7 +117,7 @@ class Recorder:
     def idle(self) -> None:
         """From the session's I/O thread: hand over what has been lying here; never waits."""
         tape = self.tape
-        if tape is not None and tape.late:
+        if tape is not None and tape.deferred:
             return  # nobody begins with it: whole batches are fewer to hold back
         ended = self.lives.ended and not self.session.waiting
         if not (self.code or ended) or not self._lock.acquire(blocking=False):
@@ -135,7 +135,7 @@ class Recorder:
         del self.code[: len(code)]
         templates, origins, frames = self._templates[:], self._origins[:], self._frames[:]
         if self.tape is not None:
-            freed = self.tape.take(code, frames, freed)
+            freed = self.tape.append(code, frames, freed)
         if freed:
             code += [FREE, len(freed[:FREED]), *freed[:FREED]]
         if not code:
