@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     device: torch.device  # by __getattr__
 log = logging.getLogger("gt")
-LONGEST_STALL = 1e9  # seconds
+MAX_STALL_SECONDS = 1e9  # seconds
 cat, stack = torch.cat, torch.stack
 Factory = TypeVar("Factory", bound=Callable)
 
@@ -86,7 +86,7 @@ def connect(
 def _switches(stall_timeout: float | None) -> dict[str, Any]:
     """This process's settings of torch that change numbers, for its workers, and seconds that it waits for a stalled one."""
     limit = env.seconds("GT_STALL_TIMEOUT") if stall_timeout is None else float(stall_timeout)
-    if not 0 <= limit <= LONGEST_STALL:
+    if not 0 <= limit <= MAX_STALL_SECONDS:
         raise ValueError(f"stall_timeout is {stall_timeout!r}, want seconds, 0 for no limit, or None for GT_STALL_TIMEOUT")
     return {
         "stall_timeout": limit,
@@ -124,7 +124,7 @@ def _start_local(n: int, gpu: bool, config: str | None, name: bool, stall_timeou
         raise ValueError(f"the number of workers is {n}, want at least 1")
     _switches(stall_timeout)
     if _Started.plan is None:
-        _fits(env.get("GT_CONFIG") if config is None else config, n)
+        _check_config(env.get("GT_CONFIG") if config is None else config, n)
     shutdown()
     if _Started.plan is not None:
         _Started.plan(config, n)
@@ -147,18 +147,18 @@ def start() -> None:
         connect(address)
         return
     gpus = torch.cuda.device_count()
-    wanted = max(_named(env.get("GT_CONFIG")), gpus, 1)
+    wanted = max(_workers_of_config(env.get("GT_CONFIG")), gpus, 1)
     _start_local(wanted, 0 < wanted <= gpus, None, True)
 
 
-def _fits(path: str, n: int) -> None:
+def _check_config(path: str, n: int) -> None:
     """ConfigError unless a config does with n workers."""
     from gt.config.load import check_workers, load
 
     check_workers(load(read(path), path), [f"w{i}" for i in range(n)])
 
 
-def _named(path: str) -> int:
+def _workers_of_config(path: str) -> int:
     """How many workers a config's groups name."""
     from gt.config.load import load
 
@@ -166,9 +166,9 @@ def _named(path: str) -> int:
 
 
 def disconnect() -> None:
-    if _Started.plan is not None and current_session.Live.recorder is not None:
-        current_session.Live.recorder.flush()
-    elif _Started.trace is not None and current_session.Live.recorder is not None:
+    if _Started.plan is not None and current_session.Current.recorder is not None:
+        current_session.Current.recorder.flush()
+    elif _Started.trace is not None and current_session.Current.recorder is not None:
         _Started.trace()
     session = current_session.disconnect()
     if session is not None:
@@ -256,7 +256,7 @@ def planning(workers: int = 0, config: str | None = None) -> Iterator[Callable[[
     def begin(given: str | None, wanted: int) -> None:
         path = next(p for p in (config, given, env.get("GT_CONFIG")) if p is not None)
         device_.register()
-        found.append(Dry(read(path), path, workers or wanted or _named(path) or 1))
+        found.append(Dry(read(path), path, workers or wanted or _workers_of_config(path) or 1))
         found[-1].living = lambda: list(tensor_roles.weights(look()))
         current_session.connect(found[-1], read(path), path)
 
@@ -268,7 +268,7 @@ def planning(workers: int = 0, config: str | None = None) -> Iterator[Callable[[
         return called
 
     def stepped(optimizer: torch.optim.Optimizer) -> None:
-        recorder = current_session.Live.recorder
+        recorder = current_session.Current.recorder
         if recorder is None or recorder.session not in found:
             return
         look()

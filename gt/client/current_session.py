@@ -11,7 +11,7 @@ from gt.client.trace.recorder import Recorder
 from gt.errors import DispatcherLost, ProgramError
 
 
-class Live:
+class Current:
     """What the hot path needs, in one object; `recorder` is None without a session."""
 
     recorder: Recorder | None = None
@@ -34,25 +34,25 @@ def clear_caches() -> None:
 
 def current() -> Recorder:
     """The recorder; starts or connects if there is none yet."""
-    if Live.recorder is not None:
-        return Live.recorder
+    if Current.recorder is not None:
+        return Current.recorder
     with _starting:
-        if Live.recorder is None:
+        if Current.recorder is None:
             if auto_start is None:
                 raise DispatcherLost("no session: call gt.connect(address) or gt.cpu_workers(n) first")
             auto_start()
-    assert Live.recorder is not None
-    return Live.recorder
+    assert Current.recorder is not None
+    return Current.recorder
 
 
 def connect(session: Any, config_text: str = "", config_path: str = "") -> Recorder:
     """Record into this session from now on."""
     clear_caches()
     recorder = Recorder(session, clear_caches)
-    Live.config = (config_text, config_path)
-    Live.schedule, Live.backend = _steps(config_text, config_path)
-    Live.origins = Origins(recorder)
-    Live.recorder = recorder
+    Current.config = (config_text, config_path)
+    Current.schedule, Current.backend = _steps(config_text, config_path)
+    Current.origins = Origins(recorder)
+    Current.recorder = recorder
     return recorder
 
 
@@ -68,7 +68,7 @@ def _steps(text: str, path: str) -> tuple[str, str]:
 
 def check(tensor: Any) -> None:
     """Raise for a tensor of a session that has ended. Ops ask at a cache miss only: metas, and so keys, are a session's own."""
-    if Live.recorder is None or tensor._ref.id < Live.recorder.first:
+    if Current.recorder is None or tensor._ref.id < Current.recorder.first:
         raise ProgramError(
             f"a tensor of shape {list(tensor.shape)} belongs to a session that has ended (gt.shutdown, gt.connect or new "
             "workers end it), and its data with it: make it again, and the model and optimizer it belongs to"
@@ -77,20 +77,26 @@ def check(tensor: Any) -> None:
 
 def disconnect() -> Any:
     """Stop recording; returns the session, or None if there was none."""
-    recorder, Live.recorder = Live.recorder, None
+    recorder, Current.recorder = Current.recorder, None
     clear_caches()
     return recorder.session if recorder else None
 
 
 def set_aside() -> tuple:
     """Stop recording for a while; what `restore` takes."""
-    held = Live.recorder, getattr(Live, "origins", None), Live.config, (Live.schedule, Live.backend), Live.fresh
-    Live.recorder, Live.fresh = None, None
+    held = (
+        Current.recorder,
+        getattr(Current, "origins", None),
+        Current.config,
+        (Current.schedule, Current.backend),
+        Current.fresh,
+    )
+    Current.recorder, Current.fresh = None, None
     clear_caches()
     return held
 
 
 def restore(held: tuple) -> None:
     """Go on where `set_aside` stopped."""
-    Live.recorder, Live.origins, Live.config, (Live.schedule, Live.backend), Live.fresh = held
+    Current.recorder, Current.origins, Current.config, (Current.schedule, Current.backend), Current.fresh = held
     clear_caches()

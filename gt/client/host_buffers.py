@@ -19,7 +19,7 @@ from gt.wire.messages import CHUNK
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # a NumPy type of that size, whatever the element means
 
 
-def checked(rows: Any, shape: tuple[int, ...]) -> boxes.Boxes:
+def check_boxes(rows: Any, shape: tuple[int, ...]) -> boxes.Boxes:
     """Boxes as they came; ProtocolError unless they are boxes of a tensor of this shape."""
     try:
         fits = bool(rows) and all(
@@ -34,7 +34,7 @@ def checked(rows: Any, shape: tuple[int, ...]) -> boxes.Boxes:
 
 def region(array: np.ndarray, rows: Any) -> np.ndarray:
     """The local tensor of these boxes, contiguous; shares memory with `array` where it can."""
-    return boxes.take(array, checked(rows, array.shape))
+    return boxes.take(array, check_boxes(rows, array.shape))
 
 
 def frames(array: np.ndarray) -> Iterator[tuple[int, int, list[memoryview]]]:
@@ -54,7 +54,7 @@ class Assembly:
     def __init__(self, shape: tuple[int, ...], itemsize: int, pieces: list) -> None:
         self.data = np.empty(prod(shape) * itemsize, np.uint8)
         whole = self.data.view(_WORDS[itemsize]).reshape(shape)
-        self._pieces = {key: _Piece(whole, checked(rows, shape)) for key, rows in pieces}
+        self._pieces = {key: _Piece(whole, check_boxes(rows, shape)) for key, rows in pieces}
 
     @property
     def keys(self) -> list[int]:

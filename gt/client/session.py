@@ -29,9 +29,9 @@ from gt.wire.messages import THROUGH, Describe, Fetch, FinishCapture, Goodbye, I
 
 log = logging.getLogger("gt.client")
 
-BACKLOG = 8  # batches that wait for the server's credit before wait_credit blocks
-SOON = 3.0  # seconds without an answer after which the user is told what is being waited for
-WELCOME = 45.0  # seconds a server that is there may take to answer: it waits for the workers that the config names
+MAX_WAITING_BATCHES = 8  # batches that wait for the server's credit before wait_credit blocks
+FIRST_NOTICE_SECONDS = 3.0  # seconds without an answer after which the user is told what is being waited for
+WELCOME_SECONDS = 45.0  # seconds a server that is there may take to answer: it waits for the workers that the config names
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -71,22 +71,22 @@ class Session:
         self._pid = os.getpid()
         self._pending: dict[int, _Pending] = {}
         self._pieces: dict[int, _Pending] = {}  # key of a piece under way -> its fetch
-        self._kept: dict[int, np.ndarray] = {}
+        self._host_copies: dict[int, np.ndarray] = {}
         self._uploading: dict[int, Any] = {}  # key -> array and boxes, then the frames that are still to be sent
         self._numbers = itertools.count()
         self._outbox: deque[Message | tuple[Any, ...]] = deque()
         self._room = threading.Condition()
         self._window = link.Window(0)
-        self._unraised: GTError | None = None
-        self._refused: GTError | None = None  # what was told last that no request answers
-        self._noticed = ""  # why there is no welcome yet
-        self._notices = 0  # that say so
+        self._deferred_error: GTError | None = None
+        self._last_unsolicited: GTError | None = None  # what was told last that no request answers
+        self._last_notice = ""  # why there is no welcome yet
+        self._notice_count = 0  # that say so
         self._queued = False  # in the queue for workers of its own
         self._fetches = 0
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
-            messages.UploadRequest: self._need,
-            messages.WindowUpdate: lambda m, _: self._more(m.key, m.upto),
+            messages.UploadRequest: self._upload_requested,
+            messages.WindowUpdate: lambda m, _: self._send_chunks(m.key, m.upto),
             messages.Release: self._release,
             messages.Value: self._value,
             messages.Piece: self._piece,
@@ -94,9 +94,9 @@ class Session:
             messages.Report: lambda m, _: self._finish(m.request, m.body),
             messages.Failed: self._failed,
             messages.Notice: self._notice,
-            messages.Welcome: self._greeted,
-            messages.Reject: self._greeted,
-            messages.Exit: lambda m, _: self._end(self._parted(m.reason)),
+            messages.Welcome: self._answer_to_hello,
+            messages.Reject: self._answer_to_hello,
+            messages.Exit: lambda m, _: self._fail_all(self._why_exited(m.reason)),
         }
         self._greeting = _Pending()
         self._link = Dealer(
@@ -104,7 +104,7 @@ class Session:
         )
         try:
             self._link.send(link.hello("client", config_text, config_path, switches=switches or {}))
-            welcome = self._welcomed(address, wait)
+            welcome = self._await_welcome(address, wait)
         except BaseException:
             self._link.close()
             raise
@@ -113,17 +113,17 @@ class Session:
         self.number: int = welcome.session
         _open.add(self)
 
-    def _welcomed(self, address: str, wait: float) -> messages.Welcome:
+    def _await_welcome(self, address: str, wait: float) -> messages.Welcome:
         """The answer to Hello. Who is in the queue for workers waits as long as the server says so now and then."""
-        if not self._greeting.done.wait(SOON) and not self._queued:
-            log.warning("waiting for the server at %s: %s", address, self._noticed or "it is not up yet")
+        if not self._greeting.done.wait(FIRST_NOTICE_SECONDS) and not self._queued:
+            log.warning("waiting for the server at %s: %s", address, self._last_notice or "it is not up yet")
         heard = 0
-        while not self._greeting.done.wait(wait + WELCOME):
-            if heard == self._notices:
+        while not self._greeting.done.wait(wait + WELCOME_SECONDS):
+            if heard == self._notice_count:
                 raise DispatcherLost(
-                    f"the server at {address} does not answer (tried for {wait + WELCOME:g} s): check that it runs"
+                    f"the server at {address} does not answer (tried for {wait + WELCOME_SECONDS:g} s): check that it runs"
                 )
-            heard = self._notices
+            heard = self._notice_count
         if self.failure:
             raise self.failure
         return link.answer(self._greeting.value)
@@ -142,21 +142,21 @@ class Session:
         return bool(self._pending)
 
     def has_credit(self) -> bool:
-        return len(self._outbox) < BACKLOG
+        return len(self._outbox) < MAX_WAITING_BATCHES
 
     def wait_credit(self) -> None:
         """Wait until the workers have caught up with what was submitted, so that a fast program cannot fill memory."""
         if self._link.inside or self.has_credit():
             return
-        if not self._link.lead(self._may_go_on):
+        if not self._link.lead(self._unblocked):
             with self._room:
-                while not self._may_go_on():
+                while not self._unblocked():
                     self._room.wait()
         if not self.has_credit():
-            self._raise_unraised()
+            self._raise_deferred()
 
-    def _may_go_on(self) -> bool:
-        return self.has_credit() or self.failure is not None or self._unraised is not None
+    def _unblocked(self) -> bool:
+        return self.has_credit() or self.failure is not None or self._deferred_error is not None
 
     def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
         """(shape, dtype, bytes as a row-major uint8 array) of a tensor's value."""
@@ -190,7 +190,7 @@ class Session:
 
     def keep(self, tensor: int, array: np.ndarray) -> None:
         """Hold a host copy for gt.upload: any NumPy array of the tensor's shape and element size, until Release."""
-        self._kept[tensor] = array
+        self._host_copies[tensor] = array
 
     def close(self) -> None:
         """Leave: no thread, no socket. Safe to call twice, and in a forked child, where it does nothing."""
@@ -201,10 +201,10 @@ class Session:
         self._outbox.clear()  # or what is left would be sent after the goodbye
         self.on_idle = None
         if self.failure is None:
-            self._end(SystemFailure("the session is closed"))
+            self._fail_all(SystemFailure("the session is closed"))
             self._link.send(Goodbye())  # the last: what waited for credit is no longer wanted
         self._link.close()
-        self._kept.clear()
+        self._host_copies.clear()
         self._uploading.clear()
 
     # ---- waiting
@@ -217,7 +217,7 @@ class Session:
 
     def _ask(self, question: Callable[[int], Message]) -> Any:
         self._check()
-        self._raise_unraised()
+        self._raise_deferred()
         request, pending = next(self._numbers), _Pending()
         self._pending[request] = pending
         try:
@@ -236,17 +236,17 @@ class Session:
         if pending.error is not None:
             raise pending.error
         self._check()
-        self._raise_unraised()
+        self._raise_deferred()
         return pending.value
 
-    def _raise_unraised(self) -> None:
-        error, self._unraised = self._unraised, None
+    def _raise_deferred(self) -> None:
+        error, self._deferred_error = self._deferred_error, None
         if error is not None:
             raise error
 
     def defer_error(self, error: GTError) -> None:
         """What failed before and was raised where it says nothing: the next wait raises it."""
-        self._unraised = self._unraised or error
+        self._deferred_error = self._deferred_error or error
 
     # ---- in the I/O thread
 
@@ -257,7 +257,7 @@ class Session:
 
     def _pump(self) -> None:
         """Send what waits, in order; a batch needs credit, and what is behind it waits with it."""
-        outbox, full = self._outbox, len(self._outbox) >= BACKLOG
+        outbox, full = self._outbox, len(self._outbox) >= MAX_WAITING_BATCHES
         while outbox:
             item = outbox[0]
             if isinstance(item, tuple):
@@ -282,15 +282,15 @@ class Session:
     def _on_lost(self, reason: str) -> None:
         if self._greeting.done.is_set():
             reason += ", and with it all remote tensors: connect to a running server, or call gt.shutdown() and start again"
-        self._end(DispatcherLost(reason))
+        self._fail_all(DispatcherLost(reason))
 
-    def _parted(self, reason: str) -> GTError:
+    def _why_exited(self, reason: str) -> GTError:
         """Why the server goes on without this session, or stops: what it said of that before."""
-        if self._refused is not None and str(self._refused) == reason:
-            return self._refused
+        if self._last_unsolicited is not None and str(self._last_unsolicited) == reason:
+            return self._last_unsolicited
         return DispatcherLost(f"the server at {self.address} has stopped: {reason}")
 
-    def _end(self, failure: GTError) -> None:
+    def _fail_all(self, failure: GTError) -> None:
         """Whatever waits, and everything later, fails with this; the first cause stays."""
         if self.failure is None:
             self.failure = failure
@@ -301,7 +301,7 @@ class Session:
         for pending in list(self._pending.values()):
             pending.done.set()
 
-    def _greeted(self, message: Any, frames: tuple[Any, ...]) -> None:
+    def _answer_to_hello(self, message: Any, frames: tuple[Any, ...]) -> None:
         if isinstance(message, messages.Welcome):
             self._window = link.Window(message.credit)
         self._greeting.finish(message)
@@ -310,11 +310,11 @@ class Session:
         if self._greeting.done.is_set():
             log.warning("%s", message.text)
             return
-        self._notices += 1
+        self._notice_count += 1
         self._queued = message.place > 0
-        if self._queued and message.text != self._noticed:
+        if self._queued and message.text != self._last_notice:
             log.warning("waiting for the server at %s: %s", self.address, message.text)
-        self._noticed = message.text
+        self._last_notice = message.text
 
     def _finish(self, request: int, value: Any = None, error: GTError | None = None) -> None:
         pending = self._pending.get(request)  # none: the caller was interrupted
@@ -329,21 +329,21 @@ class Session:
         if message.request >= 0:
             self._finish(message.request, error=error)
             return
-        self._refused = error
-        if self._unraised is None:
-            self._unraised = error
+        self._last_unsolicited = error
+        if self._deferred_error is None:
+            self._deferred_error = error
             with self._room:
                 self._room.notify_all()
 
-    def _need(self, message: messages.UploadRequest, frames: tuple[Any, ...]) -> None:
-        array = self._kept.get(message.tensor)
+    def _upload_requested(self, message: messages.UploadRequest, frames: tuple[Any, ...]) -> None:
+        array = self._host_copies.get(message.tensor)
         if array is None:
             raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, of which no host copy is kept")
         self._uploading[message.key] = (array, message.boxes)
         if message.upto or not any(all(start < stop for start, stop in box) for box in message.boxes):
-            self._more(message.key, message.upto)
+            self._send_chunks(message.key, message.upto)
 
-    def _more(self, key: int, upto: int) -> None:
+    def _send_chunks(self, key: int, upto: int) -> None:
         """Send what of an upload may be sent by now."""
         left = self._uploading.get(key)
         if left is None:
@@ -358,7 +358,7 @@ class Session:
 
     def _release(self, message: messages.Release, frames: tuple[Any, ...]) -> None:
         for tensor in message.tensors:
-            self._kept.pop(tensor, None)
+            self._host_copies.pop(tensor, None)
 
     def _value(self, message: messages.Value, frames: tuple[Any, ...]) -> None:
         pending = self._pending.get(message.request)
@@ -373,7 +373,7 @@ class Session:
             pending.assembly.add(message.pieces[0][0], 0, len(frames[0]), frames[0])
         else:
             self._pieces.update(dict.fromkeys(pending.assembly.keys, pending))
-        self._settle(pending)
+        self._finish_if_complete(pending)
 
     def _piece(self, message: messages.Piece, frames: tuple[Any, ...]) -> None:
         if message.total > messages.AHEAD:
@@ -382,9 +382,9 @@ class Session:
         if pending is None or pending.assembly is None:
             return  # of a fetch that was interrupted
         pending.assembly.add(message.key, message.offset, message.total, frames[0] if frames else None)
-        self._settle(pending)
+        self._finish_if_complete(pending)
 
-    def _settle(self, pending: _Pending) -> None:
+    def _finish_if_complete(self, pending: _Pending) -> None:
         if pending.assembly is not None and pending.assembly.complete:
             pending.done.set()
 

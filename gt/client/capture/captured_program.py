@@ -90,5 +90,5 @@ class CapturedProgram:
 
 
 def _drop(recorder: Recorder, number: int) -> None:
-    if current_session.Live.recorder is recorder:
+    if current_session.Current.recorder is recorder:
         recorder.code.extend((DROP, number))

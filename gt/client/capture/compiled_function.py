@@ -185,7 +185,7 @@ class CompiledFunction:
         recorder.code.extend((RECORD, self._slot, deferral, len(inputs), *[t._ref.id for t in inputs.values()]))
         recorder.flush()
         tape = CallRecording(
-            recorder, current_session.Live.origins, random.initial_seed(), random._State.counter, deferral > 0, self._strict
+            recorder, current_session.Current.origins, random.initial_seed(), random._State.counter, deferral > 0, self._strict
         )
         try:
             recorder.tape = tape
@@ -213,12 +213,12 @@ class CompiledFunction:
 
     def _recompute_mode(self) -> int:
         """Which cheap values are recomputed, as in messages.FinishCapture.recompute."""
-        graphs = (self.backend or current_session.Live.backend) == "cudagraphs"
+        graphs = (self.backend or current_session.Current.backend) == "cudagraphs"
         return int(graphs) if self.recompute is None else 2 * self.recompute
 
     def _deferral(self) -> int:
         """When workers execute a recorded call, as in ir.instr.RECORD: at once with a schedule, which needs times of ops."""
-        live = current_session.Live
+        live = current_session.Current
         deferred = (self.backend or live.backend) == "cudagraphs" and not (self.schedule or live.schedule)
         return 1 + self._recompute_mode() if deferred else 0
 
@@ -249,7 +249,7 @@ class CompiledFunction:
             return None
         tape, recorder = now.tape, now.tape.recorder
         number = next(_numbers)
-        schedule, backend = self.schedule or current_session.Live.schedule, self.backend or current_session.Live.backend
+        schedule, backend = self.schedule or current_session.Current.schedule, self.backend or current_session.Current.backend
         pairs = [list(pair) for pair in carried]
         answer = recorder.session.seal(number, schedule, backend, pairs, tape.seed, tape.counter, self._recompute_mode())
         if answer["why"]:

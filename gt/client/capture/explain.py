@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gt.client.current_session import Live
+from gt.client.current_session import Current
 from gt.client.device.torch_remote import synchronize
 from gt.client.session import Session
 from gt.errors import GTError
@@ -15,7 +15,7 @@ def backend_lines(session: Session, program: int, asked: str) -> list[str]:
     """Per backend the workers that use it, how much of the program is compiled, and why the rest is not. Waits."""
     failed: GTError | None = None
     try:
-        if Live.recorder is not None and Live.recorder.session is session:
+        if Current.recorder is not None and Current.recorder.session is session:
             synchronize()  # workers may not have executed the last replay yet
     except GTError as error:
         failed = error

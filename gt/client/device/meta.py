@@ -10,7 +10,7 @@ from gt.ir.spec import DIMS, Spec
 _table: dict[tuple, Meta] = {}
 
 
-LARGE = 16 << 20  # bytes: what makes it takes longer than to say that others have ended
+LARGE_BYTES = 16 << 20  # bytes: what makes it takes longer than to say that others have ended
 
 
 class Meta:
@@ -20,7 +20,7 @@ class Meta:
 
     def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> None:
         self.shape, self.stride, self.offset, self.dtype = shape, stride, offset, dtype
-        self.large = self.numel * dtype.itemsize >= LARGE
+        self.large = self.numel * dtype.itemsize >= LARGE_BYTES
 
     @property
     def spec(self) -> Spec:

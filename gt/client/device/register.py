@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from gt.client.current_session import Live
+from gt.client.current_session import Current
 from gt.client.device import lazy_modules, torch_remote
 from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
@@ -37,7 +37,7 @@ def _capturing() -> None:
 
     @functools.wraps(given)
     def capturing() -> bool:
-        tape = None if Live.recorder is None else Live.recorder.tape
+        tape = None if Current.recorder is None else Current.recorder.tape
         if tape is None or sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             return given()
         return tape.forbids_reads()

@@ -36,14 +36,14 @@ class Ref:
 
     __slots__ = ("__weakref__", "home", "id", "meta", "pending")
 
-    def __init__(self, number: int, meta: Meta, pending: int, lives: LiveTensors) -> None:
+    def __init__(self, number: int, meta: Meta, pending: int, live_tensors: LiveTensors) -> None:
         self.id, self.meta, self.pending, self.home = number, meta, pending, 0
-        life = Life(self, lives.end)
-        life.id = number
-        lives.all[number] = life
+        live = LiveRef(self, live_tensors.end)
+        live.id = number
+        live_tensors.all[number] = live
 
 
-class Life(weakref.ref):
+class LiveRef(weakref.ref):
     """Its callback is a list's append, so that the end of a Ref runs no bytecode: a __del__ would swallow a Ctrl-C."""
 
     __slots__ = ("id",)
@@ -54,13 +54,13 @@ class LiveTensors:
     """The names of one session that are in use, and those that have ended."""
 
     def __init__(self) -> None:
-        self.all: dict[int, Life] = {}
-        self.ended: list[Life] = []
+        self.all: dict[int, LiveRef] = {}
+        self.ended: list[LiveRef] = []
         self.end = self.ended.append
 
-    def take(self) -> list[int]:
+    def take_ended(self) -> list[int]:
         """Ids that have ended since the last call."""
-        found = [life.id for life in self.ended[:]]
+        found = [live.id for live in self.ended[:]]
         del self.ended[: len(found)]
         for number in found:
             del self.all[number]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gt.client.current_session import Live
+from gt.client.current_session import Current
 from gt.client.device import random
 from gt.client.device.remote_tensor import Shown
 
@@ -28,23 +28,23 @@ class _Here:
 
 def recording() -> bool:
     """Whether a call of a compiled function is being recorded: values cannot be read, as in a CUDA graph's capture."""
-    return Live.recorder is not None and Live.recorder.tape is not None
+    return Current.recorder is not None and Current.recorder.tape is not None
 
 
 def synchronize(device: Any = None) -> None:
     """Waits until all workers and their GPUs have done what was issued; raises what failed. Does nothing in a recording."""
-    if Live.recorder is not None and not recording():
-        recorder = Live.recorder
-        recorder.settle()
-        recorder.awaited()
+    if Current.recorder is not None and not recording():
+        recorder = Current.recorder
+        recorder.flush_ops()
+        recorder.note_wait()
         recorder.session.synchronize()
 
 
 def _bytes(key: str) -> int:
-    if Live.recorder is None:
+    if Current.recorder is None:
         return 0
     synchronize()
-    return sum(worker[key] for worker in Live.recorder.session.stats()["workers"])
+    return sum(worker[key] for worker in Current.recorder.session.stats()["workers"])
 
 
 def memory_allocated(device: Any = None) -> int:

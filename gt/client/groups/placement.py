@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.groups.group_context import context
-from gt.client.trace.dispatch import announce
+from gt.client.trace.dispatch import declare_buffer
 from gt.config.match import assign, unmatched
 from gt.config.schema import Rule
 from gt.errors import ConfigError
@@ -96,7 +96,7 @@ class Placement:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         if self.buffers:
-            announced([inner._buffers.get(name) for inner, name in self.buffers])
+            _declare_buffers([inner._buffers.get(name) for inner, name in self.buffers])
         context = self.context(self.rule.group, self.rule.parts)
         context.__enter__()
         self.entered.append(context)
@@ -106,11 +106,11 @@ class Placement:
             self.entered.pop().__exit__(None, None, None)
 
 
-def announced(buffers: Iterable[torch.Tensor | None]) -> None:
+def _declare_buffers(buffers: Iterable[torch.Tensor | None]) -> None:
     """Buffers are the model's own, no data."""
     for buffer in buffers:
         if isinstance(buffer, RemoteTensor):
-            announce(buffer)
+            declare_buffer(buffer)
 
 
 def unplace(module: nn.Module) -> None:

@@ -36,7 +36,7 @@ def apply(model: torch.nn.Module, rules: Any = None) -> dict:
 
     if rules is None:
         current_session.current()
-        rules = load(*current_session.Live.config).modules
+        rules = load(*current_session.Current.config).modules
     return placement.apply(model, rules, context)
 
 

@@ -18,20 +18,20 @@ from gt.ir import ops
 Handler = Callable[["OpInfo", tuple, dict], Any]
 Condition = Callable[["OpInfo"], bool]
 
-# kinds of argument
+# Kinds of an argument
 TENSOR, CONST, VALUE, LIST, TENSORS, VALUES, TYPED = range(7)
 _KINDS = {
     "Tensor": TENSOR, "Optional[Tensor]": TENSOR, "number": VALUE, "Optional[number]": VALUE, "float": VALUE,
     "Optional[float]": VALUE, "List[Tensor]": TENSORS, "List[Optional[Tensor]]": TENSORS, "List[number]": VALUES,
 }  # fmt: skip
-# Modes of an entry
+# Modes of an entry: one new tensor, the first argument, several results, out=, shape from the dispatcher, chunks
 ONE, FIRST, MANY, INTO, ASK, LONG = range(6)
 # Ops whose output shape depends on a Scalar
 _SHAPED_BY_VALUE = ("aten.arange", "aten.range")
 
 
 class OpInfo:
-    """One ATen overload: kinds of its arguments, and its entries."""
+    """One ATen overload: kinds of its arguments, properties from its schema, and its known calls."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -47,18 +47,22 @@ class OpInfo:
         self.dynamic = torch.Tag.dynamic_output_shape in func.tags
         self.pointwise = torch.Tag.pointwise in func.tags
         self.handler: Callable | None = None
-        self.cache: dict[tuple, Entry] = {}
+        self.cache: dict[tuple, Entry] = {}  # signature of a call -> its entry
 
 
 class Entry:
-    """The answer for one kind of call: a template's number (of LONG, of chunks) and how to build what torch expects back."""
+    """The result of shape inference for one kind of call.
+
+    number: of the template, or of chunks with mode LONG. metas: of outputs that get an id, in order. result: the value to
+    return as a tree of ("new", output), ("arg", operand) and ("const", value). written: operands that are written in place.
+    """
 
     __slots__ = ("metas", "mode", "number", "result", "written")
 
     def __init__(self) -> None:
         self.number, self.mode = 0, MANY
-        self.metas: list[Meta] = []  # of outputs that get a name, in order
-        self.result: Any = None  # tree of ("new", i) | ("arg", k) | ("const", value)
+        self.metas: list[Meta] = []
+        self.result: Any = None
         self.written: tuple[int, ...] = ()
 
 
@@ -90,7 +94,7 @@ def _handler_of(info: OpInfo) -> Handler | None:
 
 
 def info_of(func: Any) -> OpInfo:
-    """OpInfo of an overload; overloads live for ever, so their id names them."""
+    """OpInfo of an overload. Overloads are never freed, so their identity is a key."""
     info = _infos.get(id(func))
     if info is None:
         info = OpInfo(func)

@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from gt.client.trace.recorder import Recorder
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
-_LIMIT = 1 << 16
+MAX_CODE_POSITIONS = 1 << 16
 _node = torch._C._current_autograd_node
-MARK = "gt.origin"  # key in a node's metadata
+TAG = "gt.origin"  # key in a node's metadata
 
 
-def _marked(node: Any) -> int:
+def _tag_of(node: Any) -> int:
     """Origin in a node, or for AccumulateGrad the home of its parameter; 0 for none."""
-    number = node.metadata.get(MARK, 0)
+    number = node.metadata.get(TAG, 0)
     if number:
         return number
     ref = getattr(getattr(node, "variable", None), "_ref", None)
     return max(ref.home, 0) if ref is not None else 0
 
 
-def _next(node: Any) -> list:
+def _inputs(node: Any) -> list:
     return [f for f, _ in node.next_functions if f is not None]
 
 
-def _leaf(node: Any) -> bool:
+def _accumulates(node: Any) -> bool:
     """Whether it accumulates the gradient of a parameter, whose home is of whatever micro-batch used it first."""
     return hasattr(node, "variable")
 
@@ -79,7 +79,7 @@ class Origins:
         if known is not None:
             return known
         number = self._intern(code.co_filename, frame.f_lineno, group, micro, False)
-        if len(self._numbers) > _LIMIT:
+        if len(self._numbers) > MAX_CODE_POSITIONS:
             self._numbers.clear()
         self._numbers[(id(code), frame.f_lasti, group, micro)] = number
         return number
@@ -95,19 +95,19 @@ class Origins:
         said += ["in the backward pass"] * backward + [f"in micro-batch {micro}"] * (micro >= 0)
         return " ".join(said)
 
-    def mark(self, node: Any, number: int) -> None:
+    def tag(self, node: Any, number: int) -> None:
         """Remember in an autograd node where its forward op came from."""
-        node.metadata[MARK] = number if number > 0 else self.here()
+        node.metadata[TAG] = number if number > 0 else self.here()
 
     def _of_node(self, node: Any) -> int:
         """Origin of a backward op, 0 if its node is not marked."""
-        number = _marked(node)
+        number = _tag_of(node)
         if not number:  # nothing used its output: a root of this backward pass, which belongs with what came before it
-            number = next((n for n in map(_marked, sorted(_next(node), key=_leaf)) if n), 0)
+            number = next((n for n in map(_tag_of, sorted(_inputs(node), key=_accumulates)) if n), 0)
             if not number:
                 return 0
-            node.metadata[MARK] = number
-        if _leaf(node):  # the home of its parameter knows one micro-batch of many
+            node.metadata[TAG] = number
+        if _accumulates(node):  # the home of its parameter knows one micro-batch of many
             return self._back(number, stack.micro if stack.micro >= 0 else self._micros.get(self._last, -1))
         self._last = self._back(number, None)
         return self._last

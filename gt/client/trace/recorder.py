@@ -16,11 +16,13 @@ from gt.ir.instr import FIRST, FREE
 from gt.ir.template import Template
 from gt.wire.signals import uninterrupted
 
-FEW, BATCH = 80, 1400  # numbers in the buffer, about 15 and 256 ops
-FULL = 16 << 20  # bytes of uploads in a batch, after which it is handed over
-HELD = 8  # batches in one of a call that is held back until it is over: nobody waits for the first, and credit lasts longer
-FREED = 1 << 15  # tensors that one batch frees
-TEMPLATES = 16384  # beyond so many, the table starts again
+MIN_BATCH_NUMBERS, MAX_BATCH_NUMBERS = 80, 1400  # numbers in the buffer: about 15 and 256 ops
+MAX_BATCH_UPLOAD_BYTES = 16 << 20  # bytes of uploads in a batch, after which it is handed over
+MAX_HELD_BATCHES = (
+    8  # batches in one of a call that is held back until it is over: nobody waits for the first, and credit lasts longer
+)
+MAX_FREED_PER_BATCH = 1 << 15  # tensors that one batch frees
+MAX_TEMPLATES = 16384  # beyond so many, the table starts again
 
 _ids = itertools.count(1)  # never starts again, so that ids of an ended session name nothing in the next
 
@@ -32,8 +34,8 @@ class Recorder:
         self.session, self.on_clear = session, on_clear
         self.first = self.new_id()  # tensors of sessions before this one have lower ids
         self.code: list = []
-        self.batch = FEW  # what the buffer may hold: little while workers have nothing to do, or they would wait for all of it
-        self.lives = LiveTensors()
+        self.batch = MIN_BATCH_NUMBERS  # what the buffer may hold: little while workers have nothing to do, or they would wait for all of it
+        self.live_tensors = LiveTensors()
         self.ops = 0
         self.fetches = 0
         self._templates: list[list] = []
@@ -44,14 +46,14 @@ class Recorder:
         self.templates: dict[int, Template] = {}  # those of the table
         self.tape: Any = None  # takes what is handed over, while a call is recorded
         self._lock = threading.Lock()
-        session.on_idle = self.idle
+        session.on_idle = self.flush_stale
 
     def new_id(self) -> int:
         return next(_ids)
 
     def define(self, template: Template) -> int:
         """Number of a new template, valid until the table is cleared."""
-        if self._next_template - FIRST >= TEMPLATES:
+        if self._next_template - FIRST >= MAX_TEMPLATES:
             self.flush()
             self.on_clear()
             self._next_template = FIRST
@@ -70,7 +72,7 @@ class Recorder:
 
     def emit_with_frame(self, row: list, data: bytes, at: int) -> None:
         """Append a row whose `at`-th number is the index of a frame of the same batch."""
-        if self._inline + len(data) > FULL:
+        if self._inline + len(data) > MAX_BATCH_UPLOAD_BYTES:
             self.flush()
         with self._lock:
             row[at] = len(self._frames)
@@ -86,40 +88,40 @@ class Recorder:
         with uninterrupted(), self._lock:
             self._hand_over()
 
-    def full(self) -> None:
+    def end_batch(self) -> None:
         """There is a batch in the buffer: hand it over, unless more of them had better go together."""
-        self.batch = min(2 * self.batch, BATCH)
-        if self.tape is None or not self.tape.deferred or len(self.code) > HELD * BATCH:
+        self.batch = min(2 * self.batch, MAX_BATCH_NUMBERS)
+        if self.tape is None or not self.tape.deferred or len(self.code) > MAX_HELD_BATCHES * MAX_BATCH_NUMBERS:
             self.flush()
 
-    def awaited(self) -> None:
+    def note_wait(self) -> None:
         """A value is waited for, and then workers have done all that was handed over."""
         self.fetches += 1
-        self.batch = FEW
+        self.batch = MIN_BATCH_NUMBERS
 
-    def settle(self) -> None:
+    def flush_ops(self) -> None:
         """Have all ops handed over; what has ended can wait for the next batch."""
         if self.code or self._lock.locked():  # in this order: the I/O thread takes the code before it has handed it over
             self.flush()
 
-    def release(self) -> None:
+    def free_ended(self) -> None:
         """Have what has ended freed before the next op, which makes a large value, not when this batch is over."""
         with uninterrupted(), self._lock:
-            freed = self.lives.take()
+            freed = self.live_tensors.take_ended()
             if self.tape is not None:
                 freed = self.tape.defer(freed)
-            for first in range(0, len(freed), FREED):
-                some = freed[first : first + FREED]
+            for first in range(0, len(freed), MAX_FREED_PER_BATCH):
+                some = freed[first : first + MAX_FREED_PER_BATCH]
                 self.code.extend((FREE, len(some), *some))
-                if len(some) == FREED:
+                if len(some) == MAX_FREED_PER_BATCH:
                     self._hand_over()
 
-    def idle(self) -> None:
+    def flush_stale(self) -> None:
         """From the session's I/O thread: hand over what has been lying here; never waits."""
         tape = self.tape
         if tape is not None and tape.deferred:
             return  # nobody begins with it: whole batches are fewer to hold back
-        ended = self.lives.ended and not self.session.waiting
+        ended = self.live_tensors.ended and not self.session.waiting
         if not (self.code or ended) or not self._lock.acquire(blocking=False):
             return
         try:
@@ -130,19 +132,19 @@ class Recorder:
             self._lock.release()
 
     def _hand_over(self) -> None:
-        freed = self.lives.take()  # before the code: whatever used these is already in it
+        freed = self.live_tensors.take_ended()  # before the code: whatever used these is already in it
         code = self.code[:]
         del self.code[: len(code)]
         templates, origins, frames = self._templates[:], self._origins[:], self._frames[:]
         if self.tape is not None:
             freed = self.tape.append(code, frames, freed)
         if freed:
-            code += [FREE, len(freed[:FREED]), *freed[:FREED]]
+            code += [FREE, len(freed[:MAX_FREED_PER_BATCH]), *freed[:MAX_FREED_PER_BATCH]]
         if not code:
             return
         del self._templates[: len(templates)], self._origins[: len(origins)], self._frames[: len(frames)]
         self._inline = 0
         self.session.submit(templates, origins, code, frames)
-        for first in range(FREED, len(freed), FREED):  # more than fit a batch
-            some = freed[first : first + FREED]
+        for first in range(MAX_FREED_PER_BATCH, len(freed), MAX_FREED_PER_BATCH):  # more than fit a batch
+            some = freed[first : first + MAX_FREED_PER_BATCH]
             self.session.submit([], [], [FREE, len(some), *some], [])

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.errors import UnsupportedOp
 
-SMALL = 1 << 20  # elements of operands: an op on so few is cheap, should the CPU accept it
+MAX_ELEMENTS_ON_CPU = 1 << 20  # elements of operands: an op on so few is cheap, should the CPU accept it
 # Ops of any size: their CPU kernels compare shapes before they compute, as every pointwise op's does
 _COMPARES_FIRST = frozenset(
     f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "cat", "stack", "convolution")
@@ -37,7 +37,7 @@ def as_on_cpu(info: Any, args: list, kwargs: dict, error: Exception) -> Exceptio
     info: infer.OpInfo. args, kwargs: with meta tensors. The op is carried out on zeros of the same shapes and dtypes.
     """
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-    small = sum(tensor.numel() for tensor in tensors) <= SMALL
+    small = sum(tensor.numel() for tensor in tensors) <= MAX_ELEMENTS_ON_CPU
     inner = info.random or "backward" in info.name or info.name.startswith(("aten._", "gt."))  # may trust their callers
     if inner or not (small or info.pointwise or info.name in _COMPARES_FIRST):
         return error

@@ -114,7 +114,7 @@ def constant(a: Any) -> Arg:
     raise UnsupportedOp(f"argument {a!r} of type {type(a).__name__} cannot be sent to a worker")
 
 
-def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
+def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     """Infer a call, define its template and return the entry (the caller keeps it)."""
     if info.name not in TABLE and not info.outs:
         raise UnsupportedOp(f"{TABLE.refusal(info.name)}; or compute it on the CPU and move the result with .to('remote')")
