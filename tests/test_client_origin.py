@@ -296,7 +296,7 @@ def test_what_has_ended_waits_for_the_next_batch_while_an_answer_is_awaited(inli
 def test_the_template_table_is_bounded(inline: InlineSession, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     from gt.client.trace import recorder
 
-    monkeypatch.setattr(recorder, "TEMPLATES", 20)
+    monkeypatch.setattr(recorder, "MAX_TEMPLATES", 20)
     for _ in range(2):
         for n in range(1, 60):
             x = torch.ones(n, device="remote")

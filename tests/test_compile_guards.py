@@ -672,7 +672,7 @@ class Given:
 def test_of_an_installed_package_objects_are_compared_and_code_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "installed_for_a_test.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(user_code, "_SITES", (f"{tmp_path}/",))
+    monkeypatch.setattr(user_code, "_SITE_FOLDERS", (f"{tmp_path}/",))
     library = importlib.import_module("installed_for_a_test")
     layer = library.Layer(library.Config(), Given())
     step = gt.compile(lambda x: layer(x))

@@ -46,10 +46,13 @@ def _composite(  # noqa: PLR0913 - the op's arguments
 def _outs(  # noqa: PLR0913 - the op's arguments
     q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool
 ) -> tuple[Meta, ...]:
-    """Metas of out [..., heads, L, Ev] and logsumexp [..., heads, L]. Flash kernels store four dims as [batch, L, heads, Ev]."""
+    """Metas of out [..., heads, L, Ev] and logsumexp [..., heads, L].
+
+    An out of four dims is stored as [batch, L, heads, Ev], as flash kernels leave it.
+    """
     stand_ins: list[Any] = [x._ref.meta.stand_in() if isinstance(x, RemoteTensor) else None for x in (q, k, v, mask)]
     with torch.no_grad():
-        shape = tuple(_composite(*stand_ins, p, causal, scale, gqa).shape)
+        shape = tuple(_composite(stand_ins[0], stand_ins[1], stand_ins[2], stand_ins[3], p, causal, scale, gqa).shape)
     out = metas.contiguous(shape, q.dtype)
     if len(shape) == 4:
         _, h, t, e = shape
