@@ -292,14 +292,15 @@ def test_a_plan_captures_a_step_as_soon_as_a_run_does() -> None:
     explained = []
 
     def descend() -> None:
-        weight = torch.nn.Parameter(torch.ones(4, device="remote"))
-        weight.grad = torch.ones_like(weight)
-        optimizer = torch.optim.SGD([weight], lr=0.1)
+        model = torch.nn.Linear(4, 2).to("remote")  # the hook learns names of parameters from modules
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         @gt.compile
         def step() -> torch.Tensor:
             optimizer.step()
-            return weight.sum()
+            return model.weight.sum()
 
         for _ in range(3):
             step()
