@@ -79,7 +79,7 @@ def connect(
     path = env.get("GT_CONFIG") if config is None else config
     text = read(path)
     token = env.get("GT_TOKEN") if token is None else token
-    session = Session(address, text, path, switches=switches, token=token, wait=wait)
+    session = Session(address, (text, path), switches=switches, token=token, wait=wait)
     current_session.connect(session, text, path)
 
 

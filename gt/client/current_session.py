@@ -1,4 +1,4 @@
-"""The session that this process records into, and how one comes to be when there is none."""
+"""The session that this process records into, and how the first op opens one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from gt.errors import DispatcherLost, ProgramError
 
 
 class Current:
-    """What the hot path needs, in one object; `recorder` is None without a session."""
+    """State that the hot path reads, in one object. `recorder` is None without a session."""
 
     recorder: Recorder | None = None
     origins: Origins
     config: tuple[str, str] = ("", "")  # text and path of the session's YAML
-    schedule = ""  # of steps that name none, as the YAML says
-    backend = "eager"  # likewise
-    fresh: tuple[int, int] | None = None  # id of the newest uninitialised tensor, and how many ops there were then
+    schedule = ""  # the YAML's, for captured steps that name none
+    backend = "eager"  # the YAML's, for captured steps that name none
+    # id of the newest uninitialised tensor, and the number of ops at its creation
+    fresh: tuple[int, int] | None = None
 
 
 _starting = threading.RLock()
@@ -28,12 +29,13 @@ on_clear: list[Callable[[], None]] = []  # caches that hold template numbers
 
 
 def clear_caches() -> None:
+    """Forget all template numbers, which are no longer valid."""
     for clear in on_clear:
         clear()
 
 
 def current() -> Recorder:
-    """The recorder; starts or connects if there is none yet."""
+    """The recorder of the open session. Without one it connects or starts workers; DispatcherLost if that is not set up."""
     if Current.recorder is not None:
         return Current.recorder
     with _starting:
@@ -46,18 +48,18 @@ def current() -> Recorder:
 
 
 def connect(session: Any, config_text: str = "", config_path: str = "") -> Recorder:
-    """Record into this session from now on."""
+    """Record into this session from now on. config_text, config_path: of its YAML."""
     clear_caches()
     recorder = Recorder(session, clear_caches)
     Current.config = (config_text, config_path)
-    Current.schedule, Current.backend = _steps(config_text, config_path)
+    Current.schedule, Current.backend = _defaults_of_steps(config_text, config_path)
     Current.origins = Origins(recorder)
     Current.recorder = recorder
     return recorder
 
 
-def _steps(text: str, path: str) -> tuple[str, str]:
-    """Schedule and backend of captured steps that name none."""
+def _defaults_of_steps(text: str, path: str) -> tuple[str, str]:
+    """The YAML's schedule and backend for captured steps that name none."""
     if not text:
         return "", "eager"
     from gt.config.load import load
@@ -67,7 +69,7 @@ def _steps(text: str, path: str) -> tuple[str, str]:
 
 
 def check(tensor: Any) -> None:
-    """Raise for a tensor of a session that has ended. Ops ask at a cache miss only: metas, and so keys, are a session's own."""
+    """ProgramError for a tensor of an ended session. Ops check at a cache miss only: metas, and so keys, are per session."""
     if Current.recorder is None or tensor._ref.id < Current.recorder.first:
         raise ProgramError(
             f"a tensor of shape {list(tensor.shape)} belongs to a session that has ended (gt.shutdown, gt.connect or new "
@@ -76,15 +78,15 @@ def check(tensor: Any) -> None:
 
 
 def disconnect() -> Any:
-    """Stop recording; returns the session, or None if there was none."""
+    """Stop recording. Returns the session, or None if there was none."""
     recorder, Current.recorder = Current.recorder, None
     clear_caches()
     return recorder.session if recorder else None
 
 
 def set_aside() -> tuple:
-    """Stop recording for a while; what `restore` takes."""
-    held = (
+    """Stop recording for a while. Returns the state that `restore` takes."""
+    state = (
         Current.recorder,
         getattr(Current, "origins", None),
         Current.config,
@@ -93,10 +95,10 @@ def set_aside() -> tuple:
     )
     Current.recorder, Current.fresh = None, None
     clear_caches()
-    return held
+    return state
 
 
-def restore(held: tuple) -> None:
-    """Go on where `set_aside` stopped."""
-    Current.recorder, Current.origins, Current.config, (Current.schedule, Current.backend), Current.fresh = held
+def restore(state: tuple) -> None:
+    """Resume the session that `set_aside` has interrupted."""
+    Current.recorder, Current.origins, Current.config, (Current.schedule, Current.backend), Current.fresh = state
     clear_caches()

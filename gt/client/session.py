@@ -1,7 +1,7 @@
-"""The client's end of its link: batches of ops out, values back, host copies on request, and what went wrong.
+"""The client's connection to a dispatcher: batches of ops out, values back, host copies on request, and errors.
 
-Callers never touch the socket. They append to an outbox, one atomic step that a Ctrl-C cannot tear, and wait on
-threading events, which a Ctrl-C interrupts at once; the link's I/O thread numbers, packs and sends as credit allows.
+Callers never touch the socket. They append to an outbox, one atomic step that Ctrl-C cannot tear, and wait on threading
+events, which Ctrl-C interrupts at once. The link's I/O thread numbers, packs and sends as credit allows.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from gt.wire.messages import THROUGH, Describe, Fetch, FinishCapture, Goodbye, I
 
 log = logging.getLogger("gt.client")
 
-MAX_WAITING_BATCHES = 8  # batches that wait for the server's credit before wait_credit blocks
-FIRST_NOTICE_SECONDS = 3.0  # seconds without an answer after which the user is told what is being waited for
-WELCOME_SECONDS = 45.0  # seconds a server that is there may take to answer: it waits for the workers that the config names
+MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
+FIRST_NOTICE_SECONDS = 3.0  # without an answer; then a warning tells the user
+WELCOME_SECONDS = 45.0  # for a server that is up: it waits for the workers that the config names
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class _Pending:
-    """One request and what came of it."""
+    """One request and its answer: a value or an error, once `done` is set."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -50,13 +50,16 @@ class _Pending:
 
 
 class Session:
-    """A connection to a dispatcher, made in the constructor: Refused, ConfigError or DispatcherLost if it cannot be."""
+    """A connection to the dispatcher at "host:port", which the constructor opens.
+
+    config: text and path of the YAML. switches: settings for the workers, see gt.api. wait: seconds to try for.
+    heartbeat: seconds between two signs of life. Raises Refused, ConfigError or DispatcherLost.
+    """
 
     def __init__(
         self,
         address: str,
-        config_text: str = "",
-        config_path: str = "",
+        config: tuple[str, str] = ("", ""),
         switches: dict[str, Any] | None = None,
         token: str = "",
         wait: float = 10.0,
@@ -66,22 +69,22 @@ class Session:
             logs.setup("client")
         self.address = address
         self.failure: GTError | None = None
-        # Called by the I/O thread about every 10 ms, to submit what is stale. It must not wait for anything.
+        # The I/O thread calls it about every 10 ms, to submit stale ops. It must not wait for anything.
         self.on_idle: Callable[[], None] | None = None
         self._pid = os.getpid()
         self._pending: dict[int, _Pending] = {}
-        self._pieces: dict[int, _Pending] = {}  # key of a piece under way -> its fetch
-        self._host_copies: dict[int, np.ndarray] = {}
-        self._uploading: dict[int, Any] = {}  # key -> array and boxes, then the frames that are still to be sent
+        self._pieces: dict[int, _Pending] = {}  # key of an incomplete piece -> its fetch
+        self._host_copies: dict[int, np.ndarray] = {}  # tensor -> array, until Release
+        self._uploading: dict[int, Any] = {}  # key -> array and boxes, then the frames left to send
         self._numbers = itertools.count()
         self._outbox: deque[Message | tuple[Any, ...]] = deque()
         self._room = threading.Condition()
         self._window = link.Window(0)
-        self._deferred_error: GTError | None = None
-        self._last_unsolicited: GTError | None = None  # what was told last that no request answers
-        self._last_notice = ""  # why there is no welcome yet
-        self._notice_count = 0  # that say so
-        self._queued = False  # in the queue for workers of its own
+        self._deferred_error: GTError | None = None  # raised by the next wait
+        self._last_unsolicited: GTError | None = None  # the last error that answers no request
+        self._last_notice = ""  # why there is no Welcome yet
+        self._notice_count = 0  # received before the Welcome
+        self._queued = False  # the server has no free workers for this session yet
         self._fetches = 0
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
@@ -103,7 +106,7 @@ class Session:
             address, self._on_message, self._on_lost, on_turn=self._turn, wait=wait, heartbeat=heartbeat, token=token
         )
         try:
-            self._link.send(link.hello("client", config_text, config_path, switches=switches or {}))
+            self._link.send(link.hello("client", *config, switches=switches or {}))
             welcome = self._await_welcome(address, wait)
         except BaseException:
             self._link.close()
@@ -114,16 +117,16 @@ class Session:
         _open.add(self)
 
     def _await_welcome(self, address: str, wait: float) -> messages.Welcome:
-        """The answer to Hello. Who is in the queue for workers waits as long as the server says so now and then."""
+        """Wait for the answer to Hello; without a limit as long as the server keeps sending notices."""
         if not self._greeting.done.wait(FIRST_NOTICE_SECONDS) and not self._queued:
             log.warning("waiting for the server at %s: %s", address, self._last_notice or "it is not up yet")
-        heard = 0
+        notices_seen = 0
         while not self._greeting.done.wait(wait + WELCOME_SECONDS):
-            if heard == self._notice_count:
+            if notices_seen == self._notice_count:
                 raise DispatcherLost(
                     f"the server at {address} does not answer (tried for {wait + WELCOME_SECONDS:g} s): check that it runs"
                 )
-            heard = self._notice_count
+            notices_seen = self._notice_count
         if self.failure:
             raise self.failure
         return link.answer(self._greeting.value)
@@ -131,21 +134,22 @@ class Session:
     # ---- for the recorder; any thread
 
     def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = ()) -> None:
-        """Queue a batch of the op stream, in order; the lists are the session's from now on. Never waits."""
+        """Queue a batch of the op stream, in order. The session owns the lists from now on. Never waits."""
         self._check()
         self._outbox.append((templates, origins, code, frames))
         self._link.push()
 
     @property
     def waiting(self) -> bool:
-        """Whether a thread waits for an answer: what has ended is freed with what follows."""
+        """True while a thread waits for an answer."""
         return bool(self._pending)
 
     def has_credit(self) -> bool:
+        """True if another batch can be queued before wait_credit blocks."""
         return len(self._outbox) < MAX_WAITING_BATCHES
 
     def wait_credit(self) -> None:
-        """Wait until the workers have caught up with what was submitted, so that a fast program cannot fill memory."""
+        """Wait until few batches are queued, so that a program faster than its workers cannot fill memory."""
         if self._link.inside or self.has_credit():
             return
         if not self._link.lead(self._unblocked):
@@ -159,27 +163,27 @@ class Session:
         return self.has_credit() or self.failure is not None or self._deferred_error is not None
 
     def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
-        """(shape, dtype, bytes as a row-major uint8 array) of a tensor's value."""
+        """Shape, dtype and bytes of a tensor's value, the bytes as a row-major uint8 array. Waits."""
         return self._ask(lambda request: Fetch(request, tensor))
 
     def synchronize(self) -> None:
-        """Wait until all workers, and their devices, have done what was submitted."""
+        """Wait until all workers and their devices have executed what was submitted."""
         self._ask(lambda request: Fetch(request, THROUGH))
 
     def describe(self, tensors: list[int]) -> list[Spec]:
-        """Specs of the outputs of a dynamic op."""
+        """Specs of a dynamic op's outputs. Waits."""
         return [Spec.from_wire(row) for row in self._ask(lambda request: Describe(request, tensors))]
 
     def seal(self, program: int, *what: Any) -> dict[str, Any]:
-        """Make a program of what was recorded; see messages.FinishCapture for the rest and the answer."""
+        """Make a program of the last recording. messages.FinishCapture describes the rest and the answer. Waits."""
         return self._ask(lambda request: FinishCapture(request, program, *what))
 
     def inspect(self, tensor: int) -> dict[str, Any]:
-        """Layout, mesh and pieces of a tensor."""
+        """Layout, mesh and pieces of a tensor. Waits."""
         return self._ask(lambda request: Inspect(request, tensor))
 
     def stats(self, program: int = -1) -> dict[str, Any]:
-        """The dispatcher's and workers' counters, and under "client" this link's. program: see messages.Stats."""
+        """Counters of the dispatcher and the workers, and of this link under "client". program: see messages.Stats. Waits."""
         body = self._ask(lambda request: Stats(request, program))
         mine = {
             "messages_sent": self._link.messages_sent,
@@ -189,20 +193,20 @@ class Session:
         return {**body, "client": mine}
 
     def keep(self, tensor: int, array: np.ndarray) -> None:
-        """Hold a host copy for gt.upload: any NumPy array of the tensor's shape and element size, until Release."""
+        """Hold a host copy for an upload until Release. array: of the tensor's shape and element size, of any NumPy dtype."""
         self._host_copies[tensor] = array
 
     def close(self) -> None:
-        """Leave: no thread, no socket. Safe to call twice, and in a forked child, where it does nothing."""
+        """End the session, its thread and its socket. May be called twice; does nothing in a forked child."""
         if self._pid != os.getpid():
             return
         _open.discard(self)
         self.on_idle = None
-        self._outbox.clear()  # or what is left would be sent after the goodbye
+        self._outbox.clear()  # or batches would be sent after the goodbye
         self.on_idle = None
         if self.failure is None:
             self._fail_all(SystemFailure("the session is closed"))
-            self._link.send(Goodbye())  # the last: what waited for credit is no longer wanted
+            self._link.send(Goodbye())
         self._link.close()
         self._host_copies.clear()
         self._uploading.clear()
@@ -222,13 +226,13 @@ class Session:
         self._pending[request] = pending
         try:
             self._outbox.append(question(request))
-            # The first turn that is led sends it. A link that has ended saw this request, or ended before: then failure is set.
+            # The first turn that this thread leads sends it. A link that has ended saw this request, or has set failure before.
             if self.failure is None and not self._link.lead(pending.done.is_set):
                 self._link.wake()
                 pending.done.wait()
         finally:
             self._pending.pop(request, None)
-            if self._pending:  # others wait for what this thread has taken in
+            if self._pending:  # other threads wait for answers that this thread would have received
                 self._link.resume()
             if pending.assembly is not None:
                 for key in pending.assembly.keys:
@@ -245,7 +249,7 @@ class Session:
             raise error
 
     def defer_error(self, error: GTError) -> None:
-        """What failed before and was raised where it says nothing: the next wait raises it."""
+        """Keep an error that the caller could not raise; the next wait raises it."""
         self._deferred_error = self._deferred_error or error
 
     # ---- in the I/O thread
@@ -256,7 +260,7 @@ class Session:
         self._pump()
 
     def _pump(self) -> None:
-        """Send what waits, in order; a batch needs credit, and what is behind it waits with it."""
+        """Send the outbox in order. A batch needs credit, and messages behind it wait with it."""
         outbox, full = self._outbox, len(self._outbox) >= MAX_WAITING_BATCHES
         while outbox:
             item = outbox[0]
@@ -276,7 +280,7 @@ class Session:
     def _on_message(self, message: Message, frames: tuple[Any, ...]) -> None:
         handler = self._handlers.get(type(message))
         if handler is None:
-            raise ProtocolError(f"the server sent {type(message).__name__}, which no client takes")
+            raise ProtocolError(f"the server sent {type(message).__name__}, which no client handles")
         handler(message, frames)
 
     def _on_lost(self, reason: str) -> None:
@@ -285,13 +289,13 @@ class Session:
         self._fail_all(DispatcherLost(reason))
 
     def _why_exited(self, reason: str) -> GTError:
-        """Why the server goes on without this session, or stops: what it said of that before."""
+        """The error for an Exit: the one that the server has announced, or a lost dispatcher."""
         if self._last_unsolicited is not None and str(self._last_unsolicited) == reason:
             return self._last_unsolicited
         return DispatcherLost(f"the server at {self.address} has stopped: {reason}")
 
     def _fail_all(self, failure: GTError) -> None:
-        """Whatever waits, and everything later, fails with this; the first cause stays."""
+        """Fail all waits and all later calls with this error; the first one stays."""
         if self.failure is None:
             self.failure = failure
         self._outbox.clear()
@@ -317,7 +321,7 @@ class Session:
         self._last_notice = message.text
 
     def _finish(self, request: int, value: Any = None, error: GTError | None = None) -> None:
-        pending = self._pending.get(request)  # none: the caller was interrupted
+        pending = self._pending.get(request)  # None: the caller was interrupted
         if pending is not None:
             pending.finish(value, error)
 
@@ -344,11 +348,11 @@ class Session:
             self._send_chunks(message.key, message.upto)
 
     def _send_chunks(self, key: int, upto: int) -> None:
-        """Send what of an upload may be sent by now."""
+        """Send those chunks of an upload that its window permits. upto: bytes from the start."""
         left = self._uploading.get(key)
         if left is None:
             raise ProtocolError(f"WindowUpdate.key is {key}, of which nothing is left to send")
-        if isinstance(left, tuple):  # not begun: what has to be copied out of it is copied now
+        if isinstance(left, tuple):  # not begun: regions that are not contiguous are copied now
             left = self._uploading[key] = deque(host_buffers.frames(host_buffers.region(*left)))
         while left and left[0][0] + sum(map(len, left[0][2])) <= upto:
             offset, total, parts = left.popleft()
@@ -380,7 +384,7 @@ class Session:
             self._link.send(messages.UploadProgress(message.key, message.offset + len(frames[0])))
         pending = self._pieces.get(message.key)
         if pending is None or pending.assembly is None:
-            return  # of a fetch that was interrupted
+            return  # its fetch was interrupted
         pending.assembly.add(message.key, message.offset, message.total, frames[0] if frames else None)
         self._finish_if_complete(pending)
 
