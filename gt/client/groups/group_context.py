@@ -13,21 +13,23 @@ import torch
 
 
 class GroupStack(threading.local):
-    """Group names entered in this thread, and which of them were entered inside a backward pass."""
+    """Signal groups that this thread has entered, and its micro-batch."""
 
     def __init__(self) -> None:
-        self.names: list[str] = [""]
-        self.in_backward: list[bool] = [False]
-        self.micro = -1  # the micro-batch that is being worked on
+        self.names: list[str] = [""]  # paths such as "outer/inner", the innermost last
+        self.in_backward: list[bool] = [False]  # whether each was entered inside a backward pass
+        self.micro = -1  # number of the current micro-batch, -1 for none
 
 
 stack = GroupStack()
 
 
 class context(ContextDecorator):
-    """`with gt.signal.context("pp_stage0"):`, or `@gt.signal.context("pp_stage0")` on a function.
+    """Ops inside run in a signal group: `with gt.signal.context("pp_stage0"):`, or the same as a decorator of a function.
 
-    parts: how many weights are fused in one there (3 for q, k and v); without it the planner looks for their split.
+    name: the group's name in the config. parts: number of weights that are fused in one there, such as 3 for q, k and v; with
+    1 the planner finds it from their split. Contexts nest, and the innermost decides. TypeError for a name that is no
+    non-empty string, ValueError for one with "/" or "#".
     """
 
     def __init__(self, name: str, parts: int = 1) -> None:

@@ -1,6 +1,6 @@
-"""Signal groups: which part of the program runs where, named in the user's code; and which micro-batch it works on.
+"""`gt.signal`: signal groups in the user's code, transfers between meshes, and micro-batches.
 
-Contexts nest and the innermost wins. What a name means is the config's business; nothing here knows it.
+The config says what the name of a group means; nothing here knows it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,25 @@ from gt.client.trace.custom_ops import Move
 
 
 def move(x: torch.Tensor) -> torch.Tensor:
-    """Transfer now to the mesh that the current group leads to (`A_to_B`); the gradient comes back the same way."""
+    """Transfer a remote tensor to the mesh to which the current group `A_to_B` leads. Its gradient is transferred back.
+
+    Returns a tensor of the same shape and dtype. TypeError for a tensor that is not remote.
+    """
     return Move.apply(x)
 
 
 def groups() -> list[str]:
-    """Names of the config's signal groups, in its order."""
+    """Names of the config's signal groups, in its order. Connects, if there is no session."""
     return list(current_session.current().session.groups)
 
 
 def apply(model: torch.nn.Module, rules: Any = None) -> dict:
-    """Run the modules whose names match a pattern in that pattern's group: {pattern: group}, or the config's `modules:`.
+    """Run the forward of every module whose name matches a pattern in that pattern's signal group.
 
-    See gt.client.groups.placement.apply.
+    rules: {pattern: group} or {pattern: {"group": ..., "parts": ...}}, where parts is the number of weights fused in one;
+    None for the `modules:` of the session's config. A group may be a suffix such as `_colpar`, or a list of groups, over
+    which the modules are divided. A second call replaces the first. Returns name of a module -> its rule.
+    ConfigError for a pattern that matches no module.
     """
     from gt.client.groups import placement
     from gt.config.load import load
@@ -41,7 +47,11 @@ def apply(model: torch.nn.Module, rules: Any = None) -> dict:
 
 
 def balance(modules: Any, stages: int, example: Any) -> list[tuple[int, int]]:
-    """Cut a list of modules into `stages` runs of about equal cost; see gt.client.groups.placement.balance."""
+    """Divide modules, which are called one after the other, into `stages` contiguous runs of about equal cost.
+
+    example: the first module's input, a tensor or a tuple of tensors, of which only shapes and dtypes matter. Costs are flops
+    of the forward pass on meta tensors. Returns one (start, stop) per stage. ValueError for fewer modules than stages.
+    """
     from gt.client.groups import placement
 
     return placement.balance(modules, stages, example)
@@ -51,9 +61,11 @@ def balance(modules: Any, stages: int, example: Any) -> list[tuple[int, int]]:
 
 
 def microbatches(batch: Any, n: int) -> Iterator[Any]:
-    """`batch` (a tensor, or tuples, lists and dicts of them) in n equal parts along dim 0, one after the other.
+    """Yield n equal parts of `batch` along dim 0. GT can run their ops as a pipeline.
 
-    ValueError if a tensor's first dim is no multiple of n, or if there is no tensor.
+    batch: a tensor, or nested tuples, lists and dicts with tensors; other values are the same in each part. Ops between two
+    parts, and ops that differentiate them, belong to that micro-batch. ValueError if a tensor's first dim is no multiple of
+    n, or if there is no tensor.
     """
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"a batch cannot be cut into {n!r} micro-batches: want a whole number of at least 1")
@@ -69,7 +81,7 @@ def microbatches(batch: Any, n: int) -> Iterator[Any]:
 
 
 def _marked(parts: Iterator[Any]) -> Iterator[Any]:
-    """Ops between one part and the next belong to that micro-batch, and so do those that differentiate them."""
+    """Yield parts, each as the current micro-batch of this thread."""
     outer = stack.micro
     try:
         for n, part in enumerate(parts):
