@@ -212,12 +212,12 @@ class CompiledFunction:
         return results if program is None else program.copy_results()
 
     def _recompute_mode(self) -> int:
-        """Which cheap values are recomputed, as in messages.FinishCapture.recompute."""
+        """Value of messages.FinishCapture.recompute for this function."""
         graphs = (self.backend or current_session.Current.backend) == "cudagraphs"
         return int(graphs) if self.recompute is None else 2 * self.recompute
 
     def _deferral(self) -> int:
-        """When workers execute a recorded call, as in ir.instr.RECORD: at once with a schedule, which needs times of ops."""
+        """Value of ir.instr.RECORD for this function: no deferral with a schedule, which needs times of single ops."""
         live = current_session.Current
         deferred = (self.backend or live.backend) == "cudagraphs" and not (self.schedule or live.schedule)
         return 1 + self._recompute_mode() if deferred else 0
