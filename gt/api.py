@@ -69,8 +69,8 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     workers: number of workers that the program wants, 0 for all. An exclusive server leases that many, which the config calls
         0 to workers - 1. If too few are free, this waits in the server's queue without limit and logs its place.
 
-    Raises DispatcherLost if no server answers, Refused if it does not accept this program, ConfigError for a wrong config or
-    one that names more workers than there are, ValueError for a wrong `workers` or `stall_timeout`.
+    Raises DispatcherLost if no server answers, and Refused if it does not accept this program. ConfigError: the config is
+    wrong, or names more workers than there are. ValueError: `workers` or `stall_timeout` is no such number.
     """
     from gt.client.session import Session
 

@@ -45,7 +45,7 @@ def recompute_lines(recomputed: dict[str, list[int]]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for name, (values, before, after) in recomputed.items():
         sizes = " instead of ".join(map(size, (after, before)))
-        alike.setdefault(f"{values} values are made again: the step makes at most {sizes}", []).append(name)
+        alike.setdefault(f"{values} values are recomputed: the values of the step take at most {sizes}", []).append(name)
     return [f"{text} on {', '.join(names)}" for text, names in alike.items()]
 
 

@@ -154,18 +154,18 @@ class RemoteTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         with torch.no_grad():
-            made = self.detach().clone()
-        made.requires_grad_(self.requires_grad)
+            copied = self.detach().clone()
+        copied.requires_grad_(self.requires_grad)
         if self.grad is not None and not getattr(self, "_is_param", False):  # as torch's Parameter
-            made.grad = copy.deepcopy(self.grad, memo)
-        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_ref"})
-        memo[id(self)] = made
-        return made
+            copied.grad = copy.deepcopy(self.grad, memo)
+        copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_ref"})
+        memo[id(self)] = copied
+        return copied
 
     def __copy__(self) -> RemoteTensor:
-        made = self.detach().requires_grad_(self.requires_grad)
-        made.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_ref"})
-        return made
+        copied = self.detach().requires_grad_(self.requires_grad)
+        copied.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_ref"})
+        return copied
 
     def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         result = _base.type(self, dtype, non_blocking, **kwargs)
@@ -212,12 +212,12 @@ class RemoteStorage:
 
 def make(meta: Meta, ref: Ref | Alias) -> RemoteTensor:
     """A new tensor object for a reference."""
-    made = RemoteTensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    tensor = RemoteTensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, torch.strided, LAZY, False, False, None,
         False, False, _AUTOCAST,
     )  # fmt: skip
-    made._ref = ref
-    return made
+    tensor._ref = ref
+    return tensor
 
 
 def rebind(target: RemoteTensor, value: RemoteTensor) -> None:

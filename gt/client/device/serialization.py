@@ -40,34 +40,34 @@ class _RemoteCopy:
     def _move(self, thing: Any) -> Any:
         if id(thing) in self._seen:
             return self._seen[id(thing)][1]
-        made = thing
+        result = thing
         if isinstance(thing, torch.Tensor):
-            made = self._tensor(thing)
+            result = self._tensor(thing)
         elif isinstance(thing, tuple):
             parts = [self._move(part) for part in thing]
             make = getattr(thing, "_make", type(thing))
-            made = thing if all(a is b for a, b in zip(parts, thing, strict=True)) else make(parts)
-        self._seen[id(thing)] = thing, made  # the thing too, so that identities stay unique
+            result = thing if all(a is b for a, b in zip(parts, thing, strict=True)) else make(parts)
+        self._seen[id(thing)] = thing, result  # the thing too, so that identities stay unique
         for holder, key, value in _parts(thing):
             moved = self._move(value)
             if moved is not value:
                 holder[key] = moved
-        return made
+        return result
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, RemoteTensor) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
         if self._shared[storage.data_ptr()] < 2:
-            made = tensor.detach().to(Shown.device)
+            moved = tensor.detach().to(Shown.device)
         else:
             key = storage.data_ptr(), tensor.dtype
             if key not in self._bases:
                 self._bases[key] = torch.empty(0, dtype=tensor.dtype).set_(storage).to(Shown.device)
-            made = self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            moved = self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         if isinstance(tensor, torch.nn.Parameter):
-            return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
+            return torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        return moved.requires_grad_(tensor.requires_grad)
 
 
 def _parts(thing: Any) -> list[tuple[Any, Any, Any]]:

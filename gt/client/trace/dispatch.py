@@ -104,14 +104,14 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
         if meta.large and recorder.live_tensors.ended:
             recorder.free_ended()
         code.extend((entry.number, origin, *ids, *values, number))
-        made = _wrap(
+        tensor = _wrap(
             RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, _strided, LAZY, False, False, None,
             False, False, _AUTOCAST,
         )  # fmt: skip
-        made._ref = Ref(number, meta, origin, recorder.live_tensors)
+        tensor._ref = Ref(number, meta, origin, recorder.live_tensors)
         if len(code) > recorder.batch:
             recorder.end_batch()
-        return made
+        return tensor
     if mode == FIRST:
         code.extend((entry.number, origin, *ids, *values))
         args[0]._ref.pending = origin

@@ -75,9 +75,9 @@ def _compile(original: Any) -> Any:
     def compile(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], torch.nn.Module) and _remote(args[0]):
             raise UnsupportedOp(COMPILE)
-        made = original(*args, **kwargs)
+        compiled = original(*args, **kwargs)
         _guard_dynamo()
-        return made
+        return compiled
 
     return compile
 
