@@ -61,7 +61,7 @@ def balance(modules: Any, stages: int, example: Any) -> list[tuple[int, int]]:
 
 
 def microbatches(batch: Any, n: int) -> Iterator[Any]:
-    """Yield n equal parts of `batch` along dim 0. GT can run their ops as a pipeline.
+    """Iterate over n equal parts of `batch` along dim 0, whose ops a schedule can run as a pipeline.
 
     batch: a tensor, or nested tuples, lists and dicts with tensors; other values are the same in each part. Ops between two
     parts, and ops that differentiate them, belong to that micro-batch. ValueError if a tensor's first dim is no multiple of
