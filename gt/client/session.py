@@ -342,7 +342,7 @@ class Session:
     def _upload_requested(self, message: messages.UploadRequest, frames: tuple[Any, ...]) -> None:
         array = self._host_copies.get(message.tensor)
         if array is None:
-            raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, of which no host copy is kept")
+            raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, want a tensor with a host copy")
         self._uploading[message.key] = (array, message.boxes)
         if message.upto or not any(all(start < stop for start, stop in box) for box in message.boxes):
             self._send_chunks(message.key, message.upto)
@@ -351,7 +351,7 @@ class Session:
         """Send those chunks of an upload that its window permits. upto: bytes from the start."""
         left = self._uploading.get(key)
         if left is None:
-            raise ProtocolError(f"WindowUpdate.key is {key}, of which nothing is left to send")
+            raise ProtocolError(f"WindowUpdate.key is {key}, want an upload with bytes left to send")
         if isinstance(left, tuple):  # not begun: regions that are not contiguous are copied now
             left = self._uploading[key] = deque(host_buffers.frames(host_buffers.region(*left)))
         while left and left[0][0] + sum(map(len, left[0][2])) <= upto:
@@ -369,7 +369,7 @@ class Session:
         if pending is None:
             return
         if message.dtype not in DTYPES:
-            raise ProtocolError(f"Value.dtype is {message.dtype!r}")
+            raise ProtocolError(f"Value.dtype is {message.dtype!r}, want one of {', '.join(DTYPES)}")
         shape = tuple(message.shape)
         pending.assembly = host_buffers.Assembly(shape, DTYPES[message.dtype][0], message.pieces)
         pending.value = (shape, message.dtype, pending.assembly.data)
