@@ -84,7 +84,9 @@ class _Piece:
     def add(self, offset: int, total: int, data: Any) -> None:
         size = 0 if data is None else len(data)
         if total != self._bytes.nbytes or not 0 <= offset <= total - size or size > self.left:
-            raise ProtocolError(f"Piece has {size} bytes at offset {offset} of {total}, want a frame of a piece of {self._bytes.nbytes} bytes")
+            raise ProtocolError(
+                f"Piece has {size} bytes at offset {offset} of {total}, want a frame of a piece of {self._bytes.nbytes} bytes"
+            )
         if size:
             self._bytes[offset : offset + size] = np.frombuffer(data, np.uint8)
         self.left -= size
