@@ -368,7 +368,7 @@ def test_a_call_that_takes_long_to_record_is_carried_out_whole(connect: Callable
     def step(x: torch.Tensor) -> torch.Tensor:
         for _ in range(MOST + 10):
             x = x * 1.001
-            current_session.current().idle()  # as the link's thread does every few milliseconds
+            current_session.current().flush_stale()  # as the link's thread does every few milliseconds
         return x
 
     x = torch.rand(5, 3)
