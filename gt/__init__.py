@@ -1,6 +1,6 @@
 """GT: one ordinary PyTorch program on many GPUs, through a device called `remote`.
 
-Importing it makes the device known to torch; it starts no process, thread or socket. Public names are the list below.
+The import registers the device with torch; it starts no process, thread or socket. The public names are listed below.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the public names below once more, since checkers and editors do not run __getattr__
+if TYPE_CHECKING:  # the public names once more, since checkers and editors do not run __getattr__
     # isort: off
     # fmt: off
     from torch import nn as nn, no_grad as no_grad, optim as optim
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the public names below once more, since checkers and editor
         zeros as zeros, zeros_like as zeros_like,
     )
     from gt.client.groups import signal as signal
-    from gt.client.capture.compile import compile as compile
+    from gt.client.capture.compiled_function import compile as compile
     from gt.client.groups.signal import microbatches as microbatches
     from gt.errors import (
         CaptureError as CaptureError, ConfigError as ConfigError, DispatcherLost as DispatcherLost, GTError as GTError,
@@ -46,7 +46,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
             "randint_like", "randn", "randn_like", "shutdown", "stack", "stats", "tensor", "trace", "zeros", "zeros_like",
         )
     },
-    "compile": ("gt.client.capture.compile", "compile"),
+    "compile": ("gt.client.capture.compiled_function", "compile"),
     "microbatches": ("gt.client.groups.signal", "microbatches"),
     "nn": ("torch.nn", None),
     "no_grad": ("torch", "no_grad"),
@@ -58,15 +58,15 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     )},
 }  # fmt: skip
 __all__ = [*_PUBLIC, "__version__"]
-_PROCESSES = ("gt", "gt.server", "gt.worker", "gt.launch")  # run with -m: ours, which load torch themselves if they need it
+_PROCESSES = ("gt", "gt.server", "gt.worker", "gt.launch")  # modules run with -m, which import torch themselves if they need it
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'gt' has no attribute {name!r}")
     module, attribute = _PUBLIC[name]
-    found = importlib.import_module(module)
-    return found if attribute is None else getattr(found, attribute)
+    imported = importlib.import_module(module)
+    return imported if attribute is None else getattr(imported, attribute)
 
 
 def __dir__() -> list[str]:
@@ -74,20 +74,20 @@ def __dir__() -> list[str]:
 
 
 def _start() -> None:
-    """The first remote tensor of a program that has not connected."""
+    """Open a session for the first remote tensor of a program that has none."""
     importlib.import_module("gt.api").start()
 
 
 def _own_process() -> bool:
-    """True in the command `gt` and in processes run with -m, which are no user's program."""
+    """True in the command `gt` and in GT's processes run with -m, which are no user's program."""
     program = sys.argv[0] if sys.argv else ""
-    if program == "-m":  # while python looks for the module; its name is in front of its arguments
+    if program == "-m":  # while python still looks for the module, whose name is before its arguments
         return sys.orig_argv[-len(sys.argv)] in _PROCESSES
     return Path(program).name == "gt"
 
 
 def make_device() -> None:
-    """Make the device known to torch, once; warn of a torch that GT was not tested with."""
+    """Register the device with torch, once; warn if GT was not tested with this version of torch."""
     global _made
     if _made:
         return

@@ -1,4 +1,4 @@
-"""What `import gt` shows: connecting, starting workers, remote factories, and looking at what happened."""
+"""Public functions of gt: connecting, starting workers, remote factories, and reports on what was executed."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 
     device: torch.device  # by __getattr__
 log = logging.getLogger("gt")
-LONGEST_STALL = 1e9  # seconds
+MAX_STALL_SECONDS = 1e9
+MAX_WORKERS = 1 << 16
 cat, stack = torch.cat, torch.stack
 Factory = TypeVar("Factory", bound=Callable)
 
 
 class _Started:
-    """Processes that this program started, if any."""
+    """Processes that this program has started, and functions that replace or follow them."""
 
     local: Any = None
-    trace: Callable[[], None] | None = None  # before a session ends
-    plan: Callable[[str | None, int], None] | None = None  # while a plan is made: what takes the place of workers
+    trace: Callable[[], None] | None = None  # called before a session ends
+    plan: Callable[[str | None, int], None] | None = None  # opens a session that only plans; None outside of gt.plan
 
 
 def __getattr__(name: str) -> Any:
@@ -46,7 +47,7 @@ def __getattr__(name: str) -> Any:
 # ---- sessions
 
 
-def connect(
+def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     address: str,
     config: str | None = None,
     *,
@@ -56,18 +57,24 @@ def connect(
     stall_timeout: float | None = None,
     workers: int = 0,
 ) -> None:
-    """Use the dispatcher at "host:port" from now on. config: path of the YAML, or gt:NAME of a ready config; GT_CONFIG if None,
-    "" for none.
+    """Connect to the dispatcher at "host:port". Ops run there from now on; an open session ends.
 
-    name=False leaves the string "remote" unregistered, so that local CUDA training works beside it; the device is then
-    `gt.device`. wait: seconds to try for. stall_timeout: seconds in which no worker gets on until a wait ends in WorkerStuck,
-    GT_STALL_TIMEOUT if None, 0 for never. workers: how many the program wants, 0 for all that there are. An exclusive server
-    gives it so many of its own, which a config calls 0 to workers - 1; where too few are free it waits in a queue, as long as
-    it takes, and says at which place. Refused, ConfigError: there are not so many, or a session may not have them.
+    config: path of the YAML of signal groups, or gt:NAME of a ready config; GT_CONFIG if None, "" for none.
+    token: the server's secret; GT_TOKEN if None.
+    name: False leaves the device name "remote" unregistered, so that local CUDA training works in this process; the device is
+        then `gt.device`.
+    wait: seconds to try for.
+    stall_timeout: seconds without progress of any worker after which a wait ends in WorkerStuck; GT_STALL_TIMEOUT if None,
+        0 for no limit.
+    workers: number of workers that the program wants, 0 for all. An exclusive server leases that many, which the config calls
+        0 to workers - 1. If too few are free, this waits in the server's queue without limit and logs its place.
+
+    Raises DispatcherLost if no server answers, and Refused if it does not accept this program. ConfigError: the config is
+    wrong, or names more workers than there are. ValueError: `workers` or `stall_timeout` is no such number.
     """
     from gt.client.session import Session
 
-    if type(workers) is not int or not 0 <= workers <= 1 << 16:
+    if type(workers) is not int or not 0 <= workers <= MAX_WORKERS:
         raise ValueError(f"workers is {workers!r}, want the number of workers as a whole number, or 0 for all")
     switches = {**_switches(stall_timeout), "workers": workers}
     disconnect()
@@ -79,14 +86,14 @@ def connect(
     path = env.get("GT_CONFIG") if config is None else config
     text = read(path)
     token = env.get("GT_TOKEN") if token is None else token
-    session = Session(address, text, path, switches=switches, token=token, wait=wait)
+    session = Session(address, (text, path), switches=switches, token=token, wait=wait)
     current_session.connect(session, text, path)
 
 
 def _switches(stall_timeout: float | None) -> dict[str, Any]:
-    """This process's settings of torch that change numbers, for its workers, and seconds that it waits for a stalled one."""
+    """Settings for the workers: those of torch in this process that change results, and the stall timeout in seconds."""
     limit = env.seconds("GT_STALL_TIMEOUT") if stall_timeout is None else float(stall_timeout)
-    if not 0 <= limit <= LONGEST_STALL:
+    if not 0 <= limit <= MAX_STALL_SECONDS:
         raise ValueError(f"stall_timeout is {stall_timeout!r}, want seconds, 0 for no limit, or None for GT_STALL_TIMEOUT")
     return {
         "stall_timeout": limit,
@@ -99,9 +106,10 @@ def _switches(stall_timeout: float | None) -> dict[str, Any]:
 
 
 def gpu_workers(n: int, config: str | None = None, *, name: bool = True, stall_timeout: float | None = None) -> None:
-    """Start a dispatcher and n workers, one GPU each; CPU workers, said once, where this machine has fewer GPUs.
+    """Start a dispatcher and n workers on this machine, one GPU each. They end with this program.
 
-    stall_timeout: see connect. ConfigError for a config that names more workers than n.
+    With fewer than n GPUs it warns and starts n CPU workers. config, name, stall_timeout: as for gt.connect. ValueError for n
+    below 1, ConfigError for a config that names more than n workers.
     """
     have = torch.cuda.device_count()
     if have < n:
@@ -110,9 +118,10 @@ def gpu_workers(n: int, config: str | None = None, *, name: bool = True, stall_t
 
 
 def cpu_workers(n: int, config: str | None = None, *, name: bool = True, stall_timeout: float | None = None) -> None:
-    """Start a dispatcher and n workers on this machine's CPUs; they end with this program.
+    """Start a dispatcher and n workers on this machine's CPUs. They end with this program.
 
-    stall_timeout: see connect. ConfigError for a config that names more workers than n.
+    config, name, stall_timeout: as for gt.connect. ValueError for n below 1, ConfigError for a config that names more than n
+    workers.
     """
     _start_local(n, False, config, name, stall_timeout)
 
@@ -124,7 +133,7 @@ def _start_local(n: int, gpu: bool, config: str | None, name: bool, stall_timeou
         raise ValueError(f"the number of workers is {n}, want at least 1")
     _switches(stall_timeout)
     if _Started.plan is None:
-        _fits(env.get("GT_CONFIG") if config is None else config, n)
+        _check_config(env.get("GT_CONFIG") if config is None else config, n)
     shutdown()
     if _Started.plan is not None:
         _Started.plan(config, n)
@@ -139,7 +148,7 @@ def _start_local(n: int, gpu: bool, config: str | None, name: bool, stall_timeou
 
 
 def start() -> None:
-    """What the first remote tensor does: connects to GT_SERVER, or starts what this machine has."""
+    """Connect to GT_SERVER, or start workers on this machine. Called for the first remote tensor without a session."""
     if _Started.plan is not None:
         _Started.plan(None, 0)
         return
@@ -147,28 +156,29 @@ def start() -> None:
         connect(address)
         return
     gpus = torch.cuda.device_count()
-    wanted = max(_named(env.get("GT_CONFIG")), gpus, 1)
+    wanted = max(_workers_of_config(env.get("GT_CONFIG")), gpus, 1)
     _start_local(wanted, 0 < wanted <= gpus, None, True)
 
 
-def _fits(path: str, n: int) -> None:
-    """ConfigError unless a config does with n workers."""
+def _check_config(path: str, n: int) -> None:
+    """Raise ConfigError if a config names more than n workers."""
     from gt.config.load import check_workers, load
 
     check_workers(load(read(path), path), [f"w{i}" for i in range(n)])
 
 
-def _named(path: str) -> int:
-    """How many workers a config's groups name."""
+def _workers_of_config(path: str) -> int:
+    """Number of workers that a config's groups name."""
     from gt.config.load import load
 
     return max([w + 1 for group in load(read(path), path).groups.values() for w in group.flat], default=0)
 
 
 def disconnect() -> None:
-    if _Started.plan is not None and current_session.Live.recorder is not None:
-        current_session.Live.recorder.flush()
-    elif _Started.trace is not None and current_session.Live.recorder is not None:
+    """End the session. Its tensors are lost; processes that this program has started keep running."""
+    if _Started.plan is not None and current_session.Current.recorder is not None:
+        current_session.Current.recorder.flush()
+    elif _Started.trace is not None and current_session.Current.recorder is not None:
         _Started.trace()
     session = current_session.disconnect()
     if session is not None:
@@ -176,42 +186,45 @@ def disconnect() -> None:
 
 
 def shutdown() -> None:
-    """End the session, and the processes that this program started."""
+    """End the session and the processes that this program has started. Remote tensors are lost."""
     disconnect()
     local, _Started.local = _Started.local, None
     if local is not None:
         local.stop()
 
 
-# ---- looking
+# ---- reports
 
 
 def stats() -> dict[str, Any]:
-    """Counters: `client`, `dispatcher`, and `workers`, a list in order of index.
+    """Counters of `client`, `dispatcher` and `workers`, the last as a list in order of index.
 
-    They are what each has got to: waits for an answer, not for what was issued before (a step that hangs can be looked at;
-    `torch.remote.synchronize()` first where that matters).
+    Waits for the answers, but not for ops that are still executing: a step that hangs can be examined. Call
+    `torch.remote.synchronize()` first for figures of everything before.
     """
     recorder = current_session.current()
     recorder.flush()
-    found = recorder.session.stats()
-    client = {"ops": recorder.ops, **found.get("client", {}), "fetches": recorder.fetches}
-    return {**found, "client": client}
+    counters = recorder.session.stats()
+    client = {"ops": recorder.ops, **counters.get("client", {}), "fetches": recorder.fetches}
+    return {**counters, "client": client}
 
 
 def trace(path: str | Path) -> dict[str, Any]:
-    """Write the last replay as a Chrome trace, as measured and as predicted; what stats() has of its schedule. Waits."""
+    """Write the last replay of a captured step as a Chrome trace, measured and predicted. Waits for all workers.
+
+    path: of the JSON file, which Perfetto and chrome://tracing show. Returns the part of gt.stats() on the step's schedule.
+    """
     from gt.observe import timeline
 
     torch_remote.synchronize()
-    found = timeline.chrome(stats())
-    Path(path).write_text(json.dumps(found))
-    return found["otherData"]
+    events = timeline.chrome(stats())
+    Path(path).write_text(json.dumps(events))
+    return events["otherData"]
 
 
 @contextmanager
 def tracing(path: str | Path) -> Iterator[dict[str, Any]]:
-    """A trace of what ran last inside, whichever way its session ends. The value is what trace() gives, afterwards."""
+    """Write a trace before the session inside ends. The yielded dict gets the value of trace()."""
     order: dict[str, Any] = {}
     _Started.trace = lambda: order.update(trace(path))
     try:
@@ -222,7 +235,10 @@ def tracing(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def inspect(tensor: torch.Tensor) -> dict[str, Any]:
-    """Layout, mesh, and each piece's worker, shape and bytes. Waits for the plan, not for the values."""
+    """Layout and mesh of a remote tensor, and of each piece its worker, shape and bytes. Waits for the plan, not for values.
+
+    TypeError for anything but a remote tensor.
+    """
     if not isinstance(tensor, RemoteTensor):
         got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else f"{type(tensor).__name__} {tensor!r:.80}"
         raise TypeError(f"gt.inspect takes a remote tensor, got {got}")
@@ -233,83 +249,87 @@ def inspect(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def plan(fn: Callable, *args: Any, workers: int = 0, config: str | None = None) -> Plan:
-    """What fn(*args) would do on workers, of which none are needed: str() is the text, `.body` the data.
+    """Plan fn(*args) for workers that need not exist. str() of the result is the text, `.body` the data.
 
-    fn makes the model and everything else remote itself, and runs a few steps; its value is dropped. workers: how many there
-    would be, by default what fn asks for, or what the config (a path; GT_CONFIG if None) names. Values read as zeros.
+    fn: makes the model and other remote tensors itself and runs a few steps. Values read as zeros; its result is dropped.
+    workers: their number; by default the number that fn asks for, or that the config names.
+    config: path of a YAML, as for gt.connect.
     """
-    with planning(workers, config) as made:
+    with planning(workers, config) as plan_of:
         fn(*args)
-    return made(getattr(fn, "__qualname__", "function"))
+    return plan_of(getattr(fn, "__qualname__", "function"))
 
 
 @contextmanager
 def planning(workers: int = 0, config: str | None = None) -> Iterator[Callable[[str], Plan]]:
-    """Inside, whatever connects or starts workers gets a dispatcher that only plans. The value gives the plan, afterwards."""
+    """Inside, functions that connect or start workers open a session that only plans.
+
+    Yields a function of a title, which returns the plan after the context has ended.
+    """
     from gt.client.groups import tensor_roles
     from gt.observe.dry_run import Dry
     from gt.observe.plan import Plan
 
-    found: list[Dry] = []
-    called: dict[int, str] = {}
+    sessions: list[Dry] = []
+    names: dict[int, str] = {}  # identity of a parameter -> its name
 
-    def begin(given: str | None, wanted: int) -> None:
-        path = next(p for p in (config, given, env.get("GT_CONFIG")) if p is not None)
+    def begin(asked: str | None, wanted: int) -> None:
+        path = next(p for p in (config, asked, env.get("GT_CONFIG")) if p is not None)
         device_.register()
-        found.append(Dry(read(path), path, workers or wanted or _named(path) or 1))
-        found[-1].living = lambda: list(tensor_roles.weights(look()))
-        current_session.connect(found[-1], read(path), path)
+        sessions.append(Dry(read(path), path, workers or wanted or _workers_of_config(path) or 1))
+        sessions[-1].living = lambda: list(tensor_roles.weights(weight_names()))
+        current_session.connect(sessions[-1], read(path), path)
 
-    def look() -> dict[int, str]:
-        """Names of weights, learnt with their rules while the modules live."""
-        if not called:
-            called.update(tensor_roles.names())
-            found[-1].rules = tensor_roles.rules()
-        return called
+    def weight_names() -> dict[int, str]:
+        """Names of weights, collected with their rules while the modules are alive."""
+        if not names:
+            names.update(tensor_roles.names())
+            sessions[-1].rules = tensor_roles.rules()
+        return names
 
     def stepped(optimizer: torch.optim.Optimizer) -> None:
-        recorder = current_session.Live.recorder
-        if recorder is None or recorder.session not in found:
+        recorder = current_session.Current.recorder
+        if recorder is None or recorder.session not in sessions:
             return
-        look()
+        weight_names()
         recorder.flush()
-        recorder.session.stepped(list(tensor_roles.rows(optimizer, called)))
+        recorder.session.stepped(list(tensor_roles.rows(optimizer, names)))
 
-    before = _Started.plan, current_session.set_aside()
+    outer, interrupted = _Started.plan, current_session.set_aside()
     _Started.plan = begin
     try:
         with tensor_roles.after_steps(stepped):
-            yield lambda about: Plan(max(found, key=lambda dry: dry.state.ops) if found else None, about)
+            yield lambda about: Plan(max(sessions, key=lambda dry: dry.state.ops) if sessions else None, about)
             disconnect()
     finally:
         current_session.disconnect()
-        _Started.plan = before[0]
-        current_session.restore(before[1])
+        _Started.plan = outer
+        current_session.restore(interrupted)
 
 
 # ---- tensors
 
 
 def manual_seed(seed: int) -> None:
-    """Seed remote and local random numbers."""
+    """Seed remote and local random numbers, as torch.manual_seed does."""
     torch.manual_seed(seed)
     random.manual_seed(seed)
 
 
 def from_numpy(array: Any) -> torch.Tensor:
-    """A remote copy of a NumPy array."""
+    """A remote copy of a NumPy array, with its shape and dtype."""
     return torch.from_numpy(array).to(Shown.device)
 
 
 def _remote(factory: Factory) -> Factory:
-    """A factory of torch, on the remote device unless told otherwise. It keeps its type, for checkers and editors."""
+    """A factory of torch whose default device is the remote one. It keeps its type, for checkers and editors."""
 
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs.setdefault("device", Shown.device)
         return factory(*args, **kwargs)
 
     make.__name__ = make.__qualname__ = factory.__name__
-    make.__doc__ = f"torch.{factory.__name__} on the remote device."
+    make.__doc__ = f"torch.{factory.__name__} with the remote device as default."
     return cast("Factory", make)
 
 

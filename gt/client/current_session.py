@@ -1,4 +1,4 @@
-"""The session that this process records into, and how one comes to be when there is none."""
+"""The session that this process records into, and how the first op opens one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from gt.client.trace.recorder import Recorder
 from gt.errors import DispatcherLost, ProgramError
 
 
-class Live:
-    """What the hot path needs, in one object; `recorder` is None without a session."""
+class Current:
+    """State that the hot path reads, in one object. `recorder` is None without a session."""
 
     recorder: Recorder | None = None
     origins: Origins
     config: tuple[str, str] = ("", "")  # text and path of the session's YAML
-    schedule = ""  # of steps that name none, as the YAML says
-    backend = "eager"  # likewise
-    fresh: tuple[int, int] | None = None  # id of the newest uninitialised tensor, and how many ops there were then
+    schedule = ""  # the YAML's, for captured steps that name none
+    backend = "eager"  # the YAML's, for captured steps that name none
+    # id of the newest uninitialised tensor, and the number of ops at its creation
+    fresh: tuple[int, int] | None = None
 
 
 _starting = threading.RLock()
@@ -28,36 +29,37 @@ on_clear: list[Callable[[], None]] = []  # caches that hold template numbers
 
 
 def clear_caches() -> None:
+    """Forget all template numbers, which are no longer valid."""
     for clear in on_clear:
         clear()
 
 
 def current() -> Recorder:
-    """The recorder; starts or connects if there is none yet."""
-    if Live.recorder is not None:
-        return Live.recorder
+    """The recorder of the open session. Without one it connects or starts workers; DispatcherLost if that is not set up."""
+    if Current.recorder is not None:
+        return Current.recorder
     with _starting:
-        if Live.recorder is None:
+        if Current.recorder is None:
             if auto_start is None:
                 raise DispatcherLost("no session: call gt.connect(address) or gt.cpu_workers(n) first")
             auto_start()
-    assert Live.recorder is not None
-    return Live.recorder
+    assert Current.recorder is not None
+    return Current.recorder
 
 
 def connect(session: Any, config_text: str = "", config_path: str = "") -> Recorder:
-    """Record into this session from now on."""
+    """Record into this session from now on. config_text, config_path: of its YAML."""
     clear_caches()
     recorder = Recorder(session, clear_caches)
-    Live.config = (config_text, config_path)
-    Live.schedule, Live.backend = _steps(config_text, config_path)
-    Live.origins = Origins(recorder)
-    Live.recorder = recorder
+    Current.config = (config_text, config_path)
+    Current.schedule, Current.backend = _defaults_of_steps(config_text, config_path)
+    Current.origins = Origins(recorder)
+    Current.recorder = recorder
     return recorder
 
 
-def _steps(text: str, path: str) -> tuple[str, str]:
-    """Schedule and backend of captured steps that name none."""
+def _defaults_of_steps(text: str, path: str) -> tuple[str, str]:
+    """The YAML's schedule and backend for captured steps that name none."""
     if not text:
         return "", "eager"
     from gt.config.load import load
@@ -67,8 +69,8 @@ def _steps(text: str, path: str) -> tuple[str, str]:
 
 
 def check(tensor: Any) -> None:
-    """Raise for a tensor of a session that has ended. Ops ask at a cache miss only: metas, and so keys, are a session's own."""
-    if Live.recorder is None or tensor._ref.id < Live.recorder.first:
+    """ProgramError for a tensor of an ended session. Ops check at a cache miss only: metas, and so keys, are per session."""
+    if Current.recorder is None or tensor._ref.id < Current.recorder.first:
         raise ProgramError(
             f"a tensor of shape {list(tensor.shape)} belongs to a session that has ended (gt.shutdown, gt.connect or new "
             "workers end it), and its data with it: make it again, and the model and optimizer it belongs to"
@@ -76,21 +78,27 @@ def check(tensor: Any) -> None:
 
 
 def disconnect() -> Any:
-    """Stop recording; returns the session, or None if there was none."""
-    recorder, Live.recorder = Live.recorder, None
+    """Stop recording. Returns the session, or None if there was none."""
+    recorder, Current.recorder = Current.recorder, None
     clear_caches()
     return recorder.session if recorder else None
 
 
 def set_aside() -> tuple:
-    """Stop recording for a while; what `restore` takes."""
-    held = Live.recorder, getattr(Live, "origins", None), Live.config, (Live.schedule, Live.backend), Live.fresh
-    Live.recorder, Live.fresh = None, None
+    """Stop recording for a while. Returns the state that `restore` takes."""
+    state = (
+        Current.recorder,
+        getattr(Current, "origins", None),
+        Current.config,
+        (Current.schedule, Current.backend),
+        Current.fresh,
+    )
+    Current.recorder, Current.fresh = None, None
     clear_caches()
-    return held
+    return state
 
 
-def restore(held: tuple) -> None:
-    """Go on where `set_aside` stopped."""
-    Live.recorder, Live.origins, Live.config, (Live.schedule, Live.backend), Live.fresh = held
+def restore(state: tuple) -> None:
+    """Resume the session that `set_aside` has interrupted."""
+    Current.recorder, Current.origins, Current.config, (Current.schedule, Current.backend), Current.fresh = state
     clear_caches()

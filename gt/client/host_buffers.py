@@ -1,7 +1,7 @@
-"""Bytes of the client's own tensors: regions of host copies going out, pieces of fetched tensors coming in.
+"""Host copies of tensors: regions of arrays that are uploaded, and pieces from which fetched tensors are assembled.
 
-Boxes are of the global tensor; what travels is a worker's local tensor, row-major, which holds them in order. NumPy
-only, and no dtypes: an element is as many bytes as it has.
+Boxes are of the global tensor. A message carries a worker's local tensor, row-major, which holds the boxes in order. NumPy
+only, and no dtypes: an element is a number of bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gt.wire.messages import CHUNK
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # a NumPy type of that size, whatever the element means
 
 
-def checked(rows: Any, shape: tuple[int, ...]) -> boxes.Boxes:
-    """Boxes as they came; ProtocolError unless they are boxes of a tensor of this shape."""
+def check_boxes(rows: Any, shape: tuple[int, ...]) -> boxes.Boxes:
+    """Return the boxes of a message; ProtocolError unless they are boxes of a tensor of this shape."""
     try:
         fits = bool(rows) and all(
             len(box) == len(shape) and all(0 <= start <= stop <= n for (start, stop), n in zip(box, shape)) for box in rows
@@ -33,12 +33,12 @@ def checked(rows: Any, shape: tuple[int, ...]) -> boxes.Boxes:
 
 
 def region(array: np.ndarray, rows: Any) -> np.ndarray:
-    """The local tensor of these boxes, contiguous; shares memory with `array` where it can."""
-    return boxes.take(array, checked(rows, array.shape))
+    """The local tensor of these boxes, contiguous. It shares memory with `array` where possible."""
+    return boxes.take(array, check_boxes(rows, array.shape))
 
 
 def frames(array: np.ndarray) -> Iterator[tuple[int, int, list[memoryview]]]:
-    """(offset, total, frames) of each message that carries a contiguous array; one without a frame if it is empty."""
+    """Offset, total (bytes) and frames of each message for a contiguous array; one message without frames if it is empty."""
     total = array.nbytes
     if total == 0:
         yield 0, 0, []
@@ -49,12 +49,12 @@ def frames(array: np.ndarray) -> Iterator[tuple[int, int, list[memoryview]]]:
 
 
 class Assembly:
-    """A tensor of `shape` being put together from pieces [key, boxes], each of which comes in frames, in any order."""
+    """A tensor of `shape` that is assembled from pieces [key, boxes]. Frames of pieces are received in any order."""
 
     def __init__(self, shape: tuple[int, ...], itemsize: int, pieces: list) -> None:
         self.data = np.empty(prod(shape) * itemsize, np.uint8)
         whole = self.data.view(_WORDS[itemsize]).reshape(shape)
-        self._pieces = {key: _Piece(whole, checked(rows, shape)) for key, rows in pieces}
+        self._pieces = {key: _Piece(whole, check_boxes(rows, shape)) for key, rows in pieces}
 
     @property
     def keys(self) -> list[int]:
@@ -65,16 +65,16 @@ class Assembly:
         return all(piece.left == 0 for piece in self._pieces.values())
 
     def add(self, key: int, offset: int, total: int, data: Any) -> None:
-        """One frame of a piece (none where total is 0)."""
+        """Add one frame of a piece; data is None where total is 0. ProtocolError for bytes that are not the piece's."""
         self._pieces[key].add(offset, total, data)
 
 
 class _Piece:
-    """One piece: written where it belongs if that is one run of memory, else collected first and then spread out."""
+    """One piece. It is written in place if its box is contiguous, otherwise collected first and copied at the end."""
 
     def __init__(self, whole: np.ndarray, rows: boxes.Boxes) -> None:
         self._whole, self._rows = whole, rows
-        first = (*(slice(start, stop) for start, stop in rows[0]), ...)  # the ellipsis keeps a number an array
+        first = (*(slice(start, stop) for start, stop in rows[0]), ...)  # the ellipsis keeps a 0-dim result an array
         run = whole[first]
         self._direct = len(rows) == 1 and run.flags.c_contiguous
         self._local = run if self._direct else np.empty(boxes.shape(rows), whole.dtype)
@@ -84,7 +84,9 @@ class _Piece:
     def add(self, offset: int, total: int, data: Any) -> None:
         size = 0 if data is None else len(data)
         if total != self._bytes.nbytes or not 0 <= offset <= total - size or size > self.left:
-            raise ProtocolError(f"Piece of {size} bytes at {offset} of {total} is not of one of {self._bytes.nbytes}")
+            raise ProtocolError(
+                f"Piece has {size} bytes at offset {offset} of {total}, want a frame of a piece of {self._bytes.nbytes} bytes"
+            )
         if size:
             self._bytes[offset : offset + size] = np.frombuffer(data, np.uint8)
         self.left -= size

@@ -1,7 +1,7 @@
-"""The client's end of its link: batches of ops out, values back, host copies on request, and what went wrong.
+"""The client's connection to a dispatcher: batches of ops out, values back, host copies on request, and errors.
 
-Callers never touch the socket. They append to an outbox, one atomic step that a Ctrl-C cannot tear, and wait on
-threading events, which a Ctrl-C interrupts at once; the link's I/O thread numbers, packs and sends as credit allows.
+Callers never touch the socket. They append to an outbox, one atomic step that Ctrl-C cannot tear, and wait on threading
+events, which Ctrl-C interrupts at once. The link's I/O thread numbers, packs and sends as credit allows.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from gt.wire.messages import THROUGH, Describe, Fetch, FinishCapture, Goodbye, I
 
 log = logging.getLogger("gt.client")
 
-BACKLOG = 8  # batches that wait for the server's credit before wait_credit blocks
-SOON = 3.0  # seconds without an answer after which the user is told what is being waited for
-WELCOME = 45.0  # seconds a server that is there may take to answer: it waits for the workers that the config names
+MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
+FIRST_NOTICE_SECONDS = 3.0  # without an answer; then a warning tells the user
+WELCOME_SECONDS = 45.0  # for a server that is up: it waits for the workers that the config names
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class _Pending:
-    """One request and what came of it."""
+    """One request and its answer: a value or an error, once `done` is set."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -50,13 +50,16 @@ class _Pending:
 
 
 class Session:
-    """A connection to a dispatcher, made in the constructor: Refused, ConfigError or DispatcherLost if it cannot be."""
+    """A connection to the dispatcher at "host:port", which the constructor opens.
+
+    config: text and path of the YAML. switches: settings for the workers, see gt.api. wait: seconds to try for.
+    heartbeat: seconds between two signs of life. Raises Refused, ConfigError or DispatcherLost.
+    """
 
     def __init__(
         self,
         address: str,
-        config_text: str = "",
-        config_path: str = "",
+        config: tuple[str, str] = ("", ""),
         switches: dict[str, Any] | None = None,
         token: str = "",
         wait: float = 10.0,
@@ -66,27 +69,27 @@ class Session:
             logs.setup("client")
         self.address = address
         self.failure: GTError | None = None
-        # Called by the I/O thread about every 10 ms, to submit what is stale. It must not wait for anything.
+        # The I/O thread calls it about every 10 ms, to submit stale ops. It must not wait for anything.
         self.on_idle: Callable[[], None] | None = None
         self._pid = os.getpid()
         self._pending: dict[int, _Pending] = {}
-        self._pieces: dict[int, _Pending] = {}  # key of a piece under way -> its fetch
-        self._kept: dict[int, np.ndarray] = {}
-        self._uploading: dict[int, Any] = {}  # key -> array and boxes, then the frames that are still to be sent
+        self._pieces: dict[int, _Pending] = {}  # key of an incomplete piece -> its fetch
+        self._host_copies: dict[int, np.ndarray] = {}  # tensor -> array, until Release
+        self._uploading: dict[int, Any] = {}  # key -> array and boxes, then the frames left to send
         self._numbers = itertools.count()
         self._outbox: deque[Message | tuple[Any, ...]] = deque()
         self._room = threading.Condition()
         self._window = link.Window(0)
-        self._unraised: GTError | None = None
-        self._refused: GTError | None = None  # what was told last that no request answers
-        self._noticed = ""  # why there is no welcome yet
-        self._notices = 0  # that say so
-        self._queued = False  # in the queue for workers of its own
+        self._deferred_error: GTError | None = None  # raised by the next wait
+        self._last_unsolicited: GTError | None = None  # the last error that answers no request
+        self._last_notice = ""  # why there is no Welcome yet
+        self._notice_count = 0  # received before the Welcome
+        self._queued = False  # the server has no free workers for this session yet
         self._fetches = 0
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
-            messages.UploadRequest: self._need,
-            messages.WindowUpdate: lambda m, _: self._more(m.key, m.upto),
+            messages.UploadRequest: self._upload_requested,
+            messages.WindowUpdate: lambda m, _: self._send_chunks(m.key, m.upto),
             messages.Release: self._release,
             messages.Value: self._value,
             messages.Piece: self._piece,
@@ -94,17 +97,17 @@ class Session:
             messages.Report: lambda m, _: self._finish(m.request, m.body),
             messages.Failed: self._failed,
             messages.Notice: self._notice,
-            messages.Welcome: self._greeted,
-            messages.Reject: self._greeted,
-            messages.Exit: lambda m, _: self._end(self._parted(m.reason)),
+            messages.Welcome: self._answer_to_hello,
+            messages.Reject: self._answer_to_hello,
+            messages.Exit: lambda m, _: self._fail_all(self._why_exited(m.reason)),
         }
         self._greeting = _Pending()
         self._link = Dealer(
             address, self._on_message, self._on_lost, on_turn=self._turn, wait=wait, heartbeat=heartbeat, token=token
         )
         try:
-            self._link.send(link.hello("client", config_text, config_path, switches=switches or {}))
-            welcome = self._welcomed(address, wait)
+            self._link.send(link.hello("client", *config, switches=switches or {}))
+            welcome = self._await_welcome(address, wait)
         except BaseException:
             self._link.close()
             raise
@@ -113,17 +116,17 @@ class Session:
         self.number: int = welcome.session
         _open.add(self)
 
-    def _welcomed(self, address: str, wait: float) -> messages.Welcome:
-        """The answer to Hello. Who is in the queue for workers waits as long as the server says so now and then."""
-        if not self._greeting.done.wait(SOON) and not self._queued:
-            log.warning("waiting for the server at %s: %s", address, self._noticed or "it is not up yet")
-        heard = 0
-        while not self._greeting.done.wait(wait + WELCOME):
-            if heard == self._notices:
+    def _await_welcome(self, address: str, wait: float) -> messages.Welcome:
+        """Wait for the answer to Hello; without a limit as long as the server keeps sending notices."""
+        if not self._greeting.done.wait(FIRST_NOTICE_SECONDS) and not self._queued:
+            log.warning("waiting for the server at %s: %s", address, self._last_notice or "it is not up yet")
+        notices_seen = 0
+        while not self._greeting.done.wait(wait + WELCOME_SECONDS):
+            if notices_seen == self._notice_count:
                 raise DispatcherLost(
-                    f"the server at {address} does not answer (tried for {wait + WELCOME:g} s): check that it runs"
+                    f"the server at {address} does not answer (tried for {wait + WELCOME_SECONDS:g} s): check that it runs"
                 )
-            heard = self._notices
+            notices_seen = self._notice_count
         if self.failure:
             raise self.failure
         return link.answer(self._greeting.value)
@@ -131,55 +134,56 @@ class Session:
     # ---- for the recorder; any thread
 
     def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = ()) -> None:
-        """Queue a batch of the op stream, in order; the lists are the session's from now on. Never waits."""
+        """Queue a batch of the op stream, in order. The session owns the lists from now on. Never waits."""
         self._check()
         self._outbox.append((templates, origins, code, frames))
         self._link.push()
 
     @property
     def waiting(self) -> bool:
-        """Whether a thread waits for an answer: what has ended is freed with what follows."""
+        """True while a thread waits for an answer."""
         return bool(self._pending)
 
     def has_credit(self) -> bool:
-        return len(self._outbox) < BACKLOG
+        """True if another batch can be queued before wait_credit blocks."""
+        return len(self._outbox) < MAX_WAITING_BATCHES
 
     def wait_credit(self) -> None:
-        """Wait until the workers have caught up with what was submitted, so that a fast program cannot fill memory."""
+        """Wait until few batches are queued, so that a program faster than its workers cannot fill memory."""
         if self._link.inside or self.has_credit():
             return
-        if not self._link.lead(self._may_go_on):
+        if not self._link.lead(self._unblocked):
             with self._room:
-                while not self._may_go_on():
+                while not self._unblocked():
                     self._room.wait()
         if not self.has_credit():
-            self._raise_unraised()
+            self._raise_deferred()
 
-    def _may_go_on(self) -> bool:
-        return self.has_credit() or self.failure is not None or self._unraised is not None
+    def _unblocked(self) -> bool:
+        return self.has_credit() or self.failure is not None or self._deferred_error is not None
 
     def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
-        """(shape, dtype, bytes as a row-major uint8 array) of a tensor's value."""
+        """Shape, dtype and bytes of a tensor's value, the bytes as a row-major uint8 array. Waits."""
         return self._ask(lambda request: Fetch(request, tensor))
 
     def synchronize(self) -> None:
-        """Wait until all workers, and their devices, have done what was submitted."""
+        """Wait until all workers and their devices have executed what was submitted."""
         self._ask(lambda request: Fetch(request, THROUGH))
 
     def describe(self, tensors: list[int]) -> list[Spec]:
-        """Specs of the outputs of a dynamic op."""
+        """Specs of a dynamic op's outputs. Waits."""
         return [Spec.from_wire(row) for row in self._ask(lambda request: Describe(request, tensors))]
 
     def seal(self, program: int, *what: Any) -> dict[str, Any]:
-        """Make a program of what was recorded; see messages.FinishCapture for the rest and the answer."""
+        """Make a program of the last recording. messages.FinishCapture describes the rest and the answer. Waits."""
         return self._ask(lambda request: FinishCapture(request, program, *what))
 
     def inspect(self, tensor: int) -> dict[str, Any]:
-        """Layout, mesh and pieces of a tensor."""
+        """Layout, mesh and pieces of a tensor. Waits."""
         return self._ask(lambda request: Inspect(request, tensor))
 
     def stats(self, program: int = -1) -> dict[str, Any]:
-        """The dispatcher's and workers' counters, and under "client" this link's. program: see messages.Stats."""
+        """Counters of the dispatcher and the workers, and of this link under "client". program: see messages.Stats. Waits."""
         body = self._ask(lambda request: Stats(request, program))
         mine = {
             "messages_sent": self._link.messages_sent,
@@ -189,22 +193,22 @@ class Session:
         return {**body, "client": mine}
 
     def keep(self, tensor: int, array: np.ndarray) -> None:
-        """Hold a host copy for gt.upload: any NumPy array of the tensor's shape and element size, until Release."""
-        self._kept[tensor] = array
+        """Hold a host copy for an upload until Release. array: of the tensor's shape and element size, of any NumPy dtype."""
+        self._host_copies[tensor] = array
 
     def close(self) -> None:
-        """Leave: no thread, no socket. Safe to call twice, and in a forked child, where it does nothing."""
+        """End the session, its thread and its socket. May be called twice; does nothing in a forked child."""
         if self._pid != os.getpid():
             return
         _open.discard(self)
         self.on_idle = None
-        self._outbox.clear()  # or what is left would be sent after the goodbye
+        self._outbox.clear()  # or batches would be sent after the goodbye
         self.on_idle = None
         if self.failure is None:
-            self._end(SystemFailure("the session is closed"))
-            self._link.send(Goodbye())  # the last: what waited for credit is no longer wanted
+            self._fail_all(SystemFailure("the session is closed"))
+            self._link.send(Goodbye())
         self._link.close()
-        self._kept.clear()
+        self._host_copies.clear()
         self._uploading.clear()
 
     # ---- waiting
@@ -217,18 +221,18 @@ class Session:
 
     def _ask(self, question: Callable[[int], Message]) -> Any:
         self._check()
-        self._raise_unraised()
+        self._raise_deferred()
         request, pending = next(self._numbers), _Pending()
         self._pending[request] = pending
         try:
             self._outbox.append(question(request))
-            # The first turn that is led sends it. A link that has ended saw this request, or ended before: then failure is set.
+            # The first turn that this thread leads sends it. A link that has ended saw this request, or has set failure before.
             if self.failure is None and not self._link.lead(pending.done.is_set):
                 self._link.wake()
                 pending.done.wait()
         finally:
             self._pending.pop(request, None)
-            if self._pending:  # others wait for what this thread has taken in
+            if self._pending:  # other threads wait for answers that this thread would have received
                 self._link.resume()
             if pending.assembly is not None:
                 for key in pending.assembly.keys:
@@ -236,17 +240,17 @@ class Session:
         if pending.error is not None:
             raise pending.error
         self._check()
-        self._raise_unraised()
+        self._raise_deferred()
         return pending.value
 
-    def _raise_unraised(self) -> None:
-        error, self._unraised = self._unraised, None
+    def _raise_deferred(self) -> None:
+        error, self._deferred_error = self._deferred_error, None
         if error is not None:
             raise error
 
-    def put_off(self, error: GTError) -> None:
-        """What failed before and was raised where it says nothing: the next wait raises it."""
-        self._unraised = self._unraised or error
+    def defer_error(self, error: GTError) -> None:
+        """Keep an error that the caller could not raise; the next wait raises it."""
+        self._deferred_error = self._deferred_error or error
 
     # ---- in the I/O thread
 
@@ -256,8 +260,8 @@ class Session:
         self._pump()
 
     def _pump(self) -> None:
-        """Send what waits, in order; a batch needs credit, and what is behind it waits with it."""
-        outbox, full = self._outbox, len(self._outbox) >= BACKLOG
+        """Send the outbox in order. A batch needs credit, and messages behind it wait with it."""
+        outbox, full = self._outbox, len(self._outbox) >= MAX_WAITING_BATCHES
         while outbox:
             item = outbox[0]
             if isinstance(item, tuple):
@@ -276,22 +280,22 @@ class Session:
     def _on_message(self, message: Message, frames: tuple[Any, ...]) -> None:
         handler = self._handlers.get(type(message))
         if handler is None:
-            raise ProtocolError(f"the server sent {type(message).__name__}, which no client takes")
+            raise ProtocolError(f"the server sent {type(message).__name__}, which no client handles")
         handler(message, frames)
 
     def _on_lost(self, reason: str) -> None:
         if self._greeting.done.is_set():
             reason += ", and with it all remote tensors: connect to a running server, or call gt.shutdown() and start again"
-        self._end(DispatcherLost(reason))
+        self._fail_all(DispatcherLost(reason))
 
-    def _parted(self, reason: str) -> GTError:
-        """Why the server goes on without this session, or stops: what it said of that before."""
-        if self._refused is not None and str(self._refused) == reason:
-            return self._refused
+    def _why_exited(self, reason: str) -> GTError:
+        """The error for an Exit: the one that the server has announced, or a lost dispatcher."""
+        if self._last_unsolicited is not None and str(self._last_unsolicited) == reason:
+            return self._last_unsolicited
         return DispatcherLost(f"the server at {self.address} has stopped: {reason}")
 
-    def _end(self, failure: GTError) -> None:
-        """Whatever waits, and everything later, fails with this; the first cause stays."""
+    def _fail_all(self, failure: GTError) -> None:
+        """Fail all waits and all later calls with this error; the first one stays."""
         if self.failure is None:
             self.failure = failure
         self._outbox.clear()
@@ -301,7 +305,7 @@ class Session:
         for pending in list(self._pending.values()):
             pending.done.set()
 
-    def _greeted(self, message: Any, frames: tuple[Any, ...]) -> None:
+    def _answer_to_hello(self, message: Any, frames: tuple[Any, ...]) -> None:
         if isinstance(message, messages.Welcome):
             self._window = link.Window(message.credit)
         self._greeting.finish(message)
@@ -310,14 +314,14 @@ class Session:
         if self._greeting.done.is_set():
             log.warning("%s", message.text)
             return
-        self._notices += 1
+        self._notice_count += 1
         self._queued = message.place > 0
-        if self._queued and message.text != self._noticed:
+        if self._queued and message.text != self._last_notice:
             log.warning("waiting for the server at %s: %s", self.address, message.text)
-        self._noticed = message.text
+        self._last_notice = message.text
 
     def _finish(self, request: int, value: Any = None, error: GTError | None = None) -> None:
-        pending = self._pending.get(request)  # none: the caller was interrupted
+        pending = self._pending.get(request)  # None: the caller was interrupted
         if pending is not None:
             pending.finish(value, error)
 
@@ -329,26 +333,26 @@ class Session:
         if message.request >= 0:
             self._finish(message.request, error=error)
             return
-        self._refused = error
-        if self._unraised is None:
-            self._unraised = error
+        self._last_unsolicited = error
+        if self._deferred_error is None:
+            self._deferred_error = error
             with self._room:
                 self._room.notify_all()
 
-    def _need(self, message: messages.UploadRequest, frames: tuple[Any, ...]) -> None:
-        array = self._kept.get(message.tensor)
+    def _upload_requested(self, message: messages.UploadRequest, frames: tuple[Any, ...]) -> None:
+        array = self._host_copies.get(message.tensor)
         if array is None:
-            raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, of which no host copy is kept")
+            raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, want a tensor with a host copy")
         self._uploading[message.key] = (array, message.boxes)
         if message.upto or not any(all(start < stop for start, stop in box) for box in message.boxes):
-            self._more(message.key, message.upto)
+            self._send_chunks(message.key, message.upto)
 
-    def _more(self, key: int, upto: int) -> None:
-        """Send what of an upload may be sent by now."""
+    def _send_chunks(self, key: int, upto: int) -> None:
+        """Send those chunks of an upload that its window permits. upto: bytes from the start."""
         left = self._uploading.get(key)
         if left is None:
-            raise ProtocolError(f"WindowUpdate.key is {key}, of which nothing is left to send")
-        if isinstance(left, tuple):  # not begun: what has to be copied out of it is copied now
+            raise ProtocolError(f"WindowUpdate.key is {key}, want an upload with bytes left to send")
+        if isinstance(left, tuple):  # not begun: regions that are not contiguous are copied now
             left = self._uploading[key] = deque(host_buffers.frames(host_buffers.region(*left)))
         while left and left[0][0] + sum(map(len, left[0][2])) <= upto:
             offset, total, parts = left.popleft()
@@ -358,14 +362,14 @@ class Session:
 
     def _release(self, message: messages.Release, frames: tuple[Any, ...]) -> None:
         for tensor in message.tensors:
-            self._kept.pop(tensor, None)
+            self._host_copies.pop(tensor, None)
 
     def _value(self, message: messages.Value, frames: tuple[Any, ...]) -> None:
         pending = self._pending.get(message.request)
         if pending is None:
             return
         if message.dtype not in DTYPES:
-            raise ProtocolError(f"Value.dtype is {message.dtype!r}")
+            raise ProtocolError(f"Value.dtype is {message.dtype!r}, want one of {', '.join(DTYPES)}")
         shape = tuple(message.shape)
         pending.assembly = host_buffers.Assembly(shape, DTYPES[message.dtype][0], message.pieces)
         pending.value = (shape, message.dtype, pending.assembly.data)
@@ -373,18 +377,18 @@ class Session:
             pending.assembly.add(message.pieces[0][0], 0, len(frames[0]), frames[0])
         else:
             self._pieces.update(dict.fromkeys(pending.assembly.keys, pending))
-        self._settle(pending)
+        self._finish_if_complete(pending)
 
     def _piece(self, message: messages.Piece, frames: tuple[Any, ...]) -> None:
         if message.total > messages.AHEAD:
             self._link.send(messages.UploadProgress(message.key, message.offset + len(frames[0])))
         pending = self._pieces.get(message.key)
         if pending is None or pending.assembly is None:
-            return  # of a fetch that was interrupted
+            return  # its fetch was interrupted
         pending.assembly.add(message.key, message.offset, message.total, frames[0] if frames else None)
-        self._settle(pending)
+        self._finish_if_complete(pending)
 
-    def _settle(self, pending: _Pending) -> None:
+    def _finish_if_complete(self, pending: _Pending) -> None:
         if pending.assembly is not None and pending.assembly.complete:
             pending.done.set()
 

@@ -189,7 +189,7 @@ class Holder:
         templates, origins = [], []
         start = time.monotonic()
         if self._session is None:
-            self._session = Session(address, PLACES, "holder.yaml", token=token, switches={"workers": 2})
+            self._session = Session(address, (PLACES, "holder.yaml"), token=token, switches={"workers": 2})
             self._ids, self._live = itertools.count(1), []
             templates = [[16 + n, _upload(size)] for n, size in enumerate(SIZES)]
             name = f"{self.secret.hex()}.py"  # what others are told names no file of this program

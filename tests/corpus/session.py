@@ -194,7 +194,7 @@ def written(config: str | None, workers: int) -> Iterator[Transcript]:
         path = next(p for p in (config, given, env.get("GT_CONFIG")) if p is not None)
         text = api.read(path)
         register.register()
-        session = PlannedSession(text, path, workers or wanted or api._named(path) or 1, transcript)
+        session = PlannedSession(text, path, workers or wanted or api._workers_of_config(path) or 1, transcript)
         current_session.connect(session, text, path)
 
     before, api._Started.plan = (api._Started.plan, current_session.set_aside()), begin

@@ -17,13 +17,13 @@ from unittest import mock
 import torch
 
 import gt
-from gt.client.capture import compile
+from gt.client.capture import compiled_function
 from gt.client.trace import recorder, shape_inference
 from tests.corpus.programs import ROOT, Entry, quiet
 from tests.corpus.session import written
 from tests.corpus.transcript import pretty
 
-COUNTERS = ((recorder, "_ids"), (compile, "_numbers"), (compile, "_slots"))  # of a process
+COUNTERS = ((recorder, "_ids"), (compiled_function, "_numbers"), (compiled_function, "_slots"))  # of a process
 
 
 def text(entry: Entry) -> str:

@@ -41,7 +41,7 @@ class Stream:
 
     def __init__(self, address: str, config: str = "", groups: tuple[str, ...] = ("",), seed: int = 0, **how: Any) -> None:
         self.rng = random.Random(seed)
-        self.session = Session(address, config, "stream.yaml", **how)
+        self.session = Session(address, (config, "stream.yaml"), **how)
         self.values: dict[int, np.ndarray] = {}
         self.checked = 0
         self._ids = itertools.count(1)

@@ -199,7 +199,7 @@ def test_a_checker_sees_the_types_of_public_names(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(100))
     said = done.stdout.splitlines()
     assert '"def (n: int, config: str | None =, *, name: bool =' in said[0], done.stdout + done.stderr
-    assert "gt.client.groups.signal.context" in said[1] and "gt.errors.OpFailed" in said[2]
+    assert "gt.client.groups.group_context.context" in said[1] and "gt.errors.OpFailed" in said[2]
 
 
 def slug(heading: str) -> str:

@@ -286,6 +286,29 @@ def descent(parts: int, schedule: str | None) -> None:
         run(*torch.randint(64, (2, parts * ROWS, 16)))
 
 
+def test_a_plan_captures_a_step_as_soon_as_a_run_does() -> None:
+    """The plan's own hook after optimizer steps is no state of the step."""
+    explained = []
+
+    def descend() -> None:
+        model = torch.nn.Linear(4, 2).to("remote")  # the hook learns names of parameters from modules
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @gt.compile
+        def step() -> torch.Tensor:
+            optimizer.step()
+            return model.weight.sum()
+
+        for _ in range(3):
+            step()
+        explained.append(step.explain())
+
+    gt.plan(descend, workers=1)
+    assert "not kept" not in explained[0] and "1 program" in explained[0], explained[0]
+
+
 def test_values_read_as_zeros_and_shapes_that_depend_on_them_are_an_error() -> None:
     seen: list[Any] = []
 

@@ -118,8 +118,8 @@ def test_a_wait_for_workers_is_announced(monkeypatch: pytest.MonkeyPatch, caplog
     from gt.client import session
     from gt.dispatcher.server import Server
 
-    monkeypatch.setattr(session, "SOON", 0.05)
-    monkeypatch.setattr(session, "WELCOME", 0.1)
+    monkeypatch.setattr(session, "FIRST_NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr(session, "WELCOME_SECONDS", 0.1)
     server = Server()
     thread = threading.Thread(target=server.run, name="gt-test-server")
     thread.start()

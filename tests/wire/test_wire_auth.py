@@ -295,7 +295,7 @@ class Fake:
 def test_a_process_that_takes_the_port_first_learns_nothing_that_opens_a_server(folder, mechanism, token):
     fake = Fake(mechanism)
     with pytest.raises((DispatcherLost, Refused)):
-        Session(f"{LOCAL}:{fake.port}", "config: text", token=token, wait=0.6)
+        Session(f"{LOCAL}:{fake.port}", ("config: text", ""), token=token, wait=0.6)
     heard = fake.close()
     assert b"config" not in heard and (b"HELLO" not in heard or mechanism == CURVE)
     assert b"token that people" not in heard

@@ -1,6 +1,6 @@
-"""What goes into a recorded call and what it leaves: arguments, results, gradients, Python state, optimizers' step counts.
+"""The boundary of a recorded call: its arguments, results, gradients, Python side effects and optimizer settings.
 
-Knows what is found below the function (state_walk.py) and on the tape; nothing of programs or of when a call is replayed.
+Knows snapshots of Python state (state_walk.py) and the recording; nothing of programs, or of when a call is replayed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from gt.client.capture.recording import CallRecording, Difference
-from gt.client.capture.state_walk import Item, Reach, exact, look, plain, same
+from gt.client.capture.state_walk import StateItem, StateSnapshot, comparable, is_scalar_like, tensor_identity, unchanged
 from gt.client.device.remote_tensor import RemoteTensor, Shown
-from gt.client.groups.signal import stack
-from gt.client.trace import host_ops
-from gt.client.trace.dispatch import call, info_of
+from gt.client.groups.group_context import stack
+from gt.client.trace.dispatch import call
+from gt.client.trace.op_info import info_of
+from gt.client.trace.uploads import upload
 from gt.errors import CaptureError
 
 OUTSIDE = ", and Python does not run in a replay: do it outside the function"
@@ -26,48 +27,49 @@ aten = torch.ops.aten
 
 @dataclass
 class RecordedCall:
-    """One call that was recorded, and what its comparison with the next needs."""
+    """One recorded call, with everything that its comparison with the next call needs."""
 
     tape: CallRecording
     key: tuple
-    leaves: list  # the arguments as they came
-    names: dict[int, Any]  # tensors that were there -> what they are
+    leaves: list  # the arguments as the caller passed them
+    names: dict[int, Any]  # id of a tensor from before the call -> its path in Python
     inputs: dict[int, RemoteTensor]  # argument -> its tensor, which a replay fills
-    settings: dict[str, tuple[dict, str, Any]]  # path -> group, key and value of what optimizers are told beside tensors
+    settings: dict[str, tuple[dict, str, Any]]  # path -> param_group, key and value of an optimizer's settings
 
 
-class Draws:
-    """The state of the host's random numbers and what was drawn of them since."""
+class HostRngState:
+    """The state of the host's random number generators when this object was made."""
 
     def __init__(self) -> None:
         self._before = self._now()
 
     def _now(self) -> dict[str, Any]:
-        name, keys, at, *rest = np.random.get_state()
+        name, keys, position, *rest = np.random.get_state()
         return {
             "Python's random": random.getstate(),
-            "numpy.random": (name, bytes(keys), at, *rest),  # type: ignore[arg-type]
+            "numpy.random": (name, bytes(keys), position, *rest),  # type: ignore[arg-type]
             "torch's CPU generator": bytes(torch.get_rng_state().numpy()),
         }
 
-    def found(self) -> str:
-        """Names of those that were drawn from, or ""."""
+    def changed(self) -> str:
+        """Names of the generators that have been used since, or ""."""
         return " and ".join(name for name, state in self._now().items() if state != self._before[name])
 
 
 def key_of(leaf: Any) -> Any:
-    """What of an argument selects a program: a tensor's look, any other value itself."""
+    """The part of an argument that selects a program: a tensor's metadata, any other value itself."""
     if isinstance(leaf, RemoteTensor):
         return (leaf._ref.meta, leaf.requires_grad)
     if isinstance(leaf, torch.Tensor):
         return ("host", leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
-    return (type(leaf), exact(leaf)) if plain(leaf) else id(leaf)
+    return (type(leaf), comparable(leaf)) if is_scalar_like(leaf) else id(leaf)
 
 
 def modes() -> tuple:
+    """Torch's global state that decides which ops a call records, and the signal group."""
     device = Shown.device.type
     cast = torch.is_autocast_enabled(device) if device != "lazy" else False
-    # A default device is a mode on this stack: to look at that costs a fiftieth of asking for the device
+    # A default device is a mode on this stack, whose length costs a fiftieth of asking for the device
     default = torch.get_default_device() if torch._C._len_torch_function_stack() else None
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast, torch.get_autocast_dtype(device) if cast else None,
@@ -77,17 +79,17 @@ def modes() -> tuple:
     )  # fmt: skip
 
 
-def other(old: tuple, new: tuple) -> str:
-    """In what the key of a call is not that of a program: (structure, each argument's key_of, modes)."""
+def why_key_differs(old: tuple, new: tuple) -> str:
+    """Say in which part a call's key differs from a program's. Keys are (structure, each argument's key_of, *modes)."""
     if old[0] != new[0]:
         return "arguments in another structure"
     for k in range(old[0].num_leaves):
         if old[1 + k] != new[1 + k]:
-            return f"argument {k}, which was {_said(old[1 + k])} and is {_said(new[1 + k])}"
+            return f"argument {k}, which was {_describe(old[1 + k])} and is {_describe(new[1 + k])}"
     return "another mode (grad, autocast, default dtype or device, signal group) or session"
 
 
-def _said(key: Any) -> str:
+def _describe(key: Any) -> str:
     if not isinstance(key, tuple):
         return "an object"
     if key[0] == "host":
@@ -97,9 +99,13 @@ def _said(key: Any) -> str:
     return f"a remote tensor {key[0].spec.text()}"
 
 
-def given(leaves: list, last: RecordedCall | None) -> tuple[list, dict[int, RemoteTensor]]:
-    """Arguments as the function gets them, and which of them a replay fills: all from the host, and those that vary."""
-    taken, inputs = list(leaves), {}
+def prepare_inputs(leaves: list, last: RecordedCall | None) -> tuple[list, dict[int, RemoteTensor]]:
+    """Upload or copy the arguments that a replay fills: those of the host, and remote ones that vary between calls.
+
+    Returns the arguments that the function gets, and argument -> tensor of the filled ones. CaptureError for one of these that
+    requires grad.
+    """
+    prepared, inputs = list(leaves), {}
     for k, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             continue
@@ -110,50 +116,54 @@ def given(leaves: list, last: RecordedCall | None) -> tuple[list, dict[int, Remo
                 raise CaptureError(
                     f"argument {k} requires grad and is a new tensor at each call: pass the same one, and copy_() into it"
                 )
-            inputs[k] = taken[k] = call(info_of(aten.clone.default), (leaf,))
+            inputs[k] = prepared[k] = call(info_of(aten.clone.default), (leaf,))
         else:
             if leaf.requires_grad:
                 raise CaptureError(f"argument {k} is a CPU tensor that requires grad; move it to {Shown.device.type!r} first")
-            inputs[k] = taken[k] = host_ops.upload(leaf)
-    return taken, inputs
+            inputs[k] = prepared[k] = upload(leaf)
+    return prepared, inputs
 
 
-def detached(result: Any) -> Any:
+def detach(result: Any) -> Any:
+    """A result without autograd history; leaves of the graph and other values as they are."""
     return result.detach() if isinstance(result, torch.Tensor) and result.requires_grad and not result.is_leaf else result
 
 
-# ---- what a call left behind
+# ---- after the call
 
 
-def side_effect(entry: Reach, leaving: Reach, made: int) -> Difference | None:
-    """Python state that the call changed: a replay would not."""
+def side_effect(entry: StateSnapshot, leaving: StateSnapshot, first: int) -> Difference | None:
+    """The first change of Python state in the call, which a replay would not make; None if there is none.
+
+    first: the lowest id of a tensor made in the call.
+    """
     before = {item.path: item for item in entry.items}
     after = {item.path: item for item in leaving.items}
     states = {id(holder) for o in entry.optimizers for holder in (o.state, *o.state.values())}
-    empty = {path for _, n, path in entry.sized if not n} & {path for _, n, path in leaving.sized if not n}
+    empty = {path for _, n, path in entry.lengths if not n} & {path for _, n, path in leaving.lengths if not n}
     for path in [*before, *after]:
         if path not in after or path not in before:
-            return Difference("", _grown(path, after.get(path) or before[path], path in after, states))
+            return Difference("", _explain_entry(path, after.get(path) or before[path], path in after, states))
         old, new = before[path], after[path]
         if isinstance(new.value, RemoteTensor):
-            if new.value is not old.value and new.value._ref.id < made:
+            if new.value is not old.value and new.value._ref.id < first:
                 return Difference(
                     "", f"the function assigns to {path} a tensor from before the call; copy_() into the old one instead"
                 )
-        elif not same(old.value, new.value) and not (path in empty and type(old.value) is type(new.value)):
+        elif not unchanged(old.value, new.value) and not (path in empty and type(old.value) is type(new.value)):
             return Difference("", f"the function changes {path} from {_short(old.value)} to {_short(new.value)}{OUTSIDE}")
-    for path, (_, then) in entry.stamps.items():
-        if path not in leaving.stamps or leaving.stamps[path][1] != then:
+    for path, (_, then) in entry.fingerprints.items():
+        if path not in leaving.fingerprints or leaving.fingerprints[path][1] != then:
             return Difference("", f"the function changes {path}{OUTSIDE}")
-    for path, (tensor, then) in entry.looks.items():
-        if look(tensor) != then:
+    for path, (tensor, then) in entry.identities.items():
+        if tensor_identity(tensor) != then:
             text = f"the function changes memory, requires_grad or hooks of {path}{OUTSIDE}; to set values, use copy_()"
             return Difference("", text)
     return None
 
 
-def _grown(path: str, item: Item, added: bool, states: set[int]) -> str:
-    """An entry that a call added or removed; states: identities of what optimizers keep their state in."""
+def _explain_entry(path: str, item: StateItem, added: bool, states: set[int]) -> str:
+    """Describe an entry that a call added or removed. states: identities of the containers of optimizers' state."""
     if id(item.holder) in states and added:
         return "the optimizer makes its state in this call; the next calls can become a program"
     inside, _, key = path.rpartition("[")
@@ -164,72 +174,78 @@ def _grown(path: str, item: Item, added: bool, states: set[int]) -> str:
     return f"the function {'adds' if added else 'removes'} the entry [{key} of `{inside}`{OUTSIDE}"
 
 
-def settings(entry: Reach) -> dict[str, tuple[dict, str, Any]]:
-    """Values in the param_groups of optimizers: path -> group, key, value."""
+def optimizer_settings(entry: StateSnapshot) -> dict[str, tuple[dict, str, Any]]:
+    """Values in the param_groups of optimizers: path -> group, key and value."""
     groups = [group for optimizer in entry.optimizers for group in optimizer.param_groups]
     holders = {id(group): group for group in groups}
     holders |= {id(value): group for group in groups for value in group.values() if isinstance(value, tuple)}  # betas
     return {
         item.path: (holders[id(item.holder)], item.key, item.value)
         for item in entry.items
-        if id(item.holder) in holders and plain(item.value)
+        if id(item.holder) in holders and is_scalar_like(item.value)
     }
 
 
-_CYCLED = " (OneCycleLR and CyclicLR change it unless they get cycle_momentum=False)"
+_IF_CYCLED = " (OneCycleLR and CyclicLR change it unless they get cycle_momentum=False)"
 
 
-def cure(last: RecordedCall, now: RecordedCall) -> str:
-    """What to do about settings of an optimizer that changed between two calls, or ""."""
+def hint(last: RecordedCall, now: RecordedCall) -> str:
+    """Advice on settings of an optimizer that changed between two calls, or ""."""
     rates, others = "", ""
     for path, (group, key, new) in now.settings.items():
         old = last.settings.get(path, (group, key, new))[2]
-        if same(old, new):
+        if unchanged(old, new):
             continue
-        told = f"; {path} was {_short(old)} and is {_short(new)}"
+        change = f"; {path} was {_short(old)} and is {_short(new)}"
         if key != "lr":
-            cycled = _CYCLED if key == "momentum" or "'betas'" in path else ""
-            others = others or f"{told}: each value needs a program of its own{cycled}"
+            cycled = _IF_CYCLED if key == "momentum" or "'betas'" in path else ""
+            others = others or f"{change}: each value needs a program of its own{cycled}"
         elif not rates:
             fused = "" if "capturable" in group or "fused" not in group else " and fused=True"
             first = group.get("initial_lr", new)  # as a scheduler keeps it
-            tensor = f"lr=torch.tensor({first if plain(first) else new!r}, device='remote'){fused}"
-            rates = f"{told}: one program serves all learning rates if the optimizer gets {tensor}"
+            tensor = f"lr=torch.tensor({first if is_scalar_like(first) else new!r}, device='remote'){fused}"
+            rates = f"{change}: one program serves all learning rates if the optimizer gets {tensor}"
     return rates + others
 
 
 def _short(value: Any) -> str:
-    return f"{value!r:.40}" if plain(value) else type(value).__name__
+    return f"{value!r:.40}" if is_scalar_like(value) else type(value).__name__
 
 
-def carried(now: RecordedCall, entry: Reach, leaving: Reach) -> tuple[list[tuple[int, int]], Difference | None]:
-    """(read, made): names that hold another tensor after the call, which the next call reads."""
-    read, made = now.tape.read(), now.tape.made()
+def loop_carried(
+    now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot
+) -> tuple[list[tuple[int, int]], Difference | None]:
+    """Pairs (id read, id made) of paths that hold another tensor after the call, which the next call reads.
+
+    Such a path is a loop-carried value: the made tensor takes the place of the read one. With a Difference there are none.
+    """
+    reads, makers = now.tape.reads(), now.tape.makers()
     after = {path: tensor._ref.id for path, tensor in leaving.tensors()}
     pairs: dict[int, int] = {}
     for path, tensor in entry.tensors():
         old, new = tensor._ref.id, after.get(path)
-        if old == new or old not in read or path.endswith(".grad"):
+        if old == new or old not in reads or path.endswith(".grad"):
             continue
-        if new is None or new not in made or pairs.get(old, new) != new:
+        if new is None or new not in makers or pairs.get(old, new) != new:
             text = f"the function reads {path} and leaves a tensor there that it did not make alone; copy_() into the old one"
             return [], Difference("", text)
         pairs[old] = new
     return list(pairs.items()), None
 
 
-def grads_of(entry: Reach, leaving: Reach, read: dict) -> list[tuple[RemoteTensor, bool, Any, Any]]:
-    """leaf, whether it had a gradient, the one that was read, the one that is left; leaves come from both walks."""
-    had = {id(leaf): entry.grads.get(path) for path, leaf in entry.leaves}
-    found = []
+def gradients(entry: StateSnapshot, leaving: StateSnapshot, reads: dict) -> list[tuple[RemoteTensor, bool, Any, Any]]:
+    """Rows of leaf, whether it had a gradient, the gradient that was read, the gradient that is left."""
+    before = {id(leaf): entry.grads.get(path) for path, leaf in entry.leaves}
+    rows = []
     for _, leaf in leaving.leaves:
-        start = had.get(id(leaf))
-        found.append((leaf, start is not None, start if start is not None and start._ref.id in read else None, leaf.grad))
-    return found
+        start = before.get(id(leaf))
+        read = start if start is not None and start._ref.id in reads else None
+        rows.append((leaf, start is not None, read, leaf.grad))
+    return rows
 
 
 def make_capturable(optimizer: torch.optim.Optimizer) -> bool:
-    """Have a step count that is Python's kept on the device, where torch can; whether anything changed."""
+    """Keep step counts on the device, where the optimizer can, and not in Python. Returns whether anything changed."""
     changed = False
     for group in optimizer.param_groups:
         remote = [p for p in group["params"] if isinstance(p, RemoteTensor)]

@@ -1,22 +1,22 @@
-"""What workers say of a program's backend, as lines for explain()."""
+"""Workers' reports on a program's backend and its recomputed values, as lines of text for `explain()`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gt.client.current_session import Live
+from gt.client.current_session import Current
 from gt.client.device.torch_remote import synchronize
 from gt.client.session import Session
 from gt.errors import GTError
 from gt.ir.schedules import size
 
 
-def lines(session: Session, program: int, asked: str) -> list[str]:
-    """Which backend carries out a program where, how much of it is compiled, and why the rest is not."""
+def backend_lines(session: Session, program: int, asked: str) -> list[str]:
+    """Per backend the workers that use it, how much of the program is compiled, and why the rest is not. Waits."""
     failed: GTError | None = None
     try:
-        if Live.recorder is not None and Live.recorder.session is session:
-            synchronize()  # or it would be what they have got to
+        if Current.recorder is not None and Current.recorder.session is session:
+            synchronize()  # workers may not have executed the last replay yet
     except GTError as error:
         failed = error
     try:
@@ -25,29 +25,32 @@ def lines(session: Session, program: int, asked: str) -> list[str]:
         return [f"backend {asked}: the workers did not answer: {error}"]
     finally:
         if failed is not None:
-            session.put_off(failed)
-    said: dict[tuple[str, ...], list[str]] = {}
+            session.defer_error(failed)
+    alike: dict[tuple[str, ...], list[str]] = {}  # description -> names of workers
     for worker in workers:
         if worker.get("plans"):
-            said.setdefault(tuple(_worker(worker["plans"])), []).append(worker["name"])
-    found = []
-    for (backend, *rest), names in said.items():
-        found.append(f"backend {backend} on {', '.join(names)}: {rest[0]}")
-        found += [f"  {line}" for line in rest[1:]]
-    return found
+            alike.setdefault(tuple(_worker_lines(worker["plans"])), []).append(worker["name"])
+    text = []
+    for (backend, *rest), names in alike.items():
+        text.append(f"backend {backend} on {', '.join(names)}: {rest[0]}")
+        text += [f"  {line}" for line in rest[1:]]
+    return text
 
 
-def saved(recomputed: dict[str, list[int]]) -> list[str]:
-    """What is made again rather than kept, and what that saves, by workers of which the same is true."""
-    said: dict[str, list[str]] = {}
+def recompute_lines(recomputed: dict[str, list[int]]) -> list[str]:
+    """Number of recomputed values and peak bytes with and without, one line for all workers with the same figures.
+
+    recomputed: name of a worker -> values, peak bytes without recomputation, peak bytes with it.
+    """
+    alike: dict[str, list[str]] = {}
     for name, (values, before, after) in recomputed.items():
         sizes = " instead of ".join(map(size, (after, before)))
-        said.setdefault(f"{values} values are made again: the step makes at most {sizes}", []).append(name)
-    return [f"{text} on {', '.join(names)}" for text, names in said.items()]
+        alike.setdefault(f"{values} values are recomputed: the values of the step take at most {sizes}", []).append(name)
+    return [f"{text} on {', '.join(names)}" for text, names in alike.items()]
 
 
-def _worker(plans: list[dict[str, Any]]) -> list[str]:
-    """Its backend, then lines. A long program has several plans."""
+def _worker_lines(plans: list[dict[str, Any]]) -> list[str]:
+    """A worker's backend, then lines on it. A long program has several plans."""
     first = plans[0]
     if first["backend"] == "eager":
         return ["eager", first["why"]]

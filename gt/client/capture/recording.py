@@ -1,6 +1,6 @@
-"""One recorded call: the ops it made as rows that can be compared with those of another call.
+"""Recording of one call: its ops as rows that are compared with those of another call.
 
-Ids are renamed to what they mean: made by the n-th op, or a tensor that was there, known by the place where Python has it.
+The comparison renames tensors: to the op that made them, or to the path in Python of a tensor from before the call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gt.client.capture.constants import Constants
+from gt.client.capture.recorded_op import RecordedOp
 from gt.errors import CaptureError
 from gt.ir.instr import DROP, FIRST, FREE, PARAM
 from gt.ir.ops import RANDOM
@@ -26,21 +27,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Op:
-    template: Template
-    origin: int
-    ins: list[int]
-    values: list
-    outs: list[int]
-
-    @property
-    def name(self) -> str:
-        return self.template.op.removesuffix(".default")
-
-
-@dataclass(slots=True)
 class Difference:
-    """What two recordings do not share. place: (file, line) of the user's; what: one line."""
+    """The first difference of two recordings. place: `file:line` of the user's code, or ""; what: one line of text."""
 
     place: str
     what: str
@@ -51,23 +39,19 @@ class Difference:
 
 @dataclass
 class CallRecording:
-    """Takes what the recorder hands over, from the first op of a call to its last. seed, counter: random state before.
-
-    late: whether nothing of it is carried out before its end. strict: whether libraries are told that no value may be read;
-    strict_next: whether they have to be, the next time.
-    """
+    """The ops of one call, appended in the recorder's batches. seed, counter: random state before the call."""
 
     recorder: Recorder
     origins: Origins
     seed: int
     counter: int
-    late: bool = False
-    strict: bool = False
-    strict_next: bool = False
+    deferred: bool = False  # workers execute nothing of the call before its end
+    strict: bool = False  # libraries are told that no value may be read
+    strict_next: bool = False  # the next recording has to be strict
     first: int = 0  # ids of tensors made in the call start here
-    ops: list[Op] = field(default_factory=list)
-    prevents: list[Difference] = field(default_factory=list)
-    _deferred: list[int] = field(default_factory=list)  # ended meanwhile, but not made in the call
+    ops: list[RecordedOp] = field(default_factory=list)
+    prevents: list[Difference] = field(default_factory=list)  # reasons for which the call can be no program
+    _deferred: list[int] = field(default_factory=list)  # ids from before the call that ended in it
     _sources: list[tuple[StorageWeakRef, str]] = field(default_factory=list)
     _constants: Constants = field(default_factory=Constants)
     _was_asked: bool = False
@@ -75,57 +59,58 @@ class CallRecording:
     def __post_init__(self) -> None:
         self.first = self.recorder.new_id()
 
-    # ---- while the call runs
+    # ---- during the call
 
-    def take(self, code: list, frames: list, freed: list[int]) -> list[int]:
-        """Parse a batch; of what has ended, what may be freed now."""
-        at, templates = 0, self.recorder.templates
-        while at < len(code):
-            number = code[at]
+    def append(self, code: list, frames: list, freed: list[int]) -> list[int]:
+        """Parse a batch of the op stream. Returns the ids among `freed` that may be freed now."""
+        position, templates = 0, self.recorder.templates
+        while position < len(code):
+            number = code[position]
             if number < FIRST:
-                at += 2 + code[at + 1] if number == FREE else 2 if number in (PARAM, DROP) else 1
+                position += 2 + code[position + 1] if number == FREE else 2 if number in (PARAM, DROP) else 1
                 continue
-            template = templates[number]
-            one = at + 2
-            two = one + len(template.ins)
-            three = two + template.values
-            end = three + template.results
-            values = code[two:three]
+            template, origin = templates[number], code[position + 1]
+            ins = position + 2
+            scalars = ins + len(template.ins)
+            outs = scalars + template.values
+            end = outs + template.results
+            values = code[scalars:outs]
             if template.op == "gt.upload.default":
                 values = [frames[values[0]] if values[0] >= 0 else b""]
-                if code[two] < 0:
-                    self.refuse("the function uploads more than 256 KiB of data; pass the data as an argument", code[at + 1])
-            self.ops.append(Op(template, code[at + 1], code[one:two], values, code[three:end]))
-            at = end
+                if code[scalars] < 0:
+                    self.refuse("the function uploads more than 256 KiB of data; pass the data as an argument", origin)
+            self.ops.append(RecordedOp(template, origin, code[ins:scalars], values, code[outs:end]))
+            position = end
         return self.defer(freed)
 
     def defer(self, freed: list[int]) -> list[int]:
-        """Of what has ended, what may be freed now: not what was there before."""
+        """Hold back ids from before the call, which the dispatcher may still need for it; returns the others."""
         self._deferred += [i for i in freed if i < self.first]
         return [i for i in freed if i >= self.first]
 
     def take_deferred(self) -> list[int]:
-        found, self._deferred = self._deferred, []
-        return found
+        """The ids that `defer` has held back, once."""
+        held, self._deferred = self._deferred, []
+        return held
 
     def refuse(self, what: str, origin: int) -> None:
-        """Note why this call can be no program; it goes on."""
+        """Note a reason for which this call can be no program; the call itself goes on."""
         self.prevents.append(Difference(self.origins.where(origin), what))
 
-    def asked(self) -> bool:
-        """A library asks whether values may be read: they may not if a recording before failed because one was."""
+    def forbids_reads(self) -> bool:
+        """A library's question whether a capture forbids reads of values: yes, once a recording has failed for one."""
         self._was_asked = True
         return self.strict
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A value that is asked for while the call runs, if it is the same at each call. None: read it, this is no program.
+        """The value of a tensor that is read during the call, if it is the same at each call.
 
-        CaptureError where nothing but the function itself can be to blame.
+        None: the caller reads it, and this call becomes no program. CaptureError if the function itself reads, no library.
         """
         self.recorder.flush()
-        found = self._constants.value(self.ops, tensor._ref.id)  # type: ignore[attr-defined]
-        if found is not None:
-            return found
+        value = self._constants.value(self.ops, tensor._ref.id)  # type: ignore[attr-defined]
+        if value is not None:
+            return value
         where = self.origins.where(self.origins.here())
         if self._was_asked and not self.strict:
             self.strict_next = True
@@ -139,13 +124,13 @@ class CallRecording:
         )
 
     def source(self, host: torch.Tensor) -> None:
-        """A CPU tensor is uploaded in the call: one that outlives it may have other values the next time."""
+        """Note a CPU tensor that the call uploads: one that outlives the call may have other values at the next."""
         self._sources.append((StorageWeakRef(host.untyped_storage()), self.origins.where(self.origins.here())))
 
-    # ---- afterwards
+    # ---- after the call
 
     def finish(self) -> None:
-        """The call is over, and so is all that it made and nobody keeps."""
+        """End the call: CPU tensors that it uploaded and that are still alive prevent a program."""
         for source, where in self._sources:
             if not source.expired():
                 self.prevents.append(
@@ -153,43 +138,46 @@ class CallRecording:
                 )
         self._sources.clear()
 
-    def made(self) -> dict[int, tuple[int, int]]:
-        """Tensor -> (op, output) that made it."""
+    def makers(self) -> dict[int, tuple[int, int]]:
+        """Id of a tensor -> (op, output) that made it."""
         return {i: (n, k) for n, op in enumerate(self.ops) for k, i in enumerate(op.outs)}
 
-    def read(self) -> dict[int, int]:
-        """Tensors that were there before and that it reads or writes -> the first op that does."""
+    def reads(self) -> dict[int, int]:
+        """Id of a tensor from before the call that it reads or writes -> the first op that does."""
         made: set[int] = set()
-        found: dict[int, int] = {}
+        first_uses: dict[int, int] = {}
         for n, op in enumerate(self.ops):
             for i in op.ins:
                 if i not in made:
-                    found.setdefault(i, n)
+                    first_uses.setdefault(i, n)
             made.update(op.outs)
-        return found
+        return first_uses
 
     def draws(self) -> int:
-        """Random numbers' counters that it used up."""
+        """Counters of random ops that the call used."""
         counters = [op.values[-1] for op in self.ops if op.template.op in RANDOM]
         return max([c - self.counter for c in counters], default=0)
 
 
 def difference(a: CallRecording, b: CallRecording, names_a: dict[int, Any], names_b: dict[int, Any]) -> Difference | None:
-    """The first thing in which two recordings differ. names: tensors that were there -> what they are called in both."""
-    made_a, made_b = a.made(), b.made()
+    """The first difference between two recordings, None if they agree.
+
+    names_a, names_b: id of a tensor from before the call -> its path, which is the same in both.
+    """
+    made_a, made_b = a.makers(), b.makers()
     where = b.origins.where
     for n, (old, new) in enumerate(zip(a.ops, b.ops, strict=False)):
         if old.template is not new.template or old.origin != new.origin:
-            text = f"op {n} differs from the call before: {_change(old, new, b.origins)}"
+            text = f"op {n} differs from the call before: {_describe_change(old, new, b.origins)}"
             return Difference(where(new.origin), text + SAME)
         for k, (i, j) in enumerate(zip(old.ins, new.ins, strict=True)):
             was, now = (made_a.get(i) or names_a.get(i)), (made_b.get(j) or names_b.get(j))
             if was != now:
-                text = f"operand {k} of {new.name} is {_tensor(now)}, and was {_tensor(was)} in the call before"
-                return Difference(where(new.origin), text)
-        found = _constants(a, b, old, new)
-        if found is not None:
-            return Difference(where(new.origin), found)
+                names = f"{_describe_tensor(now)}, and was {_describe_tensor(was)}"
+                return Difference(where(new.origin), f"operand {k} of {new.name} is {names} in the call before")
+        changed = _changed_scalars(a, b, old, new)
+        if changed is not None:
+            return Difference(where(new.origin), changed)
     if len(a.ops) != len(b.ops):
         longer = a if len(a.ops) > len(b.ops) else b
         extra = longer.ops[min(len(a.ops), len(b.ops))]
@@ -198,8 +186,8 @@ def difference(a: CallRecording, b: CallRecording, names_a: dict[int, Any], name
     return None
 
 
-def _change(old: Op, new: Op, origins: Origins) -> str:
-    """Say which part of an op differs: its name, operands, constants, line, group or micro-batch."""
+def _describe_change(old: RecordedOp, new: RecordedOp, origins: Origins) -> str:
+    """Describe the part of an op that differs: its name, operands, constants, line, group or micro-batch."""
     before, now = old.template, new.template
     if before.op != now.op:
         return f"it was {old.name}, and is {new.name}"
@@ -220,23 +208,23 @@ def _constants_of(template: Template) -> str:
     return f"({', '.join(shown)})"
 
 
-def _tensor(name: Any) -> str:
-    """A tensor that was there before, or output k of op n, in words."""
+def _describe_tensor(name: Any) -> str:
+    """A tensor from before the call, or output k of op n, in words."""
     if isinstance(name, tuple):
         return f"a result of op {name[0]}"
     return str(name) if name else "a tensor that nothing names"
 
 
-def _constants(a: CallRecording, b: CallRecording, old: Op, new: Op) -> str | None:
-    """Scalars and data that differ; random numbers count from where the call began."""
+def _changed_scalars(a: CallRecording, b: CallRecording, old: RecordedOp, new: RecordedOp) -> str | None:
+    """Describe scalars or data that differ; counters of random numbers are compared from the start of each call."""
     pairs = list(zip(old.values, new.values, strict=True))
     if old.template.op in RANDOM:
-        (seed_a, seed_b), (one, two) = pairs[-2:]
+        (seed_a, seed_b), (counter_a, counter_b) = pairs[-2:]
         del pairs[-2:]
-        drawn = max(seed_a, seed_b) >= 0  # attention without dropout draws nothing, and says so
+        drawn = max(seed_a, seed_b) >= 0  # attention without dropout draws nothing: its seed is negative
         if drawn and (seed_a != a.seed or seed_b != b.seed):
             return f"{new.name} draws from a generator of its own, which a replay does not have: leave generator= out"
-        if drawn and one - a.counter != two - b.counter:
+        if drawn and counter_a - a.counter != counter_b - b.counter:
             return f"{new.name} draws other random numbers, as the function seeds the generator: seed it outside the function"
     for x, y in pairs:
         if isinstance(x, bytes):

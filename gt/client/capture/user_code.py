@@ -1,6 +1,6 @@
-"""Whose code is whose: what is the user's is walked for what it names; of torch's and of libraries' only objects are state.
+"""User code or library code: user code is walked for the names it uses; of a library only objects with user state count.
 
-The code and the globals of packages that pip installed are taken to stay as they are.
+Code and globals of the standard library, torch and packages that pip installed are assumed not to change.
 """
 
 from __future__ import annotations
@@ -9,50 +9,58 @@ import os
 import site
 import sys
 import sysconfig
+import types
 
-FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "gt", "numpy", "pytest", "_pytest"})
-STATE = (
+LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "gt", "numpy", "pytest", "_pytest"})
+STATEFUL = (
     "torch.nn",
     "torch.optim",
     "torch.ao.nn",
     "torch.amp",
     "torch.cuda.amp",
     "torch.distributions",
-)  # of foreign packages, those whose objects are the user's state
-_QUIET = frozenset({
+)  # modules of libraries whose objects hold the user's state
+_STATELESS_STDLIB = frozenset({
     "logging", "typing", "abc", "_abc", "dataclasses", "enum", "inspect", "importlib", "re", "unittest", "contextlib",
     "builtins", "threading", "functools", "operator", "weakref", "warnings",
-})  # of no consequence  # fmt: skip
-_SITES = tuple(
+})  # whose objects never decide what a function does  # fmt: skip
+_SITE_FOLDERS = tuple(
     {f"{path}{os.sep}" for path in (*map(sysconfig.get_path, ("purelib", "platlib")), *site.getsitepackages()) if path}
 )
-_places: dict[str, bool] = {"__main__": False}  # the user's, whatever started it: a notebook's kernel is installed
+_installed: dict[str, bool] = {
+    "__main__": False
+}  # of a module's top package; __main__ is the user's even if an installed notebook kernel started it
 
 
-def foreign(module: str | None) -> bool:
-    """Whether code of this module is not the user's."""
+def is_library(module: str | None) -> bool:
+    """True unless the module is the user's own code."""
     top = module.partition(".")[0] if module else ""
-    return not top or top in FOREIGN or installed(top)
+    return not top or top in LIBRARIES or is_installed(top)
 
 
-def installed(module: str) -> bool:
-    """Whether a module is of a package that lies where pip puts them: its objects are the user's state, its code is not."""
+def is_installed(module: str) -> bool:
+    """True for modules of packages in a folder of pip's: their objects are the user's state, their code is not."""
     top = module.partition(".")[0]
-    found = _places.get(top)
-    if found is None and top in sys.modules:
+    known = _installed.get(top)
+    if known is None and top in sys.modules:
         package = sys.modules[top]
         files = [getattr(package, "__file__", None), *getattr(package, "__path__", ())]
-        found = _places[top] = any(str(file).startswith(_SITES) for file in files if file)
-    return bool(found)
+        known = _installed[top] = any(str(file).startswith(_SITE_FOLDERS) for file in files if file)
+    return bool(known)
 
 
-def idle(kind: type) -> bool:
-    """Whether nothing below an object of this class decides what a function does."""
+def is_stateless(kind: type) -> bool:
+    """True if nothing inside an object of this class decides what a function does."""
     top = kind.__module__.partition(".")[0]
-    known = top in FOREIGN and not kind.__module__.startswith(STATE)
-    return known and (top not in sys.stdlib_module_names or top in _QUIET)
+    assumed = top in LIBRARIES and not kind.__module__.startswith(STATEFUL)
+    return assumed and (top not in sys.stdlib_module_names or top in _STATELESS_STDLIB)
 
 
-def foreign_base(kind: type) -> bool:
-    """Whether code that is not walked (torch's, a library's) knows instances of this class and may use any attribute."""
-    return any(foreign(cls.__module__) for cls in kind.__mro__[:-1])
+def has_library_base(kind: type) -> bool:
+    """True if library code, which is not walked, knows instances of this class and may use any attribute."""
+    return any(is_library(cls.__module__) for cls in kind.__mro__[:-1])
+
+
+def is_own(function: types.FunctionType) -> bool:
+    """True for functions written in GT itself, whatever functools.wraps has made of their names."""
+    return str(function.__globals__.get("__name__", "")).partition(".")[0] == "gt"

@@ -1,4 +1,4 @@
-"""torch.autocast("remote"): casts before an op, by torch's lists for accelerators."""
+"""torch.autocast("remote"): casts before an op, by torch's lists of ops for accelerators."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ PROMOTE = [
     "scatter_add",
 ]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a parameter -> it, and its cast, until autocast ends
+_cache: dict[
+    int, tuple[torch.Tensor, torch.Tensor]
+] = {}  # id of a parameter -> the parameter and its cast, until autocast ends
 
 
 def _cast(a: Any, dtype: torch.dtype) -> Any:
@@ -127,14 +129,14 @@ def _cast(a: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_tensor(a: RemoteTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Parameters are cast once within a context, as torch does."""
+    """Cast a tensor; a parameter once within a context, as torch does."""
     keep = torch.is_autocast_cache_enabled() and a.requires_grad and a.is_leaf and a.dtype == torch.float32
     if not keep:
         return a.to(dtype)
-    found = _cache.get(id(a))
-    if found is None or found[1].dtype != dtype:
-        found = _cache[id(a)] = (a, a.to(dtype))
-    return found[1]
+    cached = _cache.get(id(a))
+    if cached is None or cached[1].dtype != dtype:
+        cached = _cache[id(a)] = (a, a.to(dtype))
+    return cached[1]
 
 
 def _floats(tree: Any) -> list[torch.dtype]:
@@ -152,8 +154,8 @@ def _float32(args: tuple, kwargs: dict) -> torch.dtype:
 
 
 def _widest(args: tuple, kwargs: dict) -> torch.dtype:
-    found = _floats(args)
-    return torch.float32 if torch.float32 in found or not found else found[0]
+    dtypes = _floats(args)
+    return torch.float32 if torch.float32 in dtypes or not dtypes else dtypes[0]
 
 
 def _wrapped(func: Any, policy: Callable[[tuple, dict], torch.dtype]) -> Callable:
@@ -166,12 +168,12 @@ def _wrapped(func: Any, policy: Callable[[tuple, dict], torch.dtype]) -> Callabl
 
 
 def _summed(func: Any) -> Callable:
-    """Sums of low precision accumulate and answer in float32 unless a dtype is given."""
+    """Sums of low precision accumulate and return float32 unless a dtype is an argument."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            given = kwargs.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in args)
-            if not given and _floats(args[:1]):
+            has_dtype = kwargs.get("dtype") is not None or any(isinstance(a, torch.dtype) for a in args)
+            if not has_dtype and _floats(args[:1]):
                 kwargs["dtype"] = torch.float32
             return func(*args[: _before_dtype(func, args)], **kwargs)
 
@@ -179,7 +181,7 @@ def _summed(func: Any) -> Callable:
 
 
 def _before_dtype(func: Any, args: tuple) -> int:
-    """How many of the positional arguments come before a positional dtype of None."""
+    """Number of positional arguments before a positional dtype of None; all of them without one."""
     names = [a.name for a in func._schema.arguments if not a.kwarg_only]
     place = names.index("dtype") if "dtype" in names else len(names)
     return place if len(args) > place and args[place] is None else len(args)
@@ -191,7 +193,7 @@ def _overload(name: str) -> Any:
 
 
 def register(fallbacks: torch.library.Library, aten: torch.library.Library) -> None:
-    """Put the casts at the key that autocast("remote") turns on; nothing runs there otherwise."""
+    """Register the casts at the dispatch key that autocast("remote") enables; nothing else runs there."""
     key = "AutocastPrivateUse1"
     fallbacks.fallback(torch.library.fallthrough_kernel, key)
     for names, policy in ((LOWER, _lower), (FLOAT32, _float32), (PROMOTE, _widest)):
@@ -205,4 +207,4 @@ def register(fallbacks: torch.library.Library, aten: torch.library.Library) -> N
         _cache.clear()
         clear()
 
-    torch.clear_autocast_cache = clear_all  # torch.autocast calls it by this name when the outermost context ends
+    torch.clear_autocast_cache = clear_all  # torch.autocast calls it by this name at the end of the outermost context

@@ -1,6 +1,6 @@
-"""torch's lazy modules, whose weights come to be at the first call: on the CPU, as ever, and then they go where they were sent.
+"""torch's lazy modules: their weights are made on the CPU at the first call, and then moved to the requested device.
 
-An uninitialised parameter cannot be a remote tensor, and torch cannot exchange one for another (which `.to` does here).
+An uninitialised parameter cannot be a remote tensor, and torch cannot exchange it for one, as `.to` otherwise does here.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch.nn.parameter import is_lazy
 
 from gt.client.device.remote_tensor import RemoteTensor
 
-_SENT = "_gt_sent"  # what is to be done to a module's weights once there are any
+_PENDING = "_gt_sent"  # functions to apply to a module's weights once these exist
 _first_call = Lazy._infer_parameters
 
 
 def prepare() -> None:
-    """Once, on import."""
+    """Patch torch's lazy modules; once, on import."""
     Lazy._apply, Lazy._infer_parameters = _apply, _infer  # type: ignore[attr-defined,method-assign]
 
 
 def _apply(self: Any, fn: Callable, recurse: bool = True) -> Any:
-    """Module._apply, for what of the module is not lazy; the rest changes its dtype and local device only."""
+    """Module._apply for tensors that are not lazy. Lazy ones change dtype and local device only, or wait for the first call."""
     waiting = [(kept, name, t) for kept in (self._parameters, self._buffers) for name, t in kept.items() if is_lazy(t)]
     for kept, name, _ in waiting:
         kept[name] = None
@@ -35,16 +35,16 @@ def _apply(self: Any, fn: Callable, recurse: bool = True) -> Any:
             kept[name] = t
     for _, _, t in waiting:
         with torch.no_grad():
-            made = fn(t.data)
-        if isinstance(made, RemoteTensor):
-            self.__dict__.setdefault(_SENT, []).append(fn)
+            applied = fn(t.data)
+        if isinstance(applied, RemoteTensor):
+            self.__dict__.setdefault(_PENDING, []).append(fn)
             break
-        t.data = made
+        t.data = applied
     return self
 
 
 def _infer(self: Any, module: Any, args: Any, kwargs: Any = None) -> None:
     """The hook before the first call."""
     _first_call(self, module, args, kwargs)
-    for fn in module.__dict__.pop(_SENT, ()):
+    for fn in module.__dict__.pop(_PENDING, ()):
         module._apply(fn)

@@ -1,4 +1,4 @@
-"""What the client knows of a remote tensor without its data, interned so that a cache key is compared by identity."""
+"""Metadata of a remote tensor, interned so that cache keys compare it by identity."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from gt.ir.spec import DIMS, Spec
 
 _table: dict[tuple, Meta] = {}
 
-
-LARGE = 16 << 20  # bytes: what makes it takes longer than to say that others have ended
+LARGE_BYTES = 16 << 20  # of a result: the op that makes it takes longer than a message that frees others first
 
 
 class Meta:
-    """Shape, strides, storage offset and dtype; equal ones are the same object. large: its memory is worth a thought."""
+    """Shape, strides and storage offset (in elements) and dtype; equal ones are one object. large: LARGE_BYTES or more."""
 
     __slots__ = ("dtype", "large", "offset", "shape", "stride")
 
     def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> None:
         self.shape, self.stride, self.offset, self.dtype = shape, stride, offset, dtype
-        self.large = self.numel * dtype.itemsize >= LARGE
+        self.large = self.numel * dtype.itemsize >= LARGE_BYTES
 
     @property
     def spec(self) -> Spec:
@@ -34,7 +33,7 @@ class Meta:
         return count
 
     def stand_in(self) -> torch.Tensor:
-        """A tensor on torch's meta device that looks the same; asking for its shape runs no kernel."""
+        """A tensor on torch's meta device with the same metadata."""
         if not self.offset:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
         last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) if self.numel else 0
@@ -43,10 +42,12 @@ class Meta:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The name without `torch.`, such as "float32"."""
     return str(dtype)[6:]
 
 
 def intern(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> Meta:
+    """The Meta of these values; UnsupportedOp for more dims than torch's ops take."""
     key = (shape, stride, offset, dtype)
     meta = _table.get(key)
     if meta is None:
@@ -73,5 +74,5 @@ def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Meta:
 
 
 def clear() -> None:
-    """Forget metas that nothing uses: called with the template table, never while keys are being built."""
+    """Forget all metas: called when template numbers end, never while a key is built."""
     _table.clear()

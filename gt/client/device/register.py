@@ -1,7 +1,7 @@
-"""The `remote` device: its name, its kernels, and torch's lists of what devices can do.
+"""The `remote` device: its name, its kernels, and its entries in torch's lists of device features.
 
-Registering the name breaks local CUDA autograd in the process, so where there is CUDA it waits for the first connect, and
-`name=False` leaves it out: then the device is `torch.device("lazy")`, and the rest is the same.
+Registering the name breaks autograd of local CUDA tensors in the process. With CUDA it therefore waits for the first connect,
+and `name=False` leaves it out: the device is then `torch.device("lazy")`, and everything else is the same.
 """
 
 from __future__ import annotations
@@ -15,58 +15,58 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from gt.client.current_session import Live
+from gt.client.current_session import Current
 from gt.client.device import lazy_modules, torch_remote
 from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
 from gt.client.device.serialization import extend_load
-from gt.client.trace import refusals
+from gt.client.trace import long_lists, overrides, refusals
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
 from gt.client.trace.host_ops import tensor_split
-from gt.client.trace.overrides import WHOLE
 
 NAME = "remote"
 _libraries: list[torch.library.Library] = []  # kernels live as long as these
 
 
-def _capturing() -> None:
-    """Libraries ask this of CUDA before they read a value to choose a way. Where the value is no constant of the recording they
-    are told, from the next recording on, to choose the one that reads none.
-    """
-    given = torch.cuda.is_current_stream_capturing
+def _patch_capture_query() -> None:
+    """Answer torch.cuda.is_current_stream_capturing in a recording, as libraries ask before they read a value.
 
-    @functools.wraps(given)
+    A library that has read a value that is no constant of the recording hears True from the next recording on.
+    """
+    original = torch.cuda.is_current_stream_capturing
+
+    @functools.wraps(original)
     def capturing() -> bool:
-        tape = None if Live.recorder is None else Live.recorder.tape
+        tape = None if Current.recorder is None else Current.recorder.tape
         if tape is None or sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
-            return given()
-        return tape.asked()
+            return original()
+        return tape.forbids_reads()
 
     torch.cuda.is_current_stream_capturing = capturing
 
 
 def _kernels(key: str) -> None:
-    """Everything that reaches a backend key goes to the recorder."""
+    """Route every op that reaches a backend key to the recorder."""
     anything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     anything.fallback(fallback, key, with_keyset=False)
     copy = torch.ops.aten.copy_.default
     aten.impl("copy_", lambda to, source, non_blocking=False: dispatch(RemoteTensor, copy, (), (to, source)), key)
-    for whole in WHOLE:  # or autograd decomposes them
+    for whole in overrides.WHOLE:  # autograd would decompose these
         aten.impl(whole.name(), functools.partial(fallback, whole), key)
     _libraries.extend((anything, aten))
 
 
-def _pinning() -> None:
-    """Once a device is registered torch pins memory for it: here pinned is plain memory."""
+def _unpin() -> None:
+    """Make pinned memory plain memory. torch pins memory for every registered device."""
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
     aten.impl("is_pinned", lambda tensor, device=None: False, "CPU")
     _libraries.append(aten)
 
 
-def _lists() -> None:
-    """torch asks lists whether a device or tensor type has foreach, fused and capturable optimizers."""
+def _extend_feature_lists() -> None:
+    """Add the device to torch's lists of devices and tensor types with foreach, fused and capturable optimizers."""
     for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
         importlib.import_module(name)._foreach_supported_types.append(RemoteTensor)
     getters = (
@@ -82,9 +82,9 @@ def _lists() -> None:
     for getter in getters:
         wrapped: dict[int, Callable] = {}
         for holder in holders:
-            given = getattr(holder, getter, None)
-            if given is not None:
-                setattr(holder, getter, wrapped.setdefault(id(given), _extended(given)))
+            original = getattr(holder, getter, None)
+            if original is not None:
+                setattr(holder, getter, wrapped.setdefault(id(original), _with_remote(original)))
 
 
 _OPTIMIZERS = [
@@ -103,26 +103,28 @@ _OPTIMIZERS = [
 ]
 
 
-def _extended(given: Callable[..., list[str]]) -> Callable[..., list[str]]:
+def _with_remote(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
     def supported(*args: Any, **kwargs: Any) -> list[str]:
-        found = given(*args, **kwargs)
-        return found if Shown.device.type in found else [*found, Shown.device.type]
+        types = original(*args, **kwargs)
+        return types if Shown.device.type in types else [*types, Shown.device.type]
 
     return supported
 
 
 def prepare() -> None:
-    """Everything but the name; harmless to local CUDA. Runs once, on import."""
+    """Register everything but the name, which is harmless to local CUDA tensors. Runs once, on import."""
     if _libraries:
         return
-    torch.__future__.set_swap_module_params_on_conversion(True)  # or Module.to("remote") unties tied weights
+    overrides.register()
+    long_lists.register()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # otherwise Module.to("remote") unties tied weights
     _kernels("Lazy")
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("scaled_dot_product_attention", attention, "AutogradLazy")
     aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradLazy")
     _libraries.append(aten)
-    _lists()
-    _capturing()
+    _extend_feature_lists()
+    _patch_capture_query()
     extend_load()
     lazy_modules.prepare()
     refusals.prepare()
@@ -131,7 +133,7 @@ def prepare() -> None:
 
 
 def register() -> None:
-    """Make the name `remote` parse. Local CUDA autograd no longer works in this process afterwards."""
+    """Register the name `remote`. Backward of local CUDA tensors no longer works in this process afterwards."""
     if Shown.device is not LAZY:
         return
     torch.utils.rename_privateuse1_backend(NAME)
@@ -142,7 +144,7 @@ def register() -> None:
     torch._C._acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
     _kernels("PrivateUse1")
     if not _cuda():
-        _pinning()
+        _unpin()
     libraries = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     register_autocast(*libraries)
     _libraries.extend(libraries)

@@ -1,7 +1,7 @@
-"""RemoteTensor: an id and metadata that look like a torch tensor; the data is elsewhere.
+"""RemoteTensor: an id and metadata behind the interface of a torch tensor; the data is on workers.
 
-Its C++ device is `lazy` (autograd stays in the caller's thread and calls no Python guard); Python is shown `remote`.
-Everything that torch does in Python on a tensor's bytes is defined here, by fetching.
+Its C++ device is `lazy`, for which autograd stays in the caller's thread and calls no Python guard. Python sees `remote`.
+Python methods of torch that need a tensor's bytes are defined here, by fetching.
 """
 
 from __future__ import annotations
@@ -16,59 +16,59 @@ from gt.client.device.meta import Meta
 from gt.errors import UnsupportedOp
 
 LAZY = torch.device("lazy", 0)
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # so that autocast("remote") is seen
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # so that autocast("remote") applies
 _base = torch._C.TensorBase
 
 
 class Shown:
-    """The device that Python is shown: `remote` once the name is registered, else `lazy`."""
+    """The device that Python sees: `remote` once the name is registered, `lazy` before."""
 
     device = LAZY
     types = frozenset({"lazy"})
 
 
 class Ref:
-    """Names one tensor view on the workers; its end frees the name there.
+    """The id of one tensor view on workers. The end of this object frees the id there.
 
-    pending: origin of the op that made it, until that is written into the autograd node (0). home: origin of a
+    pending: origin of the op that made the tensor, until it is written into the autograd node; then 0. home: origin of a
     parameter's first use, for the op that accumulates its gradient.
     """
 
     __slots__ = ("__weakref__", "home", "id", "meta", "pending")
 
-    def __init__(self, number: int, meta: Meta, pending: int, lives: LiveTensors) -> None:
+    def __init__(self, number: int, meta: Meta, pending: int, live_tensors: LiveTensors) -> None:
         self.id, self.meta, self.pending, self.home = number, meta, pending, 0
-        life = Life(self, lives.end)
-        life.id = number
-        lives.all[number] = life
+        live = LiveRef(self, live_tensors.end)
+        live.id = number
+        live_tensors.all[number] = live
 
 
-class Life(weakref.ref):
-    """Its callback is a list's append, so that the end of a Ref runs no bytecode: a __del__ would swallow a Ctrl-C."""
+class LiveRef(weakref.ref):
+    """Weak reference to a Ref. Its callback is a list's append, which runs no bytecode: a __del__ would swallow Ctrl-C."""
 
     __slots__ = ("id",)
     id: int
 
 
 class LiveTensors:
-    """The names of one session that are in use, and those that have ended."""
+    """The ids of one session that are alive, and those that have ended."""
 
     def __init__(self) -> None:
-        self.all: dict[int, Life] = {}
-        self.ended: list[Life] = []
+        self.all: dict[int, LiveRef] = {}
+        self.ended: list[LiveRef] = []
         self.end = self.ended.append
 
-    def take(self) -> list[int]:
+    def take_ended(self) -> list[int]:
         """Ids that have ended since the last call."""
-        found = [life.id for life in self.ended[:]]
-        del self.ended[: len(found)]
-        for number in found:
+        ids = [live.id for live in self.ended[:]]
+        del self.ended[: len(ids)]
+        for number in ids:
             del self.all[number]
-        return found
+        return ids
 
 
 class Alias:
-    """Another tensor object of the same view (detach): nothing is sent for it."""
+    """The reference of a second tensor object for one view, as detach makes it. Nothing is sent for it."""
 
     __slots__ = ("home", "id", "meta", "pending", "target")
 
@@ -101,9 +101,9 @@ class RemoteTensor(torch.Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         duplicate = kwargs.pop("copy", False)
-        at = 3 if args and isinstance(args[0], (str, int, torch.device)) else 2  # where `copy` may be, given by place
-        if len(args) > at:
-            duplicate, args = args[at], (*args[:at], *args[at + 1 :])
+        place = 3 if args and isinstance(args[0], (str, int, torch.device)) else 2  # of `copy` as a positional argument
+        if len(args) > place:
+            duplicate, args = args[place], (*args[:place], *args[place + 1 :])
         if args and isinstance(args[0], RemoteTensor):  # `x.to(other)` means other's device and dtype
             args = (args[0].device, args[0].dtype, *args[1:])
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
@@ -154,24 +154,24 @@ class RemoteTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         with torch.no_grad():
-            made = self.detach().clone()
-        made.requires_grad_(self.requires_grad)
+            copied = self.detach().clone()
+        copied.requires_grad_(self.requires_grad)
         if self.grad is not None and not getattr(self, "_is_param", False):  # as torch's Parameter
-            made.grad = copy.deepcopy(self.grad, memo)
-        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_ref"})
-        memo[id(self)] = made
-        return made
+            copied.grad = copy.deepcopy(self.grad, memo)
+        copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_ref"})
+        memo[id(self)] = copied
+        return copied
 
     def __copy__(self) -> RemoteTensor:
-        made = self.detach().requires_grad_(self.requires_grad)
-        made.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_ref"})
-        return made
+        copied = self.detach().requires_grad_(self.requires_grad)
+        copied.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_ref"})
+        return copied
 
     def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        found = _base.type(self, dtype, non_blocking, **kwargs)
-        return found.replace("lazy", Shown.device.type) if isinstance(found, str) else found
+        result = _base.type(self, dtype, non_blocking, **kwargs)
+        return result.replace("lazy", Shown.device.type) if isinstance(result, str) else result
 
-    def _typed_storage(self) -> Any:  # that storage(), is_shared() and share_memory_() ask
+    def _typed_storage(self) -> Any:  # called by storage(), is_shared() and share_memory_()
         raise UnsupportedOp(
             "a remote tensor has no storage in this process: use a copy, x.cpu(); a data set whose DataLoader has worker "
             "processes has to hold CPU tensors"
@@ -188,9 +188,9 @@ class RemoteTensor(torch.Tensor):
 
 
 class RemoteStorage:
-    """In place of a storage: says which tensors share memory, to programs that look for tied weights by their pointers.
+    """A substitute for a storage: tells which tensors share memory, for programs that find tied weights by pointers.
 
-    Addresses are of no processor, and differ as memory does. A view of a detached view has one of its own.
+    Addresses are invalid on every processor, and different for different memory. A view of a detached view has its own.
     """
 
     def __init__(self, tensor: RemoteTensor) -> None:
@@ -211,17 +211,17 @@ class RemoteStorage:
 
 
 def make(meta: Meta, ref: Ref | Alias) -> RemoteTensor:
-    """A tensor object of a reference."""
-    made = RemoteTensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    """A new tensor object for a reference."""
+    tensor = RemoteTensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, torch.strided, LAZY, False, False, None,
         False, False, _AUTOCAST,
     )  # fmt: skip
-    made._ref = ref
-    return made
+    tensor._ref = ref
+    return tensor
 
 
 def rebind(target: RemoteTensor, value: RemoteTensor) -> None:
-    """Make an existing tensor object name what another names: `p.data = y`, in-place view ops, out= that resizes."""
+    """Make `target` name the memory of `value`, for `p.data = y`, in-place view ops and out= that resizes."""
     shell = make(value._ref.meta, value._ref)
     _base.data.__set__(target, shell)
     target._ref = Alias(value._ref)

@@ -1,4 +1,4 @@
-"""torch.load(..., map_location="remote"): read on the CPU, then moved; tensors that share memory in the file do afterwards.
+"""torch.load(..., map_location="remote"): loads to the CPU, then moves tensors. Shared memory in the file stays shared.
 
 torch itself would make storages on the device, and a remote tensor has none.
 """
@@ -16,68 +16,69 @@ from gt.client.device.remote_tensor import RemoteTensor, Shown
 
 
 def extend_load() -> None:
-    given = torch.load
+    """Patch torch.load; once."""
+    original = torch.load
 
-    @functools.wraps(given)
+    @functools.wraps(original)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(map_location, (str, torch.device)) or str(map_location).partition(":")[0] not in Shown.types:
-            return given(f, map_location, *args, **kwargs)
-        return _Moved(given(f, "cpu", *args, **kwargs)).result
+            return original(f, map_location, *args, **kwargs)
+        return _RemoteCopy(original(f, "cpu", *args, **kwargs)).result
 
     torch.load = load
 
 
-class _Moved:
-    """What was read, its tensors replaced by remote ones; containers stay the objects that they are."""
+class _RemoteCopy:
+    """A loaded object whose CPU tensors are replaced by remote ones. Containers stay the same objects."""
 
-    def __init__(self, found: Any) -> None:
+    def __init__(self, loaded: Any) -> None:
         self._seen: dict[int, Any] = {}
-        self._shared = Counter(t.untyped_storage().data_ptr() for t in {id(t): t for t in _tensors(found, set())}.values())
+        self._shared = Counter(t.untyped_storage().data_ptr() for t in {id(t): t for t in _tensors(loaded, set())}.values())
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self.result = self._move(found)
+        self.result = self._move(loaded)
 
     def _move(self, thing: Any) -> Any:
         if id(thing) in self._seen:
             return self._seen[id(thing)][1]
-        made = thing
+        result = thing
         if isinstance(thing, torch.Tensor):
-            made = self._tensor(thing)
+            result = self._tensor(thing)
         elif isinstance(thing, tuple):
             parts = [self._move(part) for part in thing]
             make = getattr(thing, "_make", type(thing))
-            made = thing if all(a is b for a, b in zip(parts, thing, strict=True)) else make(parts)
-        self._seen[id(thing)] = thing, made  # the thing too, so that ids stay unique
+            result = thing if all(a is b for a, b in zip(parts, thing, strict=True)) else make(parts)
+        self._seen[id(thing)] = thing, result  # the thing too, so that identities stay unique
         for holder, key, value in _parts(thing):
             moved = self._move(value)
             if moved is not value:
                 holder[key] = moved
-        return made
+        return result
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, RemoteTensor) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
         if self._shared[storage.data_ptr()] < 2:
-            made = tensor.detach().to(Shown.device)
+            moved = tensor.detach().to(Shown.device)
         else:
             key = storage.data_ptr(), tensor.dtype
             if key not in self._bases:
                 self._bases[key] = torch.empty(0, dtype=tensor.dtype).set_(storage).to(Shown.device)
-            made = self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            moved = self._bases[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         if isinstance(tensor, torch.nn.Parameter):
-            return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
+            return torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        return moved.requires_grad_(tensor.requires_grad)
 
 
 def _parts(thing: Any) -> list[tuple[Any, Any, Any]]:
-    """(holder, key, value) of what can be replaced in a container or an object."""
-    found: list[tuple[Any, Any, Any]] = []
+    """Holder, key and value of all replaceable parts of a container or an object."""
+    parts: list[tuple[Any, Any, Any]] = []
     if isinstance(thing, dict):
-        found = [(thing, key, value) for key, value in thing.items()]
+        parts = [(thing, key, value) for key, value in thing.items()]
     elif isinstance(thing, list):
-        found = [(thing, n, value) for n, value in enumerate(thing)]
+        parts = [(thing, n, value) for n, value in enumerate(thing)]
     own = None if isinstance(thing, (type, torch.Tensor)) else getattr(thing, "__dict__", None)
-    return found + ([(own, key, value) for key, value in own.items()] if isinstance(own, dict) else [])
+    return parts + ([(own, key, value) for key, value in own.items()] if isinstance(own, dict) else [])
 
 
 def _tensors(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""torch.remote, as checkpointing, autocast, manual_seed and programs that ask any device's module look for it."""
+"""torch.remote: the device's module, as checkpointing, autocast, manual_seed and users' programs expect one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from gt.client.current_session import Live
+from gt.client.current_session import Current
 from gt.client.device import random
 from gt.client.device.remote_tensor import Shown
 
 
 class _Here:
-    """Context of the only device there is: `with torch.remote.device(0):`."""
+    """Context of the only device: `with torch.remote.device(0):`."""
 
     def __init__(self, index: Any = 0) -> None:
         self.index = index
@@ -27,24 +27,24 @@ class _Here:
 
 
 def recording() -> bool:
-    """Whether a call of a compiled function is being recorded: values cannot be read, as in a CUDA graph's capture."""
-    return Live.recorder is not None and Live.recorder.tape is not None
+    """True while a call of a compiled function is recorded: as in a CUDA graph's capture, values cannot be read."""
+    return Current.recorder is not None and Current.recorder.tape is not None
 
 
 def synchronize(device: Any = None) -> None:
-    """Waits until all workers and their GPUs have done what was issued; raises what failed. Does nothing in a recording."""
-    if Live.recorder is not None and not recording():
-        recorder = Live.recorder
-        recorder.settle()
-        recorder.awaited()
+    """Wait until all workers and their GPUs have executed all ops; raise the first error. Does nothing in a recording."""
+    if Current.recorder is not None and not recording():
+        recorder = Current.recorder
+        recorder.flush_ops()
+        recorder.note_wait()
         recorder.session.synchronize()
 
 
 def _bytes(key: str) -> int:
-    if Live.recorder is None:
+    if Current.recorder is None:
         return 0
     synchronize()
-    return sum(worker[key] for worker in Live.recorder.session.stats()["workers"])
+    return sum(worker[key] for worker in Current.recorder.session.stats()["workers"])
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -53,11 +53,12 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """The largest number of bytes that workers' GPUs ever had in use; what is in use now where there are none. Waits."""
+    """Peak bytes of tensors on all workers' GPUs; bytes that are in use now on CPU workers. Waits."""
     return _bytes("peak_bytes") or memory_allocated()
 
 
 def make() -> types.ModuleType:
+    """The module, which torch registers under the device's name."""
     module = types.ModuleType("torch.remote", "The remote device.")
     entries: dict[str, Any] = {
         "_initialized": True,
@@ -93,17 +94,17 @@ def make() -> types.ModuleType:
 
 
 def serve_accelerator(module: types.ModuleType) -> None:
-    """torch.accelerator asks a backend in C++ for these, which there is none of."""
+    """Make functions of torch.accelerator, which ask a C++ backend, use this module for the remote device."""
     for name in ("synchronize", "empty_cache", "memory_allocated", "max_memory_allocated"):
-        given = getattr(torch.accelerator, name, None)
-        if given is not None:
-            setattr(torch.accelerator, name, _either(given, getattr(module, name)))
+        original = getattr(torch.accelerator, name, None)
+        if original is not None:
+            setattr(torch.accelerator, name, _either(original, getattr(module, name)))
 
 
-def _either(given: Any, ours: Any) -> Any:
-    @functools.wraps(given)
+def _either(original: Any, ours: Any) -> Any:
+    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = torch.accelerator.current_accelerator()
-        return ours(*args, **kwargs) if found is not None and found.type in Shown.types else given(*args, **kwargs)
+        device = torch.accelerator.current_accelerator()
+        return ours(*args, **kwargs) if device is not None and device.type in Shown.types else original(*args, **kwargs)
 
     return call

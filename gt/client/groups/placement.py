@@ -1,4 +1,4 @@
-"""Places the parts of a model whose code cannot be touched: `apply` by module name, `balance` by cost.
+"""Placement of a model whose code cannot be changed: `apply` by names of modules, `balance` by cost.
 
 It only enters signal groups around modules' forwards and counts flops on meta tensors; it knows nothing about workers.
 """
@@ -14,26 +14,29 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.groups.group_context import context
+from gt.client.trace.dispatch import declare_buffer
 from gt.config.match import assign, unmatched
 from gt.config.schema import Rule
 from gt.errors import ConfigError
 
-Context = Callable[[str, int], Any]  # gt.signal.context, or what stands for it in tests
+Context = Callable[[str, int], Any]  # gt.signal.context, or a substitute of it in tests
 Group = str | Sequence[str]  # its name, a suffix, or one group for each run of the modules
-_PLACED = "_gt_placement"  # where a module keeps what apply put on it
+_PLACED = "_gt_placement"  # attribute of a placed module
 
 
 def apply(
     model: nn.Module,
     rules: Mapping[str, Group | Mapping[str, Any]] | Iterable[Rule],
-    context: Context | None = None,
+    context: Context = context,
 ) -> dict[str, Rule]:
-    """Runs the forward of every module whose name matches a pattern in that pattern's signal group.
+    """Run the forward of every module whose name matches a pattern in that pattern's signal group.
 
     rules: {pattern: group} or {pattern: {"group": ..., "parts": ...}} (a weight that fuses q, k and v has 3 parts), or
-    a config's rules; the most specific pattern wins (gt.config.match). A group may be a suffix, `_colpar`: that group of
-    the stage around the module; a list of groups: the modules are cut into as many runs. Calling it again replaces what
-    it did. Returns the rule that each placed module got. ConfigError where a pattern matches no module.
+    a config's rules; the most specific pattern wins (gt.config.match). A group may be a suffix such as `_colpar`:
+    that group of the stage around the module. With a list of groups the modules are divided into as many runs. A second
+    call replaces the first. Returns name of a module -> its rule. ConfigError if a pattern matches no module.
     """
     listed = read(rules)
     names = [name for name, _ in model.named_modules()]
@@ -41,10 +44,6 @@ def apply(
     if missed:
         pattern = missed[0].pattern
         raise ConfigError(f"pattern {pattern!r} matches none of the {len(names) - 1} modules, such as {names[1:4]}")
-    if context is None:
-        from gt.client.groups.signal import context as entered
-
-        context = entered
     placed = assign(listed, names)
     for name, module in model.named_modules():
         unplace(module)
@@ -54,7 +53,7 @@ def apply(
 
 
 def read(rules: Mapping[str, Group | Mapping[str, Any]] | Iterable[Rule]) -> list[Rule]:
-    """Rules in the form of a config's, from what a user writes."""
+    """Rules of a user in the form of a config's rules; ConfigError for any other form."""
     if not isinstance(rules, Mapping):
         return list(rules)
     listed = []
@@ -72,15 +71,15 @@ def read(rules: Mapping[str, Group | Mapping[str, Any]] | Iterable[Rule]) -> lis
 
 
 def governing(model: nn.Module) -> dict[str, Rule | None]:
-    """By parameter the rule that its module runs in: its own, or that of the nearest module around it. {} if none is placed."""
-    found: dict[str, Rule | None] = {}
+    """Parameter -> rule of its module, or of the nearest module around that. {} if no module is placed."""
+    by_parameter: dict[str, Rule | None] = {}
     inner: dict[str, Rule | None] = {}
     for name, module in model.named_modules():
         placement = module.__dict__.get(_PLACED)
         inner[name] = placement.rule if placement is not None else inner.get(name.rpartition(".")[0])
         for own, _ in module.named_parameters(name, recurse=False):
-            found[own] = inner[name]
-    return found if any(rule is not None for rule in inner.values()) else {}
+            by_parameter[own] = inner[name]
+    return by_parameter if any(rule is not None for rule in inner.values()) else {}
 
 
 class Placement:
@@ -97,7 +96,7 @@ class Placement:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         if self.buffers:
-            announced([inner._buffers.get(name) for inner, name in self.buffers])
+            _declare_buffers([inner._buffers.get(name) for inner, name in self.buffers])
         context = self.context(self.rule.group, self.rule.parts)
         context.__enter__()
         self.entered.append(context)
@@ -107,18 +106,15 @@ class Placement:
             self.entered.pop().__exit__(None, None, None)
 
 
-def announced(buffers: Iterable[torch.Tensor | None]) -> None:
-    """Buffers are the model's own, no data."""
-    from gt.client.device.remote_tensor import RemoteTensor
-    from gt.client.trace.dispatch import announce
-
+def _declare_buffers(buffers: Iterable[torch.Tensor | None]) -> None:
+    """Declare remote buffers as the model's state, which is no data of a batch."""
     for buffer in buffers:
         if isinstance(buffer, RemoteTensor):
-            announce(buffer)
+            declare_buffer(buffer)
 
 
 def unplace(module: nn.Module) -> None:
-    """Takes off what apply put on."""
+    """Undo apply on one module."""
     placement = module.__dict__.pop(_PLACED, None)
     if placement is not None:
         for hook in placement.hooks:
@@ -129,10 +125,10 @@ def unplace(module: nn.Module) -> None:
 
 
 def balance(modules: Iterable[nn.Module], stages: int, example: Any) -> list[tuple[int, int]]:
-    """Cuts modules, called one after the other, into `stages` contiguous runs so that the most expensive is cheapest.
+    """Divide modules, called one after the other, into `stages` contiguous runs whose largest cost is minimal.
 
-    example: the first module's input, a tensor or a tuple of tensors (only shapes and dtypes matter: nothing is
-    computed). Returns one (start, stop) a stage. ValueError where there are fewer modules than stages.
+    example: the first module's input, a tensor or a tuple of tensors, of which only shapes and dtypes matter. Returns one
+    (start, stop) per stage. ValueError for fewer modules than stages.
     """
     listed = list(modules)
     if not 1 <= stages <= len(listed):
@@ -141,16 +137,16 @@ def balance(modules: Iterable[nn.Module], stages: int, example: Any) -> list[tup
 
 
 def costs(modules: Sequence[nn.Module], example: Any) -> list[int]:
-    """Flops of each module's forward, each fed what the one before it gave, on meta tensors."""
+    """Flops of each module's forward on meta tensors; a module's input is the output of the module before it."""
     value: Any = tuple(meta(t) for t in example) if isinstance(example, (tuple, list)) else meta(example)
-    found = []
+    flops = []
     for module in modules:
         twin = to_meta(module)
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             value = twin(*value) if isinstance(value, (tuple, list)) else twin(value)
-        # a module with no matmul still costs what it writes, or empty stages would look free
-        found.append(max(int(counter.get_total_flops()), elements(value)))
-    return found
+        # a module without matmuls costs the elements of its output, or such stages would seem free
+        flops.append(max(int(counter.get_total_flops()), elements(value)))
+    return flops
 
 
 def meta(value: Any) -> Any:
@@ -164,7 +160,7 @@ def elements(value: Any) -> int:
 
 
 def to_meta(module: nn.Module) -> nn.Module:
-    """A copy of the module whose tensors are meta; no data is read or copied."""
+    """A copy of the module on the meta device; no data is read or copied."""
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -179,7 +175,7 @@ def partition(weights: Sequence[int], parts: int) -> list[tuple[int, int]]:
     best = {stop: (total[stop], [stop]) for stop in range(1, n + 1)}  # items -> largest sum, ends of the parts
     for part in range(2, parts + 1):
         best = {
-            stop: min((max(best[at][0], total[stop] - total[at]), [*best[at][1], stop]) for at in range(part - 1, stop))
+            stop: min((max(best[cut][0], total[stop] - total[cut]), [*best[cut][1], stop]) for cut in range(part - 1, stop))
             for stop in range(part, n + 1)
         }
     return list(itertools.pairwise([0, *best[n][1]]))

@@ -1,86 +1,57 @@
-"""Signal groups: which part of the program runs where, named in the user's code; and which micro-batch it works on.
+"""`gt.signal`: signal groups in the user's code, transfers between meshes, and micro-batches.
 
-Contexts nest and the innermost wins. What a name means is the config's business; nothing here knows it.
+The config says what the name of a group means; nothing here knows it.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import ContextDecorator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-
-class _Stack(threading.local):
-    """Group names entered in this thread, and which of them were entered inside a backward pass."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = [""]
-        self.in_backward: list[bool] = [False]
-        self.micro = -1  # the micro-batch that is being worked on
-
-
-stack = _Stack()
-
-
-class context(ContextDecorator):
-    """`with gt.signal.context("pp_stage0"):`, or `@gt.signal.context("pp_stage0")` on a function.
-
-    parts: how many weights are fused in one there (3 for q, k and v); without it the planner looks for their split.
-    """
-
-    def __init__(self, name: str, parts: int = 1) -> None:
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"a signal group is a non-empty string, got {name!r}")
-        if "/" in name or "#" in name:
-            raise ValueError(f"a signal group's name has no '/' or '#', got {name!r}")
-        self.name = f"{name}#{parts}" if parts > 1 else name  # as the dispatcher reads it
-
-    def __enter__(self) -> context:
-        stack.in_backward.append(torch._C._current_autograd_node() is not None)
-        outer = stack.names[-1]
-        stack.names.append(f"{outer}/{self.name}" if outer else self.name)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        stack.names.pop()
-        stack.in_backward.pop()
+from gt.client import current_session
+from gt.client.groups.group_context import context, stack
+from gt.client.trace.custom_ops import Move
 
 
 def move(x: torch.Tensor) -> torch.Tensor:
-    """Transfer now to the mesh that the current group leads to (`A_to_B`); the gradient comes back the same way."""
-    from gt.client.trace.custom_ops import Move
+    """Transfer a remote tensor to the mesh to which the current group `A_to_B` leads. Its gradient is transferred back.
 
+    Returns a tensor of the same shape and dtype. TypeError for a tensor that is not remote.
+    """
     return Move.apply(x)
 
 
 def groups() -> list[str]:
-    """Names of the config's signal groups, in its order."""
-    from gt.client import current_session
-
+    """Names of the config's signal groups, in its order. Connects, if there is no session."""
     return list(current_session.current().session.groups)
 
 
 def apply(model: torch.nn.Module, rules: Any = None) -> dict:
-    """Run the modules whose names match a pattern in that pattern's group: {pattern: group}, or the config's `modules:`.
+    """Run the forward of every module whose name matches a pattern in that pattern's signal group.
 
-    See gt.client.groups.placement.apply.
+    rules: {pattern: group} or {pattern: {"group": ..., "parts": ...}}, where parts is the number of weights fused in one;
+    None for the `modules:` of the session's config. A group may be a suffix such as `_colpar`, or a list of groups, over
+    which the modules are divided. A second call replaces the first. Returns name of a module -> its rule.
+    ConfigError for a pattern that matches no module.
     """
-    from gt.client import current_session
     from gt.client.groups import placement
     from gt.config.load import load
 
     if rules is None:
         current_session.current()
-        rules = load(*current_session.Live.config).modules
+        rules = load(*current_session.Current.config).modules
     return placement.apply(model, rules, context)
 
 
 def balance(modules: Any, stages: int, example: Any) -> list[tuple[int, int]]:
-    """Cut a list of modules into `stages` runs of about equal cost; see gt.client.groups.placement.balance."""
+    """Divide modules, which are called one after the other, into `stages` contiguous runs of about equal cost.
+
+    example: the first module's input, a tensor or a tuple of tensors, of which only shapes and dtypes matter. Costs are flops
+    of the forward pass on meta tensors. Returns one (start, stop) per stage. ValueError for fewer modules than stages.
+    """
     from gt.client.groups import placement
 
     return placement.balance(modules, stages, example)
@@ -90,9 +61,11 @@ def balance(modules: Any, stages: int, example: Any) -> list[tuple[int, int]]:
 
 
 def microbatches(batch: Any, n: int) -> Iterator[Any]:
-    """`batch` (a tensor, or tuples, lists and dicts of them) in n equal parts along dim 0, one after the other.
+    """Iterate over n equal parts of `batch` along dim 0, whose ops a schedule can run as a pipeline.
 
-    ValueError if a tensor's first dim is no multiple of n, or if there is no tensor.
+    batch: a tensor, or nested tuples, lists and dicts with tensors; other values are the same in each part. Ops between two
+    parts, and ops that differentiate them, belong to that micro-batch. ValueError if a tensor's first dim is no multiple of
+    n, or if there is no tensor.
     """
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"a batch cannot be cut into {n!r} micro-batches: want a whole number of at least 1")
@@ -108,7 +81,7 @@ def microbatches(batch: Any, n: int) -> Iterator[Any]:
 
 
 def _marked(parts: Iterator[Any]) -> Iterator[Any]:
-    """Ops between one part and the next belong to that micro-batch, and so do those that differentiate them."""
+    """Yield parts, each as the current micro-batch of this thread."""
     outer = stack.micro
     try:
         for n, part in enumerate(parts):

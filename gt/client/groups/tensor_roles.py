@@ -1,4 +1,4 @@
-"""Which remote tensors are weights, gradients and an optimizer's, and what weights are called: for plans and reports."""
+"""Roles of remote tensors: weights, gradients and optimizer state, with names of weights. For plans and reports."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ Row = tuple[int, str, str]  # id, kind, name
 
 
 def names() -> dict[int, str]:
-    """Name of every parameter of a living module, by identity, as the outermost module calls it."""
-    found: dict[int, str] = {}
+    """Identity of every parameter of a live module -> its name in the outermost module."""
+    by_identity: dict[int, str] = {}
     for module in outermost():
         for name, parameter in module.named_parameters():
-            found.setdefault(id(parameter), name)
-    return found
+            by_identity.setdefault(id(parameter), name)
+    return by_identity
 
 
 def rules() -> dict[str, Rule | None]:
-    """The rule of every parameter of living modules that gt.signal.apply has placed, by that name."""
-    found: dict[str, Rule | None] = {}
+    """Name of every parameter of live modules that gt.signal.apply has placed -> its rule."""
+    by_name: dict[str, Rule | None] = {}
     for module in outermost():
-        found.update(governing(module))
-    return found
+        by_name.update(governing(module))
+    return by_name
 
 
 def outermost() -> list[torch.nn.Module]:
-    """Living modules that no other has."""
+    """Live modules that are inside no other module."""
     modules = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
 
 
 def rows(optimizer: torch.optim.Optimizer, called: dict[int, str]) -> Iterator[Row]:
-    """Tensors that an optimizer knows."""
+    """Rows of the tensors of an optimizer. called: identity of a parameter -> its name."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             name = called.get(id(p), "")
@@ -52,7 +52,7 @@ def rows(optimizer: torch.optim.Optimizer, called: dict[int, str]) -> Iterator[R
 
 
 def weights(called: dict[int, str]) -> Iterator[Row]:
-    """Parameters of living modules."""
+    """Rows of all live parameters. called: identity of a parameter -> its name."""
     for o in gc.get_objects():
         if issubclass(type(o), torch.nn.Parameter) or (type(o) is RemoteTensor and o.is_leaf and o.requires_grad):
             yield from _row(o, "weights", called.get(id(o), ""))
@@ -65,7 +65,7 @@ def _row(tensor: object, kind: str, name: str) -> Iterator[Row]:
 
 @contextmanager
 def after_steps(call: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
-    """Have it called after every step of any optimizer."""
+    """Within this context, call a function after every step of any optimizer."""
     handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: call(optimizer))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Attention as one op forward and one backward, so that the worker picks the kernel and heads can be split."""
+"""Attention as one op forward and one backward, so that workers choose the kernel and heads can be split."""
 
 from __future__ import annotations
 
@@ -11,41 +11,48 @@ from gt.client.device.meta import Meta
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.custom_ops import record
-from gt.client.trace.host_ops import mixed
-from gt.client.trace.shape_inference import info_of
+from gt.client.trace.op_info import info_of
+from gt.client.trace.uploads import mixed_devices
 
 aten = torch.ops.aten
-NO_SEED = (-1, 0)  # no seed is negative
+NO_SEED = (-1, 0)  # of attention without dropout; a seed is never negative
 
 
-def attention(  # noqa: PLR0913 - the arguments of F.scaled_dot_product_attention
+def attention(  # noqa: PLR0913 - the op's arguments
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """torch's scaled_dot_product_attention on remote tensors [..., heads, L, E]."""
     for operand in (q, k, v):
         if not isinstance(operand, RemoteTensor):
-            raise mixed(info_of(aten.scaled_dot_product_attention.default), operand)
+            raise mixed_devices(info_of(aten.scaled_dot_product_attention.default), operand)
     if attn_mask is not None and not isinstance(attn_mask, RemoteTensor):
-        raise mixed(info_of(aten.scaled_dot_product_attention.default), attn_mask)
+        raise mixed_devices(info_of(aten.scaled_dot_product_attention.default), attn_mask)
     if q.dim() < 3 or (attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()):
         return _composite(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     scaled = None if scale is None else float(scale)
     return _Attention.apply(q, k, v, attn_mask, float(dropout_p), bool(is_causal), scaled, bool(enable_gqa))
 
 
-def _composite(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool) -> torch.Tensor:  # noqa: PLR0913 - the arguments of F.scaled_dot_product_attention
-    """As maths: where the mask itself needs a gradient."""
+def _composite(  # noqa: PLR0913 - the op's arguments
+    q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool
+) -> torch.Tensor:
+    """Attention as matrix products and a softmax, for a mask that needs a gradient."""
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
     return aten._scaled_dot_product_attention_math.default(q, k, v, mask, p, causal, None, scale=scale, enable_gqa=gqa)[0]
 
 
-def _outs(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool) -> tuple[Meta, ...]:  # noqa: PLR0913 - the arguments of F.scaled_dot_product_attention
-    """out [..., heads, L, Ev], for four dims in memory as [batch, L, heads, Ev] as flash kernels leave it, and logsumexp."""
-    stand: list[Any] = [x._ref.meta.stand_in() if isinstance(x, RemoteTensor) else None for x in (q, k, v, mask)]
+def _outs(  # noqa: PLR0913 - the op's arguments
+    q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool
+) -> tuple[Meta, ...]:
+    """Metas of out [..., heads, L, Ev] and logsumexp [..., heads, L].
+
+    An out of four dims is stored as [batch, L, heads, Ev], as flash kernels leave it.
+    """
+    stand_ins: list[Any] = [x._ref.meta.stand_in() if isinstance(x, RemoteTensor) else None for x in (q, k, v, mask)]
     with torch.no_grad():
-        shape = tuple(_composite(stand[0], stand[1], stand[2], stand[3], p, causal, scale, gqa).shape)
+        shape = tuple(_composite(stand_ins[0], stand_ins[1], stand_ins[2], stand_ins[3], p, causal, scale, gqa).shape)
     out = metas.contiguous(shape, q.dtype)
     if len(shape) == 4:
         _, h, t, e = shape
@@ -55,7 +62,9 @@ def _outs(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: floa
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, gqa: bool) -> Any:  # type: ignore[override]  # noqa: PLR0913 - the arguments of F.scaled_dot_product_attention
+    def forward(  # type: ignore[override]  # noqa: PLR0913 - the op's arguments
+        ctx: Any, q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: Any, gqa: bool
+    ) -> Any:
         seeds = draw() if p > 0 else NO_SEED
         rest = (p, causal, scale, gqa)
         out, logsumexp = record("gt.sdpa.default", (q, k, v, mask, *rest), lambda: _outs(q, k, v, mask, *rest), seeds)

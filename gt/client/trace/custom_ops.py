@@ -1,4 +1,4 @@
-"""GT's own ops on remote tensors: attention and moves. They have no torch overload, so their outputs are stated here."""
+"""GT's own ops on remote tensors: attention and moves. They have no torch overload, so callers state their outputs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from gt.client import current_session
-from gt.client.current_session import Live
+from gt.client.current_session import Current
 from gt.client.device import meta as metas
 from gt.client.device.meta import Meta
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import Ref, RemoteTensor, make
-from gt.client.trace.dispatch import settle
+from gt.client.trace.dispatch import note_first_use
 from gt.client.trace.shape_inference import constant
 from gt.ir.ops import RANDOM
 from gt.ir.spec import Spec
@@ -24,7 +24,11 @@ current_session.on_clear.append(_entries.clear)
 
 
 def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: tuple[int, int] | None = None) -> tuple:
-    """Record a GT op: tensors and floats are holes, the rest constants; `outs` states its outputs on a miss."""
+    """Record one of GT's own ops and return its outputs.
+
+    args: tensors and floats fill holes of the template, other values are its constants. outs: gives metas of the outputs; it is
+    called for a new kind of call only. seeds: seed and counter of a random op, drawn here if None.
+    """
     recorder = current_session.current()
     key: list = [name]
     ids: list[int] = []
@@ -34,30 +38,30 @@ def record(name: str, args: tuple, outs: Callable[[], tuple[Meta, ...]], seeds: 
             key.append(a._ref.meta)
             ids.append(a._ref.id)
             if a._ref.pending and a.requires_grad:
-                settle(a, a._ref)
+                note_first_use(a, a._ref)
         elif isinstance(a, float):
             key.append(float)
             values.append(a)
         else:
             key.append(a)
-    found = _entries.get(tuple(key))
-    if found is None:
+    entry = _entries.get(tuple(key))
+    if entry is None:
         for a in args:
             if isinstance(a, RemoteTensor):
                 current_session.check(a)
-        made = outs()
-        number = recorder.define(_template(name, args, made))
-        found = _entries[tuple(key)] = (number, made)
-    number, made = found
-    origin = Live.origins.here()
-    new = [recorder.new_id() for _ in made]
+        output_metas = outs()
+        number = recorder.define(_template(name, args, output_metas))
+        entry = _entries[tuple(key)] = (number, output_metas)
+    number, output_metas = entry
+    origin = Current.origins.here()
+    new = [recorder.new_id() for _ in output_metas]
     if name in RANDOM:
         values += seeds or draw()
     recorder.code.extend([number, origin, *ids, *values, *new])
     recorder.ops += 1
     if len(recorder.code) > recorder.batch:
-        recorder.full()
-    return tuple(make(m, Ref(n, m, origin, recorder.lives)) for m, n in zip(made, new, strict=True))
+        recorder.end_batch()
+    return tuple(make(m, Ref(n, m, origin, recorder.live_tensors)) for m, n in zip(output_metas, new, strict=True))
 
 
 def _template(name: str, args: tuple, outs: tuple[Meta, ...]) -> Template:
@@ -78,12 +82,12 @@ def _template(name: str, args: tuple, outs: tuple[Meta, ...]) -> Template:
 
 
 def _cloned(meta: Meta) -> Meta:
-    """As clone leaves it: strides are kept where memory is dense."""
+    """Meta of a clone, which keeps the strides of dense memory."""
     return metas.of(torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta").clone())
 
 
 class Move(torch.autograd.Function):
-    """gt.signal.move: the same value on another mesh."""
+    """gt.signal.move: the same value on another mesh, and the gradient on the way back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

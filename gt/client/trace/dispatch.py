@@ -1,25 +1,25 @@
 """The hot path: one ATen call on remote tensors becomes one row of numbers in the recorder's buffer.
 
-A key is built from the arguments (interned metas, constants, types of scalars); a known key gives the template's number
-and the metas of the outputs. Nothing here waits, except for ops whose output shape depends on values.
+The arguments give a key: interned metas, constants, and types of scalars. A known key gives the template's number and the
+metas of the outputs. Nothing here waits, except for ops whose output shape depends on values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from gt.client.current_session import Live, check, current
+from gt.client.current_session import Current, check, current
 from gt.client.device import meta as metas
 from gt.client.device.remote_tensor import _AUTOCAST, LAZY, Alias, Ref, RemoteTensor, make, rebind
-from gt.client.trace.shape_inference import (
+from gt.client.trace.op_info import (
     ASK,
     CONST,
     FIRST,
     INTO,
     LIST,
-    LONG,
     ONE,
     TENSOR,
     TENSORS,
@@ -30,18 +30,21 @@ from gt.client.trace.shape_inference import (
     OpInfo,
     _infos,
     info_of,
-    miss,
 )
+from gt.client.trace.shape_inference import infer
+from gt.client.trace.uploads import upload_operands
 from gt.errors import UnsupportedOp
 from gt.ir.instr import PARAM
 
+# Mode of an entry -> the function that carries such a call out as several ops; modules register theirs
+SEVERAL_OPS: dict[int, Callable[[OpInfo, Entry, tuple, dict], Any]] = {}
 _wrap = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 _known = _infos.get
 
 
 class HostOperand(Exception):
-    """A CPU tensor among the operands; the call is done again with it uploaded."""
+    """A CPU tensor is among the operands. The call is repeated with the tensor uploaded."""
 
 
 def dispatch(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -53,13 +56,13 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | 
 
 
 def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What arrives without a remote tensor among its arguments (factories), or below the Python key."""
+    """The backend kernel of every op: calls without a remote tensor (factories), and calls below the Python key."""
     return dispatch(RemoteTensor, func, (), args, kwargs)
 
 
 def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = ()) -> Any:
-    """Record a call; `extra` scalars go last (seed and counter)."""
-    recorder = Live.recorder or current()
+    """Record a call. extra: scalars that the schema lacks (seed and counter); they are recorded last."""
+    recorder = Current.recorder or current()
     key: list = []
     ids: list = []
     values: list = []
@@ -71,7 +74,7 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
                 put(ref.meta)
                 ids.append(ref.id)
                 if ref.pending and a.requires_grad:
-                    settle(a, ref)
+                    note_first_use(a, ref)
             elif kind == CONST:
                 put(a)
             else:
@@ -86,51 +89,51 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
                 else:
                     collect(kind, a, key, ids, values)
     except HostOperand:
-        from gt.client.trace.host_ops import upload_operands
-
         return call(info, *upload_operands(info, args, kwargs or {}), extra)
-    at = tuple(key)
-    entry = info.cache.get(at)
-    if entry is None:
-        entry = miss(info, args, kwargs or {})
-        info.cache[at] = entry
+    signature = tuple(key)
+    entry = info.cache.get(signature) or _new_entry(info, signature, args, kwargs or {})
     if extra:
         values.extend(extra)
-    origin = Live.origins.here()
+    origin = Current.origins.here()
     recorder.ops += 1
     mode = entry.mode
     code = recorder.code
     if mode == ONE:
         number = recorder.new_id()
         meta = entry.metas[0]
-        if meta.large and recorder.lives.ended:
-            recorder.release()
+        if meta.large and recorder.live_tensors.ended:
+            recorder.free_ended()
         code.extend((entry.number, origin, *ids, *values, number))
-        made = _wrap(
+        tensor = _wrap(
             RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, _strided, LAZY, False, False, None,
             False, False, _AUTOCAST,
         )  # fmt: skip
-        made._ref = Ref(number, meta, origin, recorder.lives)
+        tensor._ref = Ref(number, meta, origin, recorder.live_tensors)
         if len(code) > recorder.batch:
-            recorder.full()
-        return made
+            recorder.end_batch()
+        return tensor
     if mode == FIRST:
         code.extend((entry.number, origin, *ids, *values))
         args[0]._ref.pending = origin
         if len(code) > recorder.batch:
-            recorder.full()
+            recorder.end_batch()
         return args[0]
-    return finish(info, entry, args, kwargs or {}, extra, [entry.number, origin, *ids, *values])
+    return finish_call(info, entry, args, kwargs or {}, extra, [entry.number, origin, *ids, *values])
+
+
+def _new_entry(info: OpInfo, signature: tuple, args: tuple, kwargs: dict) -> Entry:
+    entry = info.cache[signature] = infer(info, args, kwargs)
+    return entry
 
 
 def collect(kind: int, a: Any, key: list, ids: list, values: list) -> None:
-    """Add an argument that is not a plain constant to the key, operands and scalars."""
+    """Add an argument that is not a mere constant to the key, the operands and the scalars."""
     if type(a) is RemoteTensor:
         ref = a._ref
         key.append(ref.meta)
         ids.append(ref.id)
         if ref.pending and a.requires_grad:
-            settle(a, ref)
+            note_first_use(a, ref)
     elif a is None:
         key.append(None)
     elif kind == LIST:
@@ -142,12 +145,12 @@ def collect(kind: int, a: Any, key: list, ids: list, values: list) -> None:
         key.append(len(a))
         element = TENSOR if kind == TENSORS else VALUE
         for x in a:
-            if type(x) is RemoteTensor:  # as above, without a call: an optimizer's lists have hundreds
+            if type(x) is RemoteTensor:  # as above, without a call per tensor: an optimizer's lists have hundreds
                 ref = x._ref
                 key.append(ref.meta)
                 ids.append(ref.id)
                 if ref.pending and x.requires_grad:
-                    settle(x, ref)
+                    note_first_use(x, ref)
             else:
                 collect(element, x, key, ids, values)
     elif isinstance(a, torch.Tensor):
@@ -158,129 +161,130 @@ def collect(kind: int, a: Any, key: list, ids: list, values: list) -> None:
         key.append(a)
 
 
-def settle(tensor: RemoteTensor, ref: Ref | Alias) -> None:
-    """First use of a tensor that requires grad: mark its autograd node, or announce it as a parameter."""
+def note_first_use(tensor: RemoteTensor, ref: Ref | Alias) -> None:
+    """At the first use of a tensor that requires grad, tag its autograd node, or declare the tensor as a parameter."""
     try:
         node = tensor.grad_fn
-    except RuntimeError:  # a view made under no_grad, its base changed since: torch will not say, and nothing needs it
+    except RuntimeError:  # a view made under no_grad whose base has changed: torch refuses to answer, and nothing needs it
         return
     if node is not None:
-        Live.origins.mark(node, ref.pending)
+        Current.origins.tag(node, ref.pending)
         ref.pending = 0
         return
-    if tensor._is_view():  # of a parameter, made under no_grad: it says that it requires grad, and is no leaf of anything
+    if tensor._is_view():  # of a parameter, made under no_grad: it claims to require grad and is no leaf
         return
     if not ref.home:
         check(tensor)
-        Live.recorder.code.extend((PARAM, ref.id))  # type: ignore[union-attr]
+        Current.recorder.code.extend((PARAM, ref.id))  # type: ignore[union-attr]
         ref.home = -1
     if torch.is_grad_enabled():
-        ref.home = Live.origins.here()
+        ref.home = Current.origins.here()
         ref.pending = 0
 
 
-def announce(buffer: RemoteTensor) -> None:
-    """A module's buffer is laid out as a parameter is, whole on each worker, where data is split as it enters a group."""
+def declare_buffer(buffer: RemoteTensor) -> None:
+    """Declare a module's buffer: it gets a parameter's layout, whole on each worker, in a group that splits data."""
     if not buffer._ref.home:
         check(buffer)
-        Live.recorder.code.extend((PARAM, buffer._ref.id))  # type: ignore[union-attr]
+        Current.recorder.code.extend((PARAM, buffer._ref.id))  # type: ignore[union-attr]
         buffer._ref.home = -1
 
 
-def finish(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, row: list) -> Any:
-    """The calls that are not one new tensor or one in-place target."""
-    if entry.mode == INTO:
-        return _into(info, entry, args, kwargs)
-    if entry.mode == LONG:
-        from gt.client.trace.long_lists import in_chunks
-
-        return in_chunks(info, entry.number, args, kwargs)
+def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tuple, row: list) -> Any:
+    """Record a call whose result is not one new tensor or its first argument. row: the numbers before the output ids."""
+    several = SEVERAL_OPS.get(entry.mode)
+    if several is not None:
+        return several(info, entry, args, kwargs)
     recorder, origin = current(), row[1]
     numbers = [recorder.new_id() for _ in entry.metas]
-    if recorder.lives.ended and any(meta is not None and meta.large for meta in entry.metas):
-        recorder.release()
+    if recorder.live_tensors.ended and any(meta is not None and meta.large for meta in entry.metas):
+        recorder.free_ended()
     recorder.code.extend(row + numbers)
     if entry.mode == ASK:
         if recorder.tape is not None:
             recorder.tape.refuse(f"the shape of {info.name}'s result depends on values, which a replay does not know", origin)
         recorder.flush()
-        found = [metas.of_spec(spec) for spec in recorder.session.describe(numbers)]
+        output_metas = [metas.of_spec(spec) for spec in recorder.session.describe(numbers)]
     else:
-        found = entry.metas
-    made = [make(m, Ref(n, m, origin, recorder.lives)) for n, m in zip(numbers, found, strict=True)]
+        output_metas = entry.metas
+    outputs = [make(m, Ref(n, m, origin, recorder.live_tensors)) for n, m in zip(numbers, output_metas, strict=True)]
     if len(recorder.code) > recorder.batch:
-        recorder.full()
+        recorder.end_batch()
     operands = _tensors((args, kwargs)) if entry.written else ()
     for i in entry.written:
         operands[i]._ref.pending = origin
-    return _build(entry.result, made, operands)
+    return _build(entry.result, outputs, operands)
 
 
-def _build(tree: Any, made: list, operands: Any) -> Any:
+def _build(tree: Any, outputs: list, operands: Any) -> Any:
+    """The value that torch expects back. tree: see Entry.result."""
     if tree == ():
         return None
     if type(tree) is list:
-        return [_build(t, made, operands) for t in tree]
+        return [_build(t, outputs, operands) for t in tree]
     if type(tree[0]) is not str:
-        return tuple(_build(t, made, operands) for t in tree)
-    what, value = tree
-    return made[value] if what == "new" else operands[value] if what == "arg" else value
+        return tuple(_build(t, outputs, operands) for t in tree)
+    source, value = tree
+    return outputs[value] if source == "new" else operands[value] if source == "arg" else value
 
 
 def _tensors(tree: Any) -> list[RemoteTensor]:
     """Remote tensors of arguments, in the order of operands."""
-    found: list[RemoteTensor] = []
-    _gather((tree,), found)
-    return found
+    tensors: list[RemoteTensor] = []
+    _gather((tree,), tensors)
+    return tensors
 
 
-def _gather(trees: Any, found: list[RemoteTensor]) -> None:
+def _gather(trees: Any, tensors: list[RemoteTensor]) -> None:
     for tree in trees:
         if type(tree) is RemoteTensor:
-            found.append(tree)
+            tensors.append(tree)
         elif isinstance(tree, (list, tuple)):
-            _gather(tree, found)
+            _gather(tree, tensors)
         elif isinstance(tree, dict):
-            _gather(tree.values(), found)
+            _gather(tree.values(), tensors)
 
 
 def _without_out(info: OpInfo) -> Any:
-    """The overload that returns what this one writes to out=: of the same arguments, with dtype and device at most."""
+    """The overload that returns the result instead of writing it to out=. It may take dtype and device besides."""
     wanted = {(a.name, str(a.real_type)) for a in info.func._schema.arguments if not a.is_out}
     packet = getattr(torch.ops.aten, info.name.split(".")[1])
-    found = []
+    candidates = []
     for overload in (getattr(packet, name) for name in packet.overloads()):
         arguments = overload._schema.arguments
-        given = {(a.name, str(a.real_type)) for a in arguments}
-        if not any(a.is_out for a in arguments) and wanted <= given:
-            found.append((len(given), overload))
-    if not found:
+        accepted = {(a.name, str(a.real_type)) for a in arguments}
+        if not any(a.is_out for a in arguments) and wanted <= accepted:
+            candidates.append((len(accepted), overload))
+    if not candidates:
         raise UnsupportedOp(
             f"{info.name} is not supported on remote with out=: call the op without out=, and copy_() its result"
         )
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(candidates, key=lambda pair: pair[0])[1]
 
 
 def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
-    """out=: the results are copied there. Tensors of another shape become new ones; the same objects then name these."""
+    """Copy results into out= tensors. One of another shape gets new memory under the same Python object."""
     named = [kwargs[name] for name in info.outs]
-    targets, given = _tensors(named), {name: a for name, a in kwargs.items() if name not in info.outs}
+    targets, rest = _tensors(named), {name: a for name, a in kwargs.items() if name not in info.outs}
     op = _without_out(info)
     for name, value in (("dtype", targets[0].dtype if targets else None), ("device", LAZY)):
-        if name in info_of(op).named and given.get(name) is None:
-            given[name] = value
-    made = _tensors(op(*args, **given))
-    looks = entry.metas or [metas.contiguous(tuple(m.shape), t.dtype) for m, t in zip(made, targets, strict=True)]
-    for target, result, look in zip(targets, made, looks, strict=True):
-        if target.shape != look.shape:
-            rebind(target, empty(look))
+        if name in info_of(op).named and rest.get(name) is None:
+            rest[name] = value
+    results = _tensors(op(*args, **rest))
+    wanted = entry.metas or [metas.contiguous(tuple(m.shape), t.dtype) for m, t in zip(results, targets, strict=True)]
+    for target, result, meta in zip(targets, results, wanted, strict=True):
+        if target.shape != meta.shape:
+            rebind(target, empty(meta))
         torch.ops.aten.copy_.default(target, result)
     returned = named if info.func._schema.returns else []
     return tuple(returned) if len(returned) != 1 else returned[0]
 
 
+SEVERAL_OPS[INTO] = _into
+
+
 def empty(meta: metas.Meta) -> RemoteTensor:
-    """New memory of a given look, uninitialised."""
+    """An uninitialised tensor with this shape, stride and dtype."""
     func = torch.ops.aten.empty_strided.default
     return call(info_of(func), (list(meta.shape), list(meta.stride)), {"dtype": meta.dtype, "device": LAZY})
 

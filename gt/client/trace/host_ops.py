@@ -1,82 +1,42 @@
-"""Where remote tensors meet the host: uploads, fetches, copies both ways, and CPU operands of remote ops."""
+"""Ops between remote tensors and the host: fetches, copies both ways, and ops whose answer Python needs at once."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from gt.client import current_session
-from gt.client.current_session import Live
+from gt.client.current_session import Current
 from gt.client.device import meta as metas
-from gt.client.device.meta import Meta
-from gt.client.device.remote_tensor import Ref, RemoteTensor, Shown, make, rebind
-from gt.client.trace.dispatch import call, empty, info_of
-from gt.client.trace.shape_inference import TENSORS, OpInfo, is_remote
-from gt.ir.template import Out, Template
+from gt.client.device.remote_tensor import RemoteTensor, rebind
+from gt.client.trace.dispatch import call, empty
+from gt.client.trace.op_info import OpInfo, info_of
+from gt.client.trace.shape_inference import is_remote
+from gt.client.trace.uploads import mixed_devices, upload
 
-INLINE = 256 << 10  # bytes that travel with the ops; larger data is kept here until a worker asks
 aten = torch.ops.aten
-_uploads: dict[Meta, int] = {}
-current_session.on_clear.append(_uploads.clear)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Pointwise ops that take a number where a 0-dim CPU tensor is given, and whose result is of the target's dtype anyway
-_TAKES_NUMBER = frozenset(f"aten.{op}_.Tensor" for op in ("add", "sub", "mul", "div", "remainder", "floor_divide"))
-
-
-def upload(host: torch.Tensor) -> RemoteTensor:
-    """A remote tensor of a host tensor's values, row-major."""
-    recorder = current_session.current()
-    if recorder.tape is not None:
-        recorder.tape.source(host)
-    meta = metas.contiguous(tuple(host.shape), host.dtype)
-    template = _uploads.get(meta)
-    if template is None:
-        number = recorder.define(Template("gt.upload.default", (), (), (), 1, (Out("new", meta.spec),)))
-        template = _uploads[meta] = number
-    data = _values(host)
-    number, origin = recorder.new_id(), Live.origins.here()
-    row = [template, origin, -1, number]
-    if data.nbytes <= INLINE:
-        recorder.emit_with_frame(row, data.tobytes(), 2)
-    else:
-        recorder.session.keep(number, data.copy(order="C").view(f"V{data.itemsize}"))
-        recorder.code.extend(row)
-    recorder.ops += 1
-    return make(meta, Ref(number, meta, origin, recorder.lives))
-
-
-def _values(host: torch.Tensor) -> np.ndarray:
-    """A host tensor's values as an array of the same shape; of integers where NumPy lacks the dtype."""
-    if host.is_conj() or host.is_neg():
-        host = host.resolve_conj().resolve_neg()
-    try:
-        return host.detach().numpy()
-    except TypeError:  # bfloat16, float8
-        return host.detach().contiguous().view(_INTEGERS[host.element_size()]).numpy()
 
 
 def fetch(tensor: RemoteTensor) -> torch.Tensor:
-    """The values, on the CPU, with the same strides where they are dense. Waits."""
+    """A tensor's values on the CPU, with the same strides if those are dense. Waits for the workers."""
     current_session.check(tensor)
     recorder = current_session.current()
     if recorder.tape is not None:
         constant = recorder.tape.constant(tensor)
         if constant is not None:
             return constant.clone()
-    recorder.settle()
-    recorder.awaited()
+    recorder.flush_ops()
+    recorder.note_wait()
     shape, dtype, data = recorder.session.fetch(tensor._ref.id)
     kind = getattr(torch, dtype)
     if not len(data):
         return torch.empty(shape, dtype=kind)
-    found = torch.frombuffer(data, dtype=kind).reshape(shape)
+    values = torch.frombuffer(data, dtype=kind).reshape(shape)
     like = tensor._ref.meta
-    if found.stride() == like.stride or tuple(shape) != like.shape:
-        return found
-    made = torch.empty_like(like.stand_in(), device="cpu")
-    return made.copy_(found)
+    if values.stride() == like.stride or tuple(shape) != like.shape:
+        return values
+    return torch.empty_like(like.stand_in(), device="cpu").copy_(values)
 
 
 def local_scalar(info: OpInfo, args: tuple, kwargs: dict) -> Any:
@@ -84,7 +44,7 @@ def local_scalar(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 
 
 def to_copy(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
-    """_to_copy: to another dtype remotely, or to another device through a fetch."""
+    """_to_copy: remote for another dtype, by a fetch for another device."""
     source, device = args[0], kwargs.get("device")
     kwargs = {k: v for k, v in kwargs.items() if k not in ("pin_memory", "non_blocking")}
     if device is None or is_remote(device):
@@ -104,7 +64,7 @@ def _differs(here: torch.Tensor, wanted: dict) -> bool:
 
 
 def copy(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
-    """copy_ among remote tensors, and both ways between host and remote."""
+    """copy_ between remote tensors, and both ways between host and remote."""
     target, source = args[0], args[1]
     if not isinstance(target, RemoteTensor):
         return target.copy_(fetch(source))
@@ -115,27 +75,27 @@ def copy(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
         current_session.current().tape.source(source)
     if source.dtype != target.dtype:
         source = source.to(target.dtype)
-    given = target._ref
-    plain = metas.contiguous(given.meta.shape, given.meta.dtype) is given.meta
-    if plain and tuple(source.shape) == given.meta.shape and Live.fresh == (given.id, current_session.current().ops):
-        # `cpu.to("remote")` arrives as an empty tensor and a copy into it: name the upload instead
+    ref = target._ref
+    contiguous = metas.contiguous(ref.meta.shape, ref.meta.dtype) is ref.meta
+    if contiguous and tuple(source.shape) == ref.meta.shape and Current.fresh == (ref.id, current_session.current().ops):
+        # `cpu.to("remote")` is dispatched as an empty tensor and a copy into it: name the upload instead
         target._ref = upload(source)._ref
         return target
     return call(info, (target, upload(source)))
 
 
 def new_empty(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """Factories of uninitialised memory; remembers the newest for `copy`."""
+    """Factories of uninitialised memory. `copy` needs to know the newest one."""
     if not is_remote(kwargs.get("device")):
         return elsewhere(info, args, kwargs)
     kwargs.pop("pin_memory", None)
-    made = call(info, args, kwargs)
-    Live.fresh = (made._ref.id, current_session.current().ops)
-    return made
+    tensor = call(info, args, kwargs)
+    Current.fresh = (tensor._ref.id, current_session.current().ops)
+    return tensor
 
 
 def placed(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """An op with a device argument: x.new_zeros, zeros_like and so on, perhaps on another device."""
+    """An op with a device argument (x.new_zeros, zeros_like): remote, or on the other device that the argument names."""
     kwargs.pop("pin_memory", None)
     if is_remote(kwargs.get("device")):
         return call(info, args, kwargs)
@@ -143,46 +103,14 @@ def placed(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 
 
 def elsewhere(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """A factory that takes only the look of a remote tensor: torch does it on the other device."""
+    """A factory on another device that needs only shape and dtype of a remote tensor: torch runs it there."""
     return info.func(*(a._ref.meta.stand_in() if isinstance(a, RemoteTensor) else a for a in args), **kwargs)
-
-
-def upload_operands(info: OpInfo, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """CPU operands as torch allows them beside an accelerator: 0-dim ones and indices; any other is an error."""
-
-    def convert(kind: int, a: Any, index: bool) -> Any:
-        if isinstance(a, (list, tuple)) and kind == TENSORS:
-            return [convert(0, x, index) for x in a]
-        if not isinstance(a, torch.Tensor) or isinstance(a, RemoteTensor):
-            return a
-        if a.device.type != "cpu" or not (a.dim() == 0 or index):
-            raise mixed(info, a)
-        if a.dim() == 0 and info.name in _TAKES_NUMBER and not a.is_complex():
-            if current_session.current().tape is not None:
-                current_session.current().tape.source(a)
-            return a.item()
-        return upload(a)
-
-    made = [convert(kind, a, name == "indices") for kind, name, a in zip(info.kinds, info.names, args, strict=False)]
-    named = {k: convert(info.named[k], a, k == "indices") for k, a in kwargs.items()}
-    if any(isinstance(a, torch.Tensor) and not isinstance(a, RemoteTensor) for a in [*made, *named.values()]):
-        raise mixed(info, made[0])
-    return tuple(made), named
-
-
-def mixed(info: OpInfo, host: torch.Tensor) -> RuntimeError:
-    remote, here = Shown.device, host.device
-    shape = list(host.shape)
-    return RuntimeError(
-        f"Expected all tensors to be on the same device, but found at least two devices, {remote} and {here}! "
-        f"{info.name} got a {here} tensor of shape {shape}; move it with .to({remote.type!r})"
-    )
 
 
 def equal(info: OpInfo, args: tuple, kwargs: dict) -> bool:
     a, b = args
     if not (isinstance(a, RemoteTensor) and isinstance(b, RemoteTensor)):
-        raise mixed(info, b if isinstance(a, RemoteTensor) else a)
+        raise mixed_devices(info, b if isinstance(a, RemoteTensor) else a)
     if a.shape != b.shape:
         return False
     same = call(info_of(aten.eq.Tensor), (a, b))
@@ -190,7 +118,7 @@ def equal(info: OpInfo, args: tuple, kwargs: dict) -> bool:
 
 
 def tensor_split(x: torch.Tensor, indices: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
-    """By a tensor of indices or of a number, which torch asks for on the CPU: they are constants of the op, so this waits."""
+    """tensor_split by a tensor of indices. Its values are constants of the op, so this waits."""
     return list(torch.tensor_split(x, indices.detach().cpu().tolist(), dim))
 
 
@@ -199,7 +127,7 @@ def allclose(info: OpInfo, args: tuple, kwargs: dict) -> bool:
 
 
 def set_(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """x.set_(y): x names y's memory."""
+    """x.set_(y): x names the memory of y."""
     if len(args) == 2 and isinstance(args[1], RemoteTensor):
         rebind(args[0], args[1])
         return args[0]
@@ -207,7 +135,7 @@ def set_(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 
 
 def resize(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """resize_: a view of the same memory where it is large enough, else new memory with the old elements first."""
+    """resize_: a view of the same memory if that is large enough, else new memory that begins with the old elements."""
     target = args[0]
     size = tuple(args[1].shape if isinstance(args[1], torch.Tensor) else args[1])
     wanted = metas.contiguous(size, target.dtype)
@@ -219,10 +147,10 @@ def resize(info: OpInfo, args: tuple, kwargs: dict) -> Any:
         view = call(info_of(aten.as_strided.default), (target, list(wanted.shape), list(wanted.stride), old.offset))
         rebind(target, view)
         return target
-    made = empty(wanted)
+    larger = empty(wanted)
     if keep:
-        front = call(info_of(aten.as_strided.default), (made, [keep], [1], 0))
+        front = call(info_of(aten.as_strided.default), (larger, [keep], [1], 0))
         flat = call(info_of(aten.as_strided.default), (target, [keep], [1], old.offset))
         call(info_of(aten.copy_.default), (front, flat))
-    rebind(target, made)
+    rebind(target, larger)
     return target

@@ -1,4 +1,4 @@
-"""Which ops are not simply recorded, and what is done instead: one row each, by name or by property of the op."""
+"""Ops that are not simply recorded, one row each: their handlers, by name or by a property of the op."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from typing import Any
 
 import torch
 
-from gt.client.current_session import Live
+from gt.client.current_session import Current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
-from gt.client.trace import host_ops
-from gt.client.trace.dispatch import call, info_of
-from gt.client.trace.shape_inference import OpInfo, is_remote
+from gt.client.trace import host_ops, op_info
+from gt.client.trace.attention import attention
+from gt.client.trace.dispatch import call
+from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
+from gt.client.trace.shape_inference import is_remote
 from gt.errors import UnsupportedOp
 
 aten = torch.ops.aten
 
 
 def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
-    """detach: another object of the same view; nothing is sent."""
+    """detach: another Python object for the same view. Nothing is sent."""
     ref = args[0]._ref
-    Live.fresh = None
+    Current.fresh = None
     return make(ref.meta, Alias(ref))
 
 
@@ -30,19 +32,17 @@ def itself(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
 
 
 def decompose(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """A composite op that arrived whole (inference mode)."""
+    """A composite op that is dispatched whole, as in inference mode."""
     if info.name == "aten.scaled_dot_product_attention.default":
-        from gt.client.trace.attention import attention
-
         return attention(*args, **kwargs)
     if kwargs.get("layout") not in (None, torch.strided):
         raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor, and remote tensors are strided: send x.to_dense()")
-    found = info.func.decompose(*args, **kwargs)
-    return call(info, args, kwargs) if found is NotImplemented else found
+    result = info.func.decompose(*args, **kwargs)
+    return call(info, args, kwargs) if result is NotImplemented else result
 
 
 def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """A random op gets seed and counter, and no generator."""
+    """A random op: workers get a seed and a counter instead of the generator."""
     generator = None
     if any(isinstance(a, torch.Generator) for a in args):
         generator = next(a for a in args if isinstance(a, torch.Generator))
@@ -55,7 +55,7 @@ def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
 
 
 def view_in_place(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
-    """t_, squeeze_ and so on: the view op, and the same object names its result."""
+    """In-place views such as t_ and squeeze_: the view op, whose result the same object then names."""
     wanted = [str(a.real_type) for a in info.func._schema.arguments]
     packet = getattr(aten, info.name.split(".")[1].rstrip("_"))
     overloads = [getattr(packet, name) for name in packet.overloads()]
@@ -65,7 +65,7 @@ def view_in_place(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
 
 
 def instead(func: Any) -> Callable:
-    """Another op of the same arguments: no tensor here has a negative bit, so that view is a copy."""
+    """Another op with the same arguments."""
 
     def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
         return call(info_of(func), args, kwargs)
@@ -74,40 +74,40 @@ def instead(func: Any) -> Callable:
 
 
 def random_like(fill: Callable[..., Any]) -> Callable:
-    """rand_like and its kind: new memory like the first argument's, then filled in place."""
+    """rand_like and similar: new memory like the first argument's, filled in place."""
 
     def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-        look = {k: v for k, v in kwargs.items() if k in ("dtype", "layout", "device", "memory_format")}
+        options = {k: v for k, v in kwargs.items() if k in ("dtype", "layout", "device", "memory_format")}
         rest = {k: v for k, v in kwargs.items() if k == "generator"}
-        return fill(aten.empty_like.default(args[0], **look), *args[1:], **rest)
+        return fill(aten.empty_like.default(args[0], **options), *args[1:], **rest)
 
     return handler
 
 
 def factory(overload: Any) -> Callable:
-    """A factory that torch calls as out= on an empty tensor: recorded as the factory itself, under the same object."""
+    """A factory that torch calls with out= of an empty tensor: the factory itself, whose result that tensor then names."""
 
     def handler(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-        out, made_by = kwargs["out"], info_of(overload)
-        seeds = draw(kwargs.get("generator")) if made_by.random else ()
-        rebind(out, call(made_by, args, {"dtype": out.dtype, "device": LAZY}, seeds))
+        out, factory_info = kwargs["out"], info_of(overload)
+        seeds = draw(kwargs.get("generator")) if factory_info.random else ()
+        rebind(out, call(factory_info, args, {"dtype": out.dtype, "device": LAZY}, seeds))
         return out
 
     return handler
 
 
 def rrelu(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """rrelu_with_noise: slopes are drawn into `noise`, where autograd looks for them; 1 where x is positive."""
-    names = {"lower": 0.125, "upper": 1 / 3, "training": False, "generator": None}
+    """rrelu_with_noise: slopes are drawn into `noise`, where autograd reads them; the slope is 1 where x is positive."""
+    defaults = {"lower": 0.125, "upper": 1 / 3, "training": False, "generator": None}
     x, noise, *rest = args
-    given = {**names, **dict(zip(names, rest)), **kwargs}
-    if given["training"]:
-        slopes = aten.empty_like.default(x).uniform_(given["lower"], given["upper"], generator=given["generator"])
+    options = {**defaults, **dict(zip(defaults, rest)), **kwargs}
+    if options["training"]:
+        slopes = aten.empty_like.default(x).uniform_(options["lower"], options["upper"], generator=options["generator"])
         noise.copy_(torch.where(x <= 0, slopes, torch.ones((), dtype=x.dtype, device=LAZY)))
-        made = x * noise
+        result = x * noise
     else:
-        made = aten.leaky_relu.default(x, (given["lower"] + given["upper"]) / 2)
-    return x.copy_(made) if info.writes[0] == "self" else made
+        result = aten.leaky_relu.default(x, (options["lower"] + options["upper"]) / 2)
+    return x.copy_(result) if info.writes[0] == "self" else result
 
 
 def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
@@ -118,8 +118,8 @@ def is_pinned(info: OpInfo, args: tuple, kwargs: dict) -> bool:
     return False
 
 
-def told_by_shapes(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """An op that gives no tensor (is_same_size): shapes and dtypes are known here, and nothing is sent."""
+def from_shapes(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """An op that returns no tensor, such as is_same_size: it needs only shapes and dtypes, and nothing is sent."""
     return info.func(*(a._ref.meta.stand_in() if isinstance(a, RemoteTensor) else a for a in args), **kwargs)
 
 
@@ -127,7 +127,7 @@ def ignore(info: OpInfo, args: tuple, kwargs: dict) -> None:
     return None
 
 
-_ROWS: dict[str, Callable] = {
+_ROWS: dict[str, Handler | None] = {
     "aten.detach.default": alias,
     "aten.alias.default": alias,
     "aten.lift.default": itself,
@@ -137,14 +137,14 @@ _ROWS: dict[str, Callable] = {
     "aten._local_scalar_dense.default": host_ops.local_scalar,
     "aten.equal.default": host_ops.equal,
     "aten.allclose.default": host_ops.allclose,
-    "aten._neg_view.default": instead(aten.neg.default),
+    "aten._neg_view.default": instead(aten.neg.default),  # no remote tensor has a negative bit: the view is a copy
     "aten.empty.memory_format": host_ops.new_empty,
     "aten.empty_strided.default": host_ops.new_empty,
     "aten.resize_.default": host_ops.resize,
     "aten.resize_as_.default": host_ops.resize,
     "aten.is_pinned.default": is_pinned,
     "aten.record_stream.default": ignore,
-    "aten._efficientzerotensor.default": instead(aten.zeros.default),  # a tensor without memory: nothing can be sent of it
+    "aten._efficientzerotensor.default": instead(aten.zeros.default),  # has no memory that could be sent
     "aten.rand_like.default": random_like(lambda x, **k: x.uniform_(**k)),
     "aten.rand_like.generator": random_like(lambda x, **k: x.uniform_(**k)),
     "aten.randn_like.default": random_like(lambda x, **k: x.normal_(**k)),
@@ -164,28 +164,28 @@ _ROWS: dict[str, Callable] = {
 }
 
 
-# Composite on a device that has no kernels for them, as workers do: decomposed they would not have torch's bits
+# Composite on a device without kernels for them. Workers have such kernels, and a decomposition has other bits
 WHOLE = (aten.silu_backward.default, aten.mish_backward.default)
 
 
-def handler_of(info: OpInfo) -> Callable | None:
-    """What is done with an op, None if it is simply recorded."""
-    row = _ROWS.get(info.name)
-    if row is not None or info.func in WHOLE:
-        return row
-    if info.composite:
-        return decompose
+def _returns_no_tensor(info: OpInfo) -> bool:
     returns = info.func._schema.returns
-    if returns and not any("Tensor" in str(value.type) for value in returns):
-        return told_by_shapes
-    if info.name.startswith("aten.set_."):
-        return host_ops.set_
-    if torch.Tag.inplace_view in info.func.tags:
-        return view_in_place
-    if info.random:
-        return random
-    if info.name.startswith("aten._to_sparse"):
-        return refuse
-    if torch.Tag.nondeterministic_seeded in info.func.tags:
-        return refuse
-    return host_ops.placed if "device" in info.named else None
+    return bool(returns) and not any("Tensor" in str(value.type) for value in returns)
+
+
+# Ops without a row above: the first condition that holds decides
+_CONDITIONS: list[tuple[Condition, Handler]] = [
+    (lambda info: info.composite, decompose),
+    (_returns_no_tensor, from_shapes),
+    (lambda info: info.name.startswith("aten.set_."), host_ops.set_),
+    (lambda info: torch.Tag.inplace_view in info.func.tags, view_in_place),
+    (lambda info: info.random, random),
+    (lambda info: info.name.startswith("aten._to_sparse"), refuse),
+    (lambda info: torch.Tag.nondeterministic_seeded in info.func.tags, refuse),
+    (lambda info: "device" in info.named, host_ops.placed),
+]
+
+
+def register() -> None:
+    """Register these handlers; once, before the first op."""
+    op_info.register({**dict.fromkeys(map(str, WHOLE)), **_ROWS}, _CONDITIONS)

@@ -1,7 +1,7 @@
-"""Where an op comes from: the user's file and line, its signal group and micro-batch, for backward ops those differentiated.
+"""Origin of an op: the user's file and line, its signal group and micro-batch. A backward op has its forward op's.
 
-A forward op's origin is written into its autograd node when its output is next an input; in backward the current node is
-asked. Frames of torch and of this package are skipped.
+A forward op's origin is written into its autograd node when its output is first used as an input. During backward the current
+node is asked. Frames of torch and of this package are skipped.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gt.client.groups.signal import stack
+from gt.client.groups.group_context import stack
 
 if TYPE_CHECKING:
     from gt.client.trace.recorder import Recorder
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
-_LIMIT = 1 << 16
+MAX_CODE_POSITIONS = 1 << 16  # with a known origin; then the table starts again
 _node = torch._C._current_autograd_node
-MARK = "gt.origin"  # key in a node's metadata
+TAG = "gt.origin"  # key in a node's metadata
 
 
-def _marked(node: Any) -> int:
-    """Origin in a node, or for AccumulateGrad the home of its parameter; 0 for none."""
-    number = node.metadata.get(MARK, 0)
+def _tag_of(node: Any) -> int:
+    """Origin in a node, or the home of an AccumulateGrad node's parameter; 0 for none."""
+    number = node.metadata.get(TAG, 0)
     if number:
         return number
     ref = getattr(getattr(node, "variable", None), "_ref", None)
     return max(ref.home, 0) if ref is not None else 0
 
 
-def _next(node: Any) -> list:
+def _inputs(node: Any) -> list:
     return [f for f, _ in node.next_functions if f is not None]
 
 
-def _leaf(node: Any) -> bool:
-    """Whether it accumulates the gradient of a parameter, whose home is of whatever micro-batch used it first."""
+def _accumulates(node: Any) -> bool:
+    """True for a node that accumulates a parameter's gradient. Its home has the micro-batch of the first use."""
     return hasattr(node, "variable")
 
 
@@ -48,17 +48,17 @@ class Origins:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._skipped: dict[int, bool] = {}
-        self._codes: list[CodeType] = []  # keeps ids unique
+        self._codes: list[CodeType] = []  # kept alive, so that identities stay unique
         self._numbers: dict[tuple[int, int, str, int], int] = {}
         self._rows: dict[tuple[str, int, str, bool, int], int] = {}
         self._backward: dict[tuple[int, int | None], int] = {}
         self._micros: dict[int, int] = {}  # micro-batch of backward origins
-        self._last = 0  # origin of the last backward op that was no leaf's
-        self._forward: dict[int, tuple[str, int, str, int]] = {}  # file, line, group and micro-batch of those of forward ops
+        self._last = 0  # origin of the last backward op of another node than an AccumulateGrad
+        self._forward: dict[int, tuple[str, int, str, int]] = {}  # number of a forward origin -> file, line, group, micro-batch
         self._places: dict[int, str] = {}
 
     def here(self) -> int:
-        """Origin of the op that is being recorded now."""
+        """Origin of the op that the caller's caller records now."""
         node = _node()
         if node is not None and not stack.in_backward[-1]:
             number = self._of_node(node)
@@ -79,46 +79,46 @@ class Origins:
         if known is not None:
             return known
         number = self._intern(code.co_filename, frame.f_lineno, group, micro, False)
-        if len(self._numbers) > _LIMIT:
+        if len(self._numbers) > MAX_CODE_POSITIONS:
             self._numbers.clear()
         self._numbers[(id(code), frame.f_lasti, group, micro)] = number
         return number
 
     def where(self, number: int) -> str:
-        """`file:line` of an origin, "" if unknown."""
+        """`file:line` of an origin; "" for an unknown one."""
         return self._places.get(number, "")
 
     def text(self, number: int) -> str:
         """Line, group and micro-batch of an origin, for an error that compares two."""
         file, line, group, backward, micro = next((row for row, n in self._rows.items() if n == number), ("", 0, "", False, -1))
-        said = [f"at {file}:{line}", f"in group {group}" if group else "in no group"]
-        said += ["in the backward pass"] * backward + [f"in micro-batch {micro}"] * (micro >= 0)
-        return " ".join(said)
+        parts = [f"at {file}:{line}", f"in group {group}" if group else "in no group"]
+        parts += ["in the backward pass"] * backward + [f"in micro-batch {micro}"] * (micro >= 0)
+        return " ".join(parts)
 
-    def mark(self, node: Any, number: int) -> None:
-        """Remember in an autograd node where its forward op came from."""
-        node.metadata[MARK] = number if number > 0 else self.here()
+    def tag(self, node: Any, number: int) -> None:
+        """Write the origin of a forward op into its autograd node; this place if the number is not positive."""
+        node.metadata[TAG] = number if number > 0 else self.here()
 
     def _of_node(self, node: Any) -> int:
         """Origin of a backward op, 0 if its node is not marked."""
-        number = _marked(node)
-        if not number:  # nothing used its output: a root of this backward pass, which belongs with what came before it
-            number = next((n for n in map(_marked, sorted(_next(node), key=_leaf)) if n), 0)
+        number = _tag_of(node)
+        if not number:  # a root of this backward pass, whose output no op used: it takes the origin of its inputs
+            number = next((n for n in map(_tag_of, sorted(_inputs(node), key=_accumulates)) if n), 0)
             if not number:
                 return 0
-            node.metadata[MARK] = number
-        if _leaf(node):  # the home of its parameter knows one micro-batch of many
+            node.metadata[TAG] = number
+        if _accumulates(node):  # its parameter's home has one micro-batch of many
             return self._back(number, stack.micro if stack.micro >= 0 else self._micros.get(self._last, -1))
         self._last = self._back(number, None)
         return self._last
 
     def _back(self, number: int, micro: int | None) -> int:
-        """Origin of what differentiates a forward op: of its micro-batch, or of another."""
+        """Backward origin of a forward origin. micro: another micro-batch; None for the same."""
         key = (number, micro)
         back = self._backward.get(key)
         if back is None:
             where = self._forward.get(number)
-            if where is None:  # already one of a backward pass
+            if where is None:  # already a backward origin
                 return number
             back = self._backward[key] = self._intern(*where[:3], where[3] if micro is None else micro, True)
             self._micros[back] = where[3] if micro is None else micro
@@ -134,7 +134,7 @@ class Origins:
         key = (file, line, group, backward, micro)
         number = self._rows.get(key)
         if number is None:
-            number = self._rows[key] = self._recorder.origin(*key)
+            number = self._rows[key] = self._recorder.new_origin(*key)
             self._places[number] = f"{file}:{line}" if line else ""
             if not backward:
                 self._forward[number] = (file, line, group, micro)

@@ -1,7 +1,7 @@
 """The op stream: a flat list of numbers that ops are appended to, and its hand-over to the session in batches.
 
-An append is one `list.extend`, atomic under the GIL, so recording takes no lock and may be interrupted anywhere. Only the
-hand-over takes the lock; in the main thread it also holds back Ctrl-C, or a batch could be lost half way.
+An append is one `list.extend`, atomic under the GIL: recording takes no lock and may be interrupted anywhere. Only the
+hand-over takes the lock. In the main thread it also holds back Ctrl-C, which could otherwise lose a batch half way.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from gt.ir.instr import FIRST, FREE
 from gt.ir.template import Template
 from gt.wire.signals import uninterrupted
 
-FEW, BATCH = 80, 1400  # numbers in the buffer, about 15 and 256 ops
-FULL = 16 << 20  # bytes of uploads in a batch, after which it is handed over
-HELD = 8  # batches in one of a call that is held back until it is over: nobody waits for the first, and credit lasts longer
-FREED = 1 << 15  # tensors that one batch frees
-TEMPLATES = 16384  # beyond so many, the table starts again
+MIN_BATCH_NUMBERS, MAX_BATCH_NUMBERS = 80, 1400  # in the buffer: about 15 and 256 ops
+MAX_BATCH_UPLOAD_BYTES = 16 << 20  # in a batch, which is then handed over
+MAX_HELD_BATCHES = 8  # joined in one while execution of a call is deferred: no worker waits, and credit lasts longer
+MAX_FREED_PER_BATCH = 1 << 15  # tensors
+MAX_TEMPLATES = 16384  # in the table; then it starts again
 
-_ids = itertools.count(1)  # never starts again, so that ids of an ended session name nothing in the next
+_ids = itertools.count(1)  # never restarts, so that ids of an ended session are invalid in the next
 
 
 class Recorder:
-    """Buffers of one session. `on_clear` is called when template numbers become invalid."""
+    """The buffers of one session. on_clear: called when template numbers become invalid."""
 
     def __init__(self, session: Any, on_clear: Callable[[], None]) -> None:
         self.session, self.on_clear = session, on_clear
         self.first = self.new_id()  # tensors of sessions before this one have lower ids
         self.code: list = []
-        self.batch = FEW  # what the buffer may hold: little while workers have nothing to do, or they would wait for all of it
-        self.lives = LiveTensors()
+        self.batch = MIN_BATCH_NUMBERS  # numbers before the hand-over; few while workers are idle and would wait for all
+        self.live_tensors = LiveTensors()
         self.ops = 0
         self.fetches = 0
         self._templates: list[list] = []
         self._origins: list[list] = []
         self._frames: list[bytes] = []
-        self._inline = 0  # their bytes
+        self._inline_bytes = 0  # of the frames
         self._next_template, self._next_origin = FIRST, 1
-        self.templates: dict[int, Template] = {}  # those of the table
-        self.tape: Any = None  # takes what is handed over, while a call is recorded
+        self.templates: dict[int, Template] = {}  # by number
+        self.tape: Any = None  # a CallRecording while a call is recorded; it gets every batch
         self._lock = threading.Lock()
-        session.on_idle = self.idle
+        session.on_idle = self.flush_stale
 
     def new_id(self) -> int:
         return next(_ids)
 
     def define(self, template: Template) -> int:
         """Number of a new template, valid until the table is cleared."""
-        if self._next_template - FIRST >= TEMPLATES:
+        if self._next_template - FIRST >= MAX_TEMPLATES:
             self.flush()
             self.on_clear()
             self._next_template = FIRST
@@ -62,64 +62,64 @@ class Recorder:
         self._next_template = number + 1
         return number
 
-    def origin(self, file: str, line: int, group: str, backward: bool, micro: int) -> int:
+    def new_origin(self, file: str, line: int, group: str, backward: bool, micro: int) -> int:
         number = self._next_origin
         self._origins.append([number, file, line, group, backward, micro])
         self._next_origin = number + 1
         return number
 
-    def emit_with_frame(self, row: list, data: bytes, at: int) -> None:
-        """Append a row whose `at`-th number is the index of a frame of the same batch."""
-        if self._inline + len(data) > FULL:
+    def emit_with_frame(self, row: list, data: bytes, position: int) -> None:
+        """Append a row with a frame of the same batch. position: index in the row of the frame's number."""
+        if self._inline_bytes + len(data) > MAX_BATCH_UPLOAD_BYTES:
             self.flush()
         with self._lock:
-            row[at] = len(self._frames)
+            row[position] = len(self._frames)
             self._frames.append(data)
-            self._inline += len(data)
+            self._inline_bytes += len(data)
             self.code.extend(row)
 
     def flush(self) -> None:
         """Hand everything recorded so far to the session; raises if its link is dead."""
         wait = getattr(self.session, "wait_credit", None)
         if wait is not None:
-            wait()  # may take long, and Ctrl-C has to work meanwhile: nothing is taken from the buffers yet
+            wait()  # may take long, and Ctrl-C must work: nothing has left the buffers yet
         with uninterrupted(), self._lock:
             self._hand_over()
 
-    def full(self) -> None:
-        """There is a batch in the buffer: hand it over, unless more of them had better go together."""
-        self.batch = min(2 * self.batch, BATCH)
-        if self.tape is None or not self.tape.late or len(self.code) > HELD * BATCH:
+    def end_batch(self) -> None:
+        """The buffer has a batch: hand it over, unless execution is deferred and more batches can be joined."""
+        self.batch = min(2 * self.batch, MAX_BATCH_NUMBERS)
+        if self.tape is None or not self.tape.deferred or len(self.code) > MAX_HELD_BATCHES * MAX_BATCH_NUMBERS:
             self.flush()
 
-    def awaited(self) -> None:
-        """A value is waited for, and then workers have done all that was handed over."""
+    def note_wait(self) -> None:
+        """Count a wait for a value. Workers are idle after it, so batches begin small again."""
         self.fetches += 1
-        self.batch = FEW
+        self.batch = MIN_BATCH_NUMBERS
 
-    def settle(self) -> None:
-        """Have all ops handed over; what has ended can wait for the next batch."""
-        if self.code or self._lock.locked():  # in this order: the I/O thread takes the code before it has handed it over
+    def flush_ops(self) -> None:
+        """Hand over all recorded ops. Ids that have ended are freed with the next batch."""
+        if self.code or self._lock.locked():  # in this order: the I/O thread empties the code before the hand-over
             self.flush()
 
-    def release(self) -> None:
-        """Have what has ended freed before the next op, which makes a large value, not when this batch is over."""
+    def free_ended(self) -> None:
+        """Free ended ids before the next op, which makes a large value, and not at the end of this batch."""
         with uninterrupted(), self._lock:
-            freed = self.lives.take()
+            freed = self.live_tensors.take_ended()
             if self.tape is not None:
                 freed = self.tape.defer(freed)
-            for first in range(0, len(freed), FREED):
-                some = freed[first : first + FREED]
-                self.code.extend((FREE, len(some), *some))
-                if len(some) == FREED:
+            for start in range(0, len(freed), MAX_FREED_PER_BATCH):
+                ids = freed[start : start + MAX_FREED_PER_BATCH]
+                self.code.extend((FREE, len(ids), *ids))
+                if len(ids) == MAX_FREED_PER_BATCH:
                     self._hand_over()
 
-    def idle(self) -> None:
-        """From the session's I/O thread: hand over what has been lying here; never waits."""
+    def flush_stale(self) -> None:
+        """In the session's I/O thread: hand over ops that nothing else has handed over. Never waits."""
         tape = self.tape
-        if tape is not None and tape.late:
-            return  # nobody begins with it: whole batches are fewer to hold back
-        ended = self.lives.ended and not self.session.waiting
+        if tape is not None and tape.deferred:
+            return  # workers do not start before the call ends: whole batches are fewer
+        ended = self.live_tensors.ended and not self.session.waiting
         if not (self.code or ended) or not self._lock.acquire(blocking=False):
             return
         try:
@@ -130,19 +130,19 @@ class Recorder:
             self._lock.release()
 
     def _hand_over(self) -> None:
-        freed = self.lives.take()  # before the code: whatever used these is already in it
+        freed = self.live_tensors.take_ended()  # before the code, which then has every op that used these ids
         code = self.code[:]
         del self.code[: len(code)]
         templates, origins, frames = self._templates[:], self._origins[:], self._frames[:]
         if self.tape is not None:
-            freed = self.tape.take(code, frames, freed)
+            freed = self.tape.append(code, frames, freed)
         if freed:
-            code += [FREE, len(freed[:FREED]), *freed[:FREED]]
+            code += [FREE, len(freed[:MAX_FREED_PER_BATCH]), *freed[:MAX_FREED_PER_BATCH]]
         if not code:
             return
         del self._templates[: len(templates)], self._origins[: len(origins)], self._frames[: len(frames)]
-        self._inline = 0
+        self._inline_bytes = 0
         self.session.submit(templates, origins, code, frames)
-        for first in range(FREED, len(freed), FREED):  # more than fit a batch
-            some = freed[first : first + FREED]
-            self.session.submit([], [], [FREE, len(some), *some], [])
+        for start in range(MAX_FREED_PER_BATCH, len(freed), MAX_FREED_PER_BATCH):  # the rest, in batches of their own
+            ids = freed[start : start + MAX_FREED_PER_BATCH]
+            self.session.submit([], [], [FREE, len(ids), *ids], [])

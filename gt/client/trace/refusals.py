@@ -1,6 +1,6 @@
-"""Errors that people know or can look up: the CPU's text in place of a meta kernel's, and refusals of torch's own parallelism.
+"""Errors in words that people know or can look up: the CPU's text for a meta kernel's, and refusals of torch's parallelism.
 
-Nothing here runs per op: only when an op is refused, and when torch.compile, DataParallel or its successor is called.
+Nothing here runs per op: only for a refused op, and in calls of torch.compile, DataParallel or DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.errors import UnsupportedOp
 
-SMALL = 1 << 20  # elements of operands: an op on so few is cheap, should the CPU accept it
+MAX_ELEMENTS_ON_CPU = 1 << 20  # of all operands: the CPU may execute such an op to get its error, and may accept it
 # Ops of any size: their CPU kernels compare shapes before they compute, as every pointwise op's does
 _COMPARES_FIRST = frozenset(
     f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "cat", "stack", "convolution")
@@ -32,86 +32,88 @@ CONFIG = (
 
 
 def as_on_cpu(info: Any, args: list, kwargs: dict, error: Exception) -> Exception:
-    """The error that the CPU raises for an op that a meta kernel refused, or that kernel's own where the CPU cannot be asked.
+    """The CPU's error for an op that a meta kernel refused; the meta kernel's own if running the op on the CPU is no option.
 
-    info: infer.OpInfo. args, kwargs: with meta tensors. The op is carried out on zeros of the same shapes and dtypes.
+    info: op_info.OpInfo. args, kwargs: with meta tensors. The op runs on zeros of the same shapes and dtypes.
     """
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-    small = sum(tensor.numel() for tensor in tensors) <= SMALL
-    inner = info.random or "backward" in info.name or info.name.startswith(("aten._", "gt."))  # may trust their callers
+    small = sum(tensor.numel() for tensor in tensors) <= MAX_ELEMENTS_ON_CPU
+    inner = (
+        info.random or "backward" in info.name or info.name.startswith(("aten._", "gt."))
+    )  # such kernels may trust their callers
     if inner or not (small or info.pointwise or info.name in _COMPARES_FIRST):
         return error
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             info.func(*tree_map(_zeros, args), **tree_map(_zeros, kwargs))
-    except (RuntimeError, IndexError, ValueError, TypeError) as found:
-        return found.with_traceback(None)
+    except (RuntimeError, IndexError, ValueError, TypeError) as cpu_error:
+        return cpu_error.with_traceback(None)
     return error
 
 
 def _zeros(leaf: Any) -> Any:
-    """A CPU tensor in place of a meta tensor; memory that nothing reads is never touched."""
+    """A CPU tensor in place of a meta tensor. Its pages are not allocated until a kernel reads them."""
     if isinstance(leaf, torch.Tensor):
         return torch.zeros(leaf.shape, dtype=leaf.dtype)
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
-# ---- torch's own ways to compile and to use several devices
+# ---- torch's own compiler and data parallelism
 
 
 def prepare() -> None:
-    """Have torch.compile, DataParallel and DistributedDataParallel refuse remote tensors in one sentence."""
+    """Make torch.compile, DataParallel and DistributedDataParallel refuse remote tensors with advice."""
     torch.compile = _compile(torch.compile)
     for cls in (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel):
         for name in ("__init__", "forward"):
             setattr(cls, name, _parallel(cls, getattr(cls, name)))
 
 
-def _compile(given: Any) -> Any:
-    @functools.wraps(given)
+def _compile(original: Any) -> Any:
+    @functools.wraps(original)
     def compile(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], torch.nn.Module) and _remote(args[0]):
             raise UnsupportedOp(COMPILE)
-        made = given(*args, **kwargs)
+        compiled = original(*args, **kwargs)
         _guard_dynamo()
-        return made
+        return compiled
 
     return compile
 
 
 @functools.cache
 def _guard_dynamo() -> None:
-    """Refuse the first remote tensor that a trace meets: what was on the CPU when it was compiled may have moved since."""
+    """Refuse remote tensors during tracing: a module on the CPU may have moved since torch.compile was called."""
     from torch._dynamo.exc import ShortenTraceback
     from torch._dynamo.variables.builder import VariableBuilder
 
     class CompileRefusal(UnsupportedOp, ShortenTraceback):
-        """Of a class that dynamo passes on as it is."""
+        """The refusal as a class that dynamo raises unchanged."""
 
         first_useful_frame = None
 
-    given = VariableBuilder._wrap
+    original = VariableBuilder._wrap
 
     def wrap(self: Any, value: Any) -> Any:
         if isinstance(value, RemoteTensor):
             raise CompileRefusal(COMPILE)
-        return given(self, value)
+        return original(self, value)
 
     VariableBuilder._wrap = wrap  # type: ignore[method-assign]
 
 
-def _parallel(cls: type, given: Any) -> Any:
-    @functools.wraps(given)
+def _parallel(cls: type, original: Any) -> Any:
+    @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = args[0] if args else kwargs.get("module")
         if any(isinstance(m, torch.nn.Module) and _remote(m) for m in (inner, self.__dict__.get("_modules", {}).get("module"))):
             raise UnsupportedOp(PARALLEL.format(cls.__name__, CONFIG))
-        return given(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return call
 
 
 def _remote(module: torch.nn.Module) -> bool:
-    """Whether it has a remote parameter or buffer."""
+    """True if a module has a remote parameter or buffer."""
     return any(isinstance(t, RemoteTensor) for tensors in (module.parameters(), module.buffers()) for t in tensors)

@@ -1,11 +1,11 @@
-"""What an op gives, found once for each kind of call: torch's meta kernels run, and the answer is kept as an Entry.
+"""Shape inference of an op, once for each kind of call: torch's meta kernels run, and an Entry keeps the result.
 
-Everything here is off the hot path. Shape and dtype errors are torch's own, with the CPU's text, raised on the user's line.
+Nothing here is on the hot path. Shape and dtype errors are torch's own, with the CPU's text, raised on the user's line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,27 +15,16 @@ from gt.client.device import meta as metas
 from gt.client.device.meta import Meta, dtype_name
 from gt.client.device.remote_tensor import RemoteTensor, Shown
 from gt.client.trace import refusals
+from gt.client.trace.op_info import ASK, CONST, FIRST, INTO, LONG, ONE, TENSOR, TENSORS, VALUE, VALUES, Entry, OpInfo
 from gt.errors import UnsupportedOp
-from gt.ir import check, ops
+from gt.ir import check
 from gt.ir.schema import TABLE
 from gt.ir.template import DEVICE, Arg, Const, Out, T, Template, V
 from gt.wire.signals import uninterrupted
 
-# kinds of argument
-TENSOR, CONST, VALUE, LIST, TENSORS, VALUES, TYPED = range(7)
-_KINDS = {
-    "Tensor": TENSOR, "Optional[Tensor]": TENSOR, "number": VALUE, "Optional[number]": VALUE, "float": VALUE,
-    "Optional[float]": VALUE, "List[Tensor]": TENSORS, "List[Optional[Tensor]]": TENSORS, "List[number]": VALUES,
-}  # fmt: skip
-# Modes of an entry
-ONE, FIRST, MANY, INTO, ASK, LONG = range(6)
-# Ops whose output shape depends on a Scalar
-_SHAPED_BY_VALUE = ("aten.arange", "aten.range")
-# Ops in place over lists that have no meta kernel: their outputs are their inputs
+# In-place ops over lists without a meta kernel: their outputs are their inputs
 _NO_META = ("aten._fused_", "aten._amp_", "aten._foreach_copy_")
-
-
-# Ops whose meta kernels do not check what the real ones do: names of arguments that must have one dtype
+# Ops whose meta kernels do not check dtypes as the real ones do: names of arguments that must have one dtype
 _ONE_DTYPE: dict[str, tuple[str, ...]] = {
     "aten.mm.default": ("self", "mat2"),
     "aten.bmm.default": ("self", "mat2"),
@@ -55,12 +44,15 @@ _INDICES: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
 }
 
 
-# Ops whose meta kernels say what GPUs save in evaluation; the CPU saves nothing, which is as good
+# Ops whose meta kernels return the statistics that GPUs save even in evaluation; the CPU saves none, and none are needed
 _SAVES_NOTHING = ("aten.native_batch_norm.default", "aten._native_batch_norm_legit.default")
 
 
 def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
-    """Rows (or columns, or inner dims) in groups that end at `offs`: torch's meta kernel wants bfloat16, its kernels do not."""
+    """Shape of aten._grouped_mm, whose groups of rows, columns or inner dims end at `offs`.
+
+    torch's own meta kernel accepts bfloat16 only; its other kernels accept more.
+    """
     if offs is not None and offs.dtype != torch.int32:
         raise RuntimeError(f"aten._grouped_mm: expected offs to be int32, got {dtype_name(offs.dtype)}")
     if (a.dim() == 2 or b.dim() == 2) and offs is None:
@@ -72,11 +64,11 @@ def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: A
 
 
 def _as_mul(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-    """The strides of an elementwise kernel of two operands: those of decompositions, which torch's meta kernels are, differ."""
+    """Strides of an elementwise kernel of two operands. torch's meta kernels are decompositions, whose strides differ."""
     return torch.mul(grad, x)
 
 
-# Ops whose own meta kernels do not say what their real ones do
+# Ops whose meta kernels differ from their real ones
 _META: dict[str, Callable] = {
     "aten._grouped_mm.default": _grouped_mm,
     **dict.fromkeys(
@@ -85,72 +77,8 @@ _META: dict[str, Callable] = {
 }
 
 
-class OpInfo:
-    """One ATen overload: kinds of its arguments, and its entries."""
-
-    def __init__(self, func: Any) -> None:
-        schema = func._schema
-        self.func, self.name = func, str(func)
-        typed = self.name.startswith(_SHAPED_BY_VALUE)
-        self.named = {a.name: _kind(a, typed) for a in schema.arguments}
-        self.kinds = tuple(_kind(a, typed) for a in schema.arguments)
-        self.writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        self.names = [a.name for a in schema.arguments]
-        self.random = self.name in ops.RANDOM
-        self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-        self.outs = [a.name for a in schema.arguments if a.is_out]
-        self.dynamic = torch.Tag.dynamic_output_shape in func.tags
-        self.pointwise = torch.Tag.pointwise in func.tags
-        self.handler: Callable | None = None
-        self.cache: dict[tuple, Entry] = {}
-
-
-class Entry:
-    """The answer for one kind of call: a template's number (of LONG, of chunks) and how to build what torch expects back."""
-
-    __slots__ = ("metas", "mode", "number", "result", "written")
-
-    def __init__(self) -> None:
-        self.number, self.mode = 0, MANY
-        self.metas: list[Meta] = []  # of outputs that get a name, in order
-        self.result: Any = None  # tree of ("new", i) | ("arg", k) | ("const", value)
-        self.written: tuple[int, ...] = ()
-
-
-def _kind(argument: Any, typed: bool) -> int:
-    text = str(argument.real_type)
-    kind = _KINDS.get(text)
-    if kind is None:
-        return LIST if text.startswith(("List[", "Optional[List[")) else CONST
-    return TYPED if typed and kind == VALUE else kind
-
-
-_infos: dict[int, OpInfo] = {}
-
-
-def info_of(func: Any) -> OpInfo:
-    """OpInfo of an overload; overloads live for ever, so their id names them."""
-    info = _infos.get(id(func))
-    if info is None:
-        info = OpInfo(func)
-        from gt.client.trace.overrides import handler_of
-
-        info.handler = handler_of(info)
-        _infos[id(func)] = info
-    return info
-
-
-def _clear() -> None:
-    for info in _infos.values():
-        info.cache.clear()
-    metas.clear()
-
-
-current_session.on_clear.append(_clear)
-
-
 class _Encoder:
-    """Walks a call's arguments in order, making the template's args and stand-ins for the meta kernel."""
+    """Encodes a call's arguments in order: as arguments of the template, and as stand-ins for the meta kernel."""
 
     def __init__(self) -> None:
         self.tensors: list[RemoteTensor] = []
@@ -187,8 +115,11 @@ def constant(a: Any) -> Arg:
     raise UnsupportedOp(f"argument {a!r} of type {type(a).__name__} cannot be sent to a worker")
 
 
-def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
-    """Infer a call, define its template and return the entry (the caller keeps it)."""
+def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
+    """Run shape inference for a call, define its template and return the entry, which the caller keeps.
+
+    UnsupportedOp for an op that workers do not execute; torch's own errors for wrong shapes and dtypes.
+    """
     if info.name not in TABLE and not info.outs:
         raise UnsupportedOp(f"{TABLE.refusal(info.name)}; or compute it on the CPU and move the result with .to('remote')")
     encoder = _Encoder()
@@ -199,13 +130,13 @@ def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     stand_ins, stand_named = [p[1] for p in pairs], {k: p[1] for k, p in named.items()}
     _check_dtypes(info, args, kwargs)
     entry = Entry()
-    found, known = _run_meta(info, stand_ins, stand_named)
+    result, known = _run_meta(info, stand_ins, stand_named)
     if info.outs:
         entry.mode = INTO
         entry.metas = _changed_outs(info, kwargs, stand_named) if known else []
         return entry
     positions = _operands(info, args, kwargs)
-    outs = _outs(info, entry, found, known, positions)
+    outs = _outs(info, entry, result, known, positions)
     entry.written = tuple(i for name in info.writes for i in positions.get(name, ()))
     template = Template(
         info.name,
@@ -214,7 +145,7 @@ def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
         tuple(t._ref.meta.spec for t in encoder.tensors),
         encoder.values + 2 * info.random,
         tuple(outs),
-        entry.written + _unsaid(info, args, positions),
+        entry.written + _undeclared_writes(info, args, positions),
         not known,
         info.pointwise,
     )
@@ -225,49 +156,49 @@ def miss(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
     return entry
 
 
-def _unsaid(info: OpInfo, args: tuple, positions: dict[str, list[int]]) -> tuple[int, ...]:
-    """Operands that are written though the schema does not say so, and autograd is not to know: statistics of a batch."""
+def _undeclared_writes(info: OpInfo, args: tuple, positions: dict[str, list[int]]) -> tuple[int, ...]:
+    """Operands that are written although the schema does not say so: running statistics. Autograd must not see the write."""
     if info.name != "aten.native_batch_norm.default" or not args[5]:
         return ()
     return tuple(i for name in ("running_mean", "running_var") for i in positions[name])
 
 
 def _check_dtypes(info: OpInfo, args: tuple, kwargs: dict) -> None:
-    """Raises what torch's kernels would for dtypes that its meta kernels let pass."""
-    given = {**dict(zip(info.names, args, strict=False)), **kwargs}
-    found = [(n, given[n].dtype) for n in _ONE_DTYPE.get(info.name, ()) if isinstance(given.get(n), torch.Tensor)]
-    for name, dtype in found[1:]:
-        if dtype != found[0][1]:
-            first, other = dtype_name(found[0][1]), dtype_name(dtype)
-            raise RuntimeError(f"expected {found[0][0]} and {name} to have the same dtype, but got: {first} != {other}")
+    """Raise the error of torch's kernels for dtypes that its meta kernels accept."""
+    named = {**dict(zip(info.names, args, strict=False)), **kwargs}
+    dtypes = [(n, named[n].dtype) for n in _ONE_DTYPE.get(info.name, ()) if isinstance(named.get(n), torch.Tensor)]
+    for name, dtype in dtypes[1:]:
+        if dtype != dtypes[0][1]:
+            first, second = dtype_name(dtypes[0][1]), dtype_name(dtype)
+            raise RuntimeError(f"expected {dtypes[0][0]} and {name} to have the same dtype, but got: {first} != {second}")
     name, kinds = _INDICES.get(info.name, ("", ()))
-    if name and given[name].dtype not in kinds and given[name].numel():
+    if name and named[name].dtype not in kinds and named[name].numel():
         want = " or ".join(dtype_name(k) for k in kinds)
-        raise RuntimeError(f"{info.name}: expected {name} to be {want}, got {dtype_name(given[name].dtype)}")
+        raise RuntimeError(f"{info.name}: expected {name} to be {want}, got {dtype_name(named[name].dtype)}")
 
 
 def warm() -> None:
-    """The first meta kernel of a process imports half of torch, for a second: called where there is time."""
+    """Run a meta kernel: the first of a process imports much of torch, for a second. Called while workers start."""
     with torch.no_grad(), uninterrupted():
         torch.empty(1, device="meta").add(1)
 
 
 def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
-    """What the op gives on stand-ins, and whether that can be known without its values."""
+    """The op's result on stand-ins, and whether it can be known without values."""
     if info.name.startswith(_NO_META):
         return None, True
     if info.dynamic and _by_values(info, args, kwargs):
         return None, False
     try:
-        with torch.no_grad(), uninterrupted():  # the first of them imports half of torch, which a Ctrl-C would break
-            found = _META.get(info.name, info.func)(*args, **kwargs)
+        with torch.no_grad(), uninterrupted():  # the first one imports much of torch, which Ctrl-C would break
+            result = _META.get(info.name, info.func)(*args, **kwargs)
         if info.name in _SAVES_NOTHING and not args[5]:
-            found = (found[0], *(f.new_empty(0) for f in found[1:]))
-        if info.names[-1] == "output_mask" and len(args) == len(info.names):  # kernels give nothing where nothing is asked for
-            found = tuple(f if asked else None for f, asked in zip(found, args[-1], strict=True))
+            result = (result[0], *(saved.new_empty(0) for saved in result[1:]))
+        if info.names[-1] == "output_mask" and len(args) == len(info.names):  # other kernels return None for masked outputs
+            result = tuple(output if wanted else None for output, wanted in zip(result, args[-1], strict=True))
         if info.name == "aten.multilabel_margin_loss_forward.default" and args[0].dim() < 2:  # its meta kernel keeps a dim
-            found = (args[0].new_empty(()), found[1])
-        return found, True
+            result = (args[0].new_empty(()), result[1])
+        return result, True
     except NotImplementedError:
         return None, False
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
@@ -277,8 +208,8 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
 
 
 def _by_values(info: OpInfo, args: list, kwargs: dict) -> bool:
-    """Whether this call's shape depends on values: most that may do so say it by an argument instead."""
-    if info.name == "aten.index.Tensor":  # by a mask: as many elements as it has ones
+    """True if this call's output shape depends on values. Some ops can have the shape as an argument instead."""
+    if info.name == "aten.index.Tensor":  # with a mask: as many elements as it has ones
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
     if info.name == "aten.one_hot.default":
         return dict(zip(info.names, args, strict=False), **kwargs).get("num_classes", -1) < 0
@@ -287,25 +218,25 @@ def _by_values(info: OpInfo, args: list, kwargs: dict) -> bool:
     return True
 
 
-def _flat(found: Any) -> list:
-    if isinstance(found, (list, tuple)):
-        return [x for f in found for x in _flat(f)]
-    return [found]
+def _flat(tree: Any) -> list:
+    if isinstance(tree, (list, tuple)):
+        return [leaf for branch in tree for leaf in _flat(branch)]
+    return [tree]
 
 
 def _changed_outs(info: OpInfo, kwargs: dict, stand_named: dict) -> list[Meta]:
-    """New metas of out= tensors, if the op gave any of them another shape; else nothing."""
+    """New metas of all out= tensors if the op changed the shape of any; [] otherwise."""
     changed, after = False, []
     for name in info.outs:
         for tensor, result in zip(_flat(kwargs[name]), _flat(stand_named[name]), strict=True):
             after.append(metas.of(result))
-            given = tensor._ref.meta
-            if given.shape != tuple(result.shape):
+            before = tensor._ref.meta
+            if before.shape != tuple(result.shape):
                 changed = True
-                if any(n > 1 and step == 0 for n, step in zip(given.shape, given.stride, strict=True)):
+                if any(n > 1 and step == 0 for n, step in zip(before.shape, before.stride, strict=True)):
                     raise RuntimeError(
-                        f"unsupported operation: more than one element of {name} of {info.name}, of shape {list(given.shape)}, "
-                        "is the same memory; clone() it first"
+                        f"unsupported operation: more than one element of {name} of {info.name}, of shape "
+                        f"{list(before.shape)}, is the same memory; clone() it first"
                     )
     return after if changed else []
 
@@ -313,37 +244,40 @@ def _changed_outs(info: OpInfo, kwargs: dict, stand_named: dict) -> list[Meta]:
 def _operands(info: OpInfo, args: tuple, kwargs: dict) -> dict[str, list[int]]:
     """Argument name -> numbers of its tensor operands."""
     count = 0
-    found: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for name, a in [*zip(info.names, args, strict=False), *kwargs.items()]:
         tensors = [x for x in _flat(a) if isinstance(x, RemoteTensor)]
-        found[name] = list(range(count, count + len(tensors)))
+        positions[name] = list(range(count, count + len(tensors)))
         count += len(tensors)
-    return found
+    return positions
 
 
-def _outs(info: OpInfo, entry: Entry, found: Any, known: bool, positions: dict[str, list[int]]) -> Iterator[Out] | list[Out]:
-    """The template's outputs; fills the entry's metas, mode and result tree."""
+def _outs(info: OpInfo, entry: Entry, result: Any, known: bool, positions: dict[str, list[int]]) -> list[Out]:
+    """The template's outputs; fills the entry's metas, mode and result tree.
+
+    result: of the meta kernel. known: whether it is valid without values. positions: as _operands gives them.
+    """
     schema = info.func._schema
     outs: list[Out] = []
-    results = []
-    one = len(schema.returns) == 1
-    values = [found] if one else (list(found) if found is not None else [None] * len(schema.returns))
+    trees = []
+    single = len(schema.returns) == 1
+    values = [result] if single else (list(result) if result is not None else [None] * len(schema.returns))
     for declared, value in zip(schema.returns, values, strict=True):
         alias = declared.alias_info
         if not known and str(declared.type) != "Tensor":
             raise UnsupportedOp(f"{info.name}: the number of its results depends on values; compute it on x.cpu()")
         if alias is not None and alias.is_write:
             names = [n for n in info.writes if _alias_set(info, n) == alias.before_set] or info.writes
-            results.append(_same(outs, positions[names[0]][0]))
+            trees.append(_in_place(outs, positions[names[0]][0]))
             continue
-        of = _base_operand(info, alias, positions) if alias is not None else -1
-        results.append(_made(info, entry, outs, value, known, of))
-    entry.result = results[0] if one else tuple(results)
+        base = _base_operand(info, alias, positions) if alias is not None else -1
+        trees.append(_new_output(info, entry, outs, value, known, base))
+    entry.result = trees[0] if single else tuple(trees)
     if not known:
         entry.mode = ASK
-    elif one and entry.result == ("new", 0):
+    elif single and entry.result == ("new", 0):
         entry.mode = ONE
-    elif one and entry.result == ("arg", 0) and positions[info.names[0]] == [0]:
+    elif single and entry.result == ("arg", 0) and positions[info.names[0]] == [0]:
         entry.mode = FIRST
     return outs
 
@@ -352,7 +286,7 @@ def _alias_set(info: OpInfo, name: str) -> set:
     return info.func._schema.arguments[info.names.index(name)].alias_info.before_set
 
 
-def _same(outs: list[Out], operand: int) -> tuple:
+def _in_place(outs: list[Out], operand: int) -> tuple:
     outs.append(Out("same", None, operand))
     return ("arg", operand)
 
@@ -360,37 +294,38 @@ def _same(outs: list[Out], operand: int) -> tuple:
 def _base_operand(info: OpInfo, alias: Any, positions: dict[str, list[int]]) -> int:
     """The tensor operand that a view output shares memory with."""
     for argument in info.func._schema.arguments:
-        given = argument.alias_info
-        if given is not None and not given.is_write and (not alias.before_set or given.before_set & alias.before_set):
+        source = argument.alias_info
+        if source is not None and not source.is_write and (not alias.before_set or source.before_set & alias.before_set):
             return positions[argument.name][0]
     return positions[info.names[0]][0]
 
 
-def _made(info: OpInfo, entry: Entry, outs: list[Out], value: Any, known: bool, of: int) -> Any:
-    """One declared return: a tensor, nothing, a list of tensors, or a number."""
-    kind = "view" if of >= 0 else "new"
+def _new_output(info: OpInfo, entry: Entry, outs: list[Out], value: Any, known: bool, base: int) -> Any:
+    """Result tree of one declared return: a tensor, None, a list of tensors, or a number. base: operand of a view, or -1."""
+    kind = "view" if base >= 0 else "new"
     if not known:
-        outs.append(Out(kind, None, of))
+        outs.append(Out(kind, None, base))
         entry.metas.append(None)  # type: ignore[arg-type]
         return ("new", len(entry.metas) - 1)
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise UnsupportedOp(f"{info.name} makes a {value.layout} tensor, and remote tensors are strided")
         meta = metas.of(value)
-        outs.append(Out(kind, meta.spec, of))
+        outs.append(Out(kind, meta.spec, base))
         entry.metas.append(meta)
         return ("new", len(entry.metas) - 1)
     if isinstance(value, (list, tuple)):
-        return [_made(info, entry, outs, v, known, of) for v in value]
+        return [_new_output(info, entry, outs, v, known, base) for v in value]
     if value is None:
         outs.append(Out("none"))
     return ("const", value)
 
 
 def is_remote(device: Any) -> bool:
+    """True for the remote device and for None, as a device argument. RuntimeError for a remote device with another index."""
     if device is None:
         return True
-    found = torch.device(device)
-    if found.index and found.type in Shown.types:
-        raise RuntimeError(f"there is no {found}: all workers are one device, and signal groups say which of them does what")
-    return found.type in Shown.types
+    wanted = torch.device(device)
+    if wanted.index and wanted.type in Shown.types:
+        raise RuntimeError(f"there is no {wanted}: all workers are one device, and signal groups say which of them does what")
+    return wanted.type in Shown.types

@@ -53,7 +53,7 @@ def agree(
     step: Callable[[State], Callable],
     around: Callable[[State, Callable, int], None] | None = None,
     replays: int = CALLS - 4,
-) -> gt.client.capture.compile.Compiled:
+) -> gt.client.capture.compiled_function.CompiledFunction:
     """The step run eagerly and compiled gives the same bits; `around` makes the calls. At least so many are replays."""
 
     def train(compiled: bool) -> tuple[State, Any]:
@@ -565,16 +565,16 @@ def test_a_program_that_ends_while_another_call_is_recorded() -> None:
 
 @pytest.mark.usefixtures("one")
 def test_an_interrupt_before_the_call_begins_leaves_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gt.client.capture import compile as program
+    from gt.client.capture import compiled_function as program
 
-    class Interrupted(program.Draws):
+    class Interrupted(program.HostRngState):
         def __init__(self) -> None:
             raise KeyboardInterrupt
 
     x = torch.ones(4, device="remote")
     step = gt.compile(lambda x: x * 2)
     with monkeypatch.context() as patch:
-        patch.setattr(program, "Draws", Interrupted)
+        patch.setattr(program, "HostRngState", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(x)
     assert [step(x).sum().item() for _ in range(3)] == [8.0] * 3

@@ -672,7 +672,7 @@ class Given:
 def test_of_an_installed_package_objects_are_compared_and_code_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "installed_for_a_test.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(user_code, "_SITES", (f"{tmp_path}/",))
+    monkeypatch.setattr(user_code, "_SITE_FOLDERS", (f"{tmp_path}/",))
     library = importlib.import_module("installed_for_a_test")
     layer = library.Layer(library.Config(), Given())
     step = gt.compile(lambda x: layer(x))
@@ -685,10 +685,10 @@ def test_of_an_installed_package_objects_are_compared_and_code_is_not(tmp_path: 
 
 def test_a_notebooks_functions_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     started = types.ModuleType("__main__")
-    started.__file__ = f"{user_code._SITES[0]}ipykernel_launcher.py"
+    started.__file__ = f"{user_code._SITE_FOLDERS[0]}ipykernel_launcher.py"
     monkeypatch.setitem(sys.modules, "__main__", started)
     importlib.import_module("yaml")
-    assert not user_code.foreign("__main__") and user_code.foreign("yaml.loader") and not user_code.foreign(__name__)
+    assert not user_code.is_library("__main__") and user_code.is_library("yaml.loader") and not user_code.is_library(__name__)
 
 
 class Growing(dict):

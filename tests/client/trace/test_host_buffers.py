@@ -39,5 +39,5 @@ def test_a_piece_that_does_not_fit_is_refused():
     with pytest.raises(ProtocolError, match="not boxes"):
         host_buffers.region(np.zeros((2, 2)), [7])
     assembly = host_buffers.Assembly((2,), 4, [[1, [[[0, 2]]]]])
-    with pytest.raises(ProtocolError, match="Piece of 4 bytes at 6 of 8"):
+    with pytest.raises(ProtocolError, match="Piece has 4 bytes at offset 6 of 8"):
         assembly.add(1, 6, 8, b"1234")

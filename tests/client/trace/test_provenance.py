@@ -54,7 +54,7 @@ def test_a_group_decorates_a_function(inline: InlineSession) -> None:  # noqa: F
 
 
 def test_a_group_is_left_on_error() -> None:
-    from gt.client.groups.signal import stack
+    from gt.client.groups.group_context import stack
 
     with pytest.raises(ValueError), gt.signal.context("a"):
         raise ValueError
@@ -296,7 +296,7 @@ def test_ended_tensors_wait_for_the_next_batch_while_an_answer_is_awaited(inline
 def test_the_template_table_is_bounded(inline: InlineSession, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     from gt.client.trace import recorder
 
-    monkeypatch.setattr(recorder, "TEMPLATES", 20)
+    monkeypatch.setattr(recorder, "MAX_TEMPLATES", 20)
     for _ in range(2):
         for n in range(1, 60):
             x = torch.ones(n, device="remote")

@@ -30,10 +30,10 @@ def test_a_question_follows_what_another_thread_is_handing_over() -> None:
     recorder.code.extend((20, 1, 2))
 
     def ask() -> None:
-        recorder.settle()
+        recorder.flush_ops()
         session.taken.append("question")
 
-    handing = threading.Thread(target=recorder.idle)
+    handing = threading.Thread(target=recorder.flush_stale)
     handing.start()
     assert session.entered.wait(limit(20)) and not recorder.code
     asking = threading.Thread(target=ask)

@@ -260,13 +260,13 @@ def test_stages_that_send_to_one_another_are_told_as_they_come(connect: Callable
     assert "as written" in ways
 
 
-@pytest.mark.parametrize(("held", "way"), [(1, "as written"), (recorder.HELD, "whole")])
+@pytest.mark.parametrize(("held", "way"), [(1, "as written"), (recorder.MAX_HELD_BATCHES, "whole")])
 def test_a_call_longer_than_the_clients_credit_does_not_wait_for_itself(
     held: int, way: str, connect: Callable, ways: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of 15,000 ops is held back in batches that are larger than others."""
     connect()
-    monkeypatch.setattr(recorder, "HELD", held)
+    monkeypatch.setattr(recorder, "MAX_HELD_BATCHES", held)
     x, _ = pair()
 
     @WHOLE
@@ -304,12 +304,12 @@ def test_data_made_within_and_random_numbers_are_those_of_eager_mode(connect: Ca
 def test_a_session_that_ends_in_the_middle_leaves_nothing(connect: Callable) -> None:
     connect()
     x, _ = pair()
-    opened = gt.client.current_session.Live.recorder.session
+    opened = gt.client.current_session.Current.recorder.session
 
     @WHOLE
     def step() -> torch.Tensor:
         y = x + 1
-        gt.client.current_session.Live.recorder.flush()
+        gt.client.current_session.Current.recorder.flush()
         opened.close()
         return y
 
@@ -350,7 +350,7 @@ def test_a_call_that_takes_long_to_record_is_carried_out_whole(connect: Callable
     def step(x: torch.Tensor) -> torch.Tensor:
         for _ in range(MOST + 10):
             x = x * 1.001
-            current_session.current().idle()  # as the link's thread does every few milliseconds
+            current_session.current().flush_stale()  # as the link's thread does every few milliseconds
         return x
 
     x = torch.rand(5, 3)

@@ -280,7 +280,7 @@ def test_a_step_has_the_same_bits(case: str, session: Callable) -> None:
         return
     assert len(told) == (1 if groups == PLAIN and "0, 1" not in config else 2), told
     assert all(after < 0.97 * before for _, before, after in told.values()), told
-    assert "values are made again: the step makes at most " in run.explain()
+    assert "values are recomputed: the values of the step take at most " in run.explain()
 
 
 @pytest.mark.slow
@@ -293,7 +293,7 @@ def test_compiled_steps_are_the_same_within_rounding(session: Callable) -> None:
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() <= 2e-5 * b.norm().clamp(min=1e-6)
     said = run.explain()
-    assert "values are made again" in said and "backend inductor on w0" in said and "not as asked for" not in said, said
+    assert "values are recomputed" in said and "backend inductor on w0" in said and "not as asked for" not in said, said
 
 
 ASKED = [("cudagraphs", None, 1), ("cudagraphs", False, 0), ("inductor", None, 0), ("eager", True, 2)]

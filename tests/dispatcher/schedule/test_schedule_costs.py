@@ -41,7 +41,9 @@ def four(tmp_path: Path) -> str:
     return str(path)
 
 
-def train(name: str, depths: tuple[int, ...], parts: int = 8, clip: bool = False) -> gt.client.capture.compile.Compiled:
+def train(
+    name: str, depths: tuple[int, ...], parts: int = 8, clip: bool = False
+) -> gt.client.capture.compiled_function.CompiledFunction:
     """Stages of so many layers, all of one size."""
     weights = [torch.nn.Parameter(torch.randn(32, 32, device="remote")) for _ in range(sum(depths))]
     optimizer = torch.optim.SGD(weights, 0.1)

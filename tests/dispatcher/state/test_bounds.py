@@ -32,7 +32,7 @@ FEW = 32  # templates a client keeps in these tests
 
 @pytest.fixture
 def few_templates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "TEMPLATES", FEW)
+    monkeypatch.setattr(recorder, "MAX_TEMPLATES", FEW)
 
 
 def of_many_shapes(count: int, group: str = "") -> None:
@@ -155,7 +155,7 @@ def test_tensors_that_ended_are_in_no_table(session):
         current_session.current().flush()
         one.item()
         worker = gt.stats()["workers"][0]
-        live = current_session.current().lives
+        live = current_session.current().live_tensors
         return len(live.all) - len(live.ended), worker["live_tensors"], worker["live_bytes"], worker["definitions"]
 
     tables()

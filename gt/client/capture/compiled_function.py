@@ -1,0 +1,351 @@
+"""`gt.compile`: records calls of a function until two agree, and replays them from then on as one message.
+
+Python does not run in a replay. Everything that could change the outcome of a call is therefore a guard (state_walk.py).
+A side effect beside tensors prevents a program, and `explain()` gives the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from gt.client import current_session
+from gt.client.capture import explain
+from gt.client.capture.boundary import (
+    OUTSIDE,
+    HostRngState,
+    RecordedCall,
+    detach,
+    gradients,
+    hint,
+    key_of,
+    loop_carried,
+    make_capturable,
+    modes,
+    optimizer_settings,
+    prepare_inputs,
+    side_effect,
+    why_key_differs,
+)
+from gt.client.capture.captured_program import CapturedProgram, ProgramResult
+from gt.client.capture.guards import Guard
+from gt.client.capture.recording import SAME, CallRecording, Difference, difference
+from gt.client.capture.state_walk import StateSnapshot, snapshot
+from gt.client.device import random
+from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.trace.recorder import Recorder
+from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
+from gt.ir.schedules import asked
+
+log = logging.getLogger("gt")
+_NUMBER = re.compile(r"-?\d[\d.e+-]*")
+
+MAX_PROGRAMS_PER_FUNCTION = 8  # the least recently used one is dropped beyond that
+MAX_FUTILE_CALLS = 4  # recorded calls in a row without a program; the function then runs eagerly for some calls
+MAX_EAGER_CALLS = 64  # calls that run eagerly before the next recording; the number doubles up to this
+MAX_REASONS = 20  # that explain() shows of one function
+MAX_WARNINGS_PER_FUNCTION = 100
+_numbers, _slots = itertools.count(1), itertools.count(1)
+_LEAF_TYPES = frozenset({RemoteTensor, torch.Tensor, int, float, bool, str})  # of arguments that are leaves of a tree
+_flat_trees: dict[int, TreeSpec] = {}  # by number of arguments
+
+
+def compile(
+    fn: Callable | None = None, *, schedule: str | None = None, backend: str | None = None, recompute: bool | None = None
+) -> Any:
+    """Return a function that computes the same as `fn`. A call costs one message once two recorded calls have agreed.
+
+    CPU tensors among the arguments are uploaded at each call; remote tensors are read in place. Every other value that `fn`
+    depends on is a guard: another value needs another program. Results are remote tensors, detached from autograd.
+    Use it as a decorator or as a function. `.explain()` of the result tells which programs exist, and why calls had none.
+
+    fn: the function to capture, of any arguments.
+    schedule: name of a pipeline schedule, such as "1f1b", or "1f1b:2GiB" with a limit of memory; None for the config's.
+    backend: the way in which workers execute a program.
+        "eager": op by op, with the bits of the same calls without gt.compile. It is the default, unless a group of the YAML
+        says `compile: true`.
+        "inductor": each distinct run of ops between two communications is compiled once, after the first replay.
+        "cudagraphs": as "inductor", and a GPU replays them as CUDA graphs.
+        A part that a backend cannot execute falls back to the backend before it in this list; `.explain()` says why.
+    recompute: whether the backward pass computes cheap values (activations, norms, casts) again, where that lowers the peak
+        of memory. None: "cudagraphs" recomputes those that save much memory for their time, other backends none.
+
+    Raises TypeError if fn is not callable, ValueError for an unknown schedule or backend. A call raises CaptureError if `fn`
+    reads the value of a remote tensor.
+    """
+    if fn is None:
+        return functools.partial(compile, schedule=schedule, backend=backend, recompute=recompute)
+    if not callable(fn):
+        raise TypeError(f"gt.compile takes a function, got {type(fn).__name__}")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not known: want one of {', '.join(BACKENDS)}")
+    if schedule is not None:
+        asked(schedule)  # raises a ValueError for an unknown one
+    return CompiledFunction(fn, schedule or "", backend or "", recompute)
+
+
+def _flat(args: tuple, kwargs: dict) -> tuple[list, TreeSpec]:
+    """Flatten as tree_flatten((args, kwargs)) does, faster for positional tensors and numbers."""
+    if kwargs or not _LEAF_TYPES.issuperset(map(type, args)):
+        return tree_flatten((args, kwargs))
+    count = len(args)
+    if count not in _flat_trees:
+        _flat_trees[count] = tree_flatten((args, {}))[1]
+    return list(args), _flat_trees[count]
+
+
+class CompiledFunction:
+    """The result of gt.compile: a callable that owns the captured programs of one function."""
+
+    def __init__(self, fn: Callable, schedule: str = "", backend: str = "", recompute: bool | None = None) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn, self.schedule, self.backend, self.recompute = fn, schedule, backend, recompute
+        self._programs: list[CapturedProgram] = []  # most recently used first
+        self._last: RecordedCall | None = None
+        self._slot = next(_slots)
+        self._reasons: list[str] = []  # why calls were not replayed, newest last
+        self._warned: set[str] = set()
+        self._futile_calls = 0  # recorded calls in a row without a program
+        self._eager_calls = 0  # calls left that are not recorded
+        self._next_eager_calls = MAX_FUTILE_CALLS
+        self._why = "the first call"
+        self._strict = False  # whether libraries are told that values cannot be read
+        self._sealed = 0  # programs made so far
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = current_session.current()
+        if recorder.tape is not None:  # inside another function's recording: its ops are part of that
+            return self.fn(*args, **kwargs)
+        leaves, tree = _flat(args, kwargs)
+        key = (tree, *map(key_of, leaves), *modes())
+        mismatch = ""
+        for n, program in enumerate(self._programs):
+            if program.recorder is not recorder or program.key != key:
+                continue
+            mismatch = program.mismatch(leaves)
+            if not mismatch:
+                if n:
+                    self._programs.insert(0, self._programs.pop(n))
+                return program.replay(leaves)
+        if self._programs:
+            self._why = mismatch or why_key_differs(self._programs[0].key, key)
+        if self._eager_calls:
+            self._eager_calls -= 1
+            args, kwargs = tree_unflatten(prepare_inputs(leaves, None)[0], tree)
+            return tree_map(detach, self.fn(*args, **kwargs))
+        return self._record(recorder, key, leaves, tree)
+
+    def explain(self) -> str:
+        """Describe the captured programs as text: why each was recorded, its schedule and backend, and why calls had none.
+
+        Waits until the workers have executed what was submitted, if a program has another backend than "eager".
+        """
+        name = getattr(self.fn, "__qualname__", "function")
+        lines = [f"{name}: {len(self._programs)} program{'' if len(self._programs) == 1 else 's'}"]
+        for program in self._programs:
+            ops, order = program.answer["ops"], program.answer["schedule"]
+            lines.append(f"  program {program.number}: {ops} ops, {program.replays} replays; recorded for: {program.why}")
+            if order:
+                lines.append(f"    schedule {order['name']}: {order['why'] or _bubble_text(order)}")
+                lines += [f"    {line}" for line in order.get("said", ())]
+            lines += [f"    {line}" for line in explain.recompute_lines(program.answer["recomputed"])]
+            if program.answer["backend"] != "eager":
+                described = explain.backend_lines(program.recorder.session, program.number, program.answer["backend"])
+                lines += [f"    {line}" for line in described]
+        label = "an earlier call was not kept" if self._programs else "a call was not kept"
+        for reason in self._reasons:
+            lines.append(f"  {label}: {reason.replace(OUTSIDE, '').replace(SAME, '') if self._programs else reason}")
+        return "\n".join(lines)
+
+    # ---- recording
+
+    def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec) -> Any:
+        roots = {"": self.fn, "arguments": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]}
+        entry = snapshot(roots)
+        if any([make_capturable(optimizer) for optimizer in entry.optimizers]):
+            entry = snapshot(roots)
+        last = self._last if self._last is not None and self._last.key == key and self._last.tape.recorder is recorder else None
+        self._last = None
+        prepared, inputs = prepare_inputs(leaves, last)
+        names: dict[int, Any] = {tensor._ref.id: path for path, tensor in reversed(list(entry.tensors()))}
+        names.update({t._ref.id: f"argument {k}" for k, t in enumerate(prepared) if isinstance(t, RemoteTensor)})
+        recorder.flush()
+        deferral, rng, kept = self._deferral(), HostRngState(), False
+        recorder.code.extend((RECORD, self._slot, deferral, len(inputs), *[t._ref.id for t in inputs.values()]))
+        recorder.flush()
+        tape = CallRecording(
+            recorder, current_session.Current.origins, random.initial_seed(), random._State.counter, deferral > 0, self._strict
+        )
+        try:
+            recorder.tape = tape
+            args, kwargs = tree_unflatten(prepared, tree)
+            results = tree_map(detach, self.fn(*args, **kwargs))
+            del args, kwargs
+            gc.collect()  # frees tensors in reference cycles, which would seem to outlive the call
+            recorder.flush()
+            tape.finish()
+            recorder.tape = None
+            now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry))
+            program = self._seal(last, now, entry, snapshot(roots), results, rng)
+            kept = program is not None
+            self._last = None if kept else now  # a kept recording would hold its tensors alive
+            self._count(kept)
+        finally:
+            recorder.tape = None
+            self._strict |= tape.strict_next
+            if not kept:
+                recorder.code.extend((DISCARD,))
+            freed = tape.take_deferred()
+            if freed:
+                recorder.code.extend((FREE, len(freed), *freed))
+        return results if program is None else program.copy_results()
+
+    def _recompute_mode(self) -> int:
+        """Value of messages.FinishCapture.recompute for this function."""
+        graphs = (self.backend or current_session.Current.backend) == "cudagraphs"
+        return int(graphs) if self.recompute is None else 2 * self.recompute
+
+    def _deferral(self) -> int:
+        """Value of ir.instr.RECORD for this function: no deferral with a schedule, which needs times of single ops."""
+        live = current_session.Current
+        deferred = (self.backend or live.backend) == "cudagraphs" and not (self.schedule or live.schedule)
+        return 1 + self._recompute_mode() if deferred else 0
+
+    def _seal(
+        self,
+        last: RecordedCall | None,
+        now: RecordedCall,
+        entry: StateSnapshot,
+        leaving: StateSnapshot,
+        results: Any,
+        rng: HostRngState,
+    ) -> CapturedProgram | None:
+        """Make a program of this call, if it agrees with the call before and nothing prevents it.
+
+        entry, leaving: the state before and after the call. rng: the host's random state before it.
+        """
+        obstacle = self._obstacle(now, entry, leaving, rng)
+        if obstacle is None and last is None:
+            return None
+        if obstacle is None and last is not None:
+            obstacle = difference(last.tape, now.tape, last.names, now.names)
+            if obstacle is not None:
+                obstacle.what += hint(last, now)
+        if obstacle is None:
+            carried, obstacle = loop_carried(now, entry, leaving)
+        if obstacle is not None:
+            self._add_reason(str(obstacle))
+            return None
+        tape, recorder = now.tape, now.tape.recorder
+        number = next(_numbers)
+        schedule, backend = self.schedule or current_session.Current.schedule, self.backend or current_session.Current.backend
+        pairs = [list(pair) for pair in carried]
+        answer = recorder.session.seal(number, schedule, backend, pairs, tape.seed, tape.counter, self._recompute_mode())
+        if answer["why"]:
+            self._add_reason(answer["why"])
+            return None
+        order, answer["backend"] = answer["schedule"], backend
+        if order and order["why"] and (self.schedule or order["pipeline"]):  # the config's is for steps that can have it
+            self._warn(f"schedule {order['name']} is not used: {order['why']}")
+        program = self._program(number, now, entry, leaving, results, answer)
+        self._programs.insert(0, program)
+        del self._programs[MAX_PROGRAMS_PER_FUNCTION:]
+        self._sealed += 1
+        if self._sealed == MAX_PROGRAMS_PER_FUNCTION:
+            advice = (
+                "; with lr=torch.tensor(..., device='remote') one program serves all rates" if "['lr']" in self._why else ""
+            )
+            cost = "each at the cost of two eager calls"
+            self._warn(f"{self._sealed} programs were recorded, {cost}; the last for: {self._why}{advice}")
+        return program
+
+    def _program(
+        self, number: int, now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot, results: Any, answer: dict
+    ) -> CapturedProgram:
+        """The client's side of a program that the dispatcher has sealed with this answer."""
+        tape = now.tape
+        reads, first = tape.reads(), tape.first
+        leaves, tree = tree_flatten(results)
+        inputs = {tensor._ref.id for tensor in now.inputs.values()}
+
+        def result(leaf: Any) -> Any:
+            fresh = isinstance(leaf, RemoteTensor) and (leaf._ref.id >= first or leaf._ref.id in inputs)
+            return ProgramResult(leaf) if fresh else leaf
+
+        return CapturedProgram(
+            number=number,
+            recorder=tape.recorder,
+            key=now.key,
+            guard=Guard(leaving),
+            inputs=now.inputs,
+            same={k: t for k, t in enumerate(now.leaves) if isinstance(t, RemoteTensor) and k not in now.inputs},
+            grads=gradients(entry, leaving, reads),
+            results=list(map(result, leaves)),
+            tree=tree,
+            draws=tape.draws(),
+            why=self._why,
+            answer=answer,
+            keep=[t for state in (entry, leaving) for _, t in state.tensors() if t._ref.id in reads or t._ref.id >= first],
+        )
+
+    def _obstacle(
+        self, now: RecordedCall, entry: StateSnapshot, leaving: StateSnapshot, rng: HostRngState
+    ) -> Difference | None:
+        """Why this call alone can be no program: it did something that a replay would not do, or could not see."""
+        tape = now.tape
+        if not tape.ops:
+            return Difference("", "the function does nothing with remote tensors")
+        if tape.prevents:
+            return tape.prevents[0]
+        if entry.overflow or leaving.overflow:
+            return Difference("", "the function reaches too many Python objects to compare at each call; have it use fewer")
+        if entry.opaque or leaving.opaque:
+            return Difference("", f"{(entry.opaque or leaving.opaque)[0]}; pass the part that is needed as an argument")
+        if drawn := rng.changed():
+            return Difference("", f"the function draws random numbers from {drawn}{OUTSIDE}")
+        for tensor, n in tape.reads().items():
+            if tensor not in now.names:
+                op = tape.ops[n]
+                text = f"{op.name} uses a tensor that is not in arguments, closure or globals; pass it as an argument"
+                return Difference(tape.origins.where(op.origin), text)
+        return side_effect(entry, leaving, tape.first)
+
+    def _count(self, kept: bool) -> None:
+        """Count recorded calls without a program; after some in a row say why, and record again only later."""
+        if kept:
+            self._futile_calls, self._next_eager_calls = 0, MAX_FUTILE_CALLS
+            return
+        self._futile_calls += 1
+        if self._futile_calls < MAX_FUTILE_CALLS:
+            return
+        self._futile_calls, self._eager_calls = MAX_FUTILE_CALLS - 2, self._next_eager_calls
+        self._next_eager_calls = min(2 * self._next_eager_calls, MAX_EAGER_CALLS)
+        reason = self._reasons[-1] if self._reasons else "no two calls agreed"
+        self._warn(f"runs eagerly: {reason}")
+
+    def _warn(self, text: str) -> None:
+        kind = _NUMBER.sub("#", text)  # a learning rate that changes is one reason, not one a step
+        if kind not in self._warned and len(self._warned) < MAX_WARNINGS_PER_FUNCTION:
+            self._warned.add(kind)
+            log.warning("%s: %s", getattr(self.fn, "__qualname__", "a compiled function"), text)
+
+    def _add_reason(self, reason: str) -> None:
+        """Keep a reason, the newest last."""
+        others = [r for r in self._reasons if r != reason]
+        self._reasons = [*others[1 - MAX_REASONS :], reason]
+
+
+def _bubble_text(order: dict) -> str:
+    bubbles = ", ".join(f"{100 * part:.1f}%" for part in order["bubble"])
+    return f"{order['stages']} stages, {order['micro_batches']} micro-batches; bubble by simulation {bubbles}"

@@ -1,0 +1,50 @@
+"""The signal group and micro-batch that this thread works on, and the context that enters a group.
+
+Contexts nest and the innermost wins. The config says what a name means; nothing here knows it, and nothing here records ops.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ContextDecorator
+from typing import Any
+
+import torch
+
+
+class GroupStack(threading.local):
+    """Signal groups that this thread has entered, and its micro-batch."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = [""]  # paths such as "outer/inner", the innermost last
+        self.in_backward: list[bool] = [False]  # whether each was entered inside a backward pass
+        self.micro = -1  # number of the current micro-batch, -1 for none
+
+
+stack = GroupStack()
+
+
+class context(ContextDecorator):
+    """Ops inside run in a signal group: `with gt.signal.context("pp_stage0"):`, or the same as a decorator of a function.
+
+    name: the group's name in the config. parts: number of weights that are fused in one there, such as 3 for q, k and v; with
+    1 the planner finds it from their split. Contexts nest, and the innermost decides. TypeError for a name that is no
+    non-empty string, ValueError for one with "/" or "#".
+    """
+
+    def __init__(self, name: str, parts: int = 1) -> None:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"a signal group is a non-empty string, got {name!r}")
+        if "/" in name or "#" in name:
+            raise ValueError(f"a signal group's name has no '/' or '#', got {name!r}")
+        self.name = f"{name}#{parts}" if parts > 1 else name  # as the dispatcher reads it
+
+    def __enter__(self) -> context:
+        stack.in_backward.append(torch._C._current_autograd_node() is not None)
+        outer = stack.names[-1]
+        stack.names.append(f"{outer}/{self.name}" if outer else self.name)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        stack.names.pop()
+        stack.in_backward.pop()

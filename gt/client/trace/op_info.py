@@ -1,0 +1,112 @@
+"""Facts of one ATen overload: kinds of its arguments, its known calls, and the handler of an op that is not simply recorded.
+
+Knows schemas only. The modules that handle ops import this one and register their handlers here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gt.client import current_session
+from gt.client.device import meta as metas
+from gt.client.device.meta import Meta
+from gt.ir import ops
+
+Handler = Callable[["OpInfo", tuple, dict], Any]
+Condition = Callable[["OpInfo"], bool]
+
+# Kinds of an argument
+TENSOR, CONST, VALUE, LIST, TENSORS, VALUES, TYPED = range(7)
+_KINDS = {
+    "Tensor": TENSOR, "Optional[Tensor]": TENSOR, "number": VALUE, "Optional[number]": VALUE, "float": VALUE,
+    "Optional[float]": VALUE, "List[Tensor]": TENSORS, "List[Optional[Tensor]]": TENSORS, "List[number]": VALUES,
+}  # fmt: skip
+# Modes of an entry: one new tensor, the first argument, several results, out=, shape from the dispatcher, chunks
+ONE, FIRST, MANY, INTO, ASK, LONG = range(6)
+# Ops whose output shape depends on a Scalar
+_SHAPED_BY_VALUE = ("aten.arange", "aten.range")
+
+
+class OpInfo:
+    """One ATen overload: kinds of its arguments, properties from its schema, and its known calls."""
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.func, self.name = func, str(func)
+        typed = self.name.startswith(_SHAPED_BY_VALUE)
+        self.named = {a.name: _kind(a, typed) for a in schema.arguments}
+        self.kinds = tuple(_kind(a, typed) for a in schema.arguments)
+        self.writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.names = [a.name for a in schema.arguments]
+        self.random = self.name in ops.RANDOM
+        self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        self.outs = [a.name for a in schema.arguments if a.is_out]
+        self.dynamic = torch.Tag.dynamic_output_shape in func.tags
+        self.pointwise = torch.Tag.pointwise in func.tags
+        self.handler: Callable | None = None
+        self.cache: dict[tuple, Entry] = {}  # signature of a call -> its entry
+
+
+class Entry:
+    """The result of shape inference for one kind of call.
+
+    number: of the template, or of chunks with mode LONG. metas: of outputs that get an id, in order. result: the value to
+    return as a tree of ("new", output), ("arg", operand) and ("const", value). written: operands that are written in place.
+    """
+
+    __slots__ = ("metas", "mode", "number", "result", "written")
+
+    def __init__(self) -> None:
+        self.number, self.mode = 0, MANY
+        self.metas: list[Meta] = []
+        self.result: Any = None
+        self.written: tuple[int, ...] = ()
+
+
+def _kind(argument: Any, typed: bool) -> int:
+    text = str(argument.real_type)
+    kind = _KINDS.get(text)
+    if kind is None:
+        return LIST if text.startswith(("List[", "Optional[List[")) else CONST
+    return TYPED if typed and kind == VALUE else kind
+
+
+_infos: dict[int, OpInfo] = {}
+_handlers: dict[str, Handler | None] = {}  # by name of the overload; None: simply recorded, whatever the conditions say
+_conditional: list[tuple[Condition, Handler]] = []  # of the ops that have no handler by name; the first that holds
+
+
+def register(by_name: dict[str, Handler | None], conditional: list[tuple[Condition, Handler]]) -> None:
+    """Add handlers of ops that are not simply recorded; overloads that were looked up before get theirs now."""
+    _handlers.update(by_name)
+    _conditional.extend(conditional)
+    for info in _infos.values():
+        info.handler = _handler_of(info)
+
+
+def _handler_of(info: OpInfo) -> Handler | None:
+    if info.name in _handlers:
+        return _handlers[info.name]
+    return next((handler for condition, handler in _conditional if condition(info)), None)
+
+
+def info_of(func: Any) -> OpInfo:
+    """OpInfo of an overload. Overloads are never freed, so their identity is a key."""
+    info = _infos.get(id(func))
+    if info is None:
+        info = OpInfo(func)
+        info.handler = _handler_of(info)
+        _infos[id(func)] = info
+    return info
+
+
+def _clear() -> None:
+    for info in _infos.values():
+        info.cache.clear()
+    metas.clear()
+
+
+current_session.on_clear.append(_clear)

@@ -1,0 +1,91 @@
+"""Uploads: host tensors become remote ones, by themselves or as the CPU operands that torch allows beside an accelerator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from gt.client import current_session
+from gt.client.current_session import Current
+from gt.client.device import meta as metas
+from gt.client.device.meta import Meta
+from gt.client.device.remote_tensor import Ref, RemoteTensor, Shown, make
+from gt.client.trace.op_info import TENSORS, OpInfo
+from gt.ir.template import Out, Template
+
+MAX_INLINE_BYTES = 256 << 10  # uploaded in the batch of ops; larger data stays on the client until a worker requests it
+_uploads: dict[Meta, int] = {}
+current_session.on_clear.append(_uploads.clear)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# In-place pointwise ops, to which a 0-dim CPU tensor is passed as a number: their result has the target's dtype anyway
+_TAKES_NUMBER = frozenset(f"aten.{op}_.Tensor" for op in ("add", "sub", "mul", "div", "remainder", "floor_divide"))
+
+
+def upload(host: torch.Tensor) -> RemoteTensor:
+    """Upload a host tensor: a remote tensor with the same values, row-major. Does not wait."""
+    recorder = current_session.current()
+    if recorder.tape is not None:
+        recorder.tape.source(host)
+    meta = metas.contiguous(tuple(host.shape), host.dtype)
+    template = _uploads.get(meta)
+    if template is None:
+        number = recorder.define(Template("gt.upload.default", (), (), (), 1, (Out("new", meta.spec),)))
+        template = _uploads[meta] = number
+    data = _values(host)
+    number, origin = recorder.new_id(), Current.origins.here()
+    row = [template, origin, -1, number]
+    if data.nbytes <= MAX_INLINE_BYTES:
+        recorder.emit_with_frame(row, data.tobytes(), 2)
+    else:
+        recorder.session.keep(number, data.copy(order="C").view(f"V{data.itemsize}"))
+        recorder.code.extend(row)
+    recorder.ops += 1
+    return make(meta, Ref(number, meta, origin, recorder.live_tensors))
+
+
+def _values(host: torch.Tensor) -> np.ndarray:
+    """A host tensor's values as an array of the same shape, with an integer dtype where NumPy lacks torch's."""
+    if host.is_conj() or host.is_neg():
+        host = host.resolve_conj().resolve_neg()
+    try:
+        return host.detach().numpy()
+    except TypeError:  # bfloat16, float8
+        return host.detach().contiguous().view(_INTEGERS[host.element_size()]).numpy()
+
+
+def upload_operands(info: OpInfo, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Upload the CPU operands that torch allows beside an accelerator: 0-dim tensors and indices.
+
+    RuntimeError in torch's words for any other host tensor.
+    """
+
+    def convert(kind: int, a: Any, index: bool) -> Any:
+        if isinstance(a, (list, tuple)) and kind == TENSORS:
+            return [convert(0, x, index) for x in a]
+        if not isinstance(a, torch.Tensor) or isinstance(a, RemoteTensor):
+            return a
+        if a.device.type != "cpu" or not (a.dim() == 0 or index):
+            raise mixed_devices(info, a)
+        if a.dim() == 0 and info.name in _TAKES_NUMBER and not a.is_complex():
+            if current_session.current().tape is not None:
+                current_session.current().tape.source(a)
+            return a.item()
+        return upload(a)
+
+    converted = [convert(kind, a, name == "indices") for kind, name, a in zip(info.kinds, info.names, args, strict=False)]
+    named = {k: convert(info.named[k], a, k == "indices") for k, a in kwargs.items()}
+    if any(isinstance(a, torch.Tensor) and not isinstance(a, RemoteTensor) for a in [*converted, *named.values()]):
+        raise mixed_devices(info, converted[0])
+    return tuple(converted), named
+
+
+def mixed_devices(info: OpInfo, host: torch.Tensor) -> RuntimeError:
+    """The error for a host tensor among the operands of a remote op."""
+    remote, here = Shown.device, host.device
+    shape = list(host.shape)
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {remote} and {here}! "
+        f"{info.name} got a {here} tensor of shape {shape}; move it with .to({remote.type!r})"
+    )
