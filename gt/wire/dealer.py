@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -45,17 +46,29 @@ _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 _open_dealers: set[int] = set()
 
 
+@dataclass(frozen=True)
+class LinkTimeouts:
+    """connect: seconds until the dispatcher has to be reached; None: no limit. heartbeat: seconds that it may be stopped."""
+
+    connect: float | None = 10.0
+    heartbeat: float = 10.0
+
+
+DEFAULT_TIMEOUTS = LinkTimeouts()
+
+
 class Dealer:
-    """A link to the dispatcher. Callbacks must not wait for anything it brings.
+    """A link to the dispatcher. Callbacks must not wait for messages of the link.
 
-    on_message(message, frames); on_lost(reason) once, when the dispatcher dies, is stopped for `heartbeat` seconds (or silent
-    for several times that, where its process cannot be seen) or cannot be reached for `wait` seconds (None: tries for ever),
-    and not after close() or a Reject; on_turn() in each turn, every 10 ms at the latest: it may call send.
+    on_message(message, frames) is called for each message. on_turn() is called in each turn, every 10 ms at the latest; it
+    may call send. on_lost(reason) is called once: when the dispatcher dies, is not reached within `timeouts.connect`, or is
+    stopped for `timeouts.heartbeat` (silent for several times that, where its process cannot be seen). It is not called after
+    close() or a Reject.
 
-    A turn is what has to be done at the socket: take in what came, call back, send. The link has a thread that takes turns;
-    a thread that sends (`push`) or waits (`lead`) takes them itself, which saves waking one thread to wake another. Then the
-    link's thread keeps aside for a while: it sleeps until its next turn is due, whatever comes. One thread at a time is at
-    the socket, and none leaves with something to do unless another is to come: libzmq signals once what came since.
+    A turn is one round of work at the socket: receive, call back, send. The link has a thread that takes turns. A thread that
+    sends (`push`) or waits (`lead`) takes turns itself, which saves waking one thread to wake another. Meanwhile the link's
+    thread stays aside: it sleeps until its next turn is due. One thread at a time uses the socket. A thread leaves work at
+    the socket only where another thread is about to take a turn, since libzmq signals new messages once.
     """
 
     def __init__(
@@ -65,15 +78,14 @@ class Dealer:
         on_lost: Callable[[str], None],
         *,
         on_turn: Callable[[], None] | None = None,
-        wait: float | None = 10.0,
-        heartbeat: float = 10.0,
+        timeouts: LinkTimeouts = DEFAULT_TIMEOUTS,
         token: str = "",
     ) -> None:
         self.address = address
         self.messages_sent = self.bytes_sent = 0
         self._on_message, self._on_lost, self._on_turn = on_message, on_lost, on_turn
-        self._wait, self._heartbeat = wait, heartbeat
-        self._approach = Approach(address, *place(address), token, heartbeat)
+        self._wait, self._heartbeat = timeouts.connect, timeouts.heartbeat
+        self._approach = Approach(address, *place(address), token, self._heartbeat)
         self._queue: deque[list[Any]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the thread that leads
@@ -291,7 +303,6 @@ class Dealer:
             if approach.attempt(context, self._bell, deadline, lambda: self._closing):
                 assert approach.sock is not None
                 self._descriptor = descriptor_of(approach.sock)
-                self._cable = Cable(approach.descriptor, self._heartbeat)
                 self._sock = approach.sock
                 break
             if refusal := approach.refusal(patient=self._wait is None):
