@@ -99,8 +99,7 @@ class _Run:
                 took, change = costs.weight[stage], -costs.kept[stage]
             elif kind == "B" or kind == "I":
                 ready = NEVER if forward[cell + m] == NEVER else gradient[cell + m] + lag[stage + 1]
-                waits = -1 - cell - m
-                took, change = costs.input[stage], -costs.activation[stage]
+                waits, took, change = -1 - cell - m, costs.input[stage], -costs.activation[stage]
                 if kind == "B":
                     took += costs.weight[stage]
                 else:
