@@ -123,5 +123,6 @@ def test_an_infinite_gradient_in_any_chunk_is_found(one):
 def test_a_template_of_few_operands_is_never_too_heavy():
     """LIGHT_OPERANDS is a bound that saves looking: of operands of the highest dim that torch's tensors usually have."""
     spec = [[8] * 8, [8] * 8, 0, "float32"]
-    row = ["aten._foreach_add.List", [[{"t": n} for n in range(check.LIGHT_OPERANDS)]], {}, [spec] * check.LIGHT_OPERANDS, 0, [], [], False, True]
+    count = check.LIGHT_OPERANDS
+    row = ["aten._foreach_add.List", [[{"t": n} for n in range(count)]], {}, [spec] * count, 0, [], [], False, True]
     assert weight(row) <= check.MAX_TEMPLATE_PARTS
