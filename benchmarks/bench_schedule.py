@@ -171,7 +171,7 @@ def _named(where: list[int], m: int, costs: Any) -> Iterator[Any]:
 
     for name in schedule.SCHEDULES:
         with contextlib.suppress(ConfigError):
-            yield schedule.make(name, stages=len(where), workers=where, micro_batches=m, costs=costs).rows
+            yield schedule.make(schedule.ScheduleRequest(name, where, m), costs).rows
 
 
 def verdicts(found: dict[str, dict[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Every environment variable GT reads: one row each. Nothing else reads os.environ."""
+"""Every environment variable that GT reads, one row each. No other module reads os.environ."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NAMES = {v.name: v for v in VARIABLES}
 
 
 def get(name: str) -> str:
-    """Value of a variable of the list, or its default."""
+    """Value of a variable in VARIABLES, or its default."""
     return os.environ.get(name, "") or _NAMES[name].default
 
 
@@ -47,7 +47,7 @@ def token(file: Path | None) -> str:
 
 
 def runtime_folder() -> str:
-    """The user's directory for what lives as long as its processes, "" if the system has not named one."""
+    """The user's runtime directory (XDG_RUNTIME_DIR), "" if the system has not set one."""
     return os.environ.get("XDG_RUNTIME_DIR", "")
 
 
@@ -56,7 +56,7 @@ def flag(name: str) -> bool:
 
 
 def size(name: str, default: int, text: str = "") -> int:
-    """A variable's bytes, or a text's: a number, with KiB, MiB or GiB behind it. ConfigError for what is no size."""
+    """Bytes of a variable, or of `text`: a number with KiB, MiB or GiB behind it. ConfigError for another text."""
     text = text or get(name)
     found = re.fullmatch(r"(\d+)\s*([KMG]i?B)?", text)
     if text and found is None:
@@ -77,13 +77,13 @@ def seconds(name: str) -> float:
 
 
 def foreign(name: str, value: str, always: bool = False) -> None:
-    """Set a variable of a library that reads it in this process, unless the user has (or always)."""
+    """Set a variable for a library in this process, unless the user has set it; `always`: even then."""
     if always or name not in os.environ:
         os.environ[name] = value
 
 
 def child(**changes: str) -> dict[str, str]:
-    """The environment for a process we start: this one's, with changes."""
+    """The environment for a child process: this one's, with changes."""
     return {**os.environ, **changes}
 
 
@@ -99,15 +99,15 @@ def visible_gpus() -> list[str] | None:
 
 
 def set_elsewhere(name: str) -> bool:
-    """Whether a variable that is none of ours is set: one of the libraries that workers load."""
+    """True if a variable of another library is set."""
     return bool(os.environ.get(name))
 
 
 def python_path(root: str) -> str:
-    """PYTHONPATH for a child that is to find what lies in `root`."""
+    """PYTHONPATH for a child that imports from `root`."""
     return os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
 
 
 def switched_on(name: str) -> bool:
-    """Whether a variable of a library says yes."""
+    """True if a boolean variable of another library is on."""
     return os.environ.get(name, "")[:1].lower() not in ("", "0", "n", "f")

@@ -1,6 +1,6 @@
 """The two families of errors: your program's (`ProgramError`) and our system's (`SystemFailure`).
 
-Messages are lower case, have values in them, say first where the op was issued and last what to try.
+Messages are lower case and contain the values. They begin with the place of the op and end with a remedy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ class GTError(Exception):
 
 
 class ProgramError(GTError):
-    """The user's program or config asked for something that cannot be done."""
+    """The program or its config asks for something impossible."""
 
 
 class OpFailed(ProgramError, RuntimeError):
@@ -23,11 +23,11 @@ class OpFailed(ProgramError, RuntimeError):
 
 
 class ConfigError(ProgramError, ValueError):
-    """The YAML cannot be used: names group, file and line."""
+    """The YAML cannot be used. Names group, file and line."""
 
 
 class UnsupportedOp(ProgramError, NotImplementedError):
-    """An op that this engine or the dispatcher has no way to carry out, by name."""
+    """An op that this engine or the dispatcher cannot execute. Names the op."""
 
 
 class CaptureError(ProgramError):
@@ -39,15 +39,15 @@ class SystemFailure(GTError):
 
 
 class WorkerLost(SystemFailure, ConnectionError):
-    """A worker is gone, and with it what it held."""
+    """A worker is gone, and with it the tensors that it held."""
 
 
 class WorkerStuck(SystemFailure, TimeoutError):
-    """A worker's process is stopped, or no worker of a program has got on for its stall_timeout: waiting again may do."""
+    """A worker's process is stopped, or no worker of a program made progress within stall_timeout. Waiting again may help."""
 
 
 class SessionExpired(SystemFailure, TimeoutError):
-    """The session has had the time that the server's operator gives one."""
+    """The session has reached the server's time limit for a session."""
 
 
 class DispatcherLost(SystemFailure, ConnectionError):
@@ -55,11 +55,11 @@ class DispatcherLost(SystemFailure, ConnectionError):
 
 
 class Refused(SystemFailure, ConnectionError):
-    """The other side turned the connection down: version, token, name in use, port in use."""
+    """The other side refused the connection: version, token, name in use, port in use."""
 
 
 class ProtocolError(SystemFailure):
-    """A message that is not of the protocol; names the field."""
+    """A message that breaks the protocol. Names the field."""
 
 
 KINDS: dict[str, type[GTError]] = {

@@ -1,6 +1,6 @@
-"""Logging set-up: silent by default; GT_VERBOSE and GT_DEBUG_* make a process say on stderr what it does.
+"""Logging: silent by default. GT_VERBOSE and GT_DEBUG_* make a process log its actions to stderr.
 
-Much of what is logged was chosen by somebody else: `plain` makes it text of one line that no terminal obeys.
+Logged texts often come from other peers: `plain` makes them one line without control characters.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from gt import env
 
 PARTS = {"client": "GT_DEBUG_CLIENT", "dispatcher": "GT_DEBUG_DISPATCHER", "worker": "GT_DEBUG_WORKER"}
 
-MOST = 2000  # characters of one logged text
-# Control characters, the line ends of Unicode, and what turns the direction of writing around
+MAX_TEXT_CHARACTERS = 2000  # of one logged text
+# Control characters, line ends of Unicode, and marks that reverse the direction of text
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\ufeff]")
 
 
-def plain(text: str, most: int = MOST) -> str:
+def plain(text: str, most: int = MAX_TEXT_CHARACTERS) -> str:
     """The text on one line, of at most `most` characters: line ends and other control characters are shown as escapes."""
     cut = f"{text[:most]}... ({len(text)} characters)" if len(text) > most else text
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), cut)
 
 
 class Sparse:
-    """Lets at most `limit` lines a second through and says how many more there were. Knows no clock."""
+    """Passes at most `limit` lines a second, and counts the others. Knows no clock."""
 
     def __init__(self, logger: logging.Logger, limit: int) -> None:
         self._logger, self._limit = logger, limit
@@ -46,12 +46,12 @@ class Sparse:
 
 
 def asked(part: str) -> bool:
-    """Whether somebody wants to read what this part of GT does."""
+    """True if the environment asks for the log of this part of GT."""
     return env.flag("GT_VERBOSE") or env.flag(PARTS[part])
 
 
 class Plain(logging.Formatter):
-    """One event, one line that begins with the time; the lines of a traceback are set in."""
+    """Formats an event as one line that begins with the time. Lines of a traceback are indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = plain(record.message)
@@ -62,7 +62,7 @@ class Plain(logging.Formatter):
 
 
 class Unblocked(logging.StreamHandler):
-    """Writes to stderr; drops a line rather than wait for whoever reads a pipe and has stopped reading."""
+    """Writes to stderr. Drops a line rather than wait for a reader of a pipe that has stopped reading."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._has_room():
@@ -79,7 +79,7 @@ class Unblocked(logging.StreamHandler):
 
 
 def setup(part: str, name: str = "") -> None:
-    """Set up the logger "gt" of this process: part is client, dispatcher or worker; name is shown before each line."""
+    """Set up the logger "gt" of this process. part: client, dispatcher or worker. name: printed before each line."""
     logger = logging.getLogger("gt")
     level = logging.DEBUG if env.flag(PARTS[part]) else logging.INFO if env.flag("GT_VERBOSE") else logging.WARNING
     logger.setLevel(level)

@@ -25,24 +25,29 @@ def port(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="gt server", description="A dispatcher: programs and workers connect to it.")
-    made.add_argument("-p", "--port", type=port, default=PORT, help=f"port to listen on, {PORT} by default; 0 picks a free one")
-    made.add_argument("--host", default="127.0.0.1", help="address to listen on; off loopback a token is needed")
-    made.add_argument("--token-file", type=Path, help="file with the token that clients and workers need; default: GT_TOKEN")
-    made.add_argument("--encrypt", action="store_true", help="encrypt on loopback too; anybody with the token may connect then")
-    made.add_argument("--insecure", action="store_true", help="without a token, let anybody in off loopback, unencrypted")
-    made.add_argument("--heartbeat", type=float, default=10.0, help="seconds until a stopped worker counts as lost")
-    sharing = "shared: every program has all workers; exclusive: each has workers of its own, in processes started afresh"
-    made.add_argument("--sharing", choices=("shared", "exclusive"), default="shared", help=sharing)
-    made.add_argument("--max-workers", type=limit(int), default=0, help="most workers of a program, with --sharing exclusive")
-    made.add_argument("--worker-token-file", type=Path, help="file with a secret that workers need besides the token")
-    made.add_argument("--max-session-time", type=limit(float), default=0.0, help="seconds after which a session is ended")
-    made.add_argument("--memory-limit", default="", help="most memory of a session on a CPU worker, as 4GiB; default: no limit")
+    made = argparse.ArgumentParser(prog="gt server", description="Run a dispatcher, to which programs and workers connect.")
+    option = made.add_argument
+    option("-p", "--port", type=port, default=PORT, help=f"port to listen on; default: {PORT}; 0: a free one")
+    host = "address to listen on; default: 127.0.0.1; an address off loopback needs a token"
+    option("--host", default="127.0.0.1", help=host)
+    option("--token-file", type=Path, help="file with the token for clients and workers; default: GT_TOKEN")
+    option("--encrypt", action="store_true", help="encrypt on loopback too, where anybody with the token may then connect")
+    option("--insecure", action="store_true", help="without a token, accept anybody off loopback, unencrypted")
+    option("--heartbeat", type=float, default=10.0, help="seconds until a stopped worker counts as lost; default: 10")
+    sharing = "shared (default): all programs use all workers; exclusive: each program has its own workers, in new processes"
+    option("--sharing", choices=("shared", "exclusive"), default="shared", help=sharing)
+    workers = "most workers of a program with --sharing exclusive; default: all"
+    option("--max-workers", type=limit(int), default=0, help=workers)
+    secret = "file with a secret that workers need besides the token; default: none"
+    option("--worker-token-file", type=Path, help=secret)
+    option("--max-session-time", type=limit(float), default=0.0, help="seconds until a session ends; default: no limit")
+    memory = "most bytes of a session on a CPU worker, as 4GiB; default: no limit"
+    option("--memory-limit", default="", help=memory)
     return made
 
 
 def limit(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Reads a number that is larger than 0."""
+    """A parser of numbers above 0."""
 
     def read(text: str) -> float:
         number = kind(text)

@@ -1,4 +1,4 @@
-"""The commands of `gt`. Each imports what it needs when it is run: most start without torch, and `gt doctor` with nothing."""
+"""The commands of `gt`. Each imports its modules when it runs: most start without torch, `gt doctor` without any package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gt import __version__, env
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; its exit code."""
+    """Run a command and return its exit code."""
     args = sys.argv[1:] if argv is None else argv
     if args and args[0] in COMMANDS:
         return COMMANDS[args[0]][0](args[1:])
@@ -74,7 +74,7 @@ def ops(args: list[str]) -> int:
 
 
 def show_env(args: list[str]) -> int:
-    """Every variable GT reads, its value, and what it is for."""
+    """Print every variable that GT reads, with its value and meaning."""
     no_options("env", args)
     width = max(len(v.name) for v in env.VARIABLES)
     for variable in env.VARIABLES:
@@ -85,7 +85,7 @@ def show_env(args: list[str]) -> int:
 
 
 def version(args: list[str]) -> int:
-    """Versions of GT, of the installed torch, which is not imported, and of Python."""
+    """Print versions of GT, Python and the installed torch, without importing it."""
     no_options("version", args)
     try:
         torch = f"torch {version_of('torch')}"
@@ -96,18 +96,18 @@ def version(args: list[str]) -> int:
 
 
 def no_options(name: str, args: list[str]) -> None:
-    """Answers --help, and refuses what the command does not take."""
+    """Answer --help, and refuse all arguments."""
     argparse.ArgumentParser(prog=f"gt {name}", description=COMMANDS[name][1]).parse_args(args)
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "server": (server, "a dispatcher in the foreground"),
-    "worker": (worker, "one worker in the foreground"),
-    "key": (key, "make a strong token in a file, for a server off loopback"),
-    "plan": (plan, "what a program would do on workers, with none: layouts, traffic, memory, schedule"),
-    "trace": (trace, "run a program, and write its last replay as a Chrome trace, measured beside predicted"),
+    "server": (server, "run a dispatcher in the foreground"),
+    "worker": (worker, "run one worker in the foreground"),
+    "key": (key, "write a strong token to a new file, for a server off loopback"),
+    "plan": (plan, "plan a program without workers: layouts, traffic, memory, schedule"),
+    "trace": (trace, "run a program, and write its last replay as a Chrome trace, measured and predicted"),
     "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),
-    "ops": (ops, "schemas of ops that the installed torch has and GT's table lacks, for a file that GT_OPS names"),
-    "env": (show_env, "environment variables and their values"),
-    "version": (version, "versions of GT, torch and Python; also gt --version"),
+    "ops": (ops, "print schemas of ops of the installed torch that GT lacks, as lines for the file GT_OPS"),
+    "env": (show_env, "print environment variables and their values"),
+    "version": (version, "print versions of GT, torch and Python; the same as gt --version"),
 }

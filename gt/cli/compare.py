@@ -1,4 +1,4 @@
-"""`gt plan --config A --config B script.py`: the same program as each config would have it, and which is the fastest."""
+"""`gt plan --config A --config B script.py`: plans of one program with each config, fastest first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("workers", "a step", "of work", "of transfers", "bubble", "memory of 
 
 
 def compare(configs: Sequence[str], workers: int, script: str, args: Sequence[str], as_json: bool) -> int:
-    """Prints a table, the fastest first; 1 if a config cannot be planned. Each is planned in a process of its own."""
+    """Print a table, fastest first; 1 if a config cannot be planned. Each is planned in a process of its own."""
     rows = [_planned(config, workers, script, args) for config in configs]
     good = sorted((row for row in rows if "failed" not in row), key=lambda row: row["step"])
     bad = [row for row in rows if "failed" in row]

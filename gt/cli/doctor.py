@@ -1,6 +1,6 @@
-"""`gt doctor`: one line a check of what GT needs of a machine; exit code 1 if something it cannot do without is missing.
+"""`gt doctor`: checks a machine, one line for each check; exit code 1 if a requirement is missing.
 
-gt/cli/gpus.py goes on with GPUs, and with what of them can be said where workers would get none.
+gt/cli/gpus.py has the checks of GPUs, also where workers would get none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEEDED, WANTED = "missing", "note"
 
 
 class Doubt(Exception):
-    """A check's result that need not be wrong."""
+    """A warning: a check's result that may be wrong or harmless."""
 
 
 def main(args: list[str]) -> int:
@@ -29,7 +29,7 @@ def main(args: list[str]) -> int:
             result, mark = check(), "ok"
         except Doubt as doubt:
             result, mark = f"{doubt}", WANTED
-        except Exception as error:  # whatever a check finds wrong is its result
+        except Exception as error:  # any error is the check's result
             result, mark = f"{error}", weight
         worst |= mark == NEEDED
         print(f"{mark:8} {name:14} {result}", flush=True)
@@ -107,6 +107,6 @@ CHECKS: tuple[tuple[str, Callable[[], str], str], ...] = (
     ("memory", _memory, NEEDED),
     ("sockets", _sockets, NEEDED),
     ("shared memory", _shm, WANTED),
-    ("torch", _torch, NEEDED),  # takes seconds, so what is quick comes first
+    ("torch", _torch, NEEDED),  # takes seconds, so quick checks come first
     ("gpus", _gpus, WANTED),
 )

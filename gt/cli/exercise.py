@@ -1,7 +1,7 @@
-"""What `gt doctor` has done by another process, which may crash or hang: `python -m gt.cli.exercise probe|GPUS`.
+"""The checks of `gt doctor` that may crash or hang, in a process of their own: `python -m gt.cli.exercise probe|GPUS`.
 
-`probe` prints one JSON object with what torch says of GPUs. With a number, GT's own workers on so many GPUs train, send and add
-up; each result is a line of JSON: name, whether it is good, and a text.
+`probe` prints one JSON object with torch's properties of GPUs. With a number, GT's workers on so many GPUs train, transfer and
+all-reduce. Each result is a line of JSON: name, success, text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Result = tuple[str, bool, str]
 
 
 def probe() -> dict[str, Any]:
-    """Versions, and for each GPU its name, capability and free and whole memory; pairs that do not reach each other."""
+    """Versions; each GPU's name, capability, free and total memory; pairs without peer access."""
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": [], "apart": []}
     found["nvshmem"], found["nvshmem_error"] = _nvshmem()
     found["nccl"] = list(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else []
@@ -39,12 +39,12 @@ def probe() -> dict[str, Any]:
 
 
 def _nvshmem() -> tuple[str, str]:
-    """Version of NVSHMEM as it is loaded, and why it is not."""
+    """Version of the loaded NVSHMEM, and the reason if it does not load."""
     try:
         importlib.import_module("cuda.core")
         core = importlib.import_module("nvshmem.core")
         said = core.get_version() if hasattr(core, "get_version") else ""
-    except Exception as error:  # a missing library shows as whatever the loader raises
+    except Exception as error:  # the loader raises various errors for a missing library
         return "", f"{type(error).__name__}: {error}".splitlines()[0]
     return str(getattr(said, "libnvshmem_version", said)), ""
 
@@ -58,7 +58,7 @@ def yaml(workers: int) -> str:
 
 
 def exercise(workers: int, start: Callable[..., None], nbytes: int) -> Iterator[Result]:
-    """Train on all, send from each worker to the next, add up over all. start: gt.gpu_workers, or the like."""
+    """Train on all workers, transfer from each to the next, all-reduce over all. start: gt.gpu_workers, or the like."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "doctor.yaml"
@@ -74,7 +74,7 @@ def exercise(workers: int, start: Callable[..., None], nbytes: int) -> Iterator[
 
 
 def _training(workers: int) -> Result:
-    """A data-parallel step has the losses of plain torch here."""
+    """A data-parallel training has the losses of plain torch in this process."""
     torch.manual_seed(0)
     layers = [torch.randn(32, 32) / 6 for _ in range(2)]
     x, y = torch.randn(8 * workers, 32), torch.randn(8 * workers, 32)
@@ -99,7 +99,7 @@ def _training(workers: int) -> Result:
 
 
 def _put(source: int, target: int, nbytes: int) -> Result:
-    """Tensors of one worker are read by another."""
+    """Tensors of one worker are transferred to another."""
     count, many = nbytes // 4, 8
     large = _timed(source, target, [float(n) for n in range(many)], count)
     small = _timed(source, target, [1.0] * 64, 2)
@@ -114,14 +114,14 @@ def _put(source: int, target: int, nbytes: int) -> Result:
 
 
 def _timed(source: int, target: int, values: list[float], count: int) -> float | None:
-    """Seconds, the best of three, until so many tensors have been sent; None where their sums are wrong."""
+    """Seconds, the best of three, of `count` transfers; None where the sums of the tensors are wrong."""
     with gt.signal.context(f"one{source}"):
         sent = [torch.full((count,), value, device=gt.device) * 1 for value in values]
     best = float("inf")
     for turn in range(1, 4):
         with gt.signal.context(f"one{source}"):
             for x in sent:
-                x.add_(1)  # or the copy of the turn before would do
+                x.add_(1)  # else the copy of the previous turn would be reused
             sent[-1][:1].sum().item()
         begin = time.perf_counter()
         with gt.signal.context(f"one{target}"):
@@ -135,7 +135,7 @@ def _timed(source: int, target: int, values: list[float], count: int) -> float |
 
 
 def _all_reduce(workers: int, nbytes: int) -> Result:
-    """Terms on all workers, added up where an op needs the sum; the same without needing it is what the rest takes."""
+    """An all-reduce of a partial tensor; its time is the difference to the same ops without the reduction."""
     count, times = nbytes // 4, 8
     with gt.signal.context("all"):
         rows = torch.ones(workers, count, device=gt.device) * torch.arange(1, workers + 1, device=gt.device).view(-1, 1)
@@ -160,7 +160,7 @@ def _all_reduce(workers: int, nbytes: int) -> Result:
 
 
 def _transport() -> Result:
-    """By which plane, as far as workers say; bytes that went through the dispatcher."""
+    """The plane that workers report, and bytes relayed by the dispatcher."""
     found = gt.stats()
     planes = sorted({str(worker["transport"]) for worker in found["workers"]})
     relayed = found["dispatcher"]["tensor_bytes_relayed"]

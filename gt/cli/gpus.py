@@ -1,6 +1,6 @@
-"""The part of `gt doctor` about GPUs: what nvidia-smi and torch say of them, then GT's own workers at work on them.
+"""The checks of GPUs in `gt doctor`: nvidia-smi, torch, then a run of GT's own workers.
 
-Each check gives a text, or raises one that says what to do. `which`, `smi` and `child` are all that looks at the machine.
+Each check returns a text, or raises an error with a remedy. Only `which`, `smi` and `child` look at the machine.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from gt import env
 
 GIB = 1 << 30
 QUERY = ("index", "name", "memory.total", "memory.used", "compute_cap", "driver_version", "utilization.gpu")
-SLOW = 20.0  # GB/s: less than any NVLink, about what PCIe gives
-PATIENCE = 300.0  # seconds for workers to start, train and send
-EXERCISED = 256 << 20  # bytes of a tensor that is sent
-# what the NVSHMEM programs of others need set, and a worker of ours must not find
+SLOW = 20.0  # GB/s: less than any NVLink, about that of PCIe
+PATIENCE = 300.0  # seconds for workers to start, train and transfer
+EXERCISED = 256 << 20  # bytes of a transferred tensor
+# settings for other NVSHMEM programs that a GT worker must not inherit
 FOREIGN = ("NVSHMEM_BOOTSTRAP", "NVSHMEM_REMOTE_TRANSPORT")
 
-Row = tuple[str, str, bool, bool]  # name, text, whether it is good, whether GPUs cannot be used otherwise
+Row = tuple[str, str, bool, bool]  # name, text, success, and True if GPUs are unusable without it
 
 
 class Seen(NamedTuple):
-    """One GPU as nvidia-smi has it; sizes in MiB."""
+    """One GPU in nvidia-smi's output; sizes in MiB."""
 
     number: str
     name: str
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
 
 def smi(*args: str) -> str:
-    """What nvidia-smi prints; RuntimeError where it does not run."""
+    """The output of nvidia-smi; RuntimeError where it does not run."""
     if which("nvidia-smi") is None:
         raise RuntimeError("there is no nvidia-smi: install the driver with its tools")
     try:
@@ -53,7 +53,7 @@ def smi(*args: str) -> str:
 
 
 def child(*args: str, patience: float = PATIENCE) -> list[str]:
-    """Lines of `python -m gt.cli.exercise ...`, run apart, since CUDA may crash or hang it."""
+    """Output lines of `python -m gt.cli.exercise ...`, in a process of its own, which CUDA may crash or hang."""
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-m", "gt.cli.exercise", *args]
     changes = {"PYTHONPATH": env.python_path(root), "GT_CONFIG": "", "GT_SERVER": ""}
@@ -61,7 +61,7 @@ def child(*args: str, patience: float = PATIENCE) -> list[str]:
     try:
         out, err = process.communicate(timeout=patience)
     except subprocess.TimeoutExpired:
-        process.kill()  # and with it its workers
+        process.kill()  # its workers end with it
         out, err = process.communicate()
         return [*out.splitlines(), json.dumps(("in time", False, _stuck(patience)))]
     if process.returncode:
@@ -79,7 +79,7 @@ def _stuck(patience: float) -> str:
 
 
 def none() -> str:
-    """Why workers would get no GPU, and what to do."""
+    """The reason why workers would get no GPU, and a remedy."""
     hidden = env.visible_gpus() == []
     try:
         count = len(seen())
@@ -93,10 +93,10 @@ def none() -> str:
 
 
 def checks(visible: bool) -> Iterator[Row]:
-    """All rows that can be answered. visible: whether workers would get a GPU; if not, nothing fails."""
+    """All rows that apply. visible: True if workers would get a GPU; otherwise no row is a failure."""
     found: Any = {}
     can = 0
-    if visible or which("nvidia-smi"):  # where there is neither, next to nothing is asked: workers run on the CPU
+    if visible or which("nvidia-smi"):  # otherwise workers run on the CPU
         first = next(_rows((("nvidia-smi", _seen, False),)))
         yield first
         if first[2]:
@@ -120,7 +120,7 @@ def checks(visible: bool) -> Iterator[Row]:
 
 
 def _work(usable: int) -> Iterator[Row]:
-    """GT's own workers on so many GPUs."""
+    """Run GT's own workers on `usable` GPUs."""
     linked = _linked()
     for line in child(str(usable), str(EXERCISED)):
         name, good, text = json.loads(line)
@@ -146,7 +146,7 @@ def _rows(about: Any) -> Iterator[Row]:
 
 
 def seen() -> list[Seen]:
-    """At least one; RuntimeError where there is none."""
+    """The GPUs in nvidia-smi's list; RuntimeError for an empty list."""
     rows = []
     for line in smi(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits").splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -172,7 +172,7 @@ def _driver() -> str:
 
 
 def _matrix() -> dict[tuple[str, str], str]:
-    """What `nvidia-smi topo -m` says between each pair of GPUs: NV18, PIX, SYS, ..."""
+    """The link between each pair of GPUs by `nvidia-smi topo -m`: NV18, PIX, SYS, ..."""
     rows = [line.replace("\x1b[4m", "").replace("\x1b[0m", "").split() for line in smi("topo", "-m").splitlines()]
     names = [cell for cell in (rows[0] if rows else []) if cell.startswith("GPU") and cell[3:].isdigit()]
     found = {}
@@ -183,7 +183,7 @@ def _matrix() -> dict[tuple[str, str], str]:
 
 
 def _linked() -> bool:
-    """Whether NVLink leads from each GPU to each other one."""
+    """True if NVLink connects every pair of GPUs."""
     try:
         kinds = _matrix().values()
     except RuntimeError:
@@ -203,7 +203,7 @@ def _links() -> str:
     raise RuntimeError(f"{ways}: no NVLink between {slow}, so transfers take PCIe; put neighbouring stages on linked GPUs")
 
 
-# ---- torch, and what it brings
+# ---- torch and its libraries
 
 
 def _torch(found: dict[str, Any]) -> str:
@@ -218,7 +218,7 @@ def _torch(found: dict[str, Any]) -> str:
 
 def _capability(found: dict[str, Any]) -> str:
     numbers = [tuple(gpu[1]) for gpu in found["gpus"]]
-    if not numbers:  # torch sees none of them, nvidia-smi does
+    if not numbers:  # nvidia-smi sees GPUs, torch none
         numbers = [tuple(map(int, row.capability.split("."))) for row in seen() if row.capability[:1].isdigit()]
     text = ", ".join(sorted({f"{a}.{b}" for a, b in numbers}))
     if any(number < (7, 0) for number in numbers):
@@ -259,7 +259,7 @@ def _nvshmem(found: dict[str, Any]) -> str:
     return found["nvshmem"] or "loads"
 
 
-# name, check, whether GPUs cannot be used otherwise, what it wants: 3 a GPU that torch sees, 2 that nvidia-smi lists, 1 torch
+# name, check, True if GPUs are unusable without it, needs: 3 a GPU seen by torch, 2 a GPU seen by nvidia-smi, 1 torch
 ABOUT: tuple[tuple[str, Callable[[dict[str, Any]], str], bool, int], ...] = (
     ("torch on gpus", _torch, True, 1),
     ("capability", _capability, True, 2),

@@ -1,4 +1,4 @@
-"""`gt key FILE`: a strong token in a file of its own, which nobody else can read."""
+"""`gt key FILE`: writes a strong token to a new file, which nobody else can read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gt.wire.access.auth import strong
 
 
 def main(args: list[str], about: str) -> int:
-    """Exit code: 0, or 2 if the file cannot be made."""
+    """Exit code: 0, or 2 if the file cannot be created."""
     parser = argparse.ArgumentParser(prog="gt key", description=about)
-    parser.add_argument("file", type=Path, help="file to make; one that is there stays as it is")
+    parser.add_argument("file", type=Path, help="file to create; an existing file is left as it is")
     path = parser.parse_args(args).file
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

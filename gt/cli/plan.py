@@ -1,4 +1,4 @@
-"""`gt plan script.py args...`: runs the script with no workers and prints what they would be told, hold and send."""
+"""`gt plan script.py args...`: runs a script without workers and prints its plan: layouts, traffic, memory, schedule."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gt.errors import GTError
 
 def main(args: list[str], text: str) -> int:
     parser = argparse.ArgumentParser(prog="gt plan", description=text)
-    parser.add_argument("--workers", type=int, default=0, help="number of workers; default: as the script or config has")
+    parser.add_argument("--workers", type=int, default=0, help="number of workers; default: that of the script or config")
     parser.add_argument(
-        "--config", action="append", help="YAML of signal groups, instead of the script's or GT_CONFIG; several are compared"
+        "--config", action="append", help="YAML of signal groups; default: the script's, or GT_CONFIG; several are compared"
     )
-    parser.add_argument("--json", action="store_true", help="print data instead of text")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     takes_script(parser)
     given = parser.parse_args(args)
     from gt import make_device
@@ -31,7 +31,7 @@ def main(args: list[str], text: str) -> int:
     if len(configs) > 1:
         return compare(configs, given.workers, given.script, given.args, given.json)
     try:
-        print("gt plan: no op is run: every value that the script reads, such as a loss, is 0 while planning", file=sys.stderr)
+        print("gt plan: no op is executed: every value that the script reads, such as a loss, is 0", file=sys.stderr)
         with planning(given.workers, configs[0] if configs else None) as made:
             run(given.script, given.args)
         plan = made(Path(given.script).name)
@@ -46,13 +46,13 @@ def main(args: list[str], text: str) -> int:
 
 
 def takes_script(parser: argparse.ArgumentParser) -> None:
-    """Arguments `script`, which is required, and `args`, which are not."""
-    parser.add_argument("script", metavar="script.py", help="the program")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # argparse asks for them
+    """Add the arguments `script` (required) and `args` (optional)."""
+    parser.add_argument("script", metavar="script.py", help="program to run")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # argparse requires them
 
 
 def run(script: str, args: list[str]) -> None:
-    """A user's script as `python script args` has it; what it prints goes to standard error."""
+    """Run a user's script as `python script args` does, with its output on standard error."""
     argv, path = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [script, *args], str(Path(script).resolve().parent)
     try:

@@ -1,4 +1,4 @@
-"""`gt trace OUT.json script.py args...`: runs the script, and writes the last replay of its captured step as a Chrome trace."""
+"""`gt trace OUT.json script.py args...`: runs a script, and writes the last replay of its captured step as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gt.errors import GTError
 
 def main(args: list[str], text: str) -> int:
     parser = argparse.ArgumentParser(prog="gt trace", description=text)
-    parser.add_argument("out", metavar="out.json", help="file to write the trace to, for chrome://tracing or ui.perfetto.dev")
+    parser.add_argument("out", metavar="out.json", help="file for the trace, for chrome://tracing or ui.perfetto.dev")
     takes_script(parser)
     given = parser.parse_args(args)
     folder = Path(given.out).absolute().parent

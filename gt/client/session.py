@@ -24,7 +24,7 @@ from gt.client import host_buffers
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import link, messages
-from gt.wire.dealer import Dealer
+from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.messages import THROUGH, Describe, Fetch, FinishCapture, Goodbye, Inspect, Message, Ops, Stats, UploadChunk
 
 log = logging.getLogger("gt.client")
@@ -103,7 +103,12 @@ class Session:
         }
         self._greeting = _Pending()
         self._link = Dealer(
-            address, self._on_message, self._on_lost, on_turn=self._turn, wait=wait, heartbeat=heartbeat, token=token
+            address,
+            self._on_message,
+            self._on_lost,
+            on_turn=self._turn,
+            timeouts=LinkTimeouts(wait, heartbeat),
+            token=token,
         )
         try:
             self._link.send(link.hello("client", *config, switches=switches or {}))

@@ -1,1 +1,1 @@
-"""What users write: the signal-group YAML, read and checked. Knows nothing about torch."""
+"""Configs: the YAML of signal groups, parsed and checked. Knows nothing about torch."""

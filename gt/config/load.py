@@ -1,7 +1,7 @@
-"""YAML text -> Config. Whatever is wrong is a ConfigError that names group, key, file and line.
+"""YAML text -> Config. Every fault is a ConfigError that names group, key, file and line.
 
-The text is composed to nodes, not to values, because only nodes know their lines and show keys written twice. Who wrote it may
-wish to keep a server busy: what is read of a text is counted, as aliases make much of little.
+The text is composed to nodes, not to values, because only nodes have lines and show duplicate keys. The author may be hostile,
+and aliases expand a short text, so values are counted as they are read.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from gt.config.schema import (
 from gt.errors import ConfigError
 from gt.ir.schedules import NAMES, asked
 
-MOST_VALUES = 8192  # keys and values of a config, each alias counted as what it stands for
-MOST_NESTED = 16  # signs of nesting in one line
-LONGEST_WORD, MOST_WORDS = 64, 64  # characters and number of names among which a near one is looked for
-SHOWN, SHORT = 20, 80  # names that an error lists, and characters of each value
+MOST_VALUES = 8192  # keys and values of a config, with aliases expanded
+MOST_NESTED = 16  # signs of nesting in a line
+LONGEST_WORD, MOST_WORDS = 64, 64  # characters of a name, and names, among which `hint` looks for a similar one
+SHOWN, SHORT = 20, 80  # names in an error, characters of a value in an error
 _NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MOST_NESTED}}}")  # libyaml reads each by a call within a call
-_COMPOSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
+_COMPOSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
 BROKEN = "check the indentation (spaces, no tabs) and the brackets there and above, and the space after each colon"
 
 
 def load(text: str, path: str = "") -> Config:
-    """The config that a YAML text says; `path` is for messages. An empty text is a config with no groups."""
+    """The config of a YAML text. An empty text has no groups. path: for messages."""
     reader = _Reader(path)
     root = reader.compose(text)
     if root is None:
@@ -59,7 +59,7 @@ def load(text: str, path: str = "") -> Config:
 
 
 def check_workers(config: Config, names: list[str]) -> None:
-    """Raises ConfigError for the first group that names a worker beyond `names`, the workers there are."""
+    """Raise ConfigError for the first group with a worker that is not in `names`."""
     for group in config.groups.values():
         for worker in group.flat:
             if worker >= len(names):
@@ -71,7 +71,7 @@ def check_workers(config: Config, names: list[str]) -> None:
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'workers'?`, or what is known where nothing is near."""
+    """`; did you mean 'workers'?`, or the known names where none is similar."""
     names = list(islice(known, MOST_WORDS))
     near = [name for name in names if len(name) <= LONGEST_WORD] if len(word) <= LONGEST_WORD else []
     close = difflib.get_close_matches(word, near, 1)
@@ -82,12 +82,12 @@ def hint(word: str, known: Iterable[str]) -> str:
 
 
 class _Reader:
-    """Turns nodes into values; knows the file's name for messages."""
+    """Converts nodes to values. Has the file's name for messages."""
 
     def __init__(self, path: str) -> None:
         self.file = path or "config"
         self.scalars = yaml.constructor.SafeConstructor()
-        self.count = 0  # keys and values that were read
+        self.count = 0  # keys and values read so far
 
     def fail(self, group: str, line: int, message: str) -> NoReturn:
         file = self.file[-200:]
@@ -114,7 +114,7 @@ class _Reader:
             raise ConfigError(f"{self.file}: not YAML: {' '.join(str(error).split()):.200}; {BROKEN}") from error
 
     def entries(self, node: yaml.Node, what: str, group: str = "") -> list[tuple[str, yaml.Node, yaml.Node]]:
-        """(key, its node, the value's node) of a mapping whose keys are names, each once."""
+        """(key, its node, the value's node) for each entry of a mapping with distinct names as keys."""
         if not isinstance(node, yaml.MappingNode):
             self.fail(group, _line(node), f"{what} is {self.show(node)}, want a mapping")
         seen: dict[str, int] = {}
@@ -130,7 +130,7 @@ class _Reader:
         return rows
 
     def known(self, node: yaml.Node, keys: dict[str, str], what: str, group: str = "") -> dict[str, yaml.Node]:
-        """The values of a mapping that may have only these keys."""
+        """The values of a mapping, which may have only these keys."""
         found = {}
         for name, key, value in self.entries(node, what, group):
             if name not in keys:
@@ -139,20 +139,20 @@ class _Reader:
         return found
 
     def value(self, node: yaml.Node, kind: type, key: str, want: str, group: str = "") -> Any:
-        """A scalar of exactly this type (true is not 1)."""
+        """A scalar of exactly this type: true is not 1."""
         value = None
         self.take(node)
         if kind is int and _plain_number(node):
             return int(node.value)
         if isinstance(node, yaml.ScalarNode):
-            with contextlib.suppress(ValueError, OverflowError, yaml.YAMLError):  # a tag that its text does not fit
+            with contextlib.suppress(ValueError, OverflowError, yaml.YAMLError):  # the text does not fit its tag
                 value = self.scalars.construct_object(node)
         if type(value) is not kind:
             self.fail(group, _line(node), f"{key} is {self.show(node)}, want {want}")
         return value
 
     def show(self, node: yaml.Node) -> str:
-        """A value as an error shows it."""
+        """The text of a value in an error."""
         if isinstance(node, yaml.ScalarNode):
             return repr(node.value[:SHORT]) if node.value else "empty"
         return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
@@ -188,7 +188,7 @@ class _Reader:
         )
 
     def axis(self, name: str, line: int, axis: int | None) -> int:
-        """The axis, checked against the group's suffix; 0, or what the suffix says, where none is written."""
+        """The axis, which has to agree with the group's suffix; by default the suffix's axis, else 0."""
         for suffix, want in SUFFIX_AXIS.items():
             if name.endswith(suffix):
                 if axis is not None and axis != want:
@@ -220,7 +220,7 @@ class _Reader:
         return tuple(tuple(row) for row in numbers), nested
 
     def reserved(self, node: yaml.Node, groups: dict[str, Group]) -> tuple[tuple[Rule, ...], str | None]:
-        """What stands under `gt:`."""
+        """The rules and the schedule under `gt:`."""
         found = self.known(node, GT_KEYS, RESERVED, RESERVED)
         schedule, rules = found.get("schedule"), tuple[Rule, ...]()
         if "modules" in found:
@@ -259,7 +259,7 @@ class _Reader:
         return Rule(pattern, self.named(named, where, groups), parts, _line(key))
 
     def named(self, node: yaml.Node, where: str, groups: dict[str, Group]) -> str:
-        """The name of a group that there is."""
+        """The name of an existing group."""
         group = self.value(node, str, "group", RULE_KEYS["group"], where)
         if group not in groups:
             self.fail(where, _line(node), f"no group {group[:SHORT]!r}{hint(group, groups)}")
@@ -267,7 +267,7 @@ class _Reader:
 
 
 def _plain_number(node: yaml.Node) -> bool:
-    """True for a number as people write it, 0 to 9999: most of the values of a large config are."""
+    """True for a plain number from 0 to 9999, as most values of a large config are."""
     if node.tag != "tag:yaml.org,2002:int" or len(node.value) > 4:
         return False
     return node.value.isdecimal() and node.value.isascii() and (node.value[0] != "0" or len(node.value) == 1)

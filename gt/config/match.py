@@ -1,8 +1,8 @@
-"""Which rule a module's name falls under: shell patterns with character classes, the most specific wins.
+"""Rules of modules by name: shell patterns with character classes, of which the most specific wins.
 
-`*` also crosses dots, so `transformer.h.[0-5].*` is everything inside the first six blocks. A pattern that ends in a
-name is about that name and beats one that ends in `*`; among equals the one with more written-out characters wins, then
-the later one. The model itself has the name "", which only the pattern "" matches.
+`*` also matches dots, so `transformer.h.[0-5].*` matches everything inside the first six blocks. A pattern that ends in a
+name beats one that ends in `*`. Among equals more literal characters win, then the later rule. The model itself has the name
+"", which only the pattern "" matches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WILD = re.compile(r"\[!?.[^\]]*\]|\*|\?")
 
 
 def specificity(pattern: str) -> tuple[bool, bool, int]:
-    """Sorts patterns: no wildcard at all, then ends in a name, then characters written out."""
+    """Sort key of a pattern: no wildcard, then an end in a name, then the number of literal characters."""
     literal = _WILD.sub("", pattern)
     return literal == pattern, not pattern.endswith("*"), len(literal)
 
@@ -35,16 +35,16 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def unmatched(rules: Sequence[Rule], names: Iterable[str]) -> list[Rule]:
-    """Rules that match no name at all, so that a misspelt pattern is noticed."""
+    """Rules that match no name, such as misspelt patterns."""
     names = list(names)
     return [rule for rule in rules if not any(matches(name, rule.pattern) for name in names)]
 
 
-# ---- from rules to the group of each module
+# ---- the group of each module
 
 
 def assign(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
-    """The rule of each module that has one, with the one group that it means there. names: parents before children."""
+    """Rules of the modules that have one, each with its one group there. names: parents before children."""
     names = list(names)
     runs = {rule.pattern: cut(rule, names) for rule in rules if rule.stages}
     placed: dict[str, Rule] = {}
@@ -66,7 +66,7 @@ def assign(rules: Sequence[Rule], names: Iterable[str]) -> dict[str, Rule]:
 
 
 def cut(rule: Rule, names: Sequence[str]) -> dict[str, str]:
-    """The stage of each outermost module that a rule of several stages matches; the first runs are the longer ones."""
+    """The stage of each outermost module that a rule of several stages matches. Earlier stages get the longer runs."""
     matched = {name for name in names if matches(name, rule.pattern)}
     outermost = [name for name in names if name in matched and not any(at in matched for at in around(name))]
     count, extra = divmod(len(outermost), len(rule.stages))
@@ -79,13 +79,13 @@ def cut(rule: Rule, names: Sequence[str]) -> dict[str, str]:
 
 
 def around(name: str) -> list[str]:
-    """Names of the modules that a module is in, the nearest first, the model itself last."""
+    """Names of the modules around a module, innermost first, the model itself last."""
     parts = name.split(".")
     return [".".join(parts[:at]) for at in range(len(parts) - 1, -1, -1)] if name else []
 
 
 def stem(group: str) -> str:
-    """A stage's name, of any of its groups."""
+    """The stage's name, of any of its groups."""
     for suffix in SUFFIX_AXIS:
         group = group.removesuffix(suffix)
     return group

@@ -1,6 +1,6 @@
-"""What a config may say: its keys, once, and the values they become. Knows nothing about YAML or files.
+"""Schema of a config: its keys, once, and the values that they become. Knows nothing about YAML or files.
 
-A group's `axis` is the seed's word: a dim of a weight stored [in, out], or of what enters a data-parallel group.
+A group's `axis` is a dim: of a weight stored [in, out], or of activations that enter a data-parallel group.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 RESERVED = "gt"  # the one top-level key that is not a group
 
-# key -> what its value has to be, as errors say it
+# key -> its value's form, as errors state it
 GROUP_KEYS = {
     "shard": "a mapping with axis and workers",
     "workers": "a list of worker numbers",
@@ -20,7 +20,7 @@ SHARD_KEYS = {"axis": "a whole number", "workers": "a list of worker numbers"}
 GT_KEYS = {"modules": "a mapping from module pattern to group", "schedule": "the name of a schedule"}
 RULE_KEYS = {"group": "the name of a group, a suffix, or a list of groups", "parts": "a whole number of at least 1"}
 
-SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # what the suffix of a group's name says about its axis
+SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # suffix of a group's name -> its axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Modules whose name matches `pattern` run in `group`; parts: how many weights are fused in one.
+    """Modules whose name matches `pattern` run in `group`. parts: number of weights that are fused in one.
 
-    group may be a suffix (`_colpar`): that group of the stage around the module. stages, if any, take its place: the
-    modules are cut into as many runs of about one length, in order.
+    group may be a suffix (`_colpar`): that group of the stage around the module. stages replace it: the modules are divided
+    into as many runs of about equal length, in order.
     """
 
     pattern: str
@@ -60,7 +60,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Groups in the order of the file. path is for messages only; text is what travels."""
+    """Groups in the order of the file. path: for messages. text: the form that is sent."""
 
     groups: dict[str, Group] = field(default_factory=dict)
     modules: tuple[Rule, ...] = ()
@@ -69,5 +69,5 @@ class Config:
     text: str = ""
 
     def where(self, name: str) -> str:
-        """`pp_stage3 (sharding.yaml:14)`, as errors name a group."""
+        """`pp_stage3 (sharding.yaml:14)`: a group in an error."""
         return f"{name} ({self.path or 'config'}:{self.groups[name].line})"

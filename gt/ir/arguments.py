@@ -1,6 +1,6 @@
-"""Arguments and outputs of an op against its schema: types, how many, what it writes and what shares memory.
+"""Checks of an op's arguments and outputs against its schema: types, number, written operands, shared memory.
 
-Run once a definition, by the dispatcher on what a client defines and by a worker on what it binds.
+They run once for each definition: in the dispatcher on a client's templates, in a worker on the ops that it binds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def constant(kind: str) -> Callable[[Arg], bool]:
     return lambda arg: type(arg) is Const and arg.kind == kind
 
 
-# Base of a type -> whether an argument is one. Sizes and dims are constants: plans are made of them.
+# Base of a type -> test of an argument. Sizes and dims have to be constants: plans depend on them.
 _IS: dict[str, Callable[[Arg], bool]] = {
     "Tensor": lambda arg: type(arg) is T,
     "Scalar": lambda arg: (
@@ -38,7 +38,7 @@ _IS: dict[str, Callable[[Arg], bool]] = {
 
 
 def bind(schemas: Sequence[Schema], args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> Schema:
-    """The first of an op's schemas that these arguments are of; ValueError says what is wrong by the last of them."""
+    """The first of an op's schemas that the arguments fit. ValueError gives the mismatch with the last schema."""
     for schema in schemas[:-1]:
         try:
             return _bound(schema, args, kwargs)
@@ -89,7 +89,7 @@ def _item(schema: Schema, want: SchemaType) -> Callable[[Arg], bool]:
 
 
 def shown(arg: Arg) -> str:
-    """An argument in an error, by its wire form's words."""
+    """An argument in an error, in the words of its wire form."""
     if isinstance(arg, T):
         return f"tensor {arg.index}"
     if isinstance(arg, V):
@@ -99,11 +99,11 @@ def shown(arg: Arg) -> str:
     return f"{arg!r:.80}"
 
 
-# ---- what it gives and what it changes
+# ---- outputs and written operands
 
 
 def results(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], outs: Sequence[Out], writes: Sequence[int]) -> None:
-    """ValueError unless outputs and written operands are those that the schema says."""
+    """ValueError unless outputs and written operands are those of the schema."""
     held = operands(schema, args, kwargs)
     said = {i for name in schema.writes for i in held.get(name, ())}
     may = {i for a in schema.arguments if a.type.may_write for i in held.get(a.name, ())}
@@ -124,7 +124,7 @@ def results(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], outs
 
 
 def _wants(schema: Schema, count: int) -> Iterator[SchemaType]:
-    """The type of each flat output; lists of results are of one length."""
+    """The type of each flat output. Lists of results have one length."""
     lists = [value for value in schema.returns if value.list]
     rest = count - (len(schema.returns) - len(lists))
     for value in schema.returns:
@@ -132,7 +132,7 @@ def _wants(schema: Schema, count: int) -> Iterator[SchemaType]:
 
 
 def operands(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> dict[str, list[int]]:
-    """Argument's name -> numbers of its tensors."""
+    """Name of argument -> numbers of its tensor operands."""
     named = [*((argument.name, arg) for argument, arg in zip(schema.positional, args)), *kwargs.items()]
     return {
         name: [part.index for part in (arg if isinstance(arg, (list, tuple)) else [arg]) if type(part) is T]

@@ -1,4 +1,4 @@
-"""Taking a worker's boxes out of a whole array and putting them back. numpy only."""
+"""Copies of boxes between a whole array and a worker's piece. numpy only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Boxes = Sequence[Sequence[Sequence[int]]]
 
 
 def _spans(boxes: Boxes) -> list[list[tuple[int, int]]]:
-    """Boxes are a product of intervals a dim; those intervals."""
+    """The intervals of each dim whose product the boxes are."""
     return [list(dict.fromkeys((box[d][0], box[d][1]) for box in boxes)) for d in range(len(boxes[0]))]
 
 
@@ -21,12 +21,12 @@ def _index(boxes: Boxes) -> tuple:
 
 
 def take(whole: np.ndarray, boxes: Boxes) -> np.ndarray:
-    """The local tensor that holds these boxes of `whole`, row-major."""
+    """The row-major piece with these boxes of `whole`."""
     return np.ascontiguousarray(whole[_index(boxes)]).reshape(shape(boxes))
 
 
 def put(whole: np.ndarray, boxes: Boxes, piece: np.ndarray) -> None:
-    """Inverse of take: write a local tensor's elements where they belong."""
+    """Inverse of take: write a piece into the boxes of `whole`."""
     whole[_index(boxes)] = piece.reshape(shape(boxes))
 
 

@@ -1,6 +1,6 @@
-"""Templates are checked once, when a client defines them: form, bounds, and arguments and outputs against the op's schema.
+"""Checks of a client's template, once when it is defined: form, limits, and agreement with the op's schema.
 
-Shapes are taken as the template says them. Operands of each op are compared with them, and workers compare results.
+Shapes are not checked here. The dispatcher compares each op's operands with the template's, and workers compare results.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from gt.ir import arguments, ops, shapes
 from gt.ir.schema import TABLE
 from gt.ir.template import T, Template, V, weight
 
-HEAVIEST = 16 << 10  # numbers and names of one template: everybody waits while it is looked at
+MAX_TEMPLATE_PARTS = 16 << 10  # numbers and names of one template: the dispatcher serves nobody during its check
 UPLOAD = "gt.upload.default"
-LIGHT = 192  # operands and outputs of a template that is never heavier
+LIGHT_OPERANDS = 192  # operands and outputs up to which a template never has more than MAX_TEMPLATE_PARTS
 OUT_KINDS = frozenset({"new", "view", "same", "none"})
 
 
 def template(row: Any) -> Template:
-    """The template of a wire form; ValueError says which of its parts is wrong, UnsupportedOp that no worker has its op."""
+    """The template of a wire form. ValueError names the part that is wrong; UnsupportedOp names an op that no worker has."""
     if type(row) is not list or len(row) != 9:
         raise ValueError(f"{row!r:.80} is not a template, want a list of 9 parts")
-    if weight(row, HEAVIEST) > HEAVIEST:
-        raise ValueError(f"a template has at most {HEAVIEST} parts, and this one has more")
+    if weight(row, MAX_TEMPLATE_PARTS) > MAX_TEMPLATE_PARTS:
+        raise ValueError(f"a template has at most {MAX_TEMPLATE_PARTS} parts, and this one has more")
     op, args, kwargs, ins, values, outs, writes, *flags = row
     if type(op) is not str:
         raise ValueError(f"op is {op!r:.80}, want a name")
@@ -31,7 +31,7 @@ def template(row: Any) -> Template:
     for name, part, kind in (("args", args, list), ("kwargs", kwargs, dict), ("ins", ins, list), ("outs", outs, list)):
         if type(part) is not kind:
             raise ValueError(f"{name} is a {type(part).__name__}, want a {kind.__name__}")
-    if type(values) is not int or not 0 <= values <= HEAVIEST or any(type(flag) is not bool for flag in flags):
+    if type(values) is not int or not 0 <= values <= MAX_TEMPLATE_PARTS or any(type(flag) is not bool for flag in flags):
         raise ValueError(f"values is {values!r:.40} and flags {flags!r:.40}, want a whole number from 0 up and two booleans")
     if type(writes) is not list or any(type(w) is not int or not 0 <= w < len(ins) for w in writes):
         raise ValueError(f"writes is {writes!r:.80}, want numbers of operands below {len(ins)}")
@@ -48,7 +48,7 @@ def template(row: Any) -> Template:
 
 
 def _numbered(made: Template) -> None:
-    """Operands are numbered as they come in arguments, each once: rules know them by their numbers."""
+    """ValueError unless operands are numbered in the order of the arguments, each once: rules rely on the numbers."""
     due = {T: 0, V: 0}
     for hole in _holes([*made.args, *(value for _, value in made.kwargs)]):
         kind = type(hole)
@@ -66,11 +66,11 @@ def _numbered(made: Template) -> None:
 
 
 def chunks(made: Template) -> int:
-    """In how many calls, of fewer tensors each, an op has to be done; 1 for all but long lists."""
-    if len(made.ins) + len(made.outs) <= LIGHT:
+    """Number of calls, of fewer tensors each, into which an op is divided: 1 for all but long lists."""
+    if len(made.ins) + len(made.outs) <= LIGHT_OPERANDS:
         return 1
     parts = weight(made.wire())
-    return 1 if parts <= HEAVIEST else 2 * parts // HEAVIEST + 1
+    return 1 if parts <= MAX_TEMPLATE_PARTS else 2 * parts // MAX_TEMPLATE_PARTS + 1
 
 
 def _outs(made: Template) -> None:

@@ -1,7 +1,7 @@
-"""The symmetric heap as the dispatcher allocates it and the planes use it: constants, sizes and where each flag lies.
+"""Memory map of the symmetric heap, which the dispatcher allocates and planes use: constants, sizes, offsets of flags.
 
-An offset is the same on every worker. Pure arithmetic: nothing here maps memory. Bytes a region takes:
-a channel slots * (2048 + aligned(slot_bytes)), a team aligned(16 * members) + 2 * (64 + aligned(buffer_bytes)).
+An offset is the same on every worker. Pure arithmetic: nothing here maps memory. Bytes of a channel's region:
+slots * (2048 + aligned(slot_bytes)); of a team's: aligned(16 * members) + 2 * (64 + aligned(buffer_bytes)).
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LINE = 64  # alignment of every region, slot and section; a multiple of every element size
-LANES = 128  # parts of a slot, side by side, each with flags of its own; where nobody divides a slot it is one
-FLAGS = 8 * LANES  # bytes of the flags of a slot, of one kind: lines of their own, so that the two sides do not share one
-HEAP_BYTES = 256 << 20  # of each worker's heap; sparse, pages are taken when first touched
+LANES = 128  # parts of a slot, at most, each with its own flags; an undivided slot has one
+FLAGS = 8 * LANES  # bytes of a slot's flags of one kind; they have lines of their own, so that the two sides share none
+HEAP_BYTES = 256 << 20  # of each worker's heap; sparse: a page is allocated at its first use
 DEVICE_HEAP_BYTES = 2 << 30  # of a GPU's symmetric memory
-SLOT_BYTES, SLOTS = 256 << 10, 4  # a channel's, in host memory
-DEVICE_SLOTS = 8  # in larger heaps: whole activations have room in them, and what arrived is taken while the rest comes
+SLOT_BYTES, SLOTS = 256 << 10, 4  # of a channel, in host memory
+DEVICE_SLOTS = 8  # in larger heaps: they hold whole activations, and the receiver reads slots while others arrive
 BUFFER_BYTES = 1 << 20  # a team's buffer, of which it has two
-SHARE_BYTES = 64 << 20  # of a channel, at most: from there on a larger heap has room for more of them
-MEETING_BYTES = 8192  # at the beginning of each heap: a team in which members of a world agree on how they move data
-LEAST_BYTES = 4 << 20  # of a heap: a channel and a team
+SHARE_BYTES = 64 << 20  # of a channel, at most; still larger heaps have room for more channels
+MEETING_BYTES = 8192  # at the start of each heap: a team through which a world's members agree on their plane
+LEAST_BYTES = 4 << 20  # of the smallest heap: a channel and a team
 
 
 class Sizes(NamedTuple):
-    """Of a channel: bytes of a slot, and how many it has; bytes of a team's buffer."""
+    """Bytes of a channel's slot, number of its slots, bytes of a team's buffer."""
 
     slot: int
     slots: int
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(heap_bytes: int) -> Sizes:
-    """In heaps of this size. A channel takes a 32nd of a large one, up to SHARE_BYTES, a team's two buffers half of that."""
+    """Sizes in a heap. A channel takes a 32nd of a large heap, up to SHARE_BYTES; a team's two buffers take half of that."""
     if heap_bytes <= HEAP_BYTES:
         return Sizes(SLOT_BYTES, SLOTS, BUFFER_BYTES)
     share = min(heap_bytes // 32, SHARE_BYTES) // LINE * LINE
@@ -49,12 +49,12 @@ def channel_bytes(slot_bytes: int, slots: int) -> int:
 
 
 def team_bytes(buffer_bytes: int, members: int) -> int:
-    """Bytes of the region of a team of so many members with {"bytes": buffer_bytes}, flags included."""
+    """Bytes of the region of a team of `members` with {"bytes": buffer_bytes}, flags included."""
     return aligned(16 * members) + 2 * (LINE + aligned(buffer_bytes))
 
 
 def enough(heap_bytes: int, taken: int) -> int:
-    """The next larger heap in which regions fit that take so much in one of heap_bytes, or would."""
+    """The next larger size of a heap for regions that take `taken` bytes in one of heap_bytes."""
     now, size = sizes(heap_bytes), max(2 * heap_bytes, HEAP_BYTES)
     while taken * sizes(size).slot * sizes(size).slots > size * now.slot * now.slots:
         size *= 2
@@ -62,28 +62,29 @@ def enough(heap_bytes: int, taken: int) -> int:
 
 
 def channel_class(sender: int, receiver: int) -> int:
-    """1, 2, ...: channels of one class never meet in a heap, so they may share one offset; n workers need n - 1 or so.
+    """Class of a channel, from 1. Channels of one class never meet in a heap, so they share an offset; n workers need about
+    n - 1 classes.
 
-    No two pairs of a class have a worker in common but for the two directions of one pair, and these touch disjoint
-    lines: of s -> r the full flags and slots lie at r and the empty flags at s, of r -> s the other way round.
+    Two pairs of a class have no worker in common, except the two directions of one pair. These use disjoint lines: s -> r has
+    its full flags and slots at r and its empty flags at s, and r -> s the other way round.
     """
     return sender ^ receiver
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelRegion:
-    """Where the parts of a channel lie. A flag is an int64; those of a slot's lanes follow one another."""
+    """Offsets in a channel's region. A flag is an int64; the flags of a slot's lanes are consecutive."""
 
     offset: int
     bytes: int
     slots: int
 
     def full(self, slot: int) -> int:
-        """At the receiver: set by the sender when the slot holds a chunk; the int64 after it is the message's bytes."""
+        """At the receiver: the sender sets it when the slot holds a chunk. The next int64 is the message's size in bytes."""
         return self.offset + slot * 2 * FLAGS
 
     def empty(self, slot: int) -> int:
-        """At the sender: set by the receiver when the slot may be written again."""
+        """At the sender: the receiver sets it when the slot may be written again."""
         return self.full(slot) + FLAGS
 
     def slot(self, slot: int) -> int:
@@ -93,18 +94,18 @@ class ChannelRegion:
 
 @dataclass(frozen=True, slots=True)
 class TeamRegion:
-    """Where the parts of a team lie in each member's heap: two arrival flags a member, then two buffers with a header."""
+    """Offsets in a team's region of each member's heap: two arrival flags for each member, then two buffers with headers."""
 
     offset: int
     bytes: int
     members: int
 
     def flag(self, rank: int, half: int = 0) -> int:
-        """An int64 that the rank-th member sets here when its buffer can be read, or has been."""
+        """An int64 that the rank-th member sets when its buffer may be read, or when it has read."""
         return self.offset + 8 * (half * self.members + rank)
 
     def header(self, half: int) -> int:
-        """An int64 before the buffer: rounds its owner needs in all (all_to_all)."""
+        """An int64 before the buffer: the number of rounds that its owner needs (all_to_all)."""
         return self.offset + aligned(16 * self.members) + half * (LINE + aligned(self.bytes))
 
     def buffer(self, half: int) -> int:

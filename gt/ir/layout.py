@@ -1,4 +1,4 @@
-"""How a tensor lies on workers, in torch's words: a mesh with named axes and one placement an axis.
+"""Layout of a tensor on workers, in torch's words: a mesh with named axes, and one placement for each axis.
 
 `dim` is of a tensor, `axis` of a mesh. Local sizes follow torch.chunk's rule. Pure arithmetic, no tensors.
 """
@@ -10,12 +10,12 @@ from itertools import product
 from math import prod
 
 Interval = tuple[int, int]
-Box = tuple[Interval, ...]  # one [start, stop) a dim, of the global tensor
+Box = tuple[Interval, ...]  # one [start, stop) for each dim of the global tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Split along tensor dim `dim`; with parts > 1 each of `parts` equal parts of the dim is split (fused QKV)."""
+    """Split along tensor dim `dim`. With parts > 1 each of `parts` equal parts of the dim is split (fused QKV)."""
 
     dim: int
     parts: int = 1
@@ -32,7 +32,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each worker holds a term; the value is their `op` (sum, avg, max, min, product, norm2)."""
+    """Each worker holds a term, and the value is the reduction `op` of the terms (sum, avg, max, min, product, norm2)."""
 
     op: str = "sum"
 
@@ -111,7 +111,7 @@ def chunk(start: int, stop: int, size: int, place: int) -> Interval:
 
 
 def intervals(extent: int, splits: list[tuple[int, int, int]]) -> list[Interval]:
-    """What is left of a dim of `extent` after splits (size, place, parts) applied in mesh-axis order."""
+    """Intervals of a dim of `extent` that remain after the splits (size, place, parts) of mesh axes in order."""
     spans: list[Interval] = [(0, extent)]
     for size, place, parts in splits:
         if parts > 1 and len(spans) == 1:
@@ -123,9 +123,9 @@ def intervals(extent: int, splits: list[tuple[int, int, int]]) -> list[Interval]
 
 
 def boxes(layout: Layout, shape: tuple[int, ...], rank: int) -> list[Box]:
-    """The parts of a global tensor that the rank-th worker of the mesh holds, in the order its local tensor has them.
+    """The boxes of a global tensor that the rank-th worker of the mesh holds, in the order of its piece.
 
-    Concatenating the boxes along the one dim that has parts gives the local tensor; without parts there is one box.
+    The piece is the concatenation of the boxes along the one dim that has parts. Without parts there is one box.
     """
     splits: dict[int, list[tuple[int, int, int]]] = {}
     for (_, size), place, placement in zip(layout.mesh.axes, layout.mesh.coordinates(rank), layout.placements, strict=True):
@@ -148,7 +148,7 @@ def local_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int,
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The box in both, or None where they do not meet."""
+    """The intersection of two boxes, or None where they are disjoint."""
     both = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 

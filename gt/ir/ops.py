@@ -1,4 +1,4 @@
-"""GT's own ops, and which ops are random: what planner and engines know beyond ATen's schemas (schema.py)."""
+"""GT's own ops, and the list of random ops. ATen's schemas are in schema.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RANDOM = frozenset(
     }
 )
 
-# GT's own ops: name -> (schema, what it is)
+# GT's own ops: name -> (schema, description)
 GT_OPS = {
     # values: [frame index, or -1 for a host copy that the dispatcher asks for]
     "gt.upload.default": ("() -> (Tensor)", "bytes of a host tensor, row-major"),

@@ -1,4 +1,4 @@
-"""How a schedule is asked for: its name, and after a colon what a worker may hold of activations, `auto:2GiB`."""
+"""The text that asks for a schedule: a name, and after a colon a limit of a worker's activations, as `auto:2GiB`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _SIZE = re.compile(rf"(?a:(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)}))")
 
 
 def asked(text: str) -> tuple[str, float | None]:
-    """Name and limit in bytes, None without one; ValueError for what is neither."""
+    """Name, and limit in bytes or None; ValueError for another text."""
     name, colon, size = text.partition(":") if isinstance(text, str) else (text, "", "")
     if name not in NAMES:
         raise ValueError(f"schedule {name!r} is not known: want one of {', '.join(NAMES)}")
     found = _SIZE.fullmatch(size.strip())
     if colon and (found is None or not float(found[1])):
-        raise ValueError(f"schedule {text!r}: {size!r} is no size; want bytes of activations a worker, as in {name}:2GiB")
+        raise ValueError(f"schedule {text!r}: {size!r} is no size, want bytes of activations of a worker, as {name}:2GiB")
     return name, float(found[1]) * UNITS[found[2]] if found else None
 
 

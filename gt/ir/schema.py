@@ -1,8 +1,8 @@
-"""The closed table of ops: the schema of each overload that a worker carries out. Knows no torch.
+"""The closed table of ops: the schema of each overload that workers execute. Knows no torch.
 
-`op_schemas.txt` beside this file holds a line an op, written by tools/op_schemas.py: torch's notation with real types, then
-the versions of torch that have it and flags. A line is parsed when its op is first looked up. What is not in the table is not
-carried out; only the owner of a process can extend it, when that process starts (`OpTable.add`).
+`op_schemas.txt` beside this file has a line for each op, written by tools/op_schemas.py: torch's notation with real types,
+versions of torch, flags. A line is parsed at the first look-up of its op. Workers refuse ops that are not in the table. Only
+the owner of a process can extend it, when that process starts (`OpTable.add`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gt.errors import ConfigError, UnsupportedOp
 from gt.ir.ops import GT_OPS
 
 FILE = Path(__file__).with_name("op_schemas.txt")
-MAY = "~"  # alias mark of an argument that an op may write although torch's schema does not say so
+MAY = "~"  # alias mark of an argument that an op may write, which torch's schema does not state
 TYPES = frozenset(
     {"Tensor", "Scalar", "int", "float", "bool", "str", "ScalarType", "Layout", "MemoryFormat", "Device", "Generator"}
 )
@@ -27,7 +27,7 @@ FLAGS = {
     "takes_numbers": "a number may stand where the schema says Tensor: torch makes a tensor without dims of it",
     "trusts_values": "its kernel indexes memory by values of a tensor as they are: CPU workers check them, GPUs do not",
 }
-# Why torch has an op that is not in the table. Ops left out by name say it themselves.
+# Reasons for ops of torch that are not in the table. Ops left out by name have their own.
 LEFT_OUT = {
     "composite": "torch carries it out as other ops before a device sees it",
     "kernel": "it has no kernel for dense tensors on CPUs or GPUs",
@@ -47,20 +47,20 @@ _TYPE = re.compile(r"(?P<base>\w+)(?:\((?P<alias>[a-z]?)(?P<mark>[!~]?)\))?(?P<s
 
 @dataclass(frozen=True)
 class SchemaType:
-    """An argument's or a result's type. alias: torch's letter of the memory that it shares, "" for none."""
+    """Type of an argument or result. alias: torch's letter for the memory that it shares, "" for none."""
 
     text: str
     base: str
     list: bool
-    optional: bool  # None may stand for it
-    gaps: bool  # None may stand in the list
+    optional: bool  # may be None
+    gaps: bool  # items of the list may be None
     alias: str
     written: bool
     may_write: bool
 
     @classmethod
     def parse(cls, text: str) -> SchemaType:
-        """ValueError for what is no type of the table."""
+        """Parse a type; ValueError for one that the table does not have."""
         found = _TYPE.fullmatch(text)
         if found is None or found["base"] not in TYPES:
             raise ValueError(f"{text!r:.80} is not a type of the table")
@@ -81,7 +81,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Schema:
-    """One overload. since, until: the first and the last version of torch that is known to have it so."""
+    """Schema of one overload. since, until: first and last version of torch that has it in this form."""
 
     op: str
     arguments: tuple[Argument, ...]
@@ -100,17 +100,17 @@ class Schema:
 
     @cached_property
     def writes(self) -> tuple[str, ...]:
-        """Names of the arguments that it changes."""
+        """Names of the arguments that the op writes."""
         return tuple(argument.name for argument in self.arguments if argument.type.written)
 
     @cached_property
     def aliases(self) -> bool:
-        """True if a result shares memory with an argument that it does not write."""
+        """True if a result shares memory with an argument that the op does not write."""
         return any(value.alias and not value.written for value in self.returns)
 
     @classmethod
     def parse(cls, line: str) -> Schema:
-        """The schema of a line of the table; ValueError says what is wrong with it."""
+        """The schema of a line of the table; ValueError names the fault."""
         found = _ROW.fullmatch(line)
         if found is None:
             raise ValueError(f"{line!r:.120} is not a line of the table")
@@ -132,7 +132,7 @@ class Schema:
 
 
 class OpTable:
-    """Schemas by op's name. An op whose schema changed between versions of torch has several."""
+    """Schemas by name of op. An op whose schema changed between versions of torch has several."""
 
     def __init__(self, text: str = "") -> None:
         self._lines: dict[str, list[str]] = {}
@@ -156,7 +156,7 @@ class OpTable:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Ops of torch that workers do not carry out, and why."""
+        """Ops of torch that workers refuse, with the reasons."""
         return {op: LEFT_OUT.get(why, why) for op, why in self._left.items()}
 
     def find(self, op: str) -> tuple[Schema, ...]:
@@ -169,7 +169,7 @@ class OpTable:
         return found
 
     def refusal(self, op: str) -> str:
-        """Why an op is not carried out."""
+        """The reason why workers refuse an op."""
         why = self._left.get(op)
         if why is not None:
             return f"{op} is not an op that workers carry out: {LEFT_OUT.get(why, why)}"
@@ -181,9 +181,9 @@ class OpTable:
         )
 
     def add(self, lines: Iterable[str], source: str = "OpTable.add") -> list[str]:
-        """Extend the table of this process; names of the ops. For the process's owner, before it serves anybody.
+        """Extend the table of this process, and return the names of the ops. For the process's owner, before it serves anybody.
 
-        ConfigError names a line that is no schema, or an op that is left out for what it does.
+        ConfigError names a line that is no schema, or an op that is left out because of its effects.
         """
         added: dict[str, list[tuple[str, Schema]]] = {}
         for number, line in enumerate(lines, 1):

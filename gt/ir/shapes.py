@@ -1,6 +1,6 @@
-"""Ops whose kernels take the shapes of their arguments as they are: what has to hold of these, found by wild calls.
+"""Shape checks for ops whose kernels trust their arguments' shapes; random calls found these ops.
 
-torch's functions check them before such a kernel is called; a client that calls the kernel does not. Run once a definition.
+torch's functions check shapes before they call such a kernel, but a client may call it directly. Run once for each definition.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class OpArguments:
-    """An op's arguments by name, its tensors as shapes; what was not given is None."""
+    """An op's arguments by name, with tensors as shapes and missing ones as None."""
 
     given: Mapping[str, Arg]
     specs: Sequence[Spec]
@@ -33,18 +33,18 @@ class OpArguments:
         return [self._shown(part) for part in arg] if isinstance(arg, (list, tuple)) else arg
 
     def same(self, *names: str) -> bool:
-        """True if these tensors, as far as they are given, have one shape."""
+        """True if those of these tensors that are given have one shape."""
         return len({shape for name in names if (shape := self[name]) is not None}) <= 1
 
     def one_dtype(self) -> bool:
         return len({spec.dtype for spec in self.specs}) <= 1
 
     def each(self, shape: Shape, *names: str) -> bool:
-        """True if these tensors, as far as they are given, have this shape."""
+        """True if those of these tensors that are given have this shape."""
         return all(self[name] in (None, shape) for name in names)
 
 
-Rule = tuple[str, Callable[[OpArguments], bool]]  # what has to hold, in words and as a test
+Rule = tuple[str, Callable[[OpArguments], bool]]  # a condition, in words and as a test
 
 
 def check(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], specs: Sequence[Spec]) -> None:
@@ -56,14 +56,14 @@ def check(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], specs:
     text, holds = rule
     try:
         good = holds(OpArguments({**named, **kwargs}, specs))
-    except (IndexError, TypeError, ValueError):  # fewer dims than the rule speaks of
+    except (IndexError, TypeError, ValueError):  # fewer dims than the rule reads
         good = False
     if not good:
         raise ValueError(f"{schema.op} of {', '.join(spec.text() for spec in specs[:8])} is refused: {text}")
 
 
 def _pooled(dims: int) -> Callable[[OpArguments], bool]:
-    """A gradient and the input of a pooling over the last dims: of one batch, nothing pooled of nothing."""
+    """Gradient and input of a pooling over the last dims have one batch shape, and no empty dims are pooled."""
 
     def holds(call: OpArguments) -> bool:
         grad, x = call[next(iter(call.given))], call["self"]
@@ -83,7 +83,7 @@ def _indexed(dims: int) -> Callable[[OpArguments], bool]:
 
 
 def _statistics(call: OpArguments) -> bool:
-    """Statistics and weights have an element for each channel; what evaluation saved may be empty."""
+    """Statistics and weights have an element for each channel. Saved statistics of evaluation may be empty."""
     x = call["input"]
     channels, saved = (x[1],), ("save_mean", "save_var", "save_invstd")
     training = next((call.given[name] for name in ("training", "train", "update") if name in call.given), True)
@@ -100,7 +100,7 @@ def _statistics(call: OpArguments) -> bool:
 
 
 def _known_statistics(call: OpArguments) -> bool:
-    """As _statistics, of an op that reads running statistics, or writes them: both are given."""
+    """As _statistics, for an op that reads or writes running statistics: both are given."""
     return _statistics(call) and None not in (call["running_mean"], call["running_var"])
 
 
@@ -109,7 +109,7 @@ def _updated(call: OpArguments) -> bool:
 
 
 def _solved(call: OpArguments) -> bool:
-    """Right sides [..., N, K] of factors [..., N, N]."""
+    """Right-hand sides are [..., N, K], factors [..., N, N]."""
     right, factor = call["self"], call["A"]
     return call.one_dtype() and len(right) >= 2 and right[:-1] == factor[:-1] and factor[-1] == factor[-2]
 
@@ -120,7 +120,7 @@ def _chunked(call: OpArguments) -> bool:
 
 
 def _weighed(call: OpArguments) -> bool:
-    """Weight norm of v over all dims but the first or the last: a norm for each index of that."""
+    """Weight norm of v over all dims but the first or the last, with a norm for each index of that dim."""
     names = ("grad_w", "saved_v", "saved_g", "saved_norms") if "saved_v" in call.given else ("", "v", "g", "")
     grad, v, g, norms = (call[name] for name in names)
     dim = call["dim"] or 0
@@ -139,7 +139,7 @@ def _pairs(call: OpArguments) -> bool:
 
 
 def _transformed(call: OpArguments) -> bool:
-    """Dims of a Fourier transform are the tensor's own, each once; a real result has about twice the length."""
+    """Dims of a Fourier transform are in range, each once. A real result has about twice the length."""
     x, dims = call["self"], call["dim"]
     own = [dim % len(x) for dim in dims if -len(x) <= dim < len(x)]
     size = call["last_dim_size"]
@@ -184,7 +184,7 @@ def _sampled(call: OpArguments) -> bool:
 
 
 def _aligned(call: OpArguments) -> bool:
-    """The backward of a CTC loss takes what the loss kept: alphas [N, T, 2 S + 1]."""
+    """The backward of a CTC loss reads the forward's alphas [N, T, 2 S + 1]."""
     log_probs, alpha, targets = call["log_probs"], call["log_alpha"], call["targets"]
     if len(targets) not in (1, 2) or (len(targets) == 2 and targets[0] != log_probs[1]):
         return False
@@ -209,7 +209,7 @@ def _factored(call: OpArguments) -> bool:
 
 
 def _segmented(call: OpArguments) -> bool:
-    """Lengths, or offsets, are of each row before the axis; what was reduced has a segment's value for each."""
+    """Lengths or offsets exist for each row before the axis. The reduced tensor has a value for each segment."""
     data, axis = call["data"], call["axis"] or 0
     lengths, offsets = call["lengths"], call["offsets"]
     for shape, more in ((lengths, 0), (offsets, 1)):
@@ -221,7 +221,7 @@ def _segmented(call: OpArguments) -> bool:
 
 
 def _alike(call: OpArguments) -> bool:
-    """Lists of an optimizer have a tensor of each parameter's shape, or are empty; steps have one element."""
+    """Lists of an optimizer have a tensor of each parameter's shape, or are empty. Steps have one element."""
     parameters = call["self"]
     lists = [(name, call[name]) for name, arg in call.given.items() if isinstance(arg, (list, tuple))]
     return all(
@@ -231,7 +231,7 @@ def _alike(call: OpArguments) -> bool:
 
 
 def _attended(call: OpArguments) -> bool:
-    """Queries [..., L, E], keys [..., S, E] and values [..., S, V]."""
+    """Queries are [..., L, E], keys [..., S, E], values [..., S, V]."""
     q, k, v = call["query"], call["key"], call["value"]
     return min(len(q), len(k), len(v)) > 1 and q[-1] == k[-1] and k[-2] == v[-2]
 

@@ -1,4 +1,4 @@
-"""What a tensor is without its data: shape, strides, offset and dtype. Dtypes are torch's names; nothing here needs torch."""
+"""Spec of a tensor: shape, strides, offset and dtype, without data. Dtypes have torch's names; nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-# torch dtype name -> (bytes an element, short name used in plan text)
+# name of a torch dtype -> (bytes of an element, short name in plan notation)
 DTYPES: dict[str, tuple[int, str]] = {
     "float64": (8, "f64"),
     "float32": (4, "f32"),
@@ -27,7 +27,7 @@ DTYPES: dict[str, tuple[int, str]] = {
     "uint64": (8, "u64"),
     "bool": (1, "b8"),
 }
-DIMS = 64  # torch has no tensor of more
+DIMS = 64  # most dims of a torch tensor
 LARGEST = 1 << 63
 LONG_NAMES = {short: name for name, (_, short) in DTYPES.items()}
 
@@ -51,7 +51,7 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, not of the storage they may be a view of."""
+        """Bytes of the elements, not of the viewed storage."""
         return self.numel * self.itemsize
 
     def text(self) -> str:
@@ -63,7 +63,7 @@ class Spec:
 
     @classmethod
     def from_wire(cls, row: list) -> Spec:
-        """Inverse of wire; ValueError names what no tensor has."""
+        """Inverse of wire; ValueError names a value that no tensor can have."""
         shape, stride, offset, dtype = row
         if type(dtype) is not str or dtype not in DTYPES:
             raise ValueError(f"unknown dtype {dtype!r:.40}")
@@ -82,7 +82,7 @@ class Spec:
 
 @lru_cache(maxsize=1 << 15)
 def interned(shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: str) -> Spec:
-    """One object for each spec, as far as they fit: operands are compared with their template's by identity first."""
+    """A cache with one object for each spec: operands are compared with their template's specs by identity first."""
     return Spec(shape, stride, offset, dtype)
 
 

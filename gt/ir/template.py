@@ -1,7 +1,7 @@
-"""An op with its constants: what the client sends once and names by a number afterwards.
+"""Template: an op with its constants. The client sends it once and names it by a number afterwards.
 
-Tensors and scalars are holes; everything else (dims, sizes, dtypes, flags) is a constant. The same args tree goes to the
-dispatcher with global sizes and to workers with local ones.
+Tensors and scalars are holes; everything else (dims, sizes, dtypes, flags) is a constant. The args tree has global sizes in
+the dispatcher, and local sizes on workers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEVICE = Const("device", 0)
 LAYOUTS = ("strided",)
 MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 KINDS = ("dtype", "memory_format", "layout", "device", "complex")
-# kind -> whether a value is one of it
+# kind -> test of a value
 _KNOWN: dict[str, Callable[[Any], bool]] = {
     "dtype": lambda value: type(value) is str and value in DTYPES,
     "memory_format": lambda value: type(value) is str and value in MEMORY_FORMATS,
@@ -53,7 +53,7 @@ Arg = Any  # None, bool, int, float, str, T, V, Const, or a list of Arg
 
 
 def to_wire(arg: Arg) -> Any:
-    """msgpack form: holes and constants become one-key maps, sequences lists."""
+    """The msgpack form: holes and constants are maps with one key, sequences are lists."""
     if isinstance(arg, T):
         return {"t": arg.index}
     if isinstance(arg, V):
@@ -69,7 +69,7 @@ _PLAIN = frozenset({int, float, bool, type(None)})
 
 
 def weight(form: Any, enough: int = 1 << 62) -> int:
-    """Numbers and names in a wire form, long texts counting for more: what it takes to send it. Above `enough` it is more."""
+    """Number of numbers and names in a wire form; long texts count for more. Counting stops above `enough`."""
     count, below = 0, [form]
     while below and count <= enough:
         item = below.pop()
@@ -88,7 +88,7 @@ def weight(form: Any, enough: int = 1 << 62) -> int:
 
 
 def from_wire(form: Any) -> Arg:
-    """Inverse of to_wire; ValueError names what is not of the form."""
+    """Inverse of to_wire; ValueError names the part that is no argument."""
     if isinstance(form, dict):
         if len(form) != 1:
             raise ValueError(f"argument {form!r} is not a map of one key, want a hole or a constant")
@@ -111,9 +111,9 @@ def from_wire(form: Any) -> Arg:
 
 @dataclass(slots=True)
 class Chosen:
-    """Makes arguments of a list op those over some indices of its lists, which have `count` holes each.
+    """Selects some indices of a list op's lists, which have `count` holes each.
 
-    ins, values: the operands of the whole that they take, in order; their holes are numbered so.
+    ins, values: operands of the whole op that the selection reads, in the order of its holes.
     """
 
     indices: Sequence[int]
@@ -133,7 +133,7 @@ class Chosen:
         return arg
 
     def cuts(self, arg: Arg) -> bool:
-        """Whether it is a list that has something at each index."""
+        """True for a list with an item at each index."""
         return isinstance(arg, (list, tuple)) and len(arg) == self.count and all(isinstance(i, (T, V)) for i in arg)
 
 
@@ -167,7 +167,7 @@ class Template:
 
     @property
     def results(self) -> int:
-        """How many outputs get a new tensor id (new and view)."""
+        """Number of outputs with a new tensor id (kinds new and view)."""
         return sum(out.kind in ("new", "view") for out in self.outs)
 
     def wire(self) -> list:

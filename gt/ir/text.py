@@ -1,7 +1,6 @@
-"""Plan notation: one line a step, printed and parsed back.
+"""Plan notation: one line for each step, printed and parsed.
 
-`%2: f32[8,32] [S(1)] = aten.mm %0 %1  # model.py:12 pp_stage0_colpar`. The same text is the golden test, the instruction
-log and the body of an error.
+`%2: f32[8,32] [S(1)] = aten.mm %0 %1  # model.py:12 pp_stage0_colpar`. Golden tests, the instruction log and errors share it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class PlanLine:
-    """One planned step: what it makes, how that lies, from what, and the user's line and group."""
+    """One planned step: its result with spec and layout, the op, its inputs, and a note with the user's line and group."""
 
     id: int
     spec: str

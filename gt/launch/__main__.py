@@ -1,4 +1,4 @@
-"""`python -m gt.launch`: the nursery; started by gt.launch.local, not by hand."""
+"""`python -m gt.launch`: the supervisor. gt.launch.local starts it; it is not for the command line."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A dispatcher and workers on this machine, for as long as this program runs: one nursery process starts them all."""
+"""A dispatcher and workers on this machine, for the life of this program. One supervisor process starts them all."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from gt.wire.liveness import Vigil, home
 
 log = logging.getLogger("gt.launch")
 
-START = 120.0  # seconds until everything has to be up: a cold disk takes long to import torch
+START_SECONDS = 120.0  # until all processes have to be up: an import of torch from a cold disk is slow
 STOP = 6.0
-LOOK, STILL = 1.0, 5  # seconds between looks at the nursery, and looks that find it stopped until that is an error
+LOOK, STILL = 1.0, 5  # seconds between looks at the supervisor, and looks in a row that find it stopped until that is an error
 
 
 @dataclass
 class Local:
-    """What runs for us. `stop` ends it; so does the end of this process, whichever way it comes."""
+    """The supervisor process and its children. `stop` ends them; so does the end of this process, however it ends."""
 
     address: str
     token: str
@@ -40,7 +40,7 @@ class Local:
     _pid: int = field(default_factory=os.getpid, repr=False)
 
     def stop(self) -> None:
-        """End dispatcher and workers, and wait until they are gone. Safe to call twice, and in a forked child."""
+        """End dispatcher and workers, and wait for their ends. Safe to call twice, and in a forked child."""
         if self._pid == os.getpid():
             atexit.unregister(self.stop)
             _end(self._process)
@@ -53,9 +53,9 @@ def start(
     heartbeat: float = 10.0,
     meanwhile: Callable[[], None] | None = None,
 ) -> Local:
-    """Start a dispatcher and `workers` workers; returns when all are up. gpu: one GPU each, as far as there are any.
+    """Start a dispatcher and `workers` workers, and return when all are up. gpu: each worker gets a GPU, while there are any.
 
-    meanwhile: what this process has to do in any case, done while they start.
+    meanwhile: called while they start.
     """
     token = auth.made()
     order = {"token": token, "workers": workers, "gpu": gpu, "backend": backend, "heartbeat": heartbeat}
@@ -65,7 +65,7 @@ def start(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=env.child(PYTHONPATH=env.python_path(root)),
-        start_new_session=True,  # a Ctrl-C in the user's terminal is the user's program's alone
+        start_new_session=True,  # a Ctrl-C in the terminal is for the user's program alone
     )
     try:
         assert process.stdin is not None
@@ -82,21 +82,21 @@ def start(
     local = Local(f"127.0.0.1:{port}", token, workers, min(gpus, workers) if gpu else 0, process)
     atexit.register(local.stop)
     stdin = process.stdin
-    # A forked DataLoader worker that outlives us must not hold the pipe open whose end tells the nursery to stop.
+    # The supervisor stops at the end of this pipe, so a forked DataLoader worker that outlives us must not hold it open.
     os.register_at_fork(after_in_child=lambda: _close_inherited(stdin))
     return local
 
 
 def _wait(process: subprocess.Popen, workers: int) -> tuple[int, int]:
-    """(port, GPUs found) once the nursery has reported that all workers are there."""
+    """(port, GPUs found) once the supervisor has reported that all workers are up."""
     assert process.stdout is not None
     known: dict[str, Any] = {}
-    deadline, rest = time.monotonic() + START, b""
+    deadline, rest = time.monotonic() + START_SECONDS, b""
     vigil = Vigil(process.pid, home(), STILL)
     while "port" not in known or (workers and "ready" not in known):
         left = deadline - time.monotonic()
         if left <= 0:
-            raise SystemFailure(f"{workers} workers did not start within {START:g} s: run with GT_VERBOSE=1 to see why")
+            raise SystemFailure(f"{workers} workers did not start within {START_SECONDS:g} s: run with GT_VERBOSE=1 to see why")
         if not select.select([process.stdout], [], [], min(left, LOOK))[0]:
             if vigil.look():
                 how = f"process {process.pid}, which starts dispatcher and workers, is stopped by a signal or a debugger"

@@ -1,4 +1,4 @@
-"""What this machine has, found without touching CUDA: a process that has initialised it cannot fork workers."""
+"""GPUs and torch of this machine, found without CUDA: a process that has initialised CUDA cannot fork workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def release(version: str) -> tuple[int, int]:
 
 
 def untested(torch: str) -> str:
-    """What to know of a version of torch outside of the tested ones, "" within them."""
+    """A warning about a version of torch that GT is not tested with, "" for tested ones."""
     oldest, newest = TESTED_TORCH
     if oldest <= release(torch) <= newest:
         return ""

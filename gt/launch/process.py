@@ -16,9 +16,9 @@ _PF_EXITING = 4
 
 
 def fork(title: str, body: Callable[[], object], stderr: int = -1) -> int:
-    """Pid of a child that runs `body` under this title and is killed when we die. It never returns to our code.
+    """Fork a child that runs `body` under this title and is killed when we die; its pid. It never returns to our code.
 
-    stderr: descriptor to write its stderr to; it reads nothing and has no stdout.
+    stderr: descriptor for its stderr. The child has no stdin and no stdout.
     """
     parent = os.getpid()
     pid = os.fork()
@@ -53,12 +53,12 @@ def die_with_parent(parent: int) -> None:
 
 
 def ending(pid: int) -> bool:
-    """Whether a child has begun to end: before its sockets close, and so before it can be waited for."""
+    """True once a child has begun to end, which is before its sockets close and before it can be waited for."""
     return bool(_stat(pid)[8] & _PF_EXITING)  # field 9 of proc(5), counted from 1
 
 
 def rename(title: str) -> None:
-    """What `ps` and `top` show: written over this process's own argument area, as far as it reaches."""
+    """Set the title in `ps` and `top`, by overwriting this process's argument area, which limits its length."""
     stat = _stat(os.getpid())
     start, end = stat[47], stat[48]  # fields 48 and 49 of proc(5), counted from 1
     room = end - start
@@ -70,7 +70,7 @@ def rename(title: str) -> None:
 
 
 def _stat(pid: int) -> list[int]:
-    """Fields of /proc/PID/stat, 0 for its name and state, which are no numbers."""
+    """Fields of /proc/PID/stat, with 0 for name and state, which are no numbers."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return [pid, 0, 0, *map(int, fields[1:])]
 

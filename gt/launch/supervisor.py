@@ -1,8 +1,8 @@
-"""The process that a program starts to get a dispatcher and workers on its own machine.
+"""Supervisor: the process through which a program starts a dispatcher and workers on its own machine.
 
-It forks the dispatcher, imports torch once, and forks the workers from there; a worker that dies later is started again, and so
-is one that stays stopped, once the dispatcher has given it up. It lives as long as the program does: until its stdin ends, its
-parent changes, or SIGTERM. On stdout it writes one JSON line for each thing it has to report.
+It forks the dispatcher, imports torch once, and forks the workers, which share the import. It restarts a worker that dies, and
+one that stays stopped once the dispatcher has given it up. It ends with the program: when its stdin ends, its parent changes,
+or on SIGTERM. It reports to the program in JSON lines on stdout.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gt.launch.process import ending, fork
 from gt.wire.liveness import LOOKS, Vigil, home, sight
 
 POLL = 0.2  # seconds between looks at parent and children
-ASK, GRACE = 0.5, 1.0  # seconds that children get to end when the dispatcher says so, and after SIGTERM
-AGAIN, WITHIN = 3, 60.0  # times that a worker is started again within so many seconds
-GIVEN_UP = 2  # heartbeats in which a worker's process is stopped until another takes its place
-NEVER_UP = 0.5  # heartbeats in which a process that starts is stopped until that is an error
-WORDS = 12  # lines of stderr kept from each worker, for when it dies at start
+ASK, GRACE = 0.5, 1.0  # seconds for children to end after the dispatcher's Exit, and after SIGTERM
+AGAIN, WITHIN = 3, 60.0  # restarts of a worker, at most, within so many seconds
+GIVEN_UP = 2  # heartbeats for which a worker's process may be stopped until it is replaced
+NEVER_UP = 0.5  # heartbeats for which a starting process may be stopped until that is an error
+WORDS = 12  # lines of stderr kept of each worker, for the error if it dies at start
 
 
-class Nursery:
+class Supervisor:
     """order: {"token", "workers", "gpu", "backend", "heartbeat"}, see launch.local; the token is the server's secret."""
 
     def __init__(self, order: dict[str, Any]) -> None:
@@ -43,13 +43,13 @@ class Nursery:
         self._dispatcher = 0
         self._workers: dict[int, int] = {}  # pid -> number
         self._vigils: dict[int, Vigil] = {}  # by pid
-        self._look = 0.0  # when they look next
+        self._look = 0.0  # time of their next look
         self._words: dict[int, deque[str]] = {}
-        self._again: dict[int, deque[float]] = {}  # number -> when it was started again
+        self._again: dict[int, deque[float]] = {}  # number -> times of its restarts
         self._start: Callable[[int], None] = lambda number: None
         self._ready = self._stopping = self._silent = False
-        self._port = 0  # once the dispatcher has told it
-        self._status = b""  # of the dispatcher, the start of a line
+        self._port = 0  # once the dispatcher has reported it
+        self._status = b""  # of the dispatcher: an incomplete line
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stopping", True))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -77,7 +77,7 @@ class Nursery:
     # ---- children
 
     def _fork_workers(self, port: int, gpus: list[str]) -> None:
-        gc.freeze()  # what is shared with the children stays shared
+        gc.freeze()  # pages shared with the children stay shared
         self._start = partial(self._fork_worker, port, gpus)
         for number in range(self._order["workers"]):
             self._start(number)
@@ -98,14 +98,14 @@ class Nursery:
         self._vigils[pid] = Vigil(pid, home(), int((GIVEN_UP if self._ready else NEVER_UP) * LOOKS))
 
     def _up(self) -> None:
-        """All have started. From here on the dispatcher is the program's to look at."""
+        """Report that all have started. From here on the program watches the dispatcher."""
         self._ready = True
         self._vigils.clear()
         for pid in self._workers:
             self._watch(pid)
 
     def _lost_worker(self, number: int) -> None:
-        """Another in its place, unless it keeps dying. What it held is lost; the dispatcher tells whom that concerns."""
+        """Start another worker in its place, unless it keeps dying. The dispatcher tells the sessions what is lost."""
         now, times = time.monotonic(), self._again.setdefault(number, deque(maxlen=AGAIN))
         if len(times) == AGAIN and now - times[0] < WITHIN:
             sys.stderr.write(f"gt: worker {number} died {AGAIN + 1} times within {WITHIN:g} s and is not started again\n")
@@ -140,7 +140,7 @@ class Nursery:
         self._end_stopped()
 
     def _end_stopped(self) -> None:
-        """End workers that the dispatcher has given up: they are of no use, should they go on. RuntimeError at the start."""
+        """End workers that the dispatcher has given up, even if they could continue. RuntimeError at the start."""
         now = time.monotonic()
         if self._vigils and now >= self._look:
             self._look = now + self._order["heartbeat"] / LOOKS
@@ -154,12 +154,12 @@ class Nursery:
                 _signal(pid, signal.SIGKILL)
 
     def _drain(self) -> None:
-        """What dead workers still had to say."""
+        """Read the last stderr of dead workers."""
         for key, _ in self._select.select(0):
             key.data(key.fd)
 
     def _end(self) -> None:
-        """Have the dispatcher tell the workers to end, then ask whoever has not, then insist."""
+        """End the workers: by the dispatcher's Exit, then by SIGTERM, then by SIGKILL."""
         if 0 in self._select.get_map():
             self._select.unregister(0)
         left = {self._dispatcher, *self._workers} - {0}
@@ -173,7 +173,7 @@ class Nursery:
                 os.waitpid(pid, 0)
 
     def _wait(self, pids: set[int], seconds: float) -> set[int]:
-        """Those that are still there after so long; their stderr is passed on meanwhile."""
+        """The processes that are alive after `seconds`. Their stderr is forwarded meanwhile."""
         deadline = time.monotonic() + seconds
         while pids and time.monotonic() < deadline:
             for key, _ in self._select.select(0.01):
@@ -181,7 +181,7 @@ class Nursery:
             pids = pids - {pid for pid, _ in _ended()}
         return pids
 
-    # ---- what comes in
+    # ---- reports and stderr of children
 
     def _on_stdin(self, fd: int) -> None:
         if not os.read(fd, 4096):
@@ -214,19 +214,19 @@ class Nursery:
                 os.write(2, data)
 
     def _report(self, **what: Any) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more: stdin says so too
+        with contextlib.suppress(OSError):  # the program is gone: the end of stdin shows it too
             os.write(1, json.dumps(what).encode() + b"\n")
 
 
 def main() -> int:
-    """Read the order, one JSON line on stdin (it has the token, which must not show in `ps`), and carry it out."""
+    """Read the order, one JSON line on stdin (its token must not show in `ps`), and supervise."""
     line = b""
     while not line.endswith(b"\n"):
         data = os.read(0, 1)
         if not data:
             return 1
         line += data
-    Nursery(json.loads(line)).run()
+    Supervisor(json.loads(line)).run()
     return 0
 
 
@@ -234,7 +234,7 @@ def main() -> int:
 
 
 def _dispatch(order: dict[str, Any], status: int) -> None:
-    """The dispatcher: tells its port, then how many workers it has."""
+    """The dispatcher process: reports its port, then its number of workers."""
     from gt import errors
     from gt.dispatcher.cluster.leases import Terms
     from gt.dispatcher.server import Server
@@ -275,11 +275,11 @@ def _work(order: dict[str, Any], port: int, gpu: str) -> None:
         sys.stderr.write(f"gt worker: {why}\n")
 
 
-# ---- small things
+# ---- helpers
 
 
 def _preload(backend: str) -> list[str]:
-    """Import once what all workers need; the GPUs they can have."""
+    """Import the modules that all workers share, and return the usable GPUs."""
     import gt.worker.loop
     from gt.worker.engine.registry import ENGINES, open_engine
 

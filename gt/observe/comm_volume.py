@@ -1,4 +1,4 @@
-"""Bytes that an instruction makes one worker send to others and receive from them, as planes count them (plane/base.py)."""
+"""Communication volume: bytes that one worker sends and receives for an instruction, as planes count them (plane/base.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Traffic = Iterable[tuple[int, int, int]]  # peer, bytes sent to it, bytes receiv
 
 
 def all_reduce(payload: dict[str, Any], nbytes: int) -> Traffic:
-    """Small ones whole to every other member; of large ones each adds a share and gives it back."""
+    """A small all_reduce sends the whole tensor to all other members; of a large one each member reduces a share."""
     team = payload["team"]
     members, rank = team["workers"], team["rank"]
     sent, received = [0] * len(members), [0] * len(members)

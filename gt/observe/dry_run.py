@@ -1,13 +1,13 @@
-"""A session with no workers: the real dispatcher plans what a program does, and stand-ins say what it would take.
+"""Dry run of a program without workers: the real dispatcher plans it, and simulated workers count memory and traffic.
 
-Of workers that are told the same (the same groups name them) one is followed, the first, which has the largest pieces;
-where there are few, all are. There are no values: what is fetched reads as zeros.
+Up to 16 workers are all simulated. Of more, workers in the same groups receive the same instructions: only the first, which
+has the largest pieces, is simulated ('followed'). There are no values: a fetch reads zeros.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,103 +19,110 @@ from gt.config.schema import Rule
 from gt.dispatcher.cluster.health import counters
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import Action, Received, Send
+from gt.dispatcher.programs.recording import Instruction
 from gt.dispatcher.session import ClientSession
-from gt.dispatcher.sharding.groups import stem
 from gt.dispatcher.state.emitter import Emitter
 from gt.dispatcher.state.failures import OpJournal, Planned
-from gt.dispatcher.state.validate import Origin
 from gt.errors import UnsupportedOp
 from gt.ir.heap import sizes
 from gt.ir.instr import Define
 from gt.ir.layout import Layout
 from gt.ir.spec import DTYPES, Spec
 from gt.ir.text import PlanLine
-from gt.observe.simulated_worker import WEIGHTS, OpAction, SimulatedInterval, StandIn
+from gt.observe.simulated_worker import WEIGHTS, SimulatedInterval, SimulatedWorker
 from gt.wire.link import hello
 from gt.wire.messages import Done, Failed, FinishCapture, Inspect, Message, Notice, Ops, Query, Reject, Report, Run, Stats
 
 log = logging.getLogger("gt")
-FEW = 16  # workers that are all followed
+ALL_FOLLOWED = 16  # workers, at most, that are all followed
 CLIENT = b"client"
-HEAP = 1 << 50  # bytes: what the arena would need is reported, not refused
+HEAP_BYTES = 1 << 50  # the arena's size is reported and never refused
+QUESTIONS = ("fetch", "describe")  # instructions that compute nothing
 
 
 @dataclass
 class PlannedStep:
-    """What was planned between two marks. moves: lines of the plan that are no ops, and how often each came."""
+    """Plan of an interval between two marks. moves: collectives and transfers as plan lines, with the number of each."""
 
-    stretches: dict[int, SimulatedInterval]
+    intervals: dict[int, SimulatedInterval]
     moves: Counter[PlanLine]
-    journal: list[OpAction]  # the places that ops had, in order, each run of them once
-    held: dict[int, dict[str, int]]  # bytes by kind of each that is followed, when an optimizer had last stepped
+    journal: list[Planned]
+    code: dict[int, list[Instruction]]  # of each followed worker
+    held: dict[int, dict[str, int]]  # bytes by kind on each followed worker, after the last optimizer step
     schedule: str = ""
-    answer: dict = field(default_factory=dict)  # what sealing said
+    answer: dict = field(default_factory=dict)  # the dispatcher's answer to FinishCapture
+
+    def look(self, worker: int, tensor: int) -> tuple[tuple[int, ...], int] | None:
+        """Local shape and itemsize of a tensor."""
+        return self.intervals[worker].shapes.get(tensor)
 
 
 class _Emitter(Emitter):
-    """Writes for the workers that are followed, and nothing for the others."""
+    """Writes instructions of followed workers only."""
 
     followed: frozenset[int]
+    dry: Dry
 
     def write(self, worker: Any, define: Define, operands: Sequence) -> None:
         if worker.index in self.followed:
             super().write(worker, define, operands)
+            if define.kind not in QUESTIONS:
+                self.dry.code[worker.index].append(Instruction(self.seq, define, list(operands)))
 
     def free(self, workers: Any, ids: Sequence[int]) -> None:
         super().free([index for index in workers if index in self.followed], ids)
 
 
 class _Journal(OpJournal):
-    """Tells where ops belong as they are planned."""
+    """Keeps the ops of a step."""
 
     __slots__ = ("dry",)
     dry: Dry
 
     def add(self, row: Planned) -> None:
         super().add(row)
-        self.dry.planned(row)
+        self.dry.journal.append(row)
 
 
 class Dry:
-    """What gt.client.session.Session offers the recorder. `workers` of them, or as many as the config names."""
+    """A session without workers, with the methods of gt.client.session.Session that the recorder calls."""
 
     failure = None
 
     def __init__(self, config: str, path: str, workers: int) -> None:
         self.on_idle: Any = None
         self.core = Core()
-        self.core.cluster._sizes = lambda members: sizes(0)  # type: ignore[method-assign]  # HEAP is no size to go by
-        self.values = 0  # that were asked for
+        self.core.cluster._sizes = lambda members: sizes(0)  # type: ignore[method-assign]  # HEAP_BYTES is no size to divide
+        self.values = 0  # fetched so far
         self.steps: dict[str, PlannedStep] = {}  # the newest of each kind: captured, optimizer, all
-        self.places: dict[int, OpAction] = {}
-        self.weights: list[tuple[PlanLine, str, Layout]] = []  # parameters: line, name, how each lies
+        self.weights: list[tuple[PlanLine, str, Layout]] = []  # parameters: line, name, layout
         self.rules: dict[str, Rule | None] = {}  # of parameters of a model that was placed by rules
-        self._origins: dict[Origin, OpAction] = {}
-        self._journal: list[OpAction] = []
+        self.journal: list[Planned] = []  # ops since the last mark, and their instructions by worker
+        self.code: dict[int, list[Instruction]] = defaultdict(list)
         self._moves: Counter[PlanLine] = Counter()
-        self.living: Callable[[], Sequence[tuple[int, str, str]]] = tuple  # weights, asked for at the end
+        self.living: Callable[[], Sequence[tuple[int, str, str]]] = tuple  # the client's weights, read at the end
         self._held: dict[int, dict[str, int]] = {}
-        self.told = False  # whether an optimizer has said what its tensors are
+        self.told = False  # True once an optimizer has named its tensors
         self._batch = 0
         self._error: dict | None = None
         self._reports: dict[int, Any] = {}
         self._tape: Any = None
         for index in range(workers):
-            info = {"name": "", "pid": 1, "heap_bytes": HEAP, "backend": "torch"}
+            info = {"name": "", "pid": 1, "heap_bytes": HEAP_BYTES, "backend": "torch"}
             self._handle(Received(b"w%d" % index, hello("worker", info=info)))
         self._handle(Received(CLIENT, hello("client", config=config, config_path=path, switches={"workers": workers})))
         self.state: ClientSession = self.core.sessions[CLIENT]
         self.workers = [w.name for w in self.core.cluster.workers]
         self.groups = list(self.state.config.groups)
         self.alike = _alike(self.state, workers)
-        self.followed = {index: StandIn(index, self.places) for index in self.alike}
+        self.followed = {index: SimulatedWorker() for index in self.alike}
         self._prepare()
 
     def _prepare(self) -> None:
-        """Have the dispatcher's session write for those that are followed, and upload nothing."""
+        """Make the dispatcher's session write for followed workers only, and upload nothing."""
         state = self.state
         emitter = _Emitter(self.core.cluster, state.number)
-        emitter.followed = frozenset(self.followed)
+        emitter.followed, emitter.dry = frozenset(self.followed), self
         emitter.scribe = self  # type: ignore[assignment]
         journal = _Journal()
         journal.dry = self
@@ -129,7 +136,7 @@ class Dry:
         self.state.uploaded += spec.nbytes
         return self.core.cluster.key()
 
-    # ---- what the dispatcher says
+    # ---- messages of the dispatcher
 
     def _handle(self, event: Received) -> None:
         pending: list[Received] = [event]
@@ -149,7 +156,7 @@ class Dry:
         if isinstance(message, Run):
             index = int(action.peer[1:])
             if index in self.followed:
-                self.followed[index].run(message.defines, message.code, message.base)
+                self.followed[index].run(message.defines, message.code)
             return Received(action.peer, Done(message.seq))
         if isinstance(message, Notice):
             log.warning("%s", message.text)
@@ -160,39 +167,28 @@ class Dry:
         return Received(action.peer, Report(message.request, {})) if isinstance(message, Query) else None
 
     def _ask(self) -> None:
-        """What has been sent is planned to its end, as before any question of a client."""
+        """Plan everything that has been sent, as before any request of a client."""
         if self.state.batches.coming:
             self._handle(Received(CLIENT, Stats(2)))
 
     def step(self, line: PlanLine) -> None:
-        """A line of the plan that is no op: the same one comes again for every layer and micro-batch."""
+        """Count a plan line that is no op. Layers and micro-batches repeat the same line."""
         self._moves[replace(line, id=0, ins=())] += 1
 
-    def planned(self, row: Planned) -> None:
-        origin = row.origin
-        place = self._origins.get(origin)
-        if place is None:
-            name = stem(origin.meaning.name) if origin.meaning is not None else ""
-            place = self._origins[origin] = OpAction(name, origin.backward, origin.micro)
-        self.places[row.seq] = place
-        if place.stage and place.micro >= 0 and (not self._journal or self._journal[-1] is not place):
-            self._journal.append(place)
-
-    # ---- what the recorder asks
+    # ---- calls of the recorder
 
     def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = ()) -> None:
-        self.places.clear()
         self._handle(Received(CLIENT, Ops(self._batch, templates, origins, code), tuple(frames)))
         self._batch += 1
         tape = self.state.programs.tape
         if self._tape is not None and tape is not self._tape:
-            self._mark("optimizer")  # a recording that came to nothing
+            self._mark("optimizer")  # a recording was discarded
         elif tape is not None and tape is not self._tape:
             self._mark()  # a recording begins
         self._tape = tape
 
     def keep(self, tensor: int, array: Any) -> None:
-        """Nobody will ask for it."""
+        """Nothing to keep: a fetch reads zeros."""
 
     def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
         self._ask()
@@ -205,10 +201,10 @@ class Dry:
 
     def describe(self, tensors: list[int]) -> list[Spec]:
         where = next((f"{o.file}:{o.line}: " for o in [self.state.origin] if o.file), "")
-        raise UnsupportedOp(f"{where}a shape depends on values, and a plan has none: leave this op out while planning")
+        raise UnsupportedOp(f"{where}a shape depends on values, and a plan has none; try the plan without this op")
 
     def seal(self, program: int, schedule: str, *what: Any) -> dict[str, Any]:
-        """A recording is over: it is the step. Where not all workers are followed its order is not checked."""
+        """Seal a recording, which becomes the captured step. Its schedule is applied only where all workers are followed."""
         every = len(self.followed) == len(self.workers)
         self._handle(Received(CLIENT, FinishCapture(0, program, schedule if every else "", *what)))
         answer = self._reports.pop(0)
@@ -224,7 +220,7 @@ class Dry:
         return self._reports.pop(1)
 
     def stats(self, program: int = -1) -> dict[str, Any]:
-        """Of the form that a server gives; workers have done nothing."""
+        """Statistics in a server's form, with zeros for workers."""
         row = {"instructions": 0, "collectives": {}, "live_tensors": 0, "live_bytes": 0, "definitions": 0, "actions": []}
         workers = [{"name": name, **row, "bytes_sent": {}, "bytes_received": {}} for name in self.workers]
         core = self.core
@@ -238,7 +234,7 @@ class Dry:
     # ---- steps
 
     def known(self, tensors: Sequence[tuple[int, str, str]]) -> None:
-        """(id, kind, name) of the client's tensors that are weights, gradients or an optimizer's."""
+        """Note (id, kind, name) of the client's weights, gradients and optimizer state."""
         offset, rows = self.state.emitter.offset, self.state.table.rows
         found = []
         for tensor, kind, name in tensors:
@@ -253,7 +249,7 @@ class Dry:
             self.weights = found
 
     def _ending(self, ids: list[int]) -> None:
-        """Weights that no optimizer has told of, and whose module is gone."""
+        """Note weights that no optimizer has named, before their module is freed."""
         rows = self.state.table.rows
         gone = [i for i in ids if i in rows and rows[i].base is None and rows[i].storage.param]
         if gone and not self.told:
@@ -261,7 +257,7 @@ class Dry:
         self._release(ids)
 
     def stepped(self, tensors: Sequence[tuple[int, str, str]]) -> None:
-        """An optimizer, which knows these tensors, has stepped; within a recording that is no mark."""
+        """Note the tensors of an optimizer that has stepped; this ends the interval, unless a recording is in progress."""
         self._ask()
         self.told = True
         self.known(tensors)
@@ -271,16 +267,17 @@ class Dry:
             self._mark("optimizer")
 
     def _mark(self, kind: str = "", schedule: str = "") -> None:
-        stretches = {index: worker.mark() for index, worker in self.followed.items()}
-        step = PlannedStep(stretches, self._moves, self._journal, self._held, schedule)
-        self._moves, self._journal = Counter(), []
+        intervals = {index: worker.mark() for index, worker in self.followed.items()}
+        step = PlannedStep(intervals, self._moves, self.journal, dict(self.code), self._held, schedule)
+        self._moves, self.journal = Counter(), []
+        self.code.clear()
         if kind:
             self.steps[kind] = step
 
 
 def _alike(state: ClientSession, workers: int) -> dict[int, list[int]]:
-    """The workers that are followed, and those that each stands for."""
-    if workers <= FEW:
+    """The followed workers, each with the workers that it represents."""
+    if workers <= ALL_FOLLOWED:
         return {index: [index] for index in range(workers)}
     named: dict[int, list[str]] = {index: [] for index in range(workers)}
     for name, group in state.config.groups.items():
@@ -288,6 +285,6 @@ def _alike(state: ClientSession, workers: int) -> dict[int, list[int]]:
             named[index].append(name)
     found: dict[tuple, list[int]] = {}
     for index, names in named.items():
-        key = (index == 0 and not names, *names)  # what has no group runs on the first worker
+        key = (index == 0 and not names, *names)  # ops outside of groups run on the first worker
         found.setdefault(key, []).append(index)
     return {members[0]: members for members in found.values()}

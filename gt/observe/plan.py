@@ -1,4 +1,4 @@
-"""The plan of a program as data and as text: what `gt plan` prints. Lines that do not begin with # are of plan notation."""
+"""The plan of a program as data and as the text of `gt plan`. Lines without # at the start are in plan notation."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ STEP = {
     "captured": "the step that gt.compile captured", "optimizer": "from one optimizer step to the next",
     "all": "everything from start to end",
 }  # fmt: skip
-LARGE, PART = 1 << 20, 0.02  # a weight that every worker has whole is worth a word from this size, and part of all weights
+LARGE, PART = 1 << 20, 0.02  # bytes, and part of all weights, from which a replicated weight gets a warning
 
 
 class Plan:
-    """What a program would do on workers. `body` is what `--json` prints; str() is the text."""
+    """The plan of a program. `body` is printed by `--json`; str() is the text."""
 
     def __init__(self, dry: Dry | None, about: str = "") -> None:
         kind = next((kind for kind in KINDS if dry is not None and kind in dry.steps), "")
         if dry is None or not kind:
-            raise ValueError("nothing was planned: the program did nothing with remote tensors")
+            raise ValueError("nothing was planned: the program used no remote tensors")
         self.body = _body(dry, kind, about)
 
     def json(self) -> str:
@@ -61,19 +61,16 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     }  # fmt: skip
     _scheduled(body, pipe, dry)
     body["warnings"] = _warnings(dry, step, body)
-    body["time"] = _took(step, body)
+    body["time"] = _times(body)
     return body
 
 
-def _took(step: PlannedStep, body: dict[str, Any]) -> dict[str, float]:
-    """Seconds of a step of a nominal GPU: the schedule and what is done once, or all work and all transfers in a row."""
+def _times(body: dict[str, Any]) -> dict[str, float]:
+    """Nominal seconds of a step: the schedule's makespan; without schedule all work and all transfers in a row."""
     rows, pipe = body["memory"], body["pipeline"]
     took = max(row["seconds"] + row["link_seconds"] for row in rows)
     if pipe.get("makespan"):
-        told = (step.answer.get("schedule") or {}).get("costs") is not None  # with what is done once in it
-        works = [stretch.work.items() for stretch in step.stretches.values()]
-        once = 0.0 if told else max(sum(work[2] for place, work in some if place.micro < 0) for some in works)
-        took = pipe["makespan"] + once
+        took = pipe["makespan"]
     return {"step": took, "compute": max(row["seconds"] for row in rows), "links": max(row["link_seconds"] for row in rows)}
 
 
@@ -83,7 +80,7 @@ def _nbytes(line: PlanLine) -> int:
 
 
 def _weight(line: PlanLine, name: str, rule: Rule | None) -> dict[str, Any]:
-    """With the rule that its module runs in, if any: {pattern, group, parts}."""
+    """A weight's row, with the rule that places its module, if any: {pattern, group, parts}."""
     said = "" if rule is None else f" by {rule.pattern} in {rule.group}" + (f", {rule.parts} in one" if rule.parts > 1 else "")
     shown = None if rule is None else {"pattern": rule.pattern, "group": rule.group, "parts": rule.parts}
     return {"plan": str(replace(line, note=line.note + said)), "name": name, "bytes": _nbytes(line), "rule": shown}
@@ -100,29 +97,29 @@ def _move(line: PlanLine, count: int) -> dict[str, Any]:
 
 
 def _worker(dry: Dry, step: PlannedStep, index: int) -> dict[str, Any]:
-    stretch, known = step.stretches[index], (WEIGHTS, GRADIENTS, OPTIMIZER)
+    interval, known = step.intervals[index], (WEIGHTS, GRADIENTS, OPTIMIZER)
     held: Counter[str] = Counter(step.held.get(index))
-    if not step.held:  # no optimizer: weights by themselves
-        for block in (*stretch.start, *stretch.made):
+    if not step.held:  # no optimizer: weights of all blocks
+        for block in (*interval.start, *interval.made):
             held[block.kind] += block.nbytes
     found: dict[str, Any] = {
         "workers": dry.alike[index],
         **{kind: held[kind] for kind in known},
-        "activations": stretch.peak(but=known),
-        "peak": stretch.peak(),
+        "activations": interval.peak(but=known),
+        "peak": interval.peak(),
         "arena": dry.core.cluster.heap_used,
-        "sent": {str(peer): n for peer, n in sorted(stretch.sent.items())},
-        "received": {str(peer): n for peer, n in sorted(stretch.received.items())},
-        "collectives": {kind: n for kind, n in sorted(stretch.collectives.items()) if n},
-        "flops": sum(work[0] for work in stretch.work.values()),
-        "seconds": sum(work[2] for work in stretch.work.values()),
-        "link_seconds": max(sum(stretch.sent.values()), sum(stretch.received.values())) / LINK,
+        "sent": {str(peer): n for peer, n in sorted(interval.sent.items())},
+        "received": {str(peer): n for peer, n in sorted(interval.received.items())},
+        "collectives": {kind: n for kind, n in sorted(interval.collectives.items()) if n},
+        "flops": interval.flops,
+        "seconds": interval.seconds,
+        "link_seconds": max(sum(interval.sent.values()), sum(interval.received.values())) / LINK,
     }
     return found
 
 
 def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
-    """Activations and peak as the schedule has them, beside those of the order that is written."""
+    """Add activations and peak of the schedule to those of the order as written."""
     if not pipe.get("activations") or pipe["schedule"] == "as written":
         return
     where = {some[0]: stage for some, stage in zip(pipe["places"], pipe["stages"]) if len(some) == 1}
@@ -130,7 +127,7 @@ def _scheduled(body: dict[str, Any], pipe: dict[str, Any], dry: Dry) -> None:
         members = pipeline_report.members(dry, where[place])
         for row in body["memory"]:
             if row["workers"][0] in members:
-                beside = max(0, row["activations"] - round(pipe["micro_batch"][place]))  # within an action
+                beside = max(0, row["activations"] - round(pipe["micro_batch"][place]))  # temporaries within an action
                 row["activations_scheduled"] = round(peak) + beside
                 row["peak_scheduled"] = row["activations_scheduled"] + sum(row[k] for k in (WEIGHTS, GRADIENTS, OPTIMIZER))
 
@@ -192,6 +189,8 @@ def _text(body: dict[str, Any]) -> list[str]:
 
 
 def _pipeline(pipe: dict[str, Any]) -> list[str]:
+    if "stages" not in pipe:
+        return ["#", f"# pipeline: schedule {pipe['schedule']}", f"# not used: {pipe['why']}"]
     count = f"{len(pipe['stages'])} stages, {pipe['micro_batches']} micro-batches"
     lines = ["#", f"# pipeline: {count}, schedule {pipe['schedule']}"]
     if pipe["why"]:

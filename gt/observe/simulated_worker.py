@@ -1,15 +1,15 @@
-"""A worker that is only thought of: what its instructions would make it hold, compute and send. No values.
+"""Simulated worker: memory, work and traffic of a worker's instructions, without values.
 
-Memory is counted as a captured step has it: a value made in a step ends at its last use in it.
+Memory is that of a captured step: a value that a step makes is freed after its last use in the step.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any
 
 from gt.dispatcher.sharding import cost
 from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
@@ -21,30 +21,19 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 WEIGHTS, GRADIENTS, OPTIMIZER, OTHER = "weights", "gradients", "optimizer", "other"
 
 
-class OpAction(NamedTuple):
-    """Whose work an op is: its stage, whether it is backward, its micro-batch (-1 outside of gt.microbatches)."""
-
-    stage: str
-    backward: bool
-    micro: int
-
-
-NOWHERE = OpAction("", False, -1)
-
-
 class Block:
-    """Memory that one or several tensors view. born, last: row that made it, and that used it last; dead: freed since."""
+    """Memory that one or several tensors view. born, last: instructions that made it and that used it last; dead: freed."""
 
-    __slots__ = ("born", "by", "dead", "kind", "last", "last_by", "name", "nbytes", "refs")
+    __slots__ = ("born", "dead", "kind", "last", "name", "nbytes", "refs")
 
-    def __init__(self, nbytes: int, born: int, by: OpAction) -> None:
-        self.nbytes, self.born, self.last, self.by, self.last_by = nbytes, born, born, by, by
+    def __init__(self, nbytes: int, born: int) -> None:
+        self.nbytes, self.born, self.last = nbytes, born, born
         self.refs, self.dead, self.kind, self.name = 0, False, OTHER, ""
 
 
 @dataclass(slots=True)
 class SimulatedTensor:
-    """A tensor: its memory and its look here."""
+    """A tensor on this worker: its memory, local shape and itemsize."""
 
     block: Block
     shape: tuple[int, ...]
@@ -55,32 +44,22 @@ class SimulatedTensor:
         return prod(self.shape) * self.itemsize
 
 
-@dataclass(slots=True)
-class SimulatedOp:
-    """One op or transfer of the first micro-batch: what it takes, the memory it reads and makes."""
-
-    by: OpAction
-    seconds: float
-    reads: list[int]
-    makes: list[int]
-    sends: bool
-
-
 @dataclass
 class SimulatedInterval:
-    """What was done between two marks. work: of each place, operations, bytes and seconds."""
+    """Work and memory between two marks. seconds: of all ops, nominal."""
 
     rows: int = 0
-    start: list[Block] = field(default_factory=list)  # held when it began
+    shapes: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)  # local shape and itemsize of its tensors
+    start: list[Block] = field(default_factory=list)  # alive at its start
     made: list[Block] = field(default_factory=list)
     sent: Counter[int] = field(default_factory=Counter)
     received: Counter[int] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
-    work: dict[OpAction, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0.0]))
-    first: list[SimulatedOp] = field(default_factory=list)
+    flops: float = 0.0
+    seconds: float = 0.0
 
     def peak(self, but: Sequence[str] = ()) -> int:
-        """The most bytes held at once, of blocks that are of none of these kinds."""
+        """Peak of the bytes alive, without blocks of the kinds `but`."""
         changes = [0] * (self.rows + 2)
         for block in (*self.start, *self.made):
             if block.kind not in but:
@@ -94,42 +73,42 @@ class SimulatedInterval:
         return most
 
 
-class StandIn:
-    """One worker. `places`: Place of the op with this sequence number, kept up to date by whoever runs it."""
+class SimulatedWorker:
+    """One worker."""
 
-    def __init__(self, index: int, places: dict[int, OpAction]) -> None:
-        self.index, self.places = index, places
+    def __init__(self) -> None:
         self.tensors: dict[int, SimulatedTensor] = {}
         self.defines: dict[int, Define] = {}
         self.now = SimulatedInterval()
-        self._on = {"op": self._op, "alias": self._alias, "program": None, "fetch": None, "describe": None}
-        self._names: dict[int, tuple[str, str]] = {}  # kind and name of tensors that are more than values
-        self._outs: dict[int, list] = {}  # of definitions: shape and itemsize of what they make, and of what it is a view
+        self._on: dict[str, Any] = {"op": self._op, "alias": self._alias, "program": None, "fetch": None, "describe": None}
+        self._names: dict[int, tuple[str, str]] = {}  # kind and name of weights, gradients and optimizer state
+        self._outs: dict[int, list] = {}  # definition -> shape, itemsize and viewed operand of each output
 
     def name(self, tensor: int, kind: str, name: str) -> None:
-        """Say what a tensor is, whether it is here already or only will be."""
+        """Set the kind and name of a tensor, which may not exist yet."""
         self._names[tensor] = kind, name
         held = self.tensors.get(tensor)
         if held is not None:
             held.block.kind, held.block.name = kind, name
 
     def mark(self) -> SimulatedInterval:
-        """End a stretch: what is held is what the next begins with."""
+        """End an interval. Blocks that are alive are the start of the next."""
         ended, self.now = self.now, SimulatedInterval()
         self._names.clear()
         blocks = {id(held.block): held.block for held in self.tensors.values()}
         for block in blocks.values():
             if not block.dead:
-                fresh = Block(block.nbytes, -1, block.by)
+                fresh = Block(block.nbytes, -1)
                 fresh.kind, fresh.name, fresh.refs = block.kind, block.name, block.refs
                 blocks[id(block)] = fresh
         for held in self.tensors.values():
             held.block = blocks[id(held.block)]
         self.now.start = list(blocks.values())
+        self.now.shapes = {i: (held.shape, held.itemsize) for i, held in self.tensors.items()}
         return ended
 
     def held(self, tensors: Iterable[int]) -> dict[str, int]:
-        """Bytes by kind of what these tensors view. A block of a kind that none of them views is over: it waits to be freed."""
+        """Bytes by kind of the memory of these tensors. Other weights, gradients and optimizer state count as freed."""
         blocks = {id(held.block): held.block for i in tensors if (held := self.tensors.get(i)) is not None}
         for block in self.now.start:
             if block.kind != OTHER and id(block) not in blocks:
@@ -139,7 +118,7 @@ class StandIn:
             found[block.kind] += block.nbytes
         return dict(found)
 
-    def run(self, defines: Sequence[list], code: Sequence, base: int) -> None:
+    def run(self, defines: Sequence[list], code: Sequence) -> None:
         for row in defines:
             define = Define.from_wire(row)
             self.defines[define.number] = define
@@ -151,16 +130,15 @@ class StandIn:
                 continue
             define = self.defines[number]
             stop = at + 2 + define.operands
-            by = self.places.get(base + code[at + 1], NOWHERE)
             handler = self._on.get(define.kind, self._move)
             if handler is not None:
-                handler(define, code[at + 2 : stop], by)
+                handler(define, code[at + 2 : stop])
                 self.now.rows += 1
             at = stop
 
     # ---- instructions
 
-    def _op(self, define: Define, operands: Sequence, by: OpAction) -> None:
+    def _op(self, define: Define, operands: Sequence) -> None:
         payload, tensors = define.payload, self.tensors
         count = payload["tensors"]
         ins = [tensors[i] for i in operands[:count]]
@@ -173,28 +151,26 @@ class StandIn:
             if of >= 0:
                 held = self._add(name, SimulatedTensor(ins[of].block, shape, itemsize))
             else:
-                held, views = self._make(name, shape, itemsize, by), False
+                held, views = self._make(name, shape, itemsize), False
             made.append(held)
-        self._touch(ins, by)
+        self._touch(ins)
         if made and views:
-            self._note(by, 0.0, ins, made)
             return
         nbytes = sum(held.nbytes for held in (*ins, *made))
         operations = cost.flops(payload["op"], [held.shape for held in ins], [held.shape for held in made])
-        self._work(by, operations, nbytes)
-        self._note(by, cost.seconds(operations, nbytes), ins, made)
+        self.now.flops += operations
+        self.now.seconds += cost.seconds(operations, nbytes)
 
-    def _move(self, define: Define, operands: Sequence, by: OpAction) -> None:
+    def _move(self, define: Define, operands: Sequence) -> None:
         """A collective, a transfer, or a local change of layout."""
         payload, kind = define.payload, define.kind
         names = dict(zip(KINDS[kind][0], operands))
         source = self.tensors.get(names.get("src", names.get("tensor", -1)))
         itemsize = DTYPES[payload["dtype"]][0] if "dtype" in payload else source.itemsize if source is not None else 1
-        ins = [source] if source is not None else []
-        made = []
         if "dst" in names:
-            made = [self._make(names["dst"], self._shape(define, source), itemsize, by)]
-        self._touch(ins, by)
+            self._make(names["dst"], self._shape(define, source), itemsize)
+        if source is not None:
+            self._touch([source])
         count = getattr(comm_volume, kind, None)
         if count is not None:
             size = source.nbytes if kind == "all_reduce" and source is not None else itemsize
@@ -202,12 +178,10 @@ class StandIn:
                 self.now.sent[peer] += sent
                 self.now.received[peer] += received
         self.now.collectives[kind] += kind in COLLECTIVES
-        self._note(by, 0.0, ins, made, sends=kind == "send")
 
-    def _alias(self, define: Define, operands: Sequence, by: OpAction) -> None:
+    def _alias(self, define: Define, operands: Sequence) -> None:
         source = self.tensors[operands[0]]
-        held = self._add(operands[1], SimulatedTensor(source.block, source.shape, source.itemsize))
-        self._note(by, 0.0, [source], [held])
+        self._add(operands[1], SimulatedTensor(source.block, source.shape, source.itemsize))
 
     @staticmethod
     def _shape(define: Define, source: SimulatedTensor | None) -> tuple[int, ...]:
@@ -221,8 +195,8 @@ class StandIn:
 
     # ---- memory
 
-    def _make(self, name: int, shape: tuple[int, ...], itemsize: int, by: OpAction) -> SimulatedTensor:
-        block = Block(prod(shape) * itemsize, self.now.rows, by)
+    def _make(self, name: int, shape: tuple[int, ...], itemsize: int) -> SimulatedTensor:
+        block = Block(prod(shape) * itemsize, self.now.rows)
         if name in self._names:
             block.kind, block.name = self._names[name]
         self.now.made.append(block)
@@ -232,6 +206,7 @@ class StandIn:
         held.block.refs += 1
         self._free(name)
         self.tensors[name] = held
+        self.now.shapes[name] = held.shape, held.itemsize
         return held
 
     def _free(self, name: int) -> None:
@@ -240,9 +215,9 @@ class StandIn:
             held.block.refs -= 1
             held.block.dead = not held.block.refs
 
-    def _touch(self, held: Sequence[SimulatedTensor], by: OpAction) -> None:
-        for one in held:
-            one.block.last, one.block.last_by = self.now.rows, by
+    def _touch(self, tensors: Iterable[SimulatedTensor]) -> None:
+        for tensor in tensors:
+            tensor.block.last = self.now.rows
 
     def _drop(self, code: Sequence, at: int) -> int:
         first = at + 3
@@ -259,24 +234,9 @@ class StandIn:
                 self._free(name)
         return last
 
-    # ---- work
-
-    def _work(self, by: OpAction, operations: float, nbytes: float) -> None:
-        work = self.now.work[by]
-        work[0] += operations
-        work[1] += nbytes
-        work[2] += cost.seconds(operations, nbytes)
-
-    def _note(
-        self, by: OpAction, seconds: float, ins: Sequence[SimulatedTensor], made: Sequence[SimulatedTensor], sends: bool = False
-    ) -> None:
-        if by.micro == 0:
-            reads, makes = [id(held.block) for held in ins], [id(held.block) for held in made]
-            self.now.first.append(SimulatedOp(by, seconds, reads, makes or reads[:1], sends))
-
 
 def _outs(outs: Sequence) -> list[tuple[tuple[int, ...], int, int]]:
-    """Shape, itemsize and operand viewed (or -1) of what an op makes."""
+    """Shape, itemsize and viewed operand (or -1) of each output of an op."""
     found = []
     for kind, spec, of in outs:
         if kind in ("new", "view"):

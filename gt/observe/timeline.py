@@ -1,4 +1,4 @@
-"""What gt.stats() says of the last replay as a Chrome trace (chrome://tracing, ui.perfetto.dev), the prediction beside it."""
+"""The last replay in gt.stats() as a Chrome trace (chrome://tracing, ui.perfetto.dev), beside the predicted schedule."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MEASURED, PREDICTED = 1, 2  # processes of the trace
 
 
 def chrome(stats: dict[str, Any]) -> dict[str, Any]:
-    """The trace: a thread a worker under "measured", and one of its transfers where they were beside its actions; a thread a
-    row of the schedule under "predicted". Times in microseconds.
+    """The trace, in microseconds. "measured" has a thread for each worker, and one for its overlapped transfers; "predicted"
+    has a thread for each row of the schedule.
 
-    The prediction is in the unit in which workers are busy as long as they were. ProgramError without a scheduled replay.
+    Predicted times are scaled so that workers are busy as long as measured. ProgramError without a scheduled replay.
     """
     order = stats.get("schedule")
     if order is None:
         raise ProgramError(
-            "there is no replay in a schedule to show: give gt.compile a schedule, and call the step until it is replayed "
+            "no replay in a schedule to show: give gt.compile a schedule, and call the step until it is replayed "
             "(the function's explain() says why it is not)"
         )
     workers = [(row["name"], row["actions"]) for row in stats["workers"] if row["actions"]]
@@ -62,7 +62,7 @@ def _meta(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def said(order: dict[str, Any]) -> str:
-    """One line."""
+    """Predicted and measured bubble in one line."""
     ran = order["measured"]
     return (
         f"{order['name']}: {ran['makespan'] * 1e3:.3f} ms, bubble {ran['idle']:.2%} measured, "

@@ -1,7 +1,7 @@
-"""A message as bytes and back: msgpack `[code, *fields]`, the code being the message's place in messages.CODES.
+"""Codec of messages: msgpack `[code, *fields]`, where the code is the index in messages.CODES.
 
-What comes from outside is checked here, once: size, nesting and the type of every field, from the dataclass
-annotations. Whatever does not fit is a ProtocolError that names message and field. Knows nothing of sockets.
+Received bytes are checked here, once: size, nesting, and the type of every field by the dataclass annotations. A ProtocolError
+names the message and field that does not fit. Knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from gt.errors import ProtocolError
 from gt.wire import messages
 from gt.wire.messages import CODES, Message
 
-SMALL = 32 << 10  # bytes of a body that is unpacked within milliseconds, whatever is in it
-MAX_ASKED = 3 << 19  # bytes of one that a peer sends the dispatcher
-MOST_CONTAINERS = 96 << 10  # lists and maps of one field
-_CONTAINERS = bytes([*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])  # first bytes of msgpack's
-MAX_DEPTH = 24  # containers within containers, the message's own list not counted
+SMALL = 32 << 10  # bytes of a body that unpacks within milliseconds, whatever its content
+MAX_ASKED = 3 << 19  # bytes of a body from a peer to the dispatcher, at most
+MOST_CONTAINERS = 96 << 10  # lists and maps in one field
+_CONTAINERS = bytes([*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])  # first bytes of lists and maps in msgpack
+MAX_DEPTH = 24  # nested containers, without the message's own list
 _TYPES: dict[str, type] = {"int": int, "str": str, "list": list, "Numbers": list, "dict": dict, "bool": bool}
 _NUMBERS = frozenset({int, float, bool})
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
@@ -33,7 +33,7 @@ _FIELDS: tuple[tuple[tuple[str, type], ...], ...] = tuple(
 
 
 def _getter(names: list[str]) -> Any:
-    """A function message -> tuple of its fields, also for one name (attrgetter gives no tuple) and for none."""
+    """A function from a message to the tuple of its fields. attrgetter gives no tuple for a single name."""
     if len(names) > 1:
         return attrgetter(*names)
     if names:
@@ -46,7 +46,7 @@ _VALUES = tuple(_getter([name for name, _ in row]) for row in _FIELDS)
 
 
 class _Local(threading.local):
-    """A packer has one buffer, so each thread has its own."""
+    """A packer for each thread, because it has one buffer."""
 
     def __init__(self) -> None:
         self.packer = msgpack.Packer()
@@ -56,12 +56,12 @@ _local = _Local()
 
 
 def pack(message: Message) -> bytes:
-    """The body of a message; ProtocolError if it has what msgpack lacks, or is larger than MAX_BODY."""
+    """The body of a message; ProtocolError for a type that msgpack lacks, or a body above MAX_BODY."""
     number = _NUMBER_OF[type(message)]
     try:
         body = _local.packer.pack((number, *_VALUES[number](message)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        _local.packer = msgpack.Packer()  # the old one may hold half a body
+        _local.packer = msgpack.Packer()  # the old packer may hold half a body
         raise _blame(message, error) from None
     if len(body) > messages.MAX_BODY:
         raise ProtocolError(f"{type(message).__name__} has {len(body)} bytes, at most {messages.MAX_BODY} fit a body")
@@ -69,7 +69,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(body: bytes | memoryview) -> Message:
-    """The message of a body; any bytes at all give a message or a ProtocolError."""
+    """The message of a body. Any bytes give a message or a ProtocolError."""
     if len(body) > messages.MAX_BODY:
         raise ProtocolError(f"body has {len(body)} bytes, at most {messages.MAX_BODY} are accepted")
     try:
@@ -93,8 +93,9 @@ def unpack(body: bytes | memoryview) -> Message:
 
 
 def weigh(body: bytes) -> None:
-    """Raise ProtocolError for a body that would take long to unpack: what a byte can say to make an object of 64 is counted
-    before any is made. Small ones are not looked at.
+    """Raise ProtocolError for a body that would take long to unpack.
+
+    A byte of msgpack may become an object of 64 bytes, so containers are counted before any is built. Small bodies pass.
     """
     if len(body) <= SMALL:
         return
@@ -109,7 +110,7 @@ def weigh(body: bytes) -> None:
             start = reader.tell()
             reader.skip()
             part, stream = body[start : reader.tell()], f"{CODES[number].__name__}.{name}" in _STREAMS
-            # The bytes of a number or text look like these too, if few of a text's.
+            # An upper bound: bytes of numbers and texts may look like containers too.
             count = len(part) - len(part.translate(None, _CONTAINERS))
             if count > (64 + len(part) // 3 if stream else MOST_CONTAINERS):
                 raise ProtocolError(f"{CODES[number].__name__}.{name} has about {count} lists, more than are taken")
@@ -118,7 +119,7 @@ def weigh(body: bytes) -> None:
 
 
 def _check(value: Any, where: str) -> None:
-    """Plain values only and MAX_DEPTH at most; a flat list of numbers (an op stream) takes the fast way out."""
+    """Raise ProtocolError unless a field has plain values, nested up to MAX_DEPTH. A flat list of numbers returns fast."""
     if type(value) is list and _NUMBERS.issuperset(map(type, value)):
         return
     if where in _STREAMS:

@@ -1,7 +1,7 @@
-"""The connections of a port, as a monitor tells of them: which peer is whose, and who has to go. Knows no socket.
+"""Connections of a port, from the events of a monitor: the connection of each peer, and those to be ended. Knows no socket.
 
-A descriptor names one connection after another. A connection is known from its accept to its end, and each is let in with a
-ticket of its own, which its messages carry: the connection of a ticket is the one that had the descriptor when it was given.
+The system reuses descriptors, so a connection is tracked from its accept to its end. Each is admitted with a ticket, which its
+messages carry: the ticket's connection is the one that had the descriptor when the ticket was issued.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from dataclasses import dataclass, field
 
 from gt.wire.messages import CHUNK, MAX_BODY
 
-SPEAK = 15.0  # seconds in which a connection has to say something that counts
-LEAVE = 5.0  # seconds that a refused peer has to read why
-SILENT = 128  # connections that have said nothing yet, at most: fewer where descriptors are few
-EARLY = 64 << 10  # bytes that one of them may send, and
-ALL_EARLY = 4 << 20  # all of them together
-UNFINISHED = 3 * CHUNK  # bytes of a message on the wire whose end has not come: the longest that a Dealer sends has two
-PARTS = 4096  # frames of a message that comes in several, and
-PARTED = 2 * MAX_BODY + 16 * CHUNK  # its bytes
-ALL_PARTED = 128 << 20  # bytes of such messages on all connections together
+SPEAK = 15.0  # seconds until a connection has to send a whole message
+LEAVE = 5.0  # seconds for a refused peer to read the reason
+SILENT = 128  # connections without a message yet, at most; fewer where descriptors are few
+EARLY = 64 << 10  # bytes that one of these may send
+ALL_EARLY = 4 << 20  # bytes that all of these may send together
+UNFINISHED = 3 * CHUNK  # bytes of an unfinished message on the wire; a Dealer sends two CHUNKs at most
+PARTS = 4096  # parts of a divided message, at most
+PARTED = 2 * MAX_BODY + 16 * CHUNK  # bytes of a divided message, at most
+ALL_PARTED = 128 << 20  # bytes of divided messages on all connections together
 FIRST = 256 << 10  # bytes of a first message
-BEATS = 640  # bytes of heartbeats, encrypted, that either side sends while it is silent for as long as it may be
-PART = b"\xc1"  # begins what is only a part of a message: no msgpack does
+BEATS = 640  # bytes of encrypted heartbeats that a side sends within its longest permitted silence
+PART = b"\xc1"  # first byte of a message part; no msgpack begins with it
 
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """opened, closed: places in the order of accepts and ends; closed is 0 while it is open.
+    """opened, closed: places in the order of accepts and ends; closed is 0 while the connection is open.
 
-    taken: bytes of its messages that have been received. body, frames, parted: of a message that comes in several.
+    taken: bytes of received messages. body, frames, parted: the parts of a divided message so far.
     """
 
     fd: int
@@ -39,13 +39,13 @@ class Connection:
     peer: bytes = b""
     leaving: float = 0.0
     taken: int = 0
-    heard: bool = False  # whether a whole message has come
+    heard: bool = False  # True after its first whole message
     body: list[bytes] = field(default_factory=list)
     frames: list = field(default_factory=list)
     parted: int = 0
 
     def join(self, body: bytes, frames: tuple) -> tuple[bytes, tuple] | str | None:
-        """A whole message, as body and frames; None if more of it is to come; or what is wrong with it."""
+        """Add a part: body and frames of the whole message, None before the last part, or the fault of the part."""
         first, self.heard = not self.heard, True
         if first and len(body) > FIRST:
             return f"the first message has {len(body)} bytes, at most {FIRST} are taken"
@@ -66,28 +66,28 @@ class Connection:
 
 
 class Connections:
-    """heartbeat: seconds that a peer may be silent for; silent: connections that may have said nothing yet."""
+    """heartbeat: seconds that a peer may be silent. silent: number of connections that may have sent no message yet."""
 
     def __init__(self, heartbeat: float = 10.0, silent: int = SILENT) -> None:
         self._beats = BEATS / heartbeat  # bytes a second
         self._most_silent = silent
         self._open: dict[int, Connection] = {}
-        self._ended: dict[int, list[Connection]] = {}  # since the last `settle`
-        self._tickets: dict[str, tuple[int, float]] = {}  # ticket -> place at which it was given, when
+        self._ended: dict[int, list[Connection]] = {}  # ended since the last `settle`
+        self._tickets: dict[str, tuple[int, float]] = {}  # ticket -> place in the order of events, time
         self._peers: dict[bytes, Connection] = {}
         self._place = self._given = 0
-        self.growing = False  # whether at the last look a message was long that has no end yet
+        self.growing = False  # True if the last look found a long unfinished message
 
-    # ---- what happens
+    # ---- events
 
     def accepted(self, fd: int, now: float) -> None:
-        """A connection began. If one that had its descriptor is still open here, its end went unsaid."""
+        """A connection began. If its descriptor still has an open connection here, that one has ended without an event."""
         self.ended(fd)
         self._place += 1
         self._open[fd] = Connection(fd, self._place, now)
 
     def ended(self, fd: int) -> None:
-        """The connection that has this descriptor ended."""
+        """The connection of this descriptor ended."""
         connection = self._open.pop(fd, None)
         if connection is not None:
             self._place += 1
@@ -95,14 +95,16 @@ class Connections:
             self._ended.setdefault(fd, []).append(connection)
 
     def ticket(self, now: float) -> str:
-        """For a connection that is let in, once all accepts and ends before are known."""
+        """Issue a ticket for an admitted connection, after all earlier accepts and ends are known."""
         self._given += 1
         self._tickets[str(self._given)] = (self._place, now)
         return str(self._given)
 
     def meet(self, peer: bytes, fd: int, ticket: str) -> Connection | None:
-        """The connection of a peer's first message: the one that had the descriptor when the ticket was given. None if it has
-        ended, and its end has been settled."""
+        """The connection of a peer's first message: the one that had the descriptor when the ticket was issued.
+
+        None if it has ended, and its end has been settled.
+        """
         place, _ = self._tickets.pop(ticket, (-1, 0.0))
         latest = [self._open[fd]] if fd in self._open else []
         for connection in [*self._ended.get(fd, ()), *latest]:
@@ -113,7 +115,7 @@ class Connections:
         return None
 
     def settle(self) -> list[bytes]:
-        """Peers whose connections have ended, once all that these brought has been received."""
+        """Peers whose connections have ended, after all of their messages were received."""
         ended = [connection for row in self._ended.values() for connection in row if connection.peer]
         self._ended.clear()
         for connection in ended:
@@ -121,11 +123,11 @@ class Connections:
         return [connection.peer for connection in sorted(ended, key=lambda connection: connection.closed)]
 
     def leave(self, peer: bytes, now: float) -> None:
-        """A peer is refused: its connection ends soon."""
+        """Refuse a peer: its connection ends soon."""
         if (connection := self._peers.get(peer)) is not None:
             connection.leaving = now + LEAVE
 
-    # ---- what is known
+    # ---- state
 
     def of(self, peer: bytes) -> Connection | None:
         return self._peers.get(peer)
@@ -141,17 +143,17 @@ class Connections:
 
     @property
     def silent(self) -> bool:
-        """True while some have said nothing yet."""
+        """True while some connections have sent no message yet."""
         return len(self._open) > len(self._peers)
 
     @property
     def unsettled(self) -> bool:
         return bool(self._ended)
 
-    # ---- who has to go
+    # ---- connections to be ended
 
     def overdue(self, now: float, sent: dict[Connection, int]) -> dict[Connection, str]:
-        """Connections that have to end, and why. sent: bytes that each has sent."""
+        """Connections that have to end, with reasons. sent: bytes that each has sent."""
         out: dict[Connection, str] = {}
         early: list[Connection] = []  # the oldest first
         for connection in self._open.values():
@@ -183,7 +185,7 @@ class Connections:
         return out
 
     def unfinished(self, now: float, read: dict[Connection, int]) -> dict[Connection, str]:
-        """Connections whose message has no end. read: bytes that were read from each before its messages were all received."""
+        """Connections with an endless message. read: bytes that were read from each before all its messages were received."""
         out = {}
         self.growing = False
         for connection, nbytes in read.items():
@@ -195,17 +197,17 @@ class Connections:
 
 
 def on_wire(nbytes: int, sealed: bool) -> int:
-    """Bytes that a frame takes on a connection: with its head, and what encryption adds."""
+    """Bytes of a frame on a connection, with its header and the overhead of encryption."""
     nbytes += 33 if sealed else 0
     return nbytes + (2 if nbytes < 256 else 9)
 
 
 def cut(body: bytes, frames: tuple, limit: int) -> list[list]:
-    """A message as several, each of `limit` bytes and a frame at most. All but the last begin with PART."""
+    """Divide a message into parts of `limit` bytes and one frame at most. All but the last begin with PART."""
     starts = range(0, len(body) - limit, limit)
     parts: list[list] = [[PART + body[start : start + limit]] for start in starts]
     rest = body[len(starts) * limit :]
-    if rest[:1] == PART:  # the last part may not begin so
+    if rest[:1] == PART:  # the last part must not begin with PART
         parts.append([PART + rest])
         rest = b""
     group: list = []

@@ -1,4 +1,4 @@
-"""A client's or worker's end of a link: an I/O thread of its own, whose turns a thread that sends or waits may take."""
+"""A client's or worker's end of a link: an I/O thread, whose turns a sending or waiting thread may take over."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -40,24 +41,36 @@ from gt.wire.socket import (
 
 log = logging.getLogger("gt.wire")
 
-TURN = 0.01  # seconds between calls of on_turn, at most
-SPIN = 0.001  # seconds that a leading thread stays awake if its last wait was shorter: waking a core takes longer than a turn
+TURN = 0.01  # seconds between two calls of on_turn, at most
+SPIN = 0.001  # seconds that a leading thread polls if its last wait was shorter: waking a core takes longer than a turn
 STEP = 0.1  # seconds that a leading thread sleeps, at most
 _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 _open_dealers: set[int] = set()
 
 
+@dataclass(frozen=True)
+class LinkTimeouts:
+    """connect: seconds until the dispatcher has to be reached; None: no limit. heartbeat: seconds that it may be stopped."""
+
+    connect: float | None = 10.0
+    heartbeat: float = 10.0
+
+
+DEFAULT_TIMEOUTS = LinkTimeouts()
+
+
 class Dealer:
-    """A link to the dispatcher. Callbacks must not wait for anything it brings.
+    """A link to the dispatcher. Callbacks must not wait for messages of the link.
 
-    on_message(message, frames); on_lost(reason) once, when the dispatcher dies, is stopped for `heartbeat` seconds (or silent
-    for several times that, where its process cannot be seen) or cannot be reached for `wait` seconds (None: tries for ever),
-    and not after close() or a Reject; on_turn() in each turn, every 10 ms at the latest: it may call send.
+    on_message(message, frames) is called for each message. on_turn() is called in each turn, every 10 ms at the latest; it
+    may call send. on_lost(reason) is called once: when the dispatcher dies, is not reached within `timeouts.connect`, or is
+    stopped for `timeouts.heartbeat` (silent for several times that, where its process cannot be seen). It is not called after
+    close() or a Reject.
 
-    A turn is what has to be done at the socket: take in what came, call back, send. The link has a thread that takes turns;
-    a thread that sends (`push`) or waits (`lead`) takes them itself, which saves waking one thread to wake another. Then the
-    link's thread keeps aside for a while: it sleeps until its next turn is due, whatever comes. One thread at a time is at
-    the socket, and none leaves with something to do unless another is to come: libzmq signals once what came since.
+    A turn is one round of work at the socket: receive, call back, send. The link has a thread that takes turns. A thread that
+    sends (`push`) or waits (`lead`) takes turns itself, which saves waking one thread to wake another. Meanwhile the link's
+    thread stays aside: it sleeps until its next turn is due. One thread at a time uses the socket. A thread leaves work at
+    the socket only where another thread is about to take a turn, since libzmq signals new messages once.
     """
 
     def __init__(
@@ -67,39 +80,38 @@ class Dealer:
         on_lost: Callable[[str], None],
         *,
         on_turn: Callable[[], None] | None = None,
-        wait: float | None = 10.0,
-        heartbeat: float = 10.0,
+        timeouts: LinkTimeouts = DEFAULT_TIMEOUTS,
         token: str = "",
     ) -> None:
         self.address = address
         self.messages_sent = self.bytes_sent = 0
         self._on_message, self._on_lost, self._on_turn = on_message, on_lost, on_turn
-        self._wait, self._heartbeat = wait, heartbeat
-        self._approach = Approach(address, *place(address), token, heartbeat)
+        self._wait, self._heartbeat = timeouts.connect, timeouts.heartbeat
+        self._approach = Approach(address, *place(address), token, self._heartbeat)
         self._queue: deque[list[Any]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the thread that leads
+        self._call = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the leading thread
         self._closing = self._over = self._deaf = False
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held to ring a bell and to close it
         self._using = threading.Lock()  # held to touch the socket
-        self._user = 0  # the thread that takes a turn
+        self._user = 0  # the thread in a turn
         self._leading = threading.Lock()
         self._leader = 0
-        self._quick = False  # whether the last wait of a leader was short
-        self._aside = 0.0  # until when the link's thread leaves what comes to others
-        self._fault: Exception | None = None  # of a turn in another thread
+        self._quick = False  # True if a leader's last wait was short
+        self._aside = 0.0  # time until which the link's thread leaves messages to others
+        self._fault: Exception | None = None  # error of a turn in another thread
         self._sock: zmq.Socket | None = None  # once connected, until closed
-        self._vigil: Vigil | None = None  # once the dispatcher has said which process it is
-        self._look = 0.0  # when it is looked at next
+        self._vigil: Vigil | None = None  # once the dispatcher has named its process
+        self._look = 0.0  # time of its next look
         self._thread = threading.Thread(target=self._main, name="gt-link", daemon=True)
         _open_dealers.add(id(self))
         self._thread.start()
 
     def send(self, message: Message, frames: Frames = (), wake: bool = True) -> None:
-        """Queue a message, from any thread; frames are read later, unchanged. Dropped once the link ended.
+        """Queue a message, from any thread. Frames are read later and must not change. Dropped after the link's end.
 
-        wake=False leaves it for the next turn, which another message is about to cause.
+        wake=False: leave it for the next turn, which another message is about to cause.
         """
         body = codec.pack(message)
         if self._over:
@@ -125,7 +137,7 @@ class Dealer:
 
     @property
     def inside(self) -> bool:
-        """Whether the caller is called back by this link."""
+        """True in a callback of this link."""
         return self._user == threading.get_ident()
 
     def wake(self) -> None:
@@ -134,7 +146,7 @@ class Dealer:
             self._ring(self._bell)
 
     def push(self) -> None:
-        """Take a turn now: here, unless another thread is at it."""
+        """Take a turn now, in this thread unless another thread is in a turn."""
         if self.inside:
             return
         if self._sock is None or self._turn_here() is not False:
@@ -143,8 +155,10 @@ class Dealer:
             self._aside = time.monotonic() + TURN
 
     def lead(self, done: Callable[[], bool], limit: float = float("inf")) -> bool:
-        """Take the turns until done(), for `limit` seconds at most; whether it is done. False too if another thread leads,
-        before there is a connection and after its end. A signal interrupts it."""
+        """Take turns until done(), for `limit` seconds at most, and return done().
+
+        Returns at once if another thread leads, before there is a connection, and after its end. A signal interrupts it.
+        """
         if self._sock is None or self.inside or not self._leading.acquire(blocking=False):
             return done()
         try:
@@ -157,7 +171,7 @@ class Dealer:
         return done()
 
     def resume(self) -> None:
-        """Have the link's thread take in what comes at once again."""
+        """Let the link's thread receive messages at once again."""
         self._aside = 0.0
         self.wake()
 
@@ -171,7 +185,7 @@ class Dealer:
             now = time.monotonic()
             self._aside = now + 2 * STEP
             more = self._turn_here()
-            if more is None:  # the link's thread is at it, and may be past what is to be sent now
+            if more is None:  # the link's thread is in a turn, and may be past the sending
                 self.wake()
             if done() or self._over or now > end:
                 break
@@ -185,7 +199,7 @@ class Dealer:
         self._quick = time.monotonic() - start < SPIN
 
     def _turn_here(self) -> bool | None:
-        """A turn in the calling thread: whether something is left to do; None if none could be taken."""
+        """Take a turn in the calling thread: True if work is left; None if no turn could be taken."""
         with uninterrupted():
             if not self._using.acquire(blocking=False):
                 return None
@@ -206,7 +220,7 @@ class Dealer:
     # ---- at the socket, one thread at a time
 
     def _turn(self, sock: zmq.Socket) -> bool:
-        """Whether something is left to do at once."""
+        """Receive, call back, send. True if work is left."""
         self._user = threading.get_ident()
         try:
             came = self._receive(sock)
@@ -220,14 +234,14 @@ class Dealer:
             self._user = 0
 
     def _receive(self, sock: zmq.Socket, burst: int = BURST) -> bool:
-        """Whether anything came."""
+        """Receive up to `burst` messages. True if there was one."""
         for count in range(burst):
             if not events_of(sock) & _IN:
                 return count > 0
             body = sock.recv(NOW)
             frames = frames_of(sock)
             message = codec.unpack(body)
-            self._deaf |= type(message) is Exit  # it reads no more: nothing to wait for in close()
+            self._deaf |= type(message) is Exit  # the server reads no more, so close() need not wait
             if type(message) is Welcome:
                 match message.process:
                     case [int(pid), str(home)]:
@@ -250,7 +264,7 @@ class Dealer:
         context = zmq.Context(io_threads=1)
         try:
             reason = self._arrive(context) or self._serve()
-        except Exception as error:  # whatever a callback raised ends the link, and is said
+        except Exception as error:  # any error of a callback ends the link, with this reason
             log.exception("the link to %s failed", self.address)
             reason = f"the link to {self.address} failed: {type(error).__name__}: {error}"
         finally:
@@ -263,28 +277,29 @@ class Dealer:
             self._on_lost(reason)
 
     def _close_bells(self) -> None:
-        """Nobody touches the socket any more, or waits at it."""
+        """End all use of the socket by other threads."""
         with self._using:
             self._sock = None
         with self._lock:
             self._over = True
             os.eventfd_write(self._call, 1)
-        led = self._leading.acquire(timeout=LINGER)  # and stays taken
+        led = self._leading.acquire(timeout=LINGER)  # never released again
         with self._lock:
             os.close(self._bell)
             if led:
                 os.close(self._call)
 
     def _forget(self) -> None:
-        """The last link out stops pyzmq's helper thread for uncopied frames, which is started again when needed."""
+        """Stop pyzmq's helper thread for uncopied frames with the last link. It is started again when needed."""
         _open_dealers.discard(id(self))
         if not _open_dealers and garbage.gc.thread is not None and not garbage.gc.refs:
             garbage.gc.stop()
 
     def _arrive(self, context: zmq.Context) -> str:
-        """Until there is a connection, or close(); why there will be none, "" otherwise. Nothing is sent before.
+        """Wait for a connection, or close(); the reason if there will be none, else "". Nothing is sent before.
 
-        A refusal is told as the server's Reject, which it does not send to those who have no key; then the link is over."""
+        A server sends no Reject to a peer without a key, so a refusal is passed on as a Reject from here, and ends the link.
+        """
         deadline = math.inf if self._wait is None else time.monotonic() + self._wait
         approach = self._approach
         bell = select.poll()
@@ -293,7 +308,6 @@ class Dealer:
             if approach.attempt(context, self._bell, deadline, lambda: self._closing):
                 assert approach.sock is not None
                 self._descriptor = descriptor_of(approach.sock)
-                self._cable = Cable(approach.descriptor, self._heartbeat)
                 self._sock = approach.sock
                 break
             if refusal := approach.refusal(patient=self._wait is None):
@@ -309,7 +323,7 @@ class Dealer:
         return ""
 
     def _serve(self) -> str:
-        """Until the link ends; why it ended, "" after close()."""
+        """Take turns until the link ends; the reason of the end, "" after close()."""
         sock, monitor = self._sock, self._approach.monitor
         if sock is None or monitor is None:
             return ""
@@ -325,7 +339,7 @@ class Dealer:
             aside = not more and time.monotonic() < self._aside
             ready = (few if aside else full).poll(TURN * 1000 if aside else 0 if more else self._pause())
             if len(ready) == 1 and ready[0][0] == self._descriptor and time.monotonic() < self._aside:
-                continue  # somebody else sees it too
+                continue  # the leading thread receives it
             if any(fd == self._bell for fd, _ in ready):
                 os.eventfd_read(self._bell)
             with self._using:
@@ -340,7 +354,7 @@ class Dealer:
                     return self._flush(sock)
 
     def _watch(self, sock: zmq.Socket, monitor: zmq.Socket) -> bool:
-        """True once the connection has ended; what it said last has then been taken in."""
+        """True once the connection has ended, and its last messages have been received."""
         if not any(event == GONE for event, _ in monitored(monitor)):
             return False
         self._user = threading.get_ident()
@@ -348,7 +362,7 @@ class Dealer:
         return True
 
     def _ended(self, cable: Cable) -> str:
-        """Words for a dispatcher's process that is stopped, or a host that is gone, once that is certain, or ""."""
+        """The reason, once it is certain that the dispatcher's process is stopped or its host is gone, else ""."""
         if (now := time.monotonic()) < self._look:
             return ""
         self._look = now + self._heartbeat / LOOKS

@@ -1,6 +1,6 @@
-"""The rules of a link, with no I/O: who says what first, who may say what, and how much may be under way.
+"""Rules of a link, without I/O: the handshake, the messages that each role may send, and credit.
 
-`hello` and `examine` are the handshake, `Gate` what the dispatcher lets through from one peer, `Window` the client's
+`hello` and `examine` are the handshake. `Gate` admits one peer's messages to the dispatcher. `Window` counts the client's
 credit.
 """
 
@@ -48,10 +48,10 @@ from gt.wire.messages import (
     World,
 )
 
-SHOWN = 40  # characters of a peer's words in an error
-RELEASE = "0.1.0"  # for people to read; VERSION is what must agree
+SHOWN = 40  # characters of a peer's text in an error
+RELEASE = "0.1.0"  # for people; VERSION decides
 
-# role -> (what it may send after Hello, what the dispatcher may send it)
+# role -> (messages that it may send after Hello, messages that it may receive)
 MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
     "client": (
         frozenset({Ops, Fetch, Describe, Inspect, FinishCapture, Stats, UploadChunk, UploadProgress, Goodbye}),
@@ -64,11 +64,11 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
         frozenset({Welcome, Reject, World, Run, Data, WindowUpdate, TorchSettings, Abort, Query, Renew, Exit}),
     ),
 }
-CARRIES = {Ops: 4096, UploadChunk: 1, Piece: 1, Data: 1}  # the messages that have frames, and how many at most
+CARRIES = {Ops: 4096, UploadChunk: 1, Piece: 1, Data: 1}  # messages with frames -> number of frames, at most
 
 
 def hello(role: str, config: str = "", config_path: str = "", **rest: dict[str, Any]) -> Hello:
-    """The first message; rest: switches (client), info (worker)."""
+    """The first message. rest: switches (client), info (worker)."""
     return Hello(VERSION, RELEASE, role, config, config_path, rest.get("switches", {}), rest.get("info", {}))
 
 
@@ -85,7 +85,7 @@ def examine(hello: Hello) -> None:
 
 
 def answer(reply: Message) -> Welcome:
-    """The Welcome of a handshake, or what the server refused it with, raised."""
+    """The Welcome of a handshake; raises the error of a Reject."""
     if isinstance(reply, Reject):
         raise errors.from_wire(reply.error)
     if not isinstance(reply, Welcome):
@@ -94,7 +94,7 @@ def answer(reply: Message) -> Welcome:
 
 
 class Gate:
-    """What one peer of the dispatcher may send: Hello first and once, then what its role has, batches in order."""
+    """Admits one peer's messages: Hello first and once, then those of its role, batches in order."""
 
     def __init__(self) -> None:
         self.role = ""
@@ -123,7 +123,7 @@ class Gate:
 
 
 class Window:
-    """How many numbered batches are under way, of at most `credit`."""
+    """Number of unacknowledged batches, at most `credit` (a flow-control window)."""
 
     def __init__(self, credit: int) -> None:
         self.credit = max(1, credit)
@@ -140,7 +140,7 @@ class Window:
         return self.sent
 
     def ack(self, seq: int) -> None:
-        """Batches up to seq are done; ProtocolError for one that was never sent."""
+        """Note that batches up to seq are done; ProtocolError for one that was never sent."""
         if seq > self.sent:
             raise ProtocolError(f"Ack.seq is {seq}, the last batch sent is {self.sent}")
         self.acked = max(self.acked, seq)

@@ -1,7 +1,7 @@
-"""Processes and connections as the kernel sees them: the proof of an end, where silence may only mean a loaded machine.
+"""Liveness of processes and connections by the kernel's evidence, because silence may only mean a loaded machine.
 
-Of its own host it says whether a process is stopped. Of another it says whether that host acknowledges what was sent: the
-kernel there does so however busy, or stopped, the process is that should answer.
+On the own host the kernel shows that a process is stopped. Another host's kernel acknowledges TCP segments, however busy or
+stopped the peer's process is.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-STOPPED = "TtZX"  # states of proc(5) in which no thread of a process goes on: stopped, traced, a zombie, dead
+STOPPED = "TtZX"  # states of proc(5) without progress: stopped, traced, zombie, dead
 LOOKS = 8  # looks at a process in a heartbeat
-SHORTEST = 2.0  # seconds without an acknowledgement that mean anything: the kernel may put one off
-# Where tcp_info has probes in a row that nobody answered, segments under way, and milliseconds since the last acknowledgement.
+SHORTEST = 2.0  # least seconds without an acknowledgement that count: the kernel may delay one
+# Offsets in tcp_info: unanswered probes in a row, segments in flight, milliseconds since the last acknowledgement.
 _PROBES, _UNACKED, _ANSWERED = 3, 24, 56
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
-_PARENT, _USED = 1, slice(11, 15)  # fields of /proc/PID/stat behind the name: its parent; CPU of it and its ended children
+_PARENT, _USED = 1, slice(11, 15)  # fields of /proc/PID/stat after the name: parent; CPU time of it and its ended children
 
 
 class Sight(NamedTuple):
-    """state: the letter of proc(5), "" for a process that cannot be seen. seconds: CPU time that it has used."""
+    """state: the letter of proc(5), "" for an invisible process. seconds: CPU time that it has used."""
 
     state: str = ""
     seconds: float = 0.0
@@ -35,13 +35,13 @@ class Sight(NamedTuple):
 
 
 def process() -> list:
-    """[number, home] by which another process may look at this one."""
+    """[pid, home], with which another process can look at this one."""
     return [os.getpid(), home()]
 
 
 @cache
 def home() -> str:
-    """A name for the processes whose numbers mean the same as here: one boot of one host, one namespace; "" if unknown."""
+    """A name for the scope of this process's pid: one boot of one host, one namespace; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -50,7 +50,7 @@ def home() -> str:
 
 
 def sight(pid: int, where: str) -> Sight:
-    """Process `pid` of home `where`, as it is now."""
+    """Look at process `pid` of home `where`."""
     if pid <= 0 or not where or where != home():
         return Sight()
     fields = _fields(str(pid))
@@ -58,7 +58,7 @@ def sight(pid: int, where: str) -> Sight:
 
 
 def descendants_seconds(pid: int) -> float:
-    """CPU seconds that the processes which `pid` started have used, however deep."""
+    """CPU seconds of all descendants of `pid`."""
     rows = dict(_every())
     own = rows.get(pid)
     ended = sum(map(int, own[_USED][2:])) if own else 0
@@ -80,7 +80,7 @@ def _every() -> Iterator[tuple[int, list[str]]]:
 
 
 def _fields(pid: str) -> list[str]:
-    """Fields of /proc/PID/stat, from the state on; none for a process that has gone."""
+    """Fields of /proc/PID/stat, from the state on; none for a process that is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()
@@ -89,7 +89,7 @@ def _fields(pid: str) -> list[str]:
 
 
 def unheard(fd: int) -> float:
-    """Seconds in which the other host has acknowledged nothing on a TCP connection; 0 while nothing is on its way there."""
+    """Seconds without an acknowledgement by the other host on a TCP connection; 0 while no segment is in flight."""
     try:
         sock = bsd.socket(bsd.AF_INET, bsd.SOCK_STREAM, 0, fd)
     except OSError:
@@ -102,14 +102,14 @@ def unheard(fd: int) -> float:
         sock.detach()
     if len(info) < _ANSWERED + 4:
         return 0.0
-    # A host that has no room answers each probe; where the own link is down, nothing gets under way.
+    # A host with full buffers answers each probe. Where the own link is down, no segment is in flight.
     if not struct.unpack_from("I", info, _UNACKED)[0] and info[_PROBES] < 2:
         return 0.0
     return float(struct.unpack_from("I", info, _ANSWERED)[0]) / 1000
 
 
 class Cable:
-    """Looks at one connection again and again: it counts as cut after so many seconds, at two looks in a row at least."""
+    """Watches one connection: it counts as cut after `seconds`, at two looks in a row at least."""
 
     def __init__(self, fd: int, seconds: float) -> None:
         self._fd, self._limit, self._before = fd, max(seconds, SHORTEST), False
@@ -122,9 +122,9 @@ class Cable:
 
 
 class Vigil:
-    """Looks at one process again and again: it counts as stopped once `looks` looks in a row have found it so.
+    """Watches one process: it counts as stopped after `looks` looks in a row.
 
-    Looks are counted, not seconds: who was stopped as well, and comes back, does not blame the other for the time.
+    Looks are counted, not seconds: the watcher may have been stopped itself, and must not blame the other for that time.
     """
 
     def __init__(self, pid: int, where: str, looks: int) -> None:
@@ -138,7 +138,7 @@ class Vigil:
 
 
 def describe(pid: int, state: str) -> str:
-    """A stopped process in words, with what lets it go on."""
+    """A stopped process in words, with the command that continues it."""
     if state in "Tt":
         how = "stopped" if state == "T" else "stopped by a debugger"
         return f"its process {pid} is {how} (state {state}; `kill -CONT {pid}` lets it go on)"

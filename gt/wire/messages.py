@@ -179,8 +179,8 @@ class Ack(Message):
 class UploadRequest(Message):
     """Dispatcher -> client: asks for a region of upload `tensor`, row-major, as UploadChunk messages with `key`.
 
-    boxes: [[start, stop], ...] of each box of the region. upto: frames beyond this byte wait for a More, which bounds the bytes
-    in flight.
+    boxes: [[start, stop], ...] of each box of the region. upto: frames beyond this byte wait for a WindowUpdate, which
+    bounds the bytes in flight.
     """
 
     tensor: int

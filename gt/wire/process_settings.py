@@ -1,4 +1,4 @@
-"""For GT's own processes: what they do all day is make and drop small objects and hold messages for a moment."""
+"""Settings of GT's own processes, which create many small objects and hold messages for moments."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import resource
 import sys
 import time
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-KEPT = 64 << 20  # bytes at the end of a heap
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
+KEPT = 64 << 20  # free bytes at the end of a heap that glibc keeps
 TURN = 0.001  # seconds
-LARGE = 8 << 20  # bytes from which an allocation is the system's
-YOUNG = 50_000  # objects; of so many made in a row most are gone again, and the collector passes over the rest less often
-MIDDLE = 5  # such passes between two over what is left of them
-NEVER = 1 << 30  # passes
+LARGE = 8 << 20  # bytes from which an allocation is mapped by the system
+YOUNG = 50_000  # new objects until a pass of the collector over the youngest: most of so many are gone by then
+MIDDLE = 5  # passes over the youngest for each pass over the middle generation
+NEVER = 1 << 30  # passes over the middle generation until a full pass
 EVERY = 30.0  # seconds between full passes, at least
-REST = 1000  # times what the last full pass took, too
-OVERDUE = 900.0  # seconds after which one is made although there is work
+REST = 1000  # times the length of the last full pass, also at least
+OVERDUE = 900.0  # seconds after which a full pass runs even beside work
 
 
 def keep_freed() -> None:
-    """Freed memory is kept for the next message, as taking it from the system costs more than copying into it. Does nothing
-    where the C library has no such setting."""
+    """Keep freed memory for the next message: memory from the system costs more than a copy into it.
+
+    Does nothing where the C library has no such setting.
+    """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_TRIM_THRESHOLD, KEPT)
@@ -31,22 +33,26 @@ def keep_freed() -> None:
 
 
 def collect_less() -> None:
-    """Look for cycles less often, for a process that makes many small objects; at what there is now never again. Passes over
-    all objects, 0.1 s for a million, are left to `CycleCollector`."""
+    """Collect cycles less often, and never among the objects that exist now.
+
+    Full passes, 0.1 s for a million objects, are left to `CycleCollector`.
+    """
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, NEVER)
 
 
 class CycleCollector:
-    """Full passes of Python's collector, made where nobody waits for the process. Its own objects go without: those in cycles
-    are of errors and callbacks."""
+    """Full passes of Python's collector, at times when nobody waits for the process.
+
+    GT's own objects rarely need them: only errors and callbacks form cycles.
+    """
 
     def __init__(self) -> None:
         self._next = time.monotonic() + EVERY
         self._latest = self._next + OVERDUE
 
     def offer(self, idle: bool) -> None:
-        """A pass, if one is due and nothing is to be done, or is long overdue."""
+        """Run a full pass if one is due and the process is idle, or if it is long overdue."""
         now = time.monotonic()
         if now < self._next or (not idle and now < self._latest):
             return
@@ -57,13 +63,12 @@ class CycleCollector:
 
 
 def more_descriptors() -> None:
-    """Each peer takes one: so many as the system's operator allows, not the few that a shell starts with."""
+    """Raise the limit of descriptors to the system's maximum: each peer needs one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def take_turns() -> None:
-    """A thread that is busy leaves the interpreter to another that wakes up within a millisecond: the loop has others beside it
-    that carry out long passes."""
+    """Let a busy thread release the interpreter within a millisecond: long passes run in threads beside the loop."""
     sys.setswitchinterval(TURN)

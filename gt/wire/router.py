@@ -1,4 +1,4 @@
-"""The dispatcher's end of all links: bound to a port, polled by its loop. Nobody gets a message through without a key."""
+"""The dispatcher's end of all links: bound to a port, polled by its loop. Peers without a key cannot send a message."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ log = logging.getLogger("gt.wire")
 
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
 _IN = int(zmq.POLLIN)
-WARY, CALM = 0.01, 0.05  # seconds between looks at what came on connections: while one had better be watched, and else
-SPOKEN = 5  # ends and refusals logged in a second
-DEAD = 1000  # peers that are gone and remembered
+WARY, CALM = 0.01, 0.05  # seconds between looks at connections: while one is suspicious, and otherwise
+SPOKEN = 5  # ends and refusals logged in a second, at most
+DEAD = 1000  # gone peers that are remembered
 ENDED = "its connection ended: the process exited, was killed, or stopped answering"
 OUT = "the server took this connection for ended: connect again"
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A message from a peer, not yet unpacked. fault: what is wrong with it, "" if nothing is as yet."""
+    """A message from a peer, not yet unpacked. fault: the reason against it, "" so far."""
 
     peer: bytes
     body: bytes
@@ -70,9 +70,9 @@ class Gone:
 
 
 class Router:
-    """The dispatcher's end: bound to a port, polled by one thread, which is also the one that sends.
+    """The dispatcher's end: bound to a port, polled by one thread, which also sends.
 
-    Refused if it cannot be bound, or the rules of access do not let a server be there.
+    Refused if the port cannot be bound, or the rules of access forbid a server on this address.
     """
 
     def __init__(self, host: str, port: int, heartbeat: float = 10.0, access: Access | None = None) -> None:
@@ -81,14 +81,14 @@ class Router:
         self._connections = Connections(heartbeat, SILENT if descriptors < 0 else min(SILENT, descriptors // 4))
         self._heartbeat = heartbeat
         self._cables: dict[bytes, Cable] = {}
-        self._dead: dict[bytes, bool] = {}  # the last peers that went: whether they know
+        self._dead: dict[bytes, bool] = {}  # the last gone peers -> True if told
         self._packed: tuple[Message | None, bytes] = (None, b"")
         self._sparse = Sparse(log, SPOKEN)
         self._next_look = 0.0
-        self._again = False  # the porter may have been asked more
+        self._again = False  # the porter may have further requests
         self._context = zmq.Context(io_threads=1)
         self._sock = self._context.socket(zmq.ROUTER)
-        self._porter = self._context.socket(zmq.ROUTER)  # asked by libzmq who may come in: ZAP
+        self._porter = self._context.socket(zmq.ROUTER)  # answers libzmq's requests for admission (ZAP)
         self._monitor = self._sock.get_monitor_socket(ACCEPTED | GONE)
         self._published: server_files.Published | None = None
         try:
@@ -98,31 +98,31 @@ class Router:
             raise
         self._poller = zmq.Poller()
         self._poller.register(self._sock, zmq.POLLIN)
-        # By their descriptors, which cost less to look at. What comes is received until there is no more.
+        # Polled by descriptor, which is cheaper. Each socket is then read until it is empty.
         self._asked, self._seen = descriptor_of(self._porter), descriptor_of(self._monitor)
         for descriptor in (self._asked, self._seen):
             self._poller.register(descriptor, zmq.POLLIN)
 
     def watch(self, fd: int) -> None:
-        """Let poll return when this descriptor can be read; whoever registered it reads it."""
+        """Let poll return when this descriptor is readable. Its owner reads it."""
         self._poller.register(fd, zmq.POLLIN)
 
     def poll(self, timeout: float) -> list[Arrived | Gone]:
-        """What came within `timeout` seconds; a peer's messages always come before its end."""
+        """Messages and ends within `timeout` seconds. A peer's messages always precede its end."""
         if self._connections:
             timeout = min(timeout, max(0.0, self._next_look - time.monotonic()))
         if self._connections.unsettled or self._again:
             timeout = 0.0
         ready = dict(self._poller.poll(int(timeout * 1000 + 0.999)))
         found: list[Arrived | Gone] = []
-        # In this order: a connection's beginning is known before it is let in, its end after all it brought is in our queue,
-        # and what was read of a message before messages are received is received with them, or has no end.
+        # In this order: a connection's start is known before its admission, and its end after all of its messages are queued.
+        # Bytes that were read before messages are received belong to these messages, or to an unfinished one.
         requests = self._requests() if self._again or self._asked in ready else []
         if requests or self._seen in ready:
             self._follow()
         for request in requests:
             self._let_in(request)
-        self._again = bool(requests)  # an answer takes the signal of what came meanwhile
+        self._again = bool(requests)  # an answer consumes the signal of newer requests
         now = time.monotonic()
         look = self._connections and now >= self._next_look
         sent = {connection: tcp.received(connection.fd) for connection in self._connections} if look else {}
@@ -136,18 +136,18 @@ class Router:
         return found
 
     def cut_off(self) -> list[Gone]:
-        """Peers whose host is gone: it has acknowledged nothing for a heartbeat."""
+        """Peers whose host has acknowledged nothing for a heartbeat."""
         found = [(peer, how) for peer, cable in self._cables.items() if (how := cable.look())]
         for peer, _ in found:
             self.forget(peer)
         return [Gone(peer, f"its connection ended: {how}") for peer, how in found]
 
     def descriptors(self, peers: Iterable[bytes]) -> set[int]:
-        """Those of these peers' connections."""
+        """Descriptors of these peers' connections."""
         return {connection.fd for peer in peers if (connection := self._connections.of(peer)) is not None}
 
     def send(self, peer: bytes, message: Message, frames: Frames = ()) -> None:
-        """Queue a message; one to a peer that is gone is dropped."""
+        """Queue a message. A message to a gone peer is dropped."""
         if self._packed[0] is not message:  # the same message to many peers is packed once
             self._packed = (message, codec.pack(message))
         try:
@@ -157,7 +157,7 @@ class Router:
                 raise
 
     def forget(self, peer: bytes) -> None:
-        """Drop what this peer sends from now on, and end its connection soon; its end is reported all the same."""
+        """Drop further messages of this peer, and end its connection soon. The end is still reported."""
         self._bury(peer, True)
         self._cables.pop(peer, None)
         self._connections.leave(peer, time.monotonic())
@@ -169,11 +169,11 @@ class Router:
     # ---- opening and closing
 
     def _open(self, host: str, port: int, heartbeat: float, access: Access) -> int:
-        """The port that it is bound to."""
-        ip = "0.0.0.0" if host == "*" else resolve(host)  # once: the rules are those of the address that is bound
+        """Bind the socket; the port."""
+        ip = "0.0.0.0" if host == "*" else resolve(host)  # once: the rules of access are for the bound address
         entry = auth.entry(access, ip, host)
         options(self._sock, heartbeat, CHUNK)
-        # What is under way is bounded by credit, and a full queue would make ROUTER drop messages in silence.
+        # Credit bounds the messages in flight, and a full queue would make ROUTER drop messages silently.
         self._sock.setsockopt(zmq.SNDHWM, 0)
         self._sock.setsockopt(zmq.RCVHWM, QUEUE)
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -188,7 +188,7 @@ class Router:
         except Refused as refusal:
             if not access.secret and not (entry.given and entry.mechanism == auth.CURVE):
                 raise
-            log.info("%s", refusal)  # those who are to connect know what it takes
+            log.info("%s", refusal)  # no file is needed: peers have the secret or the token
         return bound
 
     def _bind(self, host: str, ip: str, port: int) -> int:
@@ -203,17 +203,17 @@ class Router:
 
     def _shut(self, linger: int) -> None:
         if self._published is not None:
-            self._published.remove()  # first: while the file is locked, the port is ours
+            self._published.remove()  # first, while the port is ours
         self._sock.disable_monitor()
         self._monitor.close(0)
         self._porter.close(0)
         self._sock.close(linger)
         terminate(self._context)
 
-    # ---- who comes in
+    # ---- admission
 
     def _requests(self) -> list[list[bytes]]:
-        """Questions of libzmq, one for each connection that has shown a key."""
+        """Requests of libzmq, one for each connection that has shown a key."""
         found: list[list[bytes]] = []
         with contextlib.suppress(zmq.Again):
             while len(found) < BURST:
@@ -235,11 +235,11 @@ class Router:
         code, name = (b"200", self._connections.ticket(time.monotonic()).encode()) if good else (b"400", b"")
         if not good and self._sparse.allows(time.monotonic()):
             log.warning("a connection from %s was refused: it has another token", address.decode("ascii", "replace"))
-        with contextlib.suppress(zmq.ZMQError):  # it may be gone by now
+        with contextlib.suppress(zmq.ZMQError):  # the connection may be gone
             self._porter.send_multipart([asker, empty, version, number, code, b"", name, b""], zmq.NOBLOCK)
 
     def _receive(self, found: list[Arrived | Gone], burst: int) -> bool:
-        """True if all that was there has been received."""
+        """Receive up to `burst` messages. True if the socket is empty then."""
         sock = self._sock
         for count in range(burst):
             if count == 1 and not events_of(sock) & _IN:  # to ask costs less than zmq.Again, and most turns have one message
@@ -273,12 +273,12 @@ class Router:
         return burst == 0
 
     def _meet(self, peer: bytes, frame: zmq.Frame) -> Connection | None:
-        """The connection of a new peer; None for one that has ended, or that chose its own name, which none of ours does."""
+        """The connection of a new peer; None if it has ended, or has chosen its own name, as no peer of GT does."""
         if len(peer) != 5 or peer[0]:
             return None
         try:
             fd, ticket = int(frame.get(zmq.SRCFD)), str(frame.get("User-Id"))  # type: ignore[call-overload]
-        except zmq.ZMQError:  # it speaks ZMTP 1 or 2, which has no such things, and which none of ours speaks
+        except zmq.ZMQError:  # ZMTP 1 or 2, which has no such properties, and which no peer of GT speaks
             return None
         connection = self._connections.meet(peer, fd, ticket)
         if connection is not None:
@@ -286,12 +286,12 @@ class Router:
         return connection
 
     def _turn_away(self, peer: bytes) -> None:
-        """A peer is taken for gone and is there: it is told, once, or it would wait for ever."""
+        """Tell a peer, once, that it counts as gone: otherwise it would wait for ever."""
         if not self._dead.get(peer):
             self.send(peer, Exit(OUT))
             self._bury(peer, True)
 
-    # ---- who goes
+    # ---- ends of connections
 
     def _lose(self, peer: bytes, found: list[Arrived | Gone]) -> None:
         self._cables.pop(peer, None)
@@ -305,7 +305,7 @@ class Router:
             del self._dead[next(iter(self._dead))]
 
     def _look(self, now: float, sent: dict[Connection, tuple[int, int]], drained: bool) -> None:
-        """End the connections of those who send what can be no message, or nothing."""
+        """End the connections of peers that send no message, or bytes that cannot be a message."""
         connections = self._connections
         late = connections.overdue(now, {connection: row[0] for connection, row in sent.items()})
         if drained:
@@ -316,12 +316,12 @@ class Router:
         self._next_look = now + max(WARY if connections.silent or connections.growing else CALM, 20 * took)
 
     def _end(self, connection: Connection, reason: str) -> None:
-        """End a connection, unless it has just ended and its descriptor may be another's."""
+        """End a connection, unless it has just ended, when another may have its descriptor."""
         copy = tcp.duplicate(connection.fd)
-        self._follow()  # no end so far: the duplicate is of this connection
+        self._follow()  # still open: the duplicate is of this connection
         if self._connections.holds(connection):
             if self._sparse.allows(time.monotonic()):
                 log.warning("a connection is ended: %s", reason)
-            tcp.end(copy if copy >= 0 else connection.fd)  # no descriptor is left for a copy: it is almost certainly the same
+            tcp.end(copy if copy >= 0 else connection.fd)  # no free descriptor for a copy: almost certainly the same one
         if copy >= 0:
             os.close(copy)

@@ -1,4 +1,4 @@
-"""Holding back Ctrl-C and SIGTERM while something is half done that the program would go on with. Knows nothing else."""
+"""Delay of Ctrl-C and SIGTERM during short critical sections. Knows nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBERS = (int(_signal.SIGINT), int(_signal.SIGTERM))
 
 
 class uninterrupted:
-    """`with uninterrupted():` in the main thread, the program's handlers run on leaving; in others they never do."""
+    """`with uninterrupted():` the program's handlers run at the end of the block. Other threads than the main one run none."""
 
     __slots__ = ("_before", "_seen")
 
@@ -24,7 +24,7 @@ class uninterrupted:
             for number in _NUMBERS:
                 before = _get(number)
                 if getattr(before, "__func__", None) is uninterrupted._note:
-                    return  # an outer one holds them
+                    return  # an outer block delays them
                 if callable(before):
                     self._before.append((number, before))
                     _set(number, self._note)

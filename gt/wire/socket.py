@@ -1,9 +1,9 @@
-"""What both ends of a link over ZeroMQ share: addresses, options, and reading what has come.
+"""Helpers of both ends of a link over ZeroMQ: addresses, options, and reading of messages.
 
-`Dealer` is a client's or worker's end, with an I/O thread of its own; `Router` the dispatcher's, polled by its loop. Both see
-a killed peer through the socket's monitor at once. That a peer is stopped is asked of the kernel where both are on one host
-(liveness.py); elsewhere ZMTP heartbeats, which libzmq's own threads send and answer whatever Python is doing, say so, after
-much longer: on a loaded machine those threads wait for their turn too.
+`Dealer` is a client's or worker's end, with an I/O thread of its own. `Router` is the dispatcher's end, polled by its loop.
+Both see the end of a killed peer at once, through the socket's monitor. On one host the kernel shows that a peer is stopped
+(liveness.py). On other hosts ZMTP heartbeats show it. libzmq's threads send these beside Python, but may be delayed on a loaded
+machine, so their limit is much longer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from zmq.utils import z85
 from gt.errors import DispatcherLost, SystemFailure
 from gt.wire.access.auth import CURVE, PLAIN, USER, Credentials
 
-Frames = Sequence[Any]  # bytes-like, each of at most messages.CHUNK bytes
-QUEUE = 64  # messages that libzmq itself holds for a Dealer; more wait in our deque, where they cost a reference
-BURST = 256  # messages taken in before anything else gets its turn
-PATIENCE = 6  # heartbeats without a sign of life after which a peer that nobody can look at counts as lost
-LINGER = 1.0  # seconds that closing waits for what is still to be sent
+Frames = Sequence[Any]  # bytes-like, at most messages.CHUNK bytes each
+QUEUE = 64  # messages in libzmq's queue of a Dealer; more wait in its deque, where they cost a reference
+BURST = 256  # messages received in a row before other work
+PATIENCE = 6  # silent heartbeats after which a peer on another host counts as lost
+LINGER = 1.0  # seconds that close() waits for queued messages
 HANDSHAKE = 10.0  # seconds that a handshake may take
-SEALED = 64  # bytes that encryption adds to a frame, and more
-PORT = 12345  # of a server that is started by hand and told no other
+SEALED = 64  # upper bound of the bytes that encryption adds to a frame
+PORT = 12345  # default port of a server that is started by hand
 SMALL = 1 << 12  # bytes of a part whose copy costs less than libzmq's object for a part that is not copied
 # Flags as numbers: pyzmq's enums cost half a microsecond for each call.
 NOW, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -35,13 +35,13 @@ GONE = int(zmq.EVENT_DISCONNECTED)
 
 
 def place(address: str) -> tuple[str, int]:
-    """IPv4 address and port of "host:port". DispatcherLost for what cannot be an address."""
+    """IPv4 address and port of "host:port". DispatcherLost for another text."""
     host, port = host_and_port(address)
     return resolve(host), port
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Name and port of "host:port". DispatcherLost for a text of another form."""
+    """Name and port of "host:port". DispatcherLost for another text."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         want = f"host:port, such as localhost:{PORT}, with a port of 1 to 65535"
@@ -58,7 +58,7 @@ def resolve(host: str) -> str:
 
 
 def options(sock: zmq.Socket, heartbeat: float, longest: int) -> None:
-    """Set what both ends have: a silent peer is dropped after PATIENCE heartbeats (seconds), frames have `longest` bytes."""
+    """Set options of both ends: a silent peer is dropped after PATIENCE heartbeats, frames have at most `longest` bytes."""
     sock.setsockopt(zmq.MAXMSGSIZE, longest + SEALED)
     sock.setsockopt(zmq.HEARTBEAT_IVL, max(50, int(heartbeat * 200)))
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(100, int(heartbeat * PATIENCE * 1000)))
@@ -67,7 +67,7 @@ def options(sock: zmq.Socket, heartbeat: float, longest: int) -> None:
 
 
 def show(sock: zmq.Socket, key: Credentials) -> None:
-    """Make a socket that connects show a key, and for CURVE insist on the server's."""
+    """Make a connecting socket show a key, and for CURVE check the server's."""
     if key.mechanism == PLAIN:
         sock.setsockopt(zmq.PLAIN_USERNAME, USER)
         sock.setsockopt(zmq.PLAIN_PASSWORD, key.password)
@@ -78,7 +78,7 @@ def show(sock: zmq.Socket, key: Credentials) -> None:
 
 
 def ask(sock: zmq.Socket, key: Credentials) -> None:
-    """Make a socket that listens ask for a key, whose holders ZAP lets in."""
+    """Make a listening socket ask for a key, which ZAP checks."""
     sock.setsockopt(zmq.ZAP_DOMAIN, b"gt")
     if key.mechanism == PLAIN:
         sock.setsockopt(zmq.PLAIN_SERVER, 1)
@@ -96,20 +96,21 @@ def public(secret: bytes) -> bytes:
 
 
 def terminate(context: zmq.Context) -> None:
-    """End a context whose sockets are closed. In one of 900 times, where a connection had just ended, libzmq waited for ever:
-    then it is left to it.
+    """End a context whose sockets are closed.
+
+    libzmq waited for ever in one of 900 ends, where a connection had just ended. The context is then left behind.
     """
     thread = threading.Thread(target=context.term, name="zmq-term", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the interpreter ends, and begins no thread any more
+    except RuntimeError:  # the interpreter is ending, and starts no thread
         context.term()
     else:
         thread.join(3 * LINGER)
 
 
 def frames_of(sock: zmq.Socket) -> tuple[Any, ...]:
-    """The rest of a message whose first frame has been read, not copied."""
+    """The remaining frames of a message, without copies."""
     rest = []
     while sock.getsockopt(zmq.RCVMORE):
         rest.append(sock.recv(copy=False).buffer)
@@ -125,17 +126,17 @@ def put(sock: zmq.Socket, parts: Frames) -> None:
 
 
 def events_of(sock: zmq.Socket) -> int:
-    """What can be done with a socket now; the signal on its descriptor is taken by this."""
+    """Events of a socket (POLLIN, POLLOUT). Reading them consumes the signal on its descriptor."""
     return sock.getsockopt(zmq.EVENTS)  # type: ignore[return-value]
 
 
 def descriptor_of(sock: zmq.Socket) -> int:
-    """Readable when a socket's state may have changed."""
+    """A descriptor that is readable when the socket's state may have changed."""
     return sock.getsockopt(zmq.FD)  # type: ignore[return-value]
 
 
 def monitored(monitor: zmq.Socket) -> list[tuple[int, int]]:
-    """(event, value) of all that a socket's monitor has seen since."""
+    """(event, value) of all new events of a socket's monitor."""
     found = []
     while events_of(monitor) & zmq.POLLIN:
         data = monitor.recv(zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""Connections by their descriptors: how much came on one, ending one, and what mechanism a server's port speaks."""
+"""TCP connections by descriptor: received bytes, end, and the mechanism of a server's port."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import socket
 import struct
 import termios
 
-_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, which Linux has had since 4.1
-_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"  # of ZMTP 3, up to where a peer has to say what it speaks itself
+_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, since Linux 4.1
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03"  # start of a ZMTP 3 greeting, up to the version
 
 
 def received(fd: int) -> tuple[int, int]:
-    """Bytes that have come on a connection, and how many of them nobody has read. (0, 0) where that cannot be known."""
+    """Bytes received on a connection, and those of them not read yet. (0, 0) where unknown."""
     with contextlib.suppress(OSError, struct.error):
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd)
         try:
@@ -28,7 +28,7 @@ def received(fd: int) -> tuple[int, int]:
 
 
 def duplicate(fd: int) -> int:
-    """Another descriptor of the same connection, -1 if there is none."""
+    """A second descriptor of the connection, -1 where none is free."""
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
     except OSError:
@@ -36,7 +36,7 @@ def duplicate(fd: int) -> int:
 
 
 def end(fd: int) -> None:
-    """End a connection, both ways; whoever reads it sees its end."""
+    """End a connection in both directions. Its reader sees the end."""
     with contextlib.suppress(OSError):
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd)
         try:
@@ -46,7 +46,7 @@ def end(fd: int) -> None:
 
 
 def mechanism(ip: str, port: int, seconds: float = 1.0) -> str | None:
-    """The mechanism that a port's ZMTP greeting names: PLAIN, CURVE or NULL; "" if it is no ZMTP; None if nothing answers."""
+    """Mechanism in a port's ZMTP greeting: PLAIN, CURVE or NULL; "" if it is no ZMTP; None without an answer."""
     try:
         with socket.create_connection((ip, port), seconds) as sock:
             sock.settimeout(seconds)
@@ -65,7 +65,7 @@ def mechanism(ip: str, port: int, seconds: float = 1.0) -> str | None:
 
 
 def listens(ip: str, port: int, seconds: float = 1.0) -> bool:
-    """True if anything takes connections at an address."""
+    """True if a process listens at an address."""
     try:
         with socket.create_connection((ip, port), seconds):
             return True

@@ -22,7 +22,7 @@ from gt import env, errors
 from gt import log as logs
 from gt.wire import liveness
 from gt.wire.access.proof import proof
-from gt.wire.dealer import Dealer
+from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.link import hello
 from gt.wire.messages import (
     CHUNK,
@@ -340,7 +340,7 @@ def run(
 def _join(loop: Loop, options: WorkerOptions, info: dict[str, Any]) -> None:
     """Connect and say Hello. The link's thread starts here: the link is in place before anything is answered."""
     address = f"{options.host}:{options.port}"
-    loop.link = Dealer(address, loop.receive, loop.lost, wait=options.wait, token=options.token)
+    loop.link = Dealer(address, loop.receive, loop.lost, timeouts=LinkTimeouts(options.wait), token=options.token)
     about = {"name": options.name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
     about.update(backend=options.backend, **info)
     if options.secret:

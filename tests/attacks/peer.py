@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gt.errors import GTError
-from gt.wire.dealer import Dealer
+from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.messages import Exit, Failed, Message, Reject, UploadRequest, Welcome
 
 INTERNAL = "internal error of the server"
@@ -43,7 +43,7 @@ class Peer:
         self.lost = ""
         self._leaks, self._react = leaks, react
         self._changed = threading.Condition()
-        self._link = Dealer(address, self._receive, self._end, wait=20.0, token=token)
+        self._link = Dealer(address, self._receive, self._end, timeouts=LinkTimeouts(connect=20.0), token=token)
 
     def send(self, body: bytes, frames: Sequence[bytes] = ()) -> None:
         """Queue these bytes as they are."""

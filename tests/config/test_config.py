@@ -101,7 +101,7 @@ MISTAKES = [
     ("gt: {module: {}}", r"gt \(f.yaml:1\): unknown key 'module' in gt; did you mean 'modules'\?"),
     ("gt: {schedule: 3}", r"schedule is '3', want the name of a schedule"),
     ("a: {workers: [0]}\ngt:\n  schedule: zbh1\n", r"gt \(f.yaml:3\): schedule 'zbh1' is not known: want one of gpipe, 1f1b"),
-    ("gt: {schedule: 'auto:2GB'}", r"gt \(f.yaml:1\): .* '2GB' is no size; want bytes of activations"),
+    ("gt: {schedule: 'auto:2GB'}", r"gt \(f.yaml:1\): .* '2GB' is no size, want bytes of activations"),
     ("gt: {modules: {x: a}}", r"gt modules 'x' \(f.yaml:1\): no group 'a'"),
     ("a: {workers: [0]}\ngt: {modules: {x: {group: a, parts: 0}}}", r"parts is 0, want a whole number of at least 1"),
     ("a: {workers: [0]}\ngt: {modules: {x: {parts: 2}}}", r"the rule has no group"),

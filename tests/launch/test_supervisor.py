@@ -170,7 +170,7 @@ def test_workers_of_a_dispatcher_that_is_ending_have_nothing_to_say(monkeypatch,
     """They lose their links before it can be waited for."""
     monkeypatch.setattr(nursery, "_ended", lambda: iter(()))  # not yet
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    one = nursery.Nursery({"workers": 1})
+    one = nursery.Supervisor({"workers": 1})
     said, say = os.pipe()
     one._select.register(said, selectors.EVENT_READ, partial(one._on_stderr, number=0))
     one._words[0] = deque()

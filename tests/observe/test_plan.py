@@ -149,11 +149,11 @@ def test_collectives_within_a_stage_are_no_transfer(monkeypatch: pytest.MonkeyPa
     from gt.dispatcher.sharding.cost import LINK
     from gt.observe import pipeline_report
 
-    found, costs_of = [], pipeline_report.costs_of
-    monkeypatch.setattr(pipeline_report, "costs_of", lambda *args: found.append(costs_of(*args)) or found[-1])
+    pipes, price = [], pipeline_report.price_pipeline
+    monkeypatch.setattr(pipeline_report, "price_pipeline", lambda *args: pipes.append(price(*args)) or pipes[-1])
     transfers = planned("tp2pp2", 3)["transfers"]
     (nbytes,) = {row["bytes"] for row in transfers}
-    assert found[0].transfer == (pytest.approx(nbytes / 2 / LINK),)  # each of two workers gets half of what moves
+    assert pipes[0].found.costs.transfer == (pytest.approx(1e6 * nbytes / 2 / LINK),)  # each of two workers sends half
 
 
 def test_too_few_workers_are_an_error_as_in_a_run() -> None:
@@ -163,7 +163,7 @@ def test_too_few_workers_are_an_error_as_in_a_run() -> None:
 
 def test_a_plain_loop_is_shown_as_it_is_written() -> None:
     pipe = planned("pp2", 3)["pipeline"]
-    assert pipe["rows"].split()[0] == "0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3"
+    assert pipe["rows"].split()[0] == "0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3,0O"
     assert pipe["idle"] > pipe["choices"]["gpipe"]["bubble"] > 0.1
 
 
@@ -397,3 +397,46 @@ def test_many_workers_cost_no_more_than_their_kinds(tmp_path: Path) -> None:
     assert body["workers"] == 256 and len(body["memory"]) == 4
     assert sorted(w for row in body["memory"] for w in row["workers"]) == list(range(256))
     assert all(row["weights"] == 2 * 4 * 64 * 64 for row in body["memory"])
+
+
+def test_a_plain_loop_has_the_stage_costs_of_its_captured_step(two: str) -> None:
+    """One cost model: the same stages cost the same, whether the dispatcher schedules them or a plan only shows them."""
+
+    def program(schedule: str) -> None:
+        weights = [torch.nn.Parameter(torch.randn(64, 64, device="remote")) for _ in range(3)]
+        optimizer = torch.optim.SGD(weights, 0.1)
+
+        def step(x: torch.Tensor) -> None:
+            for part in gt.microbatches(x, PARTS):
+                for n, weight in enumerate(weights):
+                    with gt.signal.context(f"stage{n // 2}"):
+                        part = torch.tanh(part @ weight)
+                part.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run = gt.compile(step, schedule=schedule) if schedule else step
+        x = torch.randn(64, 64, device="remote")  # one batch: its creation is no part of a later step
+        for _ in range(5):
+            run(x)
+
+    plain, captured = (gt.plan(program, name, config=two).body["pipeline"] for name in ("", "gpipe"))
+    assert plain["schedule"] == "as written" and captured["schedule"] == "gpipe"
+    for row in ("share", "seconds"):
+        assert captured["balance"][row] == pytest.approx(plain["balance"][row])
+    assert captured["micro_batch"] == plain["micro_batch"] and [*captured["choices"]] == [*plain["choices"]]
+    for name, row in plain["choices"].items():
+        assert captured["choices"][name] == pytest.approx(row)
+
+
+def test_micro_batches_with_different_stages_are_no_pipeline_and_the_plan_says_so(two: str) -> None:
+    def program() -> None:
+        x = torch.randn(8, 8, device="remote")
+        for n, part in enumerate(gt.microbatches(x, 2)):
+            for stage in (0, 1) if n else (1, 0):
+                with gt.signal.context(f"stage{stage}"):
+                    part = part @ x
+
+    made = gt.plan(program, config=two)
+    assert "micro-batch 1 runs stages stage0 -> stage1" in made.body["pipeline"]["why"]
+    assert "# not used: micro-batch 1 runs stages" in str(made) and json.loads(made.json()) == made.body

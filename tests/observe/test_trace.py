@@ -32,7 +32,7 @@ def stamps(made: schedule.Schedule, costs: schedule.Costs, unit: float, begin: f
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "auto"])
 def test_actions_that_take_their_simulated_time_measure_as_predicted(name: str) -> None:
-    made, costs = schedule.make(name, stages=4, micro_batches=8), schedule.uniform(4)
+    made, costs = schedule.make(schedule.ScheduleRequest(name, range(4), 8)), schedule.uniform(4)
     line = schedule.simulate(made.rows, costs)
     found = measured(stamps(made, costs, 0.25, 1e4))
     assert found["makespan"] == pytest.approx(line.makespan * 0.25) and found["idle"] == pytest.approx(line.idle, abs=1e-3)
@@ -63,7 +63,7 @@ def test_the_hidden_part_of_transfers() -> None:
 
 
 def test_the_trace_has_every_action_twice_as_measured_and_as_predicted() -> None:
-    made, costs = schedule.make("1f1b", stages=2, micro_batches=3), schedule.uniform(2)
+    made, costs = schedule.make(schedule.ScheduleRequest("1f1b", range(2), 3)), schedule.uniform(2)
     rows = stamps(made, costs, 0.5, 70.0)
     order = {"name": "1f1b", "rows": str(made), "predicted": {"idle": 0.25}, "measured": measured(rows), "costs": costs.wire()}
     body = timeline.chrome({"workers": [{"name": f"w{n}", "actions": row} for n, row in enumerate(rows)], "schedule": order})
@@ -79,7 +79,7 @@ def test_the_trace_has_every_action_twice_as_measured_and_as_predicted() -> None
 
 @pytest.mark.parametrize("lie", [None, 3, [3], [["0F0", 0]], [["0F0", "a", "b"]]])
 def test_the_instruction_log_says_what_stats_say_unless_a_worker_lies(lie: Any) -> None:
-    made, costs = schedule.make("1f1b", stages=2, micro_batches=3), schedule.uniform(2)
+    made, costs = schedule.make(schedule.ScheduleRequest("1f1b", range(2), 3)), schedule.uniform(2)
     rows: list = [lie, lie] if lie is not None else stamps(made, costs, 0.5, 70.0)
     with planned("", 2) as plan:
         order = {"name": "1f1b", "rows": str(made), "bubble": [0.25, 0.25], "makespan": 6.0, "costs": costs.wire()}

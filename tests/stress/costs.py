@@ -272,7 +272,7 @@ def ops_of_templates_that_differ() -> Loop:
 
 @case
 def ops_of_a_heavy_list() -> Loop:
-    n = check.HEAVIEST // 31
+    n = check.MAX_TEMPLATE_PARTS // 31
     holes = [[{"t": i} for i in range(n)], [{"t": i} for i in range(n, 2 * n)]]
     form = row("aten._foreach_add.List", holes, [spec(4)] * 2 * n, [spec(4)] * n)
     made = [16, row("aten.zeros.default", [[4]], [], [spec(4)])]
@@ -283,7 +283,7 @@ def ops_of_a_heavy_list() -> Loop:
 
 @case
 def ops_of_a_heavy_stack() -> Loop:
-    n = check.HEAVIEST // 11
+    n = check.MAX_TEMPLATE_PARTS // 11
     form = row("aten.stack.default", [[{"t": i} for i in range(n)]], [spec(4)] * n, [spec(n, 4)])
     made = [16, row("aten.zeros.default", [[4]], [], [spec(4)])]
     return batch([16, 1, 1, 17, 1, *[1] * n, 2], [made, [17, form]], [[1, "f", 1, "a", False, -1]], SPLIT, ())

@@ -17,7 +17,7 @@ from gt.dispatcher.server import Server
 from gt.errors import DispatcherLost, Refused
 from gt.wire.access import approach, auth, server_files
 from gt.wire.access.auth import CURVE, NULL, PLAIN, Access, AccessEntry
-from gt.wire.dealer import Dealer
+from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.link import hello
 from gt.wire.messages import Reject
 from tests.helpers import zmtp
@@ -235,7 +235,7 @@ def test_a_worker_waits_for_a_server_and_finds_the_next_ones_secret(folder, monk
         port = free.getsockname()[1]
     first = Running(port=port)
     first.__exit__()
-    link = Dealer(first.address, lambda *_: heard.set(), lambda reason: lost.set(), wait=None)
+    link = Dealer(first.address, lambda *_: heard.set(), lambda reason: lost.set(), timeouts=LinkTimeouts(connect=None))
     link.send(hello("client"))
     with Running(port=port):
         assert heard.wait(10) and not lost.is_set()
@@ -247,7 +247,11 @@ def test_a_refused_worker_is_told_once_and_for_all(folder):
     over = threading.Event()
     with Running(Access("right")) as running:
         link = Dealer(
-            running.address, lambda message, _: (told.append(message), over.set()), told.append, wait=None, token="wrong"
+            running.address,
+            lambda message, _: (told.append(message), over.set()),
+            told.append,
+            timeouts=LinkTimeouts(connect=None),
+            token="wrong",
         )
         assert over.wait(10)
         link.close()

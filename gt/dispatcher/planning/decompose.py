@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gt.dispatcher.sharding.chain import ChainOp, Name
+from gt.dispatcher.sharding.decomposition import ChainOp, Name, parts_of, quotient, share, sums
 from gt.dispatcher.sharding.localize import payload
 from gt.dispatcher.sharding.losses import mean_backward
-from gt.dispatcher.sharding.lower import parts_of, quotient, share, sums
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.redistribute import Order
 from gt.dispatcher.sharding.vocab_parallel import LOWERINGS, SUMS, Starts, embedding_backward

@@ -14,8 +14,8 @@ from gt.dispatcher.planning.decompose import Lowering
 from gt.dispatcher.planning.fused_projections import WEIGHTS, Unseen, lay_out_again, note_maker, undecided
 from gt.dispatcher.planning.parameters import place_weights, split, weight
 from gt.dispatcher.planning.redistributor import same_terms
+from gt.dispatcher.sharding.decomposition import mean_of_rows
 from gt.dispatcher.sharding.groups import COLUMN, ROW, Meaning
-from gt.dispatcher.sharding.lower import mean_of_rows
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.redistribute import Order
 from gt.dispatcher.sharding.rules import Decision, decide_along, whole

@@ -1,6 +1,6 @@
-"""Pipeline schedules: names to rows of actions, what they take, and their text. Pure functions.
+"""Pipeline schedules: rows of actions by name, their simulated times and memory, and their text. Pure functions.
 
-`make` is what a planner calls. Every schedule is in `SCHEDULES` once; `auto` is the best of them and of what it makes itself.
+A planner calls `make`. `SCHEDULES` has every named schedule once; `auto` takes the best of them and of those that it builds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,24 @@ from gt.ir.schedules import NAMES
 
 SCHEDULES: dict[str, auto.Table] = dict(zip(NAMES, (gpipe, one_f_one_b, zb_h1, interleaved, zb_v)))
 __all__ = [
-    "NAMES", "SCHEDULES", "Action", "Costs", "Schedule", "Timeline",
+    "NAMES", "SCHEDULES", "Action", "Costs", "Schedule", "ScheduleRequest", "Timeline",
     "check", "finish", "make", "parse", "show", "simulate", "text", "uniform",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRequest:
+    """A schedule by name, and the pipeline that it is for.
+
+    workers: worker, or workers, of each stage. limit: peak activation memory of any worker, or of each, in the unit of the
+    costs. Without `backward` the schedule has forwards only.
+    """
+
+    name: str
+    workers: Sequence[int | Members]
+    micro_batches: int
+    limit: float | Sequence[float] | None = None
+    backward: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,45 +54,32 @@ class Schedule:
         return text(self.rows)
 
 
-def make(
-    name: str,
-    *,
-    stages: int,
-    workers: Sequence[int | Members] | None = None,
-    micro_batches: int,
-    costs: Costs | None = None,
-    limit: float | Sequence[float] | None = None,
-    backward: bool = True,
-) -> Schedule:
-    """The schedule of that name, for stages on workers (worker, or workers, of each stage; by default one stage a worker).
+def make(request: ScheduleRequest, costs: Costs | None = None) -> Schedule:
+    """The schedule that is requested.
 
-    In every schedule a stage meets its micro-batches in order, forwards and backwards, so that all give the same bits.
-    `costs` place the weight gradients of zero-bubble schedules, L, R and O, and are what `auto` goes by; without them every
-    stage is taken to cost the same. `limit` is of peak activation memory, of any or of each worker, in the unit of the costs.
-    Without `backward` rows are of forwards only. ConfigError where the placement is not what the schedule wants, or memory
-    does not suffice.
+    A stage processes its micro-batches in order in every schedule, so all schedules give the same bits. `costs` place W of
+    zero-bubble schedules, L, R and O, and `auto` minimizes them; by default all stages cost the same. ConfigError where the
+    schedule does not permit the placement, or its activations exceed the limit.
     """
-    given = list(range(stages)) if workers is None else list(workers)
-    where = checked(given)
+    name, micro_batches = request.name, request.micro_batches
+    where = checked(request.workers)
     if name not in NAMES:
         raise ConfigError(f"{name!r} is no schedule; there are {', '.join(NAMES)}")
-    if micro_batches < 1 or len(where) != stages:
-        raise ConfigError(
-            f"want the worker of each of {stages} stages, and a micro-batch or more; got workers {given} and "
-            f"{micro_batches} micro-batches"
-        )
-    limits = _limits(limit, 1 + max(map(max, where)))
-    if any(len(some) > 1 for some in where):
-        return Schedule(name, whole(_shared(name, where, micro_batches, costs or uniform(stages), limits, backward)), where)
-    single = [some[0] for some in where]
+    if micro_batches < 1:
+        raise ConfigError(f"{name} wants a micro-batch or more, got {micro_batches}")
+    priced = costs or uniform(len(where))
+    limits = _limits(request.limit, 1 + max(map(max, where)))
+    if any(len(members) > 1 for members in where):
+        return Schedule(name, whole(_shared(name, where, micro_batches, priced, limits, request.backward)), where)
+    single = [members[0] for members in where]
     if name == "auto":
-        name, rows = auto.choose(SCHEDULES, single, micro_batches, costs or uniform(stages), limits, backward)
+        name, rows = auto.choose(SCHEDULES, single, micro_batches, priced, limits, request.backward)
         return Schedule(name, whole(rows), where)
     rows = auto.named(SCHEDULES, name, single, micro_batches, costs)
-    rows = rows if backward else forwards(rows)
+    rows = rows if request.backward else forwards(rows)
     if costs is not None:
         rows = finish(rows, costs)
-    _keep_within(name, rows, costs or uniform(stages), limits)
+    _keep_within(name, rows, priced, limits)
     return Schedule(name, whole(rows), where)
 
 

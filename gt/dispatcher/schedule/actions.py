@@ -1,7 +1,7 @@
-"""A schedule as rows of actions, one row a worker, and its text: `0F0,0F1,0B0` is stage, letter, micro-batch.
+"""A schedule as rows of actions, one row for each worker, and its text: `0F0` is stage, letter, micro-batch.
 
-F forward, B whole backward, I gradient of a stage's inputs, W gradient of its weights (B is I and W in one). Once a
-step and stage, so with no micro-batch: L report the loss, R all-reduce gradients over data-parallel workers, O optimizer.
+F forward, B whole backward, I gradient of a stage's inputs, W gradient of its weights (B is I and W in one). Once for a
+step and stage, so without micro-batch: L report the loss, R all-reduce gradients over data-parallel workers, O optimizer.
 Knows nothing of time, memory or tensors.
 """
 
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from gt.errors import ConfigError
 
-EACH, ONCE = "FBIW", "LRO"  # letters of every micro-batch, letters of a step
+EACH, ONCE = "FBIW", "LRO"  # letters of actions for each micro-batch, and once for a step
 ACTION = re.compile(rf"(?a:(\d{{1,6}})(?:([{EACH}])(\d{{1,6}})|([{ONCE}])))")
 
 
 class Action(NamedTuple):
-    """What a worker does next: for one stage and, but for L, R and O, one micro-batch."""
+    """One entry of a row: a stage, a letter, and a micro-batch (-1 for L, R and O)."""
 
     stage: int
     kind: str
@@ -33,12 +33,12 @@ Rows = Sequence[Row]
 
 
 def text(rows: Rows) -> str:
-    """One line a worker, actions between commas."""
+    """One line for each worker, with commas between actions."""
     return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
 
 def parse(written: str) -> tuple[tuple[Action, ...], ...]:
-    """Inverse of `text`. Blanks, empty lines and `# ...` are passed over; ConfigError names the token and its place."""
+    """Inverse of `text`. Blanks, empty lines and `# ...` are ignored. ConfigError names the token and its place."""
     lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(written.splitlines(), 1))
     return tuple(_row(number, line) for number, line in lines if line)
 
@@ -59,7 +59,7 @@ def _action(token: str, line: int, place: int) -> Action:
 
 
 def members(rows: Rows) -> tuple[tuple[int, ...], ...]:
-    """The workers, that is the rows, of each stage. ConfigError for one in no row, or whose rows do not have the same of it."""
+    """The rows (workers) of each stage. ConfigError for a stage in no row, or with different actions in its rows."""
     found: dict[int, list[int]] = {}
     for worker, row in enumerate(rows):
         for stage in {action.stage for action in row}:
@@ -85,14 +85,14 @@ def placement(rows: Rows) -> tuple[int, ...]:
 
 
 def micro_batches(rows: Rows) -> int:
-    """One more than the largest micro-batch."""
+    """The number of micro-batches: one more than the largest."""
     return 1 + max((action.micro for row in rows for action in row), default=-1)
 
 
 def check(rows: Rows, count: int | None = None) -> None:
     """ConfigError unless every stage has each micro-batch's F once in each of its rows, and its B, or its I and W, once.
 
-    `count` is the number of micro-batches, by default what the rows have. The order is the simulator's to judge.
+    `count` is the number of micro-batches, by default that of the rows. The simulator checks the order.
     """
     count = micro_batches(rows) if count is None else count
     seen: set[Action] = set()
@@ -100,9 +100,9 @@ def check(rows: Rows, count: int | None = None) -> None:
         own: set[Action] = set()
         for action in row:
             if action in own:
-                raise ConfigError(f"{action} is there twice")
+                raise ConfigError(f"{action} is in a row twice, want it once")
             if action.micro >= count:
-                raise ConfigError(f"{action} is of micro-batch {action.micro}, and there are {count}, numbered from 0")
+                raise ConfigError(f"{action} has micro-batch {action.micro}, want 0 to {count - 1}")
             own.add(action)
         seen |= own
     for stage in range(len(members(rows))):
@@ -118,10 +118,10 @@ def _complete(seen: set[Action], stage: int, micro: int) -> None:
 
 
 def forwards(rows: Rows) -> tuple[tuple[Action, ...], ...]:
-    """Rows of a step that has no backward."""
+    """Rows without their backward actions."""
     return tuple(tuple(action for action in row if action.kind not in "BIW") for row in rows)
 
 
 def whole(rows: Iterable[Row]) -> tuple[tuple[Action, ...], ...]:
-    """Rows that no one changes."""
+    """Rows as tuples."""
     return tuple(map(tuple, rows))

@@ -1,6 +1,6 @@
-"""The schedule that takes least time within a limit of memory: named tables, and orders filled by costs, all simulated.
+"""`auto`: the fastest schedule within a memory limit, by simulation of named tables and of orders filled by costs.
 
-Named ones come first, so that none is chosen that is worse than the best of them; of equal ones the one with less memory.
+The named schedules are candidates too, so the choice is never slower than the best of them. Less memory breaks ties.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from gt.errors import ConfigError
 
 Table = Callable[[Placement, int], Rows]
 Judged = tuple[float, float, str, Rows]  # makespan, largest peak, name, rows
-LATE = (0.0, 0.5, 1.0)  # by what part of its time a weight gradient may exceed the gap it takes
-AHEAD = (1.0, 1.5, 2.0, 3.0)  # forwards that a stage runs ahead for every stage after it: 2 hides transfers as long as a stage
+LATE = (0.0, 0.5, 1.0)  # part of its time by which a weight gradient may exceed its gap
+AHEAD = (1.0, 1.5, 2.0, 3.0)  # forwards that a stage runs ahead of each later stage: 2 hides transfers as long as a stage
 CLOSE = 1 + 1e-9
 
 
 class NoRoom(ConfigError):
-    """What was asked for does not keep within the limit of memory. text: with holes for amounts in the unit of the costs."""
+    """No schedule fits the memory limit. text: a message with `{}` for each amount, which is in the unit of the costs."""
 
     def __init__(self, text: str, *amounts: float) -> None:
         self.text, self.amounts = text, amounts
         super().__init__(self.said(lambda amount: f"{amount:g}"))
 
     def said(self, size: Callable[[float], str]) -> str:
-        """In words; size writes an amount."""
+        """The message. size: formats an amount."""
         return self.text.format(*map(size, self.amounts))
 
 
 def choose(
     tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float], backward: bool = True
 ) -> tuple[str, Rows]:
-    """Name and rows of the best; what is not a table is named `auto`, with where its order came from."""
+    """Name and rows of the best candidate. One that is no table is named `auto`, with the source of its order."""
     return best(candidates(tables, workers, m, costs, limits), m, costs, limits, backward)
 
 
 def best(
     made: Iterable[tuple[str, Rows]], m: int, costs: Costs, limits: Sequence[float], backward: bool = True
 ) -> tuple[str, Rows]:
-    """Of named rows those that take least time within the limits, with the step's last actions. NoRoom if none is."""
+    """The fastest of named rows within the limits, with L, R and O. NoRoom if none fits."""
     found: Judged | None = None
     least = float("inf")
     for name, made_so in made:
@@ -57,15 +57,15 @@ def best(
         if any(peak > limit * CLOSE for peak, limit in zip(line.peak, limits)):
             continue
         if found is not None and line.makespan > found[0] * CLOSE:
-            continue  # the last actions never make a step shorter
+            continue  # L, R and O never make a step shorter
         rows = finish(rows, costs)
         judged = (simulate(rows, costs).makespan, max(line.peak), name, rows)
         if found is None or judged[0] * CLOSE < found[0] or (judged[0] <= found[0] * CLOSE and judged[1] * CLOSE < found[1]):
             found = judged
     if found is None:
         raise NoRoom(
-            f"no schedule of {m} micro-batches keeps within {{}} of activations a worker; the least that was found is {{}}: "
-            "try smaller micro-batches, or another cut into stages",
+            f"no schedule of {m} micro-batches fits {{}} of activations a worker, the smallest needs {{}}: "
+            "try smaller micro-batches, or other stages",
             min(limits),
             least,
         )
@@ -75,9 +75,9 @@ def best(
 def candidates(
     tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float]
 ) -> Iterator[tuple[str, Rows]]:
-    """Named schedules that the placement permits; then their orders filled by costs, and orders that only `auto` has."""
+    """Named schedules that permit the placement, then their orders filled by costs, then orders that only `auto` has."""
     for name in tables:
-        with suppress(ConfigError):  # it wants another placement
+        with suppress(ConfigError):  # it does not permit the placement
             yield name, named(tables, name, workers, m, costs)
     known: set[tuple] = set()
     runs = blocks(workers)
@@ -94,7 +94,7 @@ def candidates(
                     yield f"auto, {name}", expand(filled, found)
         if len(runs) == len(workers):
             break
-    if min(limits) < float("inf"):  # what takes least memory of all
+    if min(limits) < float("inf"):  # the order with least memory
         yield (
             "auto, one by one",
             [
@@ -109,9 +109,9 @@ def single(workers: Placement) -> list[list[int]]:
 
 
 def named(tables: Mapping[str, Table], name: str, workers: Placement, m: int, costs: Costs | None) -> Rows:
-    """A named schedule's rows; with costs, those of zero-bubble ones have their weight gradients where costs want them.
+    """Rows of a named schedule. With costs, W of zero-bubble schedules is placed by these.
 
-    Stages that follow one another on a worker count as one, but not the two at the tip of a V.
+    Consecutive stages of one worker count as one stage, except the two at the tip of a V.
     """
     found = single(workers) if name == "zb-v" else blocks(workers)
     rows = tables[name]([workers[run[0]] for run in found], m)
@@ -123,7 +123,7 @@ def named(tables: Mapping[str, Table], name: str, workers: Placement, m: int, co
 def orders(
     tables: Mapping[str, Table], workers: Placement, m: int, costs: Costs, limits: Sequence[float]
 ) -> Iterator[tuple[str, Rows]]:
-    """Orders of forwards and input gradients, to be filled, and where they are from."""
+    """Orders of F and I that `fill` completes, each with the name of its source."""
     for name, table in tables.items():
         with suppress(ConfigError):
             yield f"from {name}", table(workers, m)
@@ -141,13 +141,13 @@ def orders(
 
 
 def whole(workers: Placement, costs: Costs) -> list[float]:
-    """1F1B's memory: as many micro-batches in each worker's stages as there are workers."""
+    """Activation memory of 1F1B: each worker's stages hold as many micro-batches as there are workers."""
     own = mates(workers)
     return [len(own) * sum(costs.activation[stage] for stage in stages) for stages in own]
 
 
 def within(workers: Placement, costs: Costs, limits: Sequence[float], ahead: float) -> list[int]:
-    """Micro-batches under way in each stage, by memory at most, and never more than in the stage before."""
+    """Limit of micro-batches in flight for each stage, by memory; never more than for the stage before."""
     found: list[int] = []
     for stage, worker in enumerate(workers):
         most = 1 + int(ahead * (len(workers) - 1 - stage))
@@ -157,7 +157,7 @@ def within(workers: Placement, costs: Costs, limits: Sequence[float], ahead: flo
 
 
 def by_costs(rows: Rows, costs: Costs) -> Rows:
-    """A zero-bubble table, or what is better by costs in its order of forwards and input gradients, in no more memory."""
+    """A zero-bubble table, or its order filled by costs where this is faster in no more memory."""
     line = simulate(rows, costs)
     filled = (fill(rows, costs, line.peak, late) for late in LATE)
     made = [rows, *(found for found in filled if found is not None)]

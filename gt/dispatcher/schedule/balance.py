@@ -1,4 +1,4 @@
-"""How evenly stages share the work, and the best cut into stages that their ops allow, if that gains something. Pure."""
+"""Balance of the stages: each one's share of the work, and a better cut into stages where one gains enough. Pure."""
 
 from __future__ import annotations
 
@@ -10,31 +10,23 @@ from typing import Any
 
 from gt.dispatcher import schedule
 from gt.dispatcher.schedule.costs import Costs
-from gt.dispatcher.schedule.placement import Members, checked
+from gt.dispatcher.schedule.placement import checked
 from gt.errors import ConfigError
 
-WORTH = 0.02  # of a step: a cut that gains less is not proposed
-Unit = tuple[float, str]  # what an op of the forward takes, and what to call it
+WORTH = 0.02  # least gain of a cut that is proposed, as a part of the step
+Unit = tuple[float, str]  # an op of the forward: its time and its label
 
 
-def balance(
-    costs: Costs,
-    units: Sequence[Sequence[Unit]],
-    workers: Sequence[int | Members],
-    micro: int,
-    name: str,
-    limit: float | None = None,
-    backward: bool = True,
-) -> dict[str, Any]:
-    """Seconds and share of each stage, and under "better" a cut between two ops that is worth it, by simulation.
+def balance(costs: Costs, units: Sequence[Sequence[Unit]], request: schedule.ScheduleRequest) -> dict[str, Any]:
+    """Seconds and share of each stage, and under "better" a cut between two ops that gains WORTH or more by simulation.
 
-    units: ops of one forward of each stage; a stage's backward is taken to be shared out as its forward is.
+    units: ops of one forward of each stage. A stage's backward is divided as its forward is.
     """
     totals = [f + i + w for f, i, w in zip(costs.forward, costs.input, costs.weight)]
-    where = checked(workers)
-    work = [total * len(some) for total, some in zip(totals, where)]
+    where = checked(request.workers)
+    work = [total * len(members) for total, members in zip(totals, where)]
     found: dict[str, Any] = {"seconds": totals, "share": [part / sum(work) if sum(work) else 0.0 for part in work]}
-    if not all(sum(unit[0] for unit in stage) for stage in units) or any(len(some) > 1 for some in where):
+    if not all(sum(unit[0] for unit in stage) for stage in units) or any(len(members) > 1 for members in where):
         return found
     flat = [unit[0] / sum(u[0] for u in own) * total for own, total in zip(units, totals) for unit in own]
     ends = cut(flat, len(totals))
@@ -46,24 +38,19 @@ def balance(
         costs, forward=_by(costs.forward, scale), input=_by(costs.input, scale), weight=_by(costs.weight, scale)
     )  # fmt: skip
     with suppress(ConfigError):
-        spans = []
-        for one in (costs, moved):
-            made = schedule.make(
-                name, stages=len(totals), workers=workers, micro_batches=micro, costs=one, limit=limit, backward=backward
-            )
-            spans.append(schedule.simulate(made.rows, one).makespan)
+        spans = [schedule.simulate(schedule.make(request, each).rows, each).makespan for each in (costs, moved)]
         gain = 1 - spans[1] / spans[0] if spans[0] else 0.0
         if gain >= WORTH:
             labels = [unit[1] for own in units for unit in own]
-            begins = [next((label for label in labels[at:] if label), "") for at in ends]
+            begins = [next((label for label in labels[end:] if label), "") for end in ends]
             share = [t / sum(better) for t in better]
             moves = moved_ops(units, ends)
-            found["better"] = {"gain": gain, "schedule": name, "share": share, "begins": begins, "moves": moves}
+            found["better"] = {"gain": gain, "schedule": request.name, "share": share, "begins": begins, "moves": moves}
     return found
 
 
 def moved_ops(units: Sequence[Sequence[Unit]], ends: Sequence[int]) -> list[dict[str, Any]]:
-    """What of which stage goes over each border: ops, of how many; from where on, and which time of how many that comes."""
+    """For each border that moves: stages from and to, number of ops of all, label of the first op, and its occurrence."""
     labels = [unit[1] for own in units for unit in own]
     found = []
     for n, (old, new) in enumerate(zip(accumulate(map(len, units)), ends)):
@@ -79,7 +66,7 @@ def moved_ops(units: Sequence[Sequence[Unit]], ends: Sequence[int]) -> list[dict
 
 
 def said(moves: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """In words."""
+    """The moves in words."""
     return "; ".join(
         f"move the {'last' if row['from'] < row['to'] else 'first'} {row['ops']} of {names[row['from']]}'s {row['of']} ops to "
         f"{names[row['to']]}{_border(row)}"
@@ -88,7 +75,7 @@ def said(moves: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
 
 
 def _border(row: dict[str, Any]) -> str:
-    """Where the cut is then."""
+    """The place of the new border, in words."""
     if not row["at"]:
         return ""
     time = f", time {row['time']} of {row['times']}" if row["times"] > 1 else ""
@@ -100,7 +87,7 @@ def _by(times: Sequence[float], scale: Sequence[float]) -> tuple[float, ...]:
 
 
 def cut(costs: Sequence[float], parts: int) -> list[int]:
-    """Where to end all but the last of so many runs, so that the dearest is as cheap as can be."""
+    """Ends of all runs but the last, of `parts` runs, with the costliest run as cheap as possible."""
     low, high = max(costs, default=0.0), sum(costs)
     for _ in range(60):
         middle = (low + high) / 2
@@ -109,11 +96,12 @@ def cut(costs: Sequence[float], parts: int) -> list[int]:
     return [*ends, *[len(costs)] * (parts - 1 - len(ends))]
 
 
-def _filled(costs: Sequence[float], most: float) -> list[int]:
-    ends, now = [], 0.0
-    for n, one in enumerate(costs):
-        if now + one > most * (1 + 1e-12) and n:
+def _filled(costs: Sequence[float], limit: float) -> list[int]:
+    """Ends of runs that cost up to `limit` each, all but the last."""
+    ends, total = [], 0.0
+    for n, each in enumerate(costs):
+        if total + each > limit * (1 + 1e-12) and n:
             ends.append(n)
-            now = 0.0
-        now += one
+            total = 0.0
+        total += each
     return ends

@@ -1,4 +1,4 @@
-"""What a schedule is judged by: times and memory of each stage, for one micro-batch. Any unit, the same throughout."""
+"""Costs of a pipeline: times and memory of each stage for one micro-batch. Any unit, the same throughout."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MayBe = tuple[float | None, ...]  # None: the stage has no such action
 class Costs:
     """One value a stage. `transfer[s]` is the time between stages s and s + 1, either way, where their workers differ.
 
-    `activation` is held from F until B; where a schedule has I and W, `kept` of it is held from I until W.
+    `activation` is alive from F until B; where a schedule has I and W, `kept` of it is alive from I until W.
     `loss`, `reduce` and `optimizer` are times of L, R and O, once a step; None where a stage has none. With `overlap` an
-    all-reduce runs beside its worker's compute; with `joint` every optimizer waits for all stages' gradients (clipping), with
-    `own` for those of its worker's stages.
+    all-reduce runs beside its worker's compute. With `joint` every optimizer waits for all stages' gradients (clipping), with
+    `own` for the gradients of its worker's stages.
     """
 
     forward: PerStage
@@ -53,7 +53,7 @@ class Costs:
         return values[stage] if values else None
 
     def wire(self) -> dict[str, Any]:
-        """As a Report has it."""
+        """As in a Report; the inverse of from_wire."""
         return {f.name: v if isinstance(v := getattr(self, f.name), bool) else list(v) for f in fields(self)}
 
     @classmethod
@@ -62,7 +62,7 @@ class Costs:
         return cls(**values)
 
     def merged(self, blocks: Sequence[Sequence[int]]) -> Costs:
-        """Costs of runs of stages, each taken as one stage. Of what is done once a step nothing is left."""
+        """Costs of runs of stages, each run as one stage, without L, R and O."""
 
         def total(values: PerStage) -> PerStage:
             return tuple(sum(values[stage] for stage in block) for block in blocks)
@@ -88,9 +88,7 @@ def uniform(
     weight: float = 1.0,
     transfer: float = 0.0,
     activation: float = 1.0,
-    kept: float | None = None,
 ) -> Costs:
-    """The same for every stage. `kept` is by default the whole activation, which is the most that W can need."""
-    kept = activation if kept is None else kept
+    """The same for every stage. W keeps the whole activation, which is the most that it can need."""
     times = (forward,) * stages, (input,) * stages, (weight,) * stages
-    return Costs(*times, (transfer,) * (stages - 1), (activation,) * stages, (kept,) * stages)
+    return Costs(*times, (transfer,) * (stages - 1), (activation,) * stages, (activation,) * stages)

@@ -1,7 +1,7 @@
-"""Where a step's last actions go: the report of the loss, gradients' all-reduce and the optimizer of each stage.
+"""Placement of a step's epilogue in a schedule: L, R and O of each stage.
 
-None of them may delay what other workers wait for, so each takes the first gap that it fits into, else the end of its row.
-What several workers do together is behind all else, in one order for all of them.
+They must not delay actions that other workers wait for, so each takes the first gap that it fits into, else the end of its
+row. Actions that several workers execute together are at the end, in one order for all of them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from gt.dispatcher.schedule.costs import Costs
 from gt.dispatcher.schedule.simulate import Timeline, simulate
 
 EPSILON = 1e-9
-NEEDS = {"L": "F", "R": "BW", "O": "BWR"}  # what has to be done of a stage before
+NEEDS = {"L": "F", "R": "BW", "O": "BWR"}  # letters of a stage that come before
 Made = tuple[tuple[Action, ...], ...]
-Slot = tuple[float, float, Action]  # start, when its worker is free again, action
-Insert = Callable[[list[Slot], int, float, float], tuple[int, float]]  # slots, first place, ready, time: place and start
+Slot = tuple[float, float, Action]  # start, end of its worker's compute, action
+Insert = Callable[[list[Slot], int, float, float], tuple[int, float]]  # slots, first place, ready, time -> place, start
 
 
 def finish(rows: Rows, costs: Costs) -> Made:
-    """Rows with L, R and O of each stage that `costs` gives a time for, where the step is shortest.
+    """Rows with L, R and O of each stage that has a time for them in `costs`, placed so that the step is shortest.
 
-    An all-reduce that overlaps compute follows its stage's last weight gradient; an optimizer, its stage's all-reduce (all
-    stages' where it is joint). Compared, by simulation, are gaps and the first place possible.
+    An all-reduce that overlaps compute follows its stage's last W. An optimizer follows its stage's all-reduce, or those of
+    all stages where it is joint. A simulation compares placement in gaps with the first possible place.
     """
     made: list[Made] = []
     for insert in (_in_a_gap, _at_once):
@@ -38,7 +38,7 @@ def finish(rows: Rows, costs: Costs) -> Made:
 
 
 def _place(rows: Made, costs: Costs, kind: str, insert: Insert) -> Made:
-    """Rows with one kind for every stage that has it, those first that are ready first."""
+    """Rows with one letter added for every stage that has it, in the order in which stages are ready."""
     line = simulate(rows, costs)
     ready = _ready(rows, line, costs, kind)
     shared = [len(some) > 1 for some in members(rows)]
@@ -57,7 +57,7 @@ def _place(rows: Made, costs: Costs, kind: str, insert: Insert) -> Made:
 
 
 def _slots(row: Row, line: Timeline, worker: int, costs: Costs) -> list[Slot]:
-    """What a worker computes, and an all-reduce beside it as nothing at all where it is begun, the link free or not."""
+    """A worker's actions as slots. An all-reduce that overlaps compute takes no time where it is started."""
     found: list[Slot] = []
     free = 0.0
     for action, start, end in zip(row, line.start[worker], line.end[worker]):
@@ -68,7 +68,7 @@ def _slots(row: Row, line: Timeline, worker: int, costs: Costs) -> list[Slot]:
 
 
 def _first(slots: list[Slot], costs: Costs, kind: str, stage: int) -> int:
-    """The place after the last action of its row that a stage's L, R or O needs."""
+    """The place after the last action in the row that a stage's L, R or O depends on."""
     every, own = kind == "O" and costs.joint, kind == "O" and costs.own
     mine = ((place, action) for place, (_, _, action) in enumerate(slots) if own or action.stage == stage)
     needed = (place for place, action in mine if action.kind in NEEDS[kind])
@@ -76,7 +76,7 @@ def _first(slots: list[Slot], costs: Costs, kind: str, stage: int) -> int:
 
 
 def _ready(rows: Rows, line: Timeline, costs: Costs, kind: str) -> list[float]:
-    """For each stage, when it has all that its L, R or O needs."""
+    """For each stage, the time at which its L, R or O can start."""
     found = [0.0] * costs.stages
     for row, times in zip(rows, line.end):
         for action, end in zip(row, times):
@@ -95,7 +95,7 @@ def _ready(rows: Rows, line: Timeline, costs: Costs, kind: str) -> list[float]:
 
 
 def _in_a_gap(slots: list[Slot], first: int, ready: float, took: float) -> tuple[int, float]:
-    """The first place where nothing after it begins later for it."""
+    """The first place that delays no later action."""
     free = max((end for _, end, _ in slots[:first]), default=0.0)
     for place in range(first, len(slots)):
         start, end, _ = slots[place]
@@ -106,6 +106,6 @@ def _in_a_gap(slots: list[Slot], first: int, ready: float, took: float) -> tuple
 
 
 def _at_once(slots: list[Slot], first: int, ready: float, took: float) -> tuple[int, float]:
-    """The first place that begins no earlier than all is there."""
+    """The first place at or after the time `ready`."""
     place = next((place for place in range(first, len(slots)) if slots[place][0] >= ready - EPSILON), len(slots))
     return place, max([ready, *(end for _, end, _ in slots[:place])])

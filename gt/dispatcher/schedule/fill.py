@@ -1,7 +1,7 @@
-"""Weight gradients placed by costs: into the gaps of an order of forwards and input gradients, or where memory needs it.
+"""Placement of weight gradients by costs: into gaps of an order of F and I, or where memory has to be freed.
 
-The rule is that of the heuristic in Qi et al. (Zero Bubble Pipeline Parallelism, ICLR 2024, section 3.1), over any placement:
-since the order is given, the length of each gap is known when it is met.
+The rule is the heuristic of Qi et al. (Zero Bubble Pipeline Parallelism, ICLR 2024, section 3.1), for any placement. The
+order is given, so the length of each gap is known.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ NEVER = float("inf")
 
 
 def fill(rows: Rows, costs: Costs, limits: Sequence[float], late: float) -> list[list[Action]] | None:
-    """Rows with I and W, in the order that `rows` have their F and B, or F and I.
+    """Rows with I and W, in the order of F and B (or F and I) in `rows`.
 
-    A W takes a gap that it exceeds by at most `late` of its time. Before an F that does not fit under its worker's limit of
-    memory the oldest W are done; None where that is not enough, or where the order never ends.
+    A W takes a gap that it exceeds by at most `late` of its time. The oldest W run before an F that does not fit into its
+    worker's memory limit. None where that is not enough, or where the order deadlocks.
     """
     return _Fill(rows, costs, limits, late).all()
 
@@ -51,7 +51,7 @@ class _Fill:
         return self.made
 
     def go_on(self, worker: int, able: list[int]) -> bool:
-        """As far as a worker can; False where memory does not suffice."""
+        """Advance one worker until it waits; False where memory does not suffice."""
         m, forward, gradient, row = self.m, self.forward, self.gradient, self.rows[worker]
         while self.at[worker] < len(row):
             stage, kind, micro = row[self.at[worker]]
@@ -78,7 +78,7 @@ class _Fill:
         return True
 
     def do(self, worker: int, action: Action, ready: float) -> float:
-        """The end of an F or I."""
+        """Execute an F or I, and return its end."""
         stage, kind, micro = action
         costs = self.costs
         self.made[worker].append(action)
@@ -92,7 +92,7 @@ class _Fill:
         return end
 
     def make_room(self, worker: int, ready: float, size: float) -> bool:
-        """Do weight gradients that fit before `ready`, and those that have to make room for `size`; False if there is none."""
+        """Execute W that fit before `ready`, and those that have to free memory for `size`; False if that is too little."""
         pending, weight = self.pending[worker], self.costs.weight
         limit = self.limits[worker] * (1 + 1e-9) - size
         while pending:

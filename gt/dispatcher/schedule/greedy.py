@@ -1,8 +1,7 @@
-"""A list schedule for any placement, times and memory: what can begin first begins first, input gradients before forwards.
+"""List scheduling for any placement, times and memory: the action that can start first runs first, I before F.
 
-Such a rule alone is worse than ZB-H1 at equal times, so `auto` takes it as one candidate, and as an order to fill. Going by
-memory is as in Qi, Wan, Amar, Lin (Pipeline Parallelism with Controllable Memory, 2024): how many forwards run ahead is
-what the limit allows.
+The rule alone is worse than ZB-H1 at equal times, so `auto` takes it as one candidate, and as an order to fill. The memory
+limit decides how many forwards run ahead, as in Qi, Wan, Amar, Lin (Pipeline Parallelism with Controllable Memory, 2024).
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from gt.dispatcher.schedule.costs import Costs
 from gt.dispatcher.schedule.placement import Placement, lags, mates
 
 NEVER = float("inf")
-Found = tuple[float, int, Action]  # start, rank among what starts at once, action
+Found = tuple[float, int, Action]  # start, rank among equal starts, action
 
 
 def greedy(workers: Placement, m: int, costs: Costs, limits: Sequence[float]) -> list[list[Action]] | None:
-    """Rows of F, I and W within a limit of memory for each worker; None where one micro-batch does not fit."""
+    """Rows of F, I and W within each worker's memory limit; None where one micro-batch does not fit."""
     return _Greedy(workers, m, costs, limits).all()
 
 
@@ -32,16 +31,16 @@ class _Greedy:
         self.lag = lags(workers, costs)
         self.forward = [[NEVER] * m for _ in workers]  # ends
         self.gradient = [[NEVER] * m for _ in workers]
-        self.went, self.back = [0] * stages, [0] * stages  # micro-batches that went through, and came back
+        self.went, self.back = [0] * stages, [0] * stages  # micro-batches that finished F, and I
         self.clock, self.used = [0.0] * len(self.own), [0.0] * len(self.own)
-        self.pending: list[deque[int]] = [deque() for _ in self.own]  # stages of the weight gradients to be done
+        self.pending: list[deque[int]] = [deque() for _ in self.own]  # stages of the weight gradients to come
         self.weights = [0] * stages
         self.rows: list[list[Action]] = [[] for _ in self.own]
-        # what a worker must keep free for a micro-batch that is in stage s to get through its later stages
+        # memory that a worker keeps free, so that a micro-batch in stage s can pass its later stages
         self.reserve = [sum(costs.activation[t] for t in self.own[w] if t > s) for s, w in enumerate(workers)]
 
     def all(self) -> list[list[Action]] | None:
-        """The earliest start of all workers first, since it can change what the others may do from then on."""
+        """Execute the action with the earliest start of all workers, again and again: it can change the others' choices."""
         version = [0] * len(self.own)
         heap: list[tuple[float, int, int, int, Action]] = []
         changed = set(range(len(self.own)))
@@ -62,7 +61,7 @@ class _Greedy:
         return self.rows if min(self.weights) == self.m else None
 
     def next(self, worker: int) -> Found | None:
-        """What a worker would do next, and when; weight gradients while nothing else is there."""
+        """A worker's next action and its start. W runs while nothing else can."""
         best = min(self.able(worker), default=None)
         if self.pending[worker]:
             stage = self.pending[worker][0]
@@ -72,7 +71,7 @@ class _Greedy:
         return best
 
     def tight(self, worker: int, action: Action) -> bool:
-        """Does a forward have to wait for memory?"""
+        """True if a forward has to wait for memory."""
         if action.kind != "F":
             return False
         return self.used[worker] + self.costs.activation[action.stage] + self.reserve[action.stage] > self.limits[worker]

@@ -1,18 +1,17 @@
-"""What a schedule took where it ran, from when each worker began and ended its actions. Pure."""
+"""Makespan, bubble and hidden transfers of an executed schedule, from the measured times of its actions. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-Stamps = Sequence[Sequence]  # of one worker: (action, start, end), in any one clock
+Stamps = Sequence[Sequence]  # of one worker: (action, start, end), all by one clock
 
 
 def measured(workers: Sequence[Stamps], transfers: Sequence[Stamps] = ()) -> dict[str, Any]:
-    """Makespan, and the part of it in which each worker with actions did none of them; {} where there were none.
+    """Makespan, and each worker's bubble as a part of it; {} without actions.
 
-    transfers: of the same workers, what was moved beside actions; then seconds of each worker's, and the part of them in which
-    it did actions too: that is hidden.
+    transfers: of the same workers. The result then has each worker's seconds of transfers, and the part that actions hide.
     """
     rows = [[(start, end) for _, start, end in stamps] for stamps in workers if stamps]
     if not rows:
@@ -24,7 +23,7 @@ def measured(workers: Sequence[Stamps], transfers: Sequence[Stamps] = ()) -> dic
 
 
 def _hidden(pairs: Sequence[tuple[Stamps, Stamps]]) -> dict[str, Any]:
-    """(actions, transfers) of workers: seconds in which something moved, and the part of them beside actions."""
+    """Seconds of transfers, and the part of them during actions. pairs: (actions, transfers) of each worker."""
     seconds, parts = [], []
     for actions, moves in pairs:
         doing, moving = ([(start, end) for _, start, end in stamps] for stamps in (actions, moves))
@@ -35,7 +34,7 @@ def _hidden(pairs: Sequence[tuple[Stamps, Stamps]]) -> dict[str, Any]:
 
 
 def _busy(spans: list[tuple[float, float]]) -> float:
-    """Time that lies in one of them or more: an action that is done in two parts has another between."""
+    """Length of the union of spans: an action in two parts has another action between them."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -1,7 +1,7 @@
-"""GPipe (Huang et al., 2019), 1F1B (Narayanan et al., PipeDream, 2019; without flushes' loss of memory as in Megatron-LM) and
-interleaved 1F1B (Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021).
+"""GPipe (Huang et al., 2019), 1F1B (PipeDream, Narayanan et al., 2019; with flushes, as in Megatron-LM) and interleaved 1F1B
+(Narayanan et al., Efficient large-scale language model training on GPU clusters, 2021).
 
-Rows of F and B from the worker of each stage and the number of micro-batches. Costs play no part.
+Rows of F and B, from the worker of each stage and the number of micro-batches. Costs play no part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ List = list[list[Action]]
 
 
 def gpipe(workers: Placement, m: int) -> List:
-    """All forwards, then all backwards. Any placement. Bubble (p-1)T, and m activations."""
+    """All forwards, then all backwards. Any placement. Bubble (p-1)T, peak m activations."""
     return [
         [Action(stage, kind, i) for kind, order in (("F", own), ("B", own[::-1])) for stage in order for i in range(m)]
         for own in mates(workers)
@@ -23,16 +23,13 @@ def gpipe(workers: Placement, m: int) -> List:
 
 
 def one_f_one_b(workers: Placement, m: int) -> List:
-    """As many forwards as there are stages from s on, then a backward and a forward in turns.
-
-    GPipe's bubble, and min(m, p-s) activations.
-    """
+    """Stage s of p: p-s forwards, then backward and forward in turns. GPipe's bubble, peak min(m, p-s) activations."""
     want_distinct("1f1b", workers)
     return depths(workers, m, [len(workers) - stage for stage in range(len(workers))])
 
 
 def depths(workers: Placement, m: int, most: Sequence[int]) -> List:
-    """1F1B that has at most most[s] micro-batches under way in stage s; no stage may have more than the one before it."""
+    """1F1B with at most most[s] micro-batches in flight in stage s. No stage may have more than the stage before it."""
     rows: List = [[] for _ in workers]
     for stage, worker in enumerate(workers):
         forwards, backwards = ([Action(stage, kind, i) for i in range(m)] for kind in "FB")
@@ -41,19 +38,20 @@ def depths(workers: Placement, m: int, most: Sequence[int]) -> List:
 
 
 def interleaved(workers: Placement, m: int) -> List:
-    """Workers take turns v times, so that the pipeline fills in v-th parts of a worker's work: bubble (p-1)T/v.
+    """Each worker has v stages, and the workers take turns: bubble (p-1)T/v.
 
-    Peak [(v-1)p + 2(p-1-r) + 1]/v activations of a worker's whole part, where p divides m.
+    The r-th worker's peak is [(v-1)p + 2(p-1-r) + 1]/v activations of all its stages, where p divides m.
     """
     want_turns("interleaved", workers, least=2)
     return loops(workers, m, 2)
 
 
 def loops(workers: Placement, m: int, slope: int) -> List:
-    """Rows where each worker starts with the forwards of a round, but for its last stage's, and `slope` more a worker to come.
+    """Rows in which a worker starts with the forwards of a round in all its stages but the last, and `slope` more for each
+    later worker.
 
-    Micro-batches go in rounds, about as many to a round as there are workers; a round passes through one stage of a worker
-    after the other. Rounds need not be equal; Megatron-LM wants p to divide m.
+    A round has about as many micro-batches as there are workers, and passes a worker's stages one after the other. Rounds may
+    differ in size; Megatron-LM wants p to divide m.
     """
     rows = []
     for own in mates(workers):
@@ -67,12 +65,12 @@ def loops(workers: Placement, m: int, slope: int) -> List:
 
 
 def rows_after(workers: Placement, stage: int) -> Placement:
-    """The workers after that of a first stage, in the first turn."""
+    """The workers of the later stages in the first turn."""
     return workers[stage + 1 : len(set(workers))]
 
 
 def parts(m: int, p: int) -> Iterator[range]:
-    """Micro-batches in m // p rounds that differ by one at most, the larger first."""
+    """Micro-batches in m // p rounds whose sizes differ by one at most, larger rounds first."""
     count, start = max(1, m // p), 0
     for i in range(count):
         size = m // count + (i < m % count)
@@ -81,7 +79,7 @@ def parts(m: int, p: int) -> Iterator[range]:
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm: int) -> Iterator[Action]:
-    """`warm` forwards, then a forward and a backward in turns, then the backwards that are left."""
+    """`warm` forwards, then forward and backward in turns, then the remaining backwards."""
     yield from forwards[:warm]
     for forward, backward in zip(forwards[warm:], backwards):
         yield forward

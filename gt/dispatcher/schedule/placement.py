@@ -1,6 +1,6 @@
-"""Which worker has which stages, and what of that a schedule needs: distinct workers, taking turns, or a V.
+"""Placement of stages on workers, and the placements that schedules permit: distinct workers, turns, or a V.
 
-Stages that follow one another on one worker are one block, which schedules take as one stage.
+Consecutive stages of one worker are a block, which a schedule treats as one stage.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from gt.dispatcher.schedule.actions import Action, Rows
 from gt.dispatcher.schedule.costs import Costs
 from gt.errors import ConfigError
 
-Placement = Sequence[int]  # the worker of each stage, or block; workers are numbered from 0, and each has one
+Placement = Sequence[int]  # the worker of each stage (or block); workers are numbered from 0 without gaps
 Members = tuple[int, ...]  # the workers of a stage
 
 
 def spread(meshes: Sequence[Members]) -> list[Members]:
-    """The workers of each stage as rows of a schedule: a row for each mesh, a stage over several of them being in all of these.
+    """The rows of each stage in a schedule. Each mesh has a row; a stage over several meshes is in all of their rows.
 
-    meshes: the processes of each stage.
+    meshes: the workers (processes) of each stage.
     """
     different = list(dict.fromkeys(meshes))
     rows = [mesh for mesh in different if not any(set(other) < set(mesh) for other in different)]
@@ -40,7 +40,7 @@ def checked(workers: Sequence[int | Members]) -> tuple[Members, ...]:
 
 
 def blocks(workers: Placement) -> list[list[int]]:
-    """Stages in runs that have one worker."""
+    """Runs of consecutive stages with one worker."""
     found: list[list[int]] = []
     for stage, worker in enumerate(workers):
         if stage and worker == workers[stage - 1]:
@@ -51,7 +51,7 @@ def blocks(workers: Placement) -> list[list[int]]:
 
 
 def expand(rows: Rows, found: Sequence[Sequence[int]]) -> list[list[Action]]:
-    """Rows of blocks as rows of their stages: forwards up, all else down."""
+    """Rows of blocks as rows of stages: F in ascending order of stages, all else in descending order."""
     return [
         [
             Action(stage, action.kind, action.micro)
@@ -71,12 +71,12 @@ def mates(workers: Placement) -> list[list[int]]:
 
 
 def lags(workers: Sequence, costs: Costs) -> list[float]:
-    """Transfer into each stage going forward, and out of it going back: 0 for the first, within a worker, and past the last."""
+    """Time of the transfer between each stage and the stage before it; 0 within a worker and at both ends."""
     return [0.0, *(time if a != b else 0.0 for time, (a, b) in zip(costs.transfer, pairwise(workers))), 0.0]
 
 
 def turns(workers: Placement) -> int:
-    """How often workers take turns: 2 for 0 1 2 0 1 2; 0 where they do not."""
+    """The number of turns that workers take: 2 for 0 1 2 0 1 2, and 0 for an order without turns."""
     count = len(set(workers))
     whole = len(workers) % count == 0 and all(worker == workers[i % count] for i, worker in enumerate(workers))
     return len(workers) // count if whole else 0
@@ -87,33 +87,33 @@ def want_distinct(name: str, workers: Placement) -> None:
     for worker, own in enumerate(mates(workers)):
         if len(own) > 1:
             raise ConfigError(
-                f"{name} wants the stages of a worker to follow one another; worker {worker} comes {len(own)} times in "
-                f"{list(workers)}: try interleaved, zb-v, gpipe or auto"
+                f"{name} wants consecutive stages for each worker, got worker {worker} in {len(own)} places of "
+                f"{list(workers)}; try interleaved, zb-v, gpipe or auto"
             )
 
 
 def want_turns(name: str, workers: Placement, least: int = 1) -> int:
-    """How often workers take turns; ConfigError where they do not, or less often than `least`."""
+    """The number of turns that workers take; ConfigError where it is less than `least`."""
     found = turns(workers)
     if found < least:
         order = list(dict.fromkeys(workers)) * max(2, least)
         raise ConfigError(
-            f"{name} wants workers to take turns{' more than once' if least > 1 else ''}, as {order}; stages, those that "
-            f"follow on one worker taken as one, are on workers {list(workers)}: try {'1f1b' if found else 'gpipe'} or auto"
+            f"{name} wants workers that take turns{' more than once' if least > 1 else ''}, as {order}, got stages "
+            f"(consecutive ones of a worker as one) on workers {list(workers)}; try {'1f1b' if found else 'gpipe'} or auto"
         )
     return found
 
 
 def want_v(name: str, workers: Placement) -> int:
-    """Workers p of 2p stages, where i and 2p - 1 - i are on one worker; ConfigError that names the first pair that is not."""
+    """Number p of workers of 2p stages, with i and 2p - 1 - i on one worker; ConfigError with the first pair that is not."""
     count = len(set(workers))
     if len(workers) != 2 * count:
-        raise ConfigError(f"{name} wants two stages a worker: {2 * count} on {count} workers, and there are {len(workers)}")
+        raise ConfigError(f"{name} wants two stages a worker: {2 * count} stages on {count} workers, got {len(workers)}")
     for stage in range(count):
         other = 2 * count - 1 - stage
         if workers[stage] != workers[other]:
             raise ConfigError(
-                f"{name} wants stages {stage} and {other} on one worker; they are on workers {workers[stage]} and "
-                f"{workers[other]}: try 1f1b, interleaved or auto"
+                f"{name} wants stages {stage} and {other} on one worker, got workers {workers[stage]} and "
+                f"{workers[other]}; try 1f1b, interleaved or auto"
             )
     return count

@@ -1,4 +1,4 @@
-"""A schedule drawn as text: a line a worker, time from left to right, and what part of the step is bubble."""
+"""A schedule drawn as text: a line for each worker, time from left to right, and the bubble."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from gt.dispatcher.schedule.simulate import Timeline, simulate
 
 
 def show(rows: Rows, costs: Costs, width: int = 160) -> str:
-    """One cell a unit of time, the unit being the shortest action; where that is wider than `width`, a letter a column.
+    """One cell for each unit of time, which is the shortest action; one letter for each column where that exceeds `width`.
 
-    An all-reduce that runs beside compute is not drawn, nor is what takes less than half a column.
+    An all-reduce that overlaps compute is not drawn, nor an action shorter than half a column.
     """
     line = simulate(rows, costs)
     size = 1 + max((len(str(action)) for row in rows for action in row), default=0)
@@ -25,7 +25,7 @@ def show(rows: Rows, costs: Costs, width: int = 160) -> str:
 
 
 def _draw(worker: int, row: Row, line: Timeline, costs: Costs, unit: float, size: int) -> str:
-    """Cells of one worker; an action's name is at its start, dashes go on to its end."""
+    """Cells of one worker: an action's name at its start, then dashes to its end."""
     cells = ["."] * round(line.makespan / unit * size)
     for action, start, end in zip(row, line.start[worker], line.end[worker]):
         if action.kind == "R" and costs.overlap:

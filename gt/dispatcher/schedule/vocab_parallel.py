@@ -1,8 +1,8 @@
-"""Schedules in which a stage is several workers' at once: a head whose vocabulary is split over the workers of all stages.
+"""Schedules with a stage on several workers: a head whose vocabulary is split over the workers of all stages.
 
-For its forward and the gradient of its inputs all of them meet, so between two meetings each does as much of its own as there
-is. Its weight gradients each does when it likes. As in Yeung, Qi, Lin, Wan (Balancing Pipeline Parallelism with Vocabulary
-Parallelism, 2024) that balances a step; the order is found by a list schedule, whose best form a simulation picks.
+All of its workers meet for its F and I. Between two meetings each worker executes actions of its own stages; W of the head
+needs no meeting. This balances a step, as in Yeung, Qi, Lin, Wan (Balancing Pipeline Parallelism with Vocabulary Parallelism,
+2024). List scheduling gives several orders, and a simulation picks the best.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from gt.dispatcher.schedule.costs import Costs
 from gt.dispatcher.schedule.placement import Members, lags
 
 NEVER = float("inf")
-NAMES = {"gpipe": (False,), "1f1b": (False,), "zb-h1": (True,), "auto": (True, False)}  # whether W is apart, in those there are
-AHEAD = (1.0, 1.5, 2.0, 3.0)  # forwards that a stage runs ahead for every stage after it
-LATE = (0.0, 0.35, 1.0)  # part of its time by which an action may put off a meeting, or a weight gradient the next action
-MANY = 256  # forwards: of more a list schedule takes tenths of a second
-Found = tuple[float, int, Action]  # start, rank among what starts at once, action
+NAMES = {"gpipe": (False,), "1f1b": (False,), "zb-h1": (True,), "auto": (True, False)}  # True: B is divided into I and W
+AHEAD = (1.0, 1.5, 2.0, 3.0)  # forwards that a stage runs ahead of each later stage
+LATE = (0.0, 0.35, 1.0)  # part of its time by which an action may delay a meeting, or a W the next action
+MANY_FORWARDS = 256  # beyond, list scheduling takes tenths of a second, so fewer orders are tried
+Found = tuple[float, int, Action]  # start, rank among equal starts, action
 
 
 def orders(name: str, members: Sequence[Members], m: int, costs: Costs) -> Iterator[Rows]:
-    """Rows of a schedule that is in NAMES, in several forms, fewer where each takes long."""
+    """Several candidates for the rows of a schedule in NAMES; fewer where each takes long."""
     workers, forwards = 1 + max(map(max, members)), m * len(members)
-    few = 3 if forwards <= MANY else 2 if forwards <= 4 * MANY else 1
+    few = 3 if forwards <= MANY_FORWARDS else 2 if forwards <= 4 * MANY_FORWARDS else 1
     aheads = (NEVER,) if name == "gpipe" else AHEAD if few == 3 else AHEAD[1 : 1 + few]
     for split, ahead, late in product(NAMES[name], aheads, LATE[:few]):
         for apart in (workers, 1)[: max(1, few - 1)] if split else (None,):
@@ -36,9 +36,9 @@ def orders(name: str, members: Sequence[Members], m: int, costs: Costs) -> Itera
 
 @dataclass
 class _Meetings:
-    """What can begin first begins first, input gradients before forwards; nothing that would put off a meeting by much.
+    """List scheduling: the action that can start first runs first, I before F, unless it would delay a meeting by much.
 
-    apart: weight gradients that a worker may have put off without need, None to have them with the gradient of the inputs.
+    apart: number of W that a worker may delay without need; None for B instead of I and W.
     """
 
     members: Sequence[Members]
@@ -54,7 +54,7 @@ class _Meetings:
         self.forward = [[NEVER] * self.m for _ in stages]  # ends
         self.gradient = [[NEVER] * self.m for _ in stages]
         self.went, self.back = [0 for _ in stages], [0 for _ in stages]
-        self.all_first = self.ahead == NEVER  # all forwards before all gradients
+        self.all_first = self.ahead == NEVER  # all F before all B
         self.most = [self.m if self.all_first else 1 + self.ahead * (len(stages) - 1 - stage) for stage in stages]  # under way
         self.own = [[s for s in stages if self.members[s] == (w,)] for w in workers]
         self.met = [s for s in stages if len(self.members[s]) > 1]
@@ -64,7 +64,7 @@ class _Meetings:
 
     def all(self) -> Rows:
         while True:
-            able = [(*found, -1) for stage in self.met for found in self.able(stage)]  # -1: for all of its workers
+            able = [(*found, -1) for stage in self.met for found in self.able(stage)]  # -1: all workers of the stage
             gates = [NEVER] * len(self.own)
             for start, _, action, _ in able:
                 for worker in self.members[action.stage]:
@@ -76,7 +76,7 @@ class _Meetings:
             self.do(self.members[action.stage] if worker < 0 else (worker,), action, start)
 
     def alone(self, worker: int, gate: float) -> Found | None:
-        """What a worker would do next without the others, and when. gate: when it has to be free for a meeting."""
+        """A worker's next action of its own and its start. gate: time at which it has to be free for a meeting."""
         clock, best = self.clock[worker], min((f for s in self.own[worker] for f in self.able(s)), default=None)
         if best is not None and best[0] + (1 - self.late) * self.took(best[2]) > gate:
             best = None
@@ -89,7 +89,7 @@ class _Meetings:
         return best
 
     def able(self, stage: int) -> Iterator[Found]:
-        """A stage's next forward and next gradient, where what they need is there."""
+        """A stage's next F and next I (or B), if their inputs are ready."""
         clock = max(self.clock[w] for w in self.members[stage])
         micro, last = self.back[stage], stage + 1 == len(self.members)
         if micro < self.went[stage] and not (self.all_first and min(self.went) < self.m):

@@ -1,7 +1,7 @@
-"""Zero-bubble schedules (Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism, ICLR 2024): the gradient of a stage's
-weights, which nothing waits for, fills gaps.
+"""Zero-bubble schedules (Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism, ICLR 2024): W, which no action waits for,
+fills gaps.
 
-Here are the tables for equal times; with costs, `fill` places the weight gradients anew.
+These are the tables for equal times. With costs, `fill` places W again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from gt.dispatcher.schedule.placement import Placement, want_turns, want_v
 
 
 def zb_h1(workers: Placement, m: int) -> List:
-    """1F1B's order of forwards and input gradients; the r-th worker puts weight gradients off by r of them.
+    """1F1B's order of F and I, with W delayed by r further I on the r-th worker.
 
-    Bubble (p-1)(TF+TB-TW) where W is the shortest, at most p activations on every worker. Where workers take turns v times it
-    is the interleaved form: a v-th of the bubble in, if p divides m, the same memory.
+    Bubble (p-1)(TF+TB-TW) where W is the shortest, at most p activations on every worker. Where workers take v turns this is
+    the interleaved form: a v-th of the bubble, in the same memory if p divides m.
     """
     want_turns("zb-h1", workers)
     order = list(dict.fromkeys(workers))
@@ -26,7 +26,7 @@ def zb_h1(workers: Placement, m: int) -> List:
 
 
 def put_off(row: list[Action], by: int) -> Iterator[Action]:
-    """Each B as its I, and its W `by` such later."""
+    """Each B as I, with its W `by` backwards later."""
     late: list[Action] = []
     for stage, kind, micro in row:
         if kind == "F":
@@ -40,9 +40,9 @@ def put_off(row: list[Action], by: int) -> Iterator[Action]:
 
 
 def zb_v(workers: Placement, m: int) -> List:
-    """ZB-V: the r-th worker has stages r and 2p-1-r, so the loss is near for the first worker too.
+    """ZB-V: the r-th worker has stages r and 2p-1-r, so the first worker also has the last stage, and starts backward early.
 
-    Bubble (p-1)TF/2 at equal times, TF being a worker's two stages; at most p activations of them.
+    Bubble (p-1)TF/2 at equal times, with TF of a worker's two stages together; peak p activations of both.
     """
     p = want_v("zb-v", workers)
     rows: List = [[] for _ in range(p)]
@@ -52,7 +52,7 @@ def zb_v(workers: Placement, m: int) -> List:
 
 
 def vee(r: int, p: int, m: int) -> Iterator[Action]:
-    """The r-th worker's row of ZB-V for at least 2p - 1 micro-batches: going down (a) and coming up again (b)."""
+    """The r-th worker's row of ZB-V for at least 2p - 1 micro-batches: its stage on the way down (a) and up again (b)."""
     stages = {"a": r, "b": 2 * p - 1 - r}
     gone = dict.fromkeys(("Fa", "Fb", "Ia", "Ib", "Wa", "Wb"), 0)
 

@@ -1,4 +1,4 @@
-"""What sharding rules are made of: what one decides, and how an operand may lie on one mesh axis."""
+"""Vocabulary of sharding rules: a rule's decision, and placements of an operand on one mesh axis."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gt.ir.spec import Spec
 
 Place = Placement | None
 
-# Known by another name: a reduction of pieces that all have something, however many elements each
+# Names of reductions over pieces of unequal length, none of them empty
 OF_PIECES = {"amax": "amax of pieces", "amin": "amin of pieces"}
 
 
 class Decision(NamedTuple):
-    """Placements wanted of each tensor operand, and of each flat output, on this axis."""
+    """On one mesh axis: the placement that each tensor operand needs, and that of each flat output."""
 
     wants: tuple[Placement, ...]
     outs: tuple[Placement, ...]
@@ -40,17 +40,17 @@ def out_dtype(known: OpSchema, index: int = 0) -> str:
 
 
 def even(extent: int, place: Shard, size: int) -> bool:
-    """Whether a split gives every worker the same extent."""
+    """True if a split gives every worker the same extent."""
     return extent % (size * place.parts) == 0
 
 
 def a_piece_is_empty(extent: int, size: int) -> bool:
-    """Whether the last worker has nothing of a dim that is split."""
+    """True if the last worker's piece of a split dim is empty."""
     return -(-extent // size) * (size - 1) >= extent
 
 
 def settled(place: Place) -> Placement:
-    """Where an input stays if it need not move: free ones replicate, terms are added up."""
+    """Placement of an input that is not redistributed: unplaced inputs are replicated, partial inputs are reduced."""
     return R if place is None or isinstance(place, Partial) else place
 
 
@@ -59,5 +59,5 @@ def whole(known: OpSchema) -> Decision:
 
 
 def alike(specs: Sequence[Spec]) -> bool:
-    """Whether they have one shape."""
+    """True if all have the same shape."""
     return len({spec.shape for spec in specs}) == 1

@@ -1,6 +1,6 @@
-"""What one worker's part of an op is worth: floating-point operations by its local shapes, bytes that it reads and writes.
+"""Cost model of an op on one worker: floating-point operations by local shapes, bytes read and written, seconds.
 
-Times are those of a nominal GPU: only their ratios matter, for balance and for schedules.
+Seconds are those of a nominal GPU. Only their ratios matter: for the balance of stages and for schedules.
 """
 
 from __future__ import annotations
@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-FLOPS, BYTES, LINK = 4e14, 3e12, 3.9e11  # a second: of arithmetic (half precision), of memory, between two GPUs
-HOST_FLOPS, HOST_BYTES = 2e11, 2e10  # of a worker on several cores
-LATENCY = 2e-5  # seconds of a collective, however little it moves
+FLOPS, BYTES, LINK = 4e14, 3e12, 3.9e11  # per second: half-precision operations, bytes of memory, bytes between two GPUs
+HOST_FLOPS, HOST_BYTES = 2e11, 2e10  # per second of a worker on several CPU cores: operations, bytes of memory
+LATENCY = 2e-5  # seconds of the smallest collective
 Shape = tuple[int, ...]
 _FACTORS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
-_ATTENTION = {"gt.sdpa": (0, 1, 2, 4), "gt.sdpa_backward": (1, 2, 3, 10)}  # places of q, k, v; operations a score and channel
+_ATTENTION = {"gt.sdpa": (0, 1, 2, 4), "gt.sdpa_backward": (1, 2, 3, 10)}  # indices of q, k, v; operations a score and channel
 
 
 def heavy(op: str) -> bool:
-    """Whether an op is more than a few operations an element."""
+    """True for ops that take more than a few operations an element."""
     name = op.removeprefix("aten.").rpartition(".")[0]
     return name in _FACTORS or name in _ATTENTION or name in ("convolution", "convolution_backward")
 
 
 def flops(op: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
-    """Of matmuls, convolutions and attention by the formula; of everything else one an element."""
+    """Operations of matmuls, convolutions and attention by formula; of every other op one an element."""
     name = op.removeprefix("aten.").rpartition(".")[0]
     if name in _FACTORS:
         left, right = (ins[i] for i in _FACTORS[name])
@@ -39,20 +39,20 @@ def flops(op: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
 
 
 def at_least(operations: float, nbytes: float, gpu: bool) -> float:
-    """Seconds that it takes on a fast worker of its kind."""
+    """Lower bound in seconds on a fast worker of its kind."""
     return seconds(operations, nbytes) if gpu else max(operations / HOST_FLOPS, nbytes / HOST_BYTES)
 
 
 def seconds(operations: float, nbytes: float) -> float:
-    """Whichever of arithmetic and memory takes longer."""
+    """Seconds of arithmetic or of memory traffic, whichever is longer (the roofline model)."""
     return max(operations / FLOPS, nbytes / BYTES)
 
 
 def gathered(nbytes: float, size: int) -> float:
-    """Seconds until each of `size` workers has all of so many bytes, of which it had its share."""
+    """Seconds of an all-gather to `nbytes` on each of `size` workers."""
     return LATENCY + nbytes * (size - 1) / size / LINK
 
 
 def added_up(nbytes: float, size: int) -> float:
-    """Seconds of an all-reduce."""
+    """Seconds of an all-reduce of `nbytes` over `size` workers."""
     return LATENCY + 2 * nbytes * (size - 1) / size / LINK

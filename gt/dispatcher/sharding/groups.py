@@ -1,8 +1,8 @@
-"""What a signal group means: the mesh it runs on and how it splits weights and what enters.
+"""The meaning of a signal group: its mesh, and the split of its weights and of activations that enter it.
 
 `axis` in the YAML is a dim of a weight stored [in, out]: *_colpar (1) splits a matmul weight's output features and its
-bias, *_rowpar (0) its input features. Any other group replicates parameters; it also replicates activations where groups
-named after it with _colpar or _rowpar exist, and otherwise splits what enters along dim `axis` (data parallel).
+bias, *_rowpar (0) its input features. Any other group replicates parameters. It also replicates activations where groups of
+its name with _colpar or _rowpar exist, and otherwise splits entering activations along dim `axis` (data parallel).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from gt.ir.layout import Layout, Mesh, Placement, R, Shard
 
 COLUMN, ROW, STAGE, DATA = "column", "row", "stage", "data"
 SUFFIXES = {"_colpar": COLUMN, "_rowpar": ROW}
-PARTS_DIGITS = 3  # a weight of more parts is none: each costs a box on every worker
-PARTS = "#"  # `name#3` in a nest of contexts: the weights used there are three in one
+PARTS_DIGITS = 3  # at most, in the text of `#`: each part costs a box on every worker
+PARTS = "#"  # `name#3` in a context: three weights are fused in each weight used there
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class Meaning:
     mesh: Mesh
     axis: int
     backward: str | None = None
-    parts: int = 0  # how many weights are fused in one, where the user has said so
+    parts: int = 0  # weights that are fused in one, as the user states them
 
     def entering(self, shape: tuple[int, ...]) -> Layout:
-        """Layout of an activation of that shape where it first comes to the mesh."""
+        """Layout in which an activation of this shape enters the mesh."""
         return Layout(self.mesh, tuple(self._enters(name, shape) for name, _ in self.mesh.axes))
 
     def _enters(self, axis: str, shape: tuple[int, ...]) -> Placement:
-        """One row, such as positions that are broadcast to all, is whole on each worker."""
+        """A single row, such as positions that are broadcast, is replicated."""
         dim = self.split_dim
         return Shard(dim) if axis == "dp" and len(shape) > dim and shape[dim] != 1 else R
 
@@ -43,7 +43,7 @@ class Meaning:
         return self.axis if self.kind == DATA else 0
 
     def parameter(self, dims: int, dim: int | None) -> Layout:
-        """Layout of a parameter that the tensor-parallel axis splits along `dim` (None: not)."""
+        """Layout of a parameter that the tensor-parallel axis splits along `dim`, or replicates (None)."""
         split: Placement = R if dim is None else Shard(dim)
         return Layout(self.mesh, tuple(split if name == "tp" else R for name, _ in self.mesh.axes))
 
@@ -64,7 +64,7 @@ def mesh(rows: tuple[tuple[int, ...], ...], data: bool) -> Mesh:
 
 
 class Groups:
-    """Meaning of every name the user may put in a context, from one config."""
+    """Meanings of all group names of one config."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -90,7 +90,7 @@ class Groups:
         return Meaning(group.name, kind, mesh(group.workers, kind == DATA), axis, group.backward)
 
     def find(self, path: str, backward: bool = False) -> tuple[Meaning | None, list[str]]:
-        """Meaning of a nest of contexts `outer/inner`: the innermost that is known, and the names that are not."""
+        """Meaning of nested contexts `outer/inner`: the innermost known group's, and the unknown names."""
         missing = []
         for step in reversed(path.split("/") if path else []):
             name, _, parts = step.partition(PARTS)
@@ -106,7 +106,7 @@ class Groups:
         return None, missing
 
     def _fused(self, name: str, parts: int) -> Meaning | None:
-        """The group, for weights that are `parts` in one; the same object each time, since plans are keyed by it."""
+        """The group for weights with `parts` fused in one. Always the same object, because plans are keyed by it."""
         meaning = self._meanings.get(name)
         if meaning is None:
             return None

@@ -1,6 +1,6 @@
-"""Sharding rules for list ops: which of them work on pieces, and how the pieces' results are combined.
+"""Sharding rules for list ops: those that work on pieces, and the op that combines the pieces' results.
 
-A list op without a row here runs whole, on one mesh.
+A list op without a row here runs on whole tensors, on one mesh.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.ir.layout import Layout, Partial, Shard, local_shape
 from gt.ir.template import T, V
 
-# Each element comes of the elements at its place; in-place forms have one more `_`
+# Elementwise ops; in-place forms have one more `_`
 _UNARY = (
     "abs acos asin atan ceil clone cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round "
     "rsqrt sigmoid sign sin sinh sqrt tan tanh trunc zero"
@@ -27,7 +27,7 @@ ELEMENTWISE = frozenset(
     }
 )
 
-# op -> how numbers that every worker writes for its pieces become one
+# op -> reduction of the numbers that workers compute for their pieces
 WRITTEN = {"_amp_foreach_non_finite_check_and_unscale_": "max"}
 
 _NORMS = {0.0: "sum", 1.0: "sum", 2.0: "norm2", math.inf: "max", -math.inf: "min"}
@@ -41,7 +41,7 @@ def _powers(order: Any) -> str:
     return "sum" if isinstance(order, (int, float)) and 0 <= order < math.inf else ""
 
 
-# op -> how the results over pieces are combined, by its order
+# op -> reduction of the results over pieces, by the order of the norm
 REDUCTIONS: dict[str, Callable[[Any], str]] = {
     "_foreach_norm": _norm,
     "_foreach_powsum": _powers,
@@ -50,7 +50,7 @@ REDUCTIONS: dict[str, Callable[[Any], str]] = {
 
 
 def combination(known: OpSchema, values: tuple) -> str | None:
-    """The op that combines a reduction's results over pieces, "" if they cannot be; None for what is no reduction."""
+    """The op that combines a reduction's results over pieces, "" if there is none; None for an op that is no reduction."""
     rule = REDUCTIONS.get(known.name)
     if rule is None:
         return None
@@ -59,13 +59,13 @@ def combination(known: OpSchema, values: tuple) -> str | None:
 
 
 def cut(known: OpSchema) -> bool:
-    """True if the op may be done over some of its indices: an operand beside the lists could have a row for each of them."""
+    """True if the op may run on a part of its lists: no operand beside the lists can have a row for each index."""
     beside = [spec.shape for index, spec in enumerate(known.template.ins) if index not in known.listed]
     return (known.name in ELEMENTWISE or known.name in REDUCTIONS) and not any(beside)
 
 
 def on_pieces(known: OpSchema, place: int, layout: Layout, combined: str | None) -> bool:
-    """True if the tensors at a place of the lists are worked on as the first of them is split."""
+    """True if the tensors at one index of the lists can be computed in the split of the first of them."""
     if not any(isinstance(p, Shard) for p in layout.placements):
         return True
     ins, outs = known.template.ins, known.template.outs
@@ -73,14 +73,15 @@ def on_pieces(known: OpSchema, place: int, layout: Layout, combined: str | None)
     if combined is not None:
         if combined not in ("max", "min"):
             return combined != ""
-        return all(all(local_shape(layout, shape, rank)) for rank in range(len(layout.mesh.workers)))  # nothing has no maximum
+        # an empty piece has no maximum
+        return all(all(local_shape(layout, shape, rank)) for rank in range(len(layout.mesh.workers)))
     beside = [ins[items[place]].shape for column in known.columns if place < len(items := column.indices(T))]
     out = outs[place].spec if len(outs) == len(known.columns[0].items) else None
     return {*beside, *([out.shape] if out else [])} <= {shape, ()}
 
 
 def made(layout: Layout, combined: str | None) -> Layout:
-    """Layout of a result: as the first list's tensor lies, or the terms of a reduction."""
+    """Layout of a result: that of the first list's tensor, or partial for a reduction."""
     if combined is None:
         return layout
     terms = (Partial(combined) if isinstance(p, Shard) else p for p in layout.placements)

@@ -1,4 +1,4 @@
-"""One worker's version of an op: sizes among its constants become local, its outputs get local specs."""
+"""Localization: one worker's version of an op, with local sizes among its constants and local specs of its outputs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from gt.ir.layout import Layout, Shard, boxes, local_shape
 from gt.ir.spec import Spec
 from gt.ir.template import DEVICE, Const, Out, T, to_wire
 
-# op -> argument that is the shape of its first output
+# op -> index of the argument with the shape of its first output
 SIZES = {
     "view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "new_zeros": 1, "new_ones": 1,
     "new_empty": 1, "new_full": 1, "zeros": 0, "ones": 0, "empty": 0, "full": 0, "rand": 0, "randn": 0, "empty_strided": 0,
     "new_empty_strided": 1, "select_backward": 1, "slice_backward": 1, "diagonal_backward": 1, "unfold_backward": 1,
 }  # fmt: skip
 STRIDES = {"empty_strided": 1, "new_empty_strided": 2}
-ATTENTION = {"gt.sdpa.default": 0, "gt.sdpa_backward.default": 1}  # place of the query
+ATTENTION = {"gt.sdpa.default": 0, "gt.sdpa_backward.default": 1}  # index of the query
 
-WORKER_OPS = {"gt.move.default": "aten.clone.default"}  # a move is carried out by bringing its input
+WORKER_OPS = {"gt.move.default": "aten.clone.default"}  # the move itself is the redistribution of its input
 
 
 def dense(shape: Sequence[int], like: Spec) -> Spec:
-    """A spec of this shape with its dims in memory in the order of `like`'s strides; expanded dims stay expanded."""
+    """A dense spec of this shape with the dim order of `like`'s strides. Expanded dims stay expanded."""
     order = sorted(range(len(shape)), key=lambda d: (like.stride[d], -d), reverse=False)
     stride, step = [0] * len(shape), 1
     for dim in order:
@@ -35,7 +35,7 @@ def dense(shape: Sequence[int], like: Spec) -> Spec:
 
 
 def row_major(spec: Spec) -> bool:
-    """Whether a dense spec has its dims in memory in their order; dims of size 1 say nothing."""
+    """True if a dense spec is row-major. Dims of size 1 do not count."""
     step = 1
     for n, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
         if n > 1 and stride != step:
@@ -87,7 +87,7 @@ def payload(known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], rank
     if any(isinstance(p, Shard) for layout in (*ins, *outs) for p in layout.placements):
         _resize(known, args, ins, specs, rank)
     op = WORKER_OPS.get(template.op, template.op)
-    if known.name == "squeeze":  # what is 1 long here need not be so as a whole
+    if known.name == "squeeze":  # a dim of local size 1 may be longer globally
         op, args = "aten.squeeze.dims", [args[0], _squeezed(known)]
     return {
         "op": op,
@@ -101,7 +101,7 @@ def payload(known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], rank
 
 
 def _squeezed(known: OpSchema) -> list[int]:
-    """The dims that a squeeze takes away."""
+    """The dims that a squeeze removes."""
     shape, dims = known.template.ins[0].shape, known.arg(1)
     named = range(len(shape)) if dims is None else [d % len(shape) for d in _list(dims)] if shape else []
     return [d for d in named if shape[d] == 1]
@@ -136,14 +136,14 @@ def _resize(known: OpSchema, args: list, ins: Sequence[Layout], specs: list[Spec
 
 
 def _whole_slice(known: OpSchema, args: list, ins: Sequence[Layout], rank: int) -> None:
-    """A slice along the split dim takes all of it (views.along): so does its local form."""
+    """A slice along the split dim takes all of it (views.along), and so does its local form."""
     dim = known.arg(1, 0) % len(known.template.ins[0].shape)
     if any(isinstance(p, Shard) and p.dim == dim for p in ins[0].placements):
         args[1:4] = [dim, 0, local_shape(ins[0], known.template.ins[0].shape, rank)[dim]]
 
 
 def _drawn(known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], rank: int) -> list:
-    """Global shape of what is drawn, and the boxes of it that this worker holds."""
+    """Global shape of the random numbers, and the boxes of them that this worker holds."""
     if known.template.op in ATTENTION:
         return _attention_drawn(known, ins, rank)
     if known.template.writes:
@@ -156,7 +156,7 @@ def _drawn(known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], rank:
 
 
 def _attention_drawn(known: OpSchema, ins: Sequence[Layout], rank: int) -> list:
-    """Dropout's mask is drawn over [..., heads, L, S]; batch and heads lie as q does."""
+    """Dropout's mask is drawn over [..., heads, L, S]. Its batch and heads have q's placement."""
     at = ATTENTION[known.template.op]
     q, k = known.template.ins[at].shape, known.template.ins[at + 1].shape
     held = boxes(ins[at], q, rank)[0]

@@ -1,4 +1,4 @@
-"""Sharding rules of losses: split as their elements are; a mean over split elements needs care, see lower.py."""
+"""Sharding rules of losses: split as their elements are. The mean over split elements is decomposed, see decomposition.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PART = "loss_backward_of_part"  # the gradient of a mean loss whose own gradient
 
 
 def nll_loss(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """Rows may be split if the loss is a sum or kept per row (the planner makes a mean of two sums)."""
+    """Rows may be split if the loss is a sum or kept per row. A mean is decomposed into two sums."""
     row = _rows(known, 0, places[:2])
     reduction = known.arg(3)
     weights = (R,) * (known.tensors - 2)
@@ -22,13 +22,13 @@ def nll_loss(known: OpSchema, places: list[Place], size: int) -> Decision | None
 
 
 def _rows(known: OpSchema, at: int, places: list[Place]) -> Shard | None:
-    """The split of rows; an operand of one dim is a row itself."""
+    """The split of rows. An operand with one dim is a row itself."""
     split = (p for p in places if isinstance(p, Shard) and p.dim == 0 and p.parts == 1)
     return next(split, None) if len(shape(known, at)) > 1 else None
 
 
 def nll_loss_backward(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """Operands: grad, rows, targets, weight or none, total weight; the gradient lies as the rows."""
+    """Operands: grad, rows, targets, weight or none, total weight. The gradient has the placement of the rows."""
     row = _rows(known, 1, places[1:3])
     if row is None:
         return Decision((R,) * known.tensors, (R,))
@@ -37,7 +37,7 @@ def nll_loss_backward(known: OpSchema, places: list[Place], size: int) -> Decisi
 
 
 def loss(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """Split as the first operand is: kept an element each, terms of a sum, or means of equally many."""
+    """Split as the first operand: one loss an element, a partial sum, or a partial mean where the pieces are equal."""
     place, ins = places[0], known.template.ins
     if not isinstance(place, Shard) or not alike(ins):
         return whole(known)
@@ -48,7 +48,7 @@ def loss(known: OpSchema, places: list[Place], size: int) -> Decision | None:
 
 
 def loss_backward(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """Operands: grad, elements and others. Of a mean, a worker would divide by how many elements it has: see lower.parts_of."""
+    """Operands: grad, elements and others. A mean is decomposed: a worker would divide by its own number of elements."""
     place, ins = places[1], known.template.ins
     if not isinstance(place, Shard) or not alike(ins[1:]):
         return whole(known)
@@ -59,6 +59,6 @@ def loss_backward(known: OpSchema, places: list[Place], size: int) -> Decision |
 
 
 def mean_backward(known: OpSchema) -> bool:
-    """Whether this differentiates the mean of a loss of LOSSES."""
+    """True for the backward of the mean of a loss in LOSSES."""
     at = LOSSES.get(known.name.removesuffix("_backward"))
     return at is not None and known.name.endswith("_backward") and known.named(at + 1, "reduction", 1) == 1

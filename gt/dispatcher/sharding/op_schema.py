@@ -1,4 +1,4 @@
-"""A template the dispatcher has met, with what planning derives from it once: its rule, its lists, its cached plans."""
+"""The dispatcher's view of a template, derived once: name, list arguments, random or not, and cached plans."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from gt.ir.ops import RANDOM
 from gt.ir.template import T, Template, V
 
-# In place, and nothing of the old content is left: heals a failed target, and is a recipe's initialiser
+# In-place ops that overwrite everything: they heal a failed target, and may initialize a recipe
 OVERWRITES = frozenset(
     {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "exponential_", "bernoulli_", "log_normal_", "cauchy_",
      "geometric_"}
 )  # fmt: skip
 
 
-LISTS = ("_foreach_", "_fused_", "_amp_foreach")  # how list ops are called
+LISTS = ("_foreach_", "_fused_", "_amp_foreach")  # prefixes of list ops
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class OpSchema:
     def __post_init__(self) -> None:
         op = self.template.op
         self.name = op.split(".")[1] if op.startswith("aten.") else op.rpartition(".")[0]
-        if op == "aten.view.dtype":  # the same bytes, no other shape
+        if op == "aten.view.dtype":  # a view of another dtype, not of another shape
             self.name = "view.dtype"
         self.random = op in RANDOM
         self.overwrites = self.name in OVERWRITES
@@ -57,7 +57,7 @@ class OpSchema:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One list argument: its place among args (int) or kwargs (str), and what is in it."""
+    """One list argument: its position among args (int) or kwargs (str), and its items."""
 
     place: int | str
     items: tuple

@@ -1,8 +1,7 @@
-"""From one layout to another: which workers exchange which boxes, with which collective. Pure; nothing is sent here.
+"""Redistribution from one layout to another: collectives, transfers and the boxes that workers exchange. Pure.
 
-On one mesh the axes change one at a time; between meshes each receiver is sent just what it lacks, pairwise.
-A `Move` is a list of (worker, kind, payload) in an order that every worker can follow without deadlock: each receive comes
-right after its sends.
+On one mesh, one axis changes at a time. Between meshes, each receiver gets exactly the boxes that it lacks, pairwise.
+The orders of a step have a sequence without deadlock: each receive follows its sends.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from gt.dispatcher.cluster.workers import Cluster
 from gt.ir.layout import Interval, Layout, Mesh, Partial, Placement, R, Replicate, Shard, intervals, local_shape
 from gt.ir.spec import DTYPES
 
-Spans = tuple[tuple[Interval, ...], ...]  # per dim, the intervals of the global tensor that are held
+Spans = tuple[tuple[Interval, ...], ...]  # for each dim, the intervals of the global tensor that a worker holds
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What one worker is told; `text` is the step in plan notation, once a step."""
+    """One worker's instruction in a step. `text` is the step in plan notation, in one order of each step."""
 
     worker: int
     kind: str
@@ -30,7 +29,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class RedistributionStep:
-    """One collective, local change or transfer of a whole tensor, and the layout it leaves."""
+    """One collective, local change or transfer of a whole tensor, and the resulting layout."""
 
     orders: tuple[Order, ...]
     layout: Layout
@@ -39,7 +38,7 @@ class RedistributionStep:
 
 
 def spans(layout: Layout, shape: Sequence[int], rank: int) -> Spans:
-    """Intervals that the rank-th worker holds, a list a dim."""
+    """Intervals that the rank-th worker holds, one list for each dim."""
     splits: dict[int, list[tuple[int, int, int]]] = {}
     for (_, size), place, p in zip(layout.mesh.axes, layout.mesh.coordinates(rank), layout.placements, strict=True):
         if isinstance(p, Shard):
@@ -48,13 +47,13 @@ def spans(layout: Layout, shape: Sequence[int], rank: int) -> Spans:
 
 
 def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """The intervals that lie in both."""
+    """The intersection of two lists of intervals."""
     both = [(max(p, r), min(q, s)) for p, q in a for r, s in b]
     return [(start, stop) for start, stop in both if start < stop]
 
 
 def within(interval: Interval, held: Sequence[Interval]) -> Interval:
-    """Where an interval of the global dim lies in a local tensor that holds `held` one after the other."""
+    """Local indices of a global interval, in a tensor that holds the intervals `held` one after the other."""
     at = 0
     for start, stop in held:
         if start <= interval[0] and interval[1] <= stop:
@@ -64,7 +63,7 @@ def within(interval: Interval, held: Sequence[Interval]) -> Interval:
 
 
 def local_boxes(part: Sequence[Sequence[Interval]], held: Spans) -> list[list[list[int]]]:
-    """The boxes of `part` (intervals a dim) in the indices of a local tensor that holds `held`."""
+    """The boxes of `part` (intervals of each dim) in local indices of a tensor that holds `held`."""
     where = [[list(within(i, h)) for i in intervals_] for intervals_, h in zip(part, held, strict=True)]
     return [[list(span) for span in box] for box in product(*where)]
 
@@ -78,7 +77,7 @@ def on_mesh(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, wa
         if isinstance(held, Replicate) or (held == wanted and not (isinstance(held, Shard) and held.dim in tangled)):
             continue
         if isinstance(held, Partial):
-            raise AssertionError("terms are added up in place before a tensor is moved")
+            raise AssertionError("a partial tensor is reduced in place before it is redistributed")
         if isinstance(wanted, Shard) and all(_alone(at, axis) for at in (now, want, _with(now, axis, wanted))):
             step = _exchange(cluster, shape, dtype, now, axis, wanted)
         else:
@@ -93,7 +92,7 @@ def on_mesh(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, wa
 
 
 def _tangled(have: Layout, want: Layout) -> set[int]:
-    """Dims that several axes split, before or after, and not alike: their splits nest, so all are undone first."""
+    """Dims that several axes split, before or after, in different ways. Such splits nest, so all are gathered first."""
     found = set()
     for layout in (have, want):
         dims = [p.dim for p in layout.placements if isinstance(p, Shard)]
@@ -106,7 +105,7 @@ def _splits(layout: Layout, dim: int) -> list[Placement | None]:
 
 
 def _alone(layout: Layout, axis: int) -> bool:
-    """Whether no other axis splits the dim that this axis splits."""
+    """True if no other axis splits the dim that this axis splits."""
     mine = layout.placements[axis]
     return isinstance(mine, Shard) and all(
         not isinstance(p, Shard) or p.dim != mine.dim for i, p in enumerate(layout.placements) if i != axis
@@ -159,7 +158,7 @@ def _exchange(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout
 
 
 def _slice(shape: Sequence[int], dtype: str, layout: Layout, axis: int, to: Placement) -> RedistributionStep:
-    """Replicate -> Shard or Partial: each worker keeps its part, or the first the value."""
+    """Replicate -> Shard or Partial: each worker keeps its chunk, or the first worker the value."""
     mesh, after = layout.mesh, _with(layout, axis, to)
     orders = []
     for rank, worker in enumerate(mesh.workers):
@@ -180,7 +179,7 @@ def team_payload(cluster: Cluster, mesh: Mesh, team: tuple[int, ...], place: int
 
 
 def reduce(cluster: Cluster, layout: Layout, axis: int) -> tuple[Order, ...]:
-    """The all_reduce, in place, that makes an axis's terms a value."""
+    """The in-place all_reduce of a partial axis."""
     place = layout.placements[axis]
     assert isinstance(place, Partial)
     mesh = layout.mesh

@@ -1,7 +1,7 @@
-"""Sharding rules by class of op: from the placements of an op's inputs on one mesh axis to those it wants and makes.
+"""Sharding rules by class of op: from placements of an op's inputs on one mesh axis to the placements of a Decision.
 
-Each rule sees one axis at a time, so a mesh of two axes is two applications. `None` is an input that may be placed as the
-rule likes. A rule that returns None has no answer: the inputs are gathered and the op runs whole, which is logged once.
+A rule sees one axis at a time; on a mesh of two axes it is applied twice. An input placement of None is open: the rule may
+choose it. A rule without an answer returns None: the inputs are gathered and the op runs on whole tensors, logged once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gt.dispatcher.sharding.base import (
 )
 from gt.dispatcher.sharding.losses import LOSSES, PART, loss, loss_backward, nll_loss, nll_loss_backward
 from gt.dispatcher.sharding.op_schema import OpSchema
-from gt.dispatcher.sharding.partial import counts_up, linear, of_one_kind
+from gt.dispatcher.sharding.partial import adds_replicated_scalar, linear, same_dtype_kind
 from gt.dispatcher.sharding.views import RESHAPES, VIEWS, reshape_along, view
 from gt.ir.layout import P, Partial, Placement, R, Replicate, Shard
 from gt.ir.spec import Spec
@@ -36,16 +36,16 @@ ELEMENTWISE = frozenset(
      "gt.move"}
 )  # fmt: skip
 
-# Elementwise, and only the shape of the operand is read: terms need not be added up
+# Elementwise ops that read only the shape of an operand, which may stay partial
 VALUELESS = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"})
 
-# op -> position of the dim it works along; split along another dim it is local
+# op -> index of its dim argument; the op is local where another dim is split
 DIMWISE = {
     "_softmax": 1, "_log_softmax": 1, "cumsum": 1, "cumprod": 1, "logcumsumexp": 1, "_softmax_backward_data": 2,
     "_log_softmax_backward_data": 2, "flip": 1, "sort": 1, "topk": 2, "argsort": 1, "cummax": 1, "cummin": 1,
 }  # fmt: skip
 
-# op -> the Partial its result over a split dim is (None: not to be combined from terms)
+# op -> the Partial of its result over a split dim (None: no reduction combines the terms)
 REDUCTIONS = {
     "sum": "sum", "mean": "avg", "amax": "max", "amin": "min", "max": "max", "min": "min", "prod": None, "any": None,
     "all": None, "logsumexp": None, "argmax": None, "argmin": None, "var": None, "std": None, "var_mean": None,
@@ -54,11 +54,11 @@ REDUCTIONS = {
 
 
 def pointwise(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """Elementwise with broadcasting: the first operand that is split decides, dims are aligned from the right."""
+    """Elementwise with broadcasting: `_leader` decides the split, and dims are aligned from the right."""
     outs, ins = known.template.outs, known.template.ins
     if known.name in VALUELESS and isinstance(places[0], Partial):
         return Decision((places[0],), (R,) * len(outs))
-    if counts_up(known, places):
+    if adds_replicated_scalar(known, places):
         return Decision((P, P), (P,))
     if linear(known, places):
         return Decision(tuple(p if isinstance(p, Partial) else R for p in places), tuple(P for _ in outs))
@@ -67,7 +67,7 @@ def pointwise(known: OpSchema, places: list[Place], size: int) -> Decision | Non
     leader = _leader(known, places, result, writes)
     if leader is None:
         return Decision((R,) * len(places), (R,) * len(outs))
-    back = leader.dim - len(result)  # counted from the right
+    back = leader.dim - len(result)  # from the right
     wants: list[Placement] = []
     for spec in ins:
         dim = len(spec.shape) + back
@@ -79,7 +79,7 @@ def pointwise(known: OpSchema, places: list[Place], size: int) -> Decision | Non
 
 
 def _leader(known: OpSchema, places: list[Place], result: tuple[int, ...], writes: tuple[int, ...]) -> Shard | None:
-    """The split of the result: the target's if the op is in place, else that of the largest split operand."""
+    """The split of the result: the written operand's for an in-place op, else that of the largest split operand."""
     if writes:
         place = places[writes[0]]
         return place if isinstance(place, Shard) else None
@@ -93,13 +93,13 @@ def _leader(known: OpSchema, places: list[Place], result: tuple[int, ...], write
 
 
 def reduction(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """Sums and the like: a split dim that is reduced leaves terms, another one stays split."""
+    """Reductions: over a split dim the result is partial; other dims stay split."""
     place, spec = places[0], known.template.ins[0]
     if known.tensors != 1:
         return None
     outs = len(known.template.outs)
     if isinstance(place, Partial):
-        same = place.op == "sum" and known.name in ("sum", "mean") and of_one_kind(known, places)
+        same = place.op == "sum" and known.name in ("sum", "mean") and same_dtype_kind(known, places)
         return Decision((place,), (place,) * outs) if same else None
     if not isinstance(place, Shard):
         return Decision((R,), (R,) * outs)
@@ -114,7 +114,7 @@ def reduction(known: OpSchema, places: list[Place], size: int) -> Decision | Non
 
 
 def _reduced(known: OpSchema) -> tuple[set[int], bool]:
-    """Dims that a reduction removes, and whether it keeps them at size 1."""
+    """The reduced dims, and True if they stay with size 1."""
     rank = len(shape(known, 0))
     dims = known.named(2, "dim") if known.name == "linalg_vector_norm" else known.named(1, "dim")
     if isinstance(dims, int):
@@ -125,7 +125,7 @@ def _reduced(known: OpSchema) -> tuple[set[int], bool]:
 
 
 def matmul(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """mm, addmm, bmm, baddbmm, mv: rows, columns or the summed dim may be split; whatever moves the fewest bytes wins."""
+    """mm, addmm, bmm, baddbmm, mv: rows, columns or the contracted dim may be split. The option that moves least bytes wins."""
     first = 1 if known.name in ("addmm", "baddbmm", "addmv", "addmm_", "baddbmm_") else 0
     specs = known.template.ins
     a, b = len(specs[first].shape), len(specs[first + 1].shape)
@@ -152,7 +152,7 @@ def _leaves_one_empty(place: object, made: tuple[int, ...], size: int) -> bool:
 
 
 def _odd_where_empty(known: OpSchema) -> bool:
-    """Whether torch does this sum otherwise where there is nothing: scales integers by a fraction, keeps a lone element."""
+    """True if torch treats empty pieces differently: it scales integers by a fraction, or keeps a single element."""
     return "float" not in known.template.ins[0].dtype or (known.name == "addmv" and shape(known, 0) in ((), (1,)))
 
 
@@ -161,7 +161,7 @@ def _moved(held: list[Place], option: tuple, specs: tuple[Spec, ...]) -> float:
 
 
 def _with_parts(options: list, held: list[Place]) -> list:
-    """The options again with the `parts` of an operand that is split that way."""
+    """The options, and each again with the `parts` of an operand that has this split."""
     more = []
     for x, y, out in options:
         for mine, place in ((x, held[0]), (y, held[1])):
@@ -179,7 +179,7 @@ def _fits(option: tuple, specs: tuple, size: int) -> bool:
 
 
 def _cost(have: Place, want: Placement, nbytes: int) -> float:
-    """Bytes moved to bring an operand; a Partial that is not wanted as such is added up (twice its bytes)."""
+    """Bytes moved to redistribute an operand. A reduction of a Partial moves twice its bytes."""
     if have is None or have == want:
         return 0
     if isinstance(have, Partial):
@@ -190,7 +190,7 @@ def _cost(have: Place, want: Placement, nbytes: int) -> float:
 
 
 def _mm_decision(known: OpSchema, first: int, option: tuple) -> Decision:
-    """With the added operand of addmm laid as the result is, as far as it is not broadcast there."""
+    """Decision for an option. The added operand of addmm has the result's placement, but for dims that are broadcast."""
     x, y, out = option
     if not first:
         return Decision((x, y), (out,))
@@ -206,7 +206,7 @@ def _mm_decision(known: OpSchema, first: int, option: tuple) -> Decision:
 
 
 def layer_norm(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """Split along leading dims it is local; weight and bias are whole."""
+    """Local along leading dims, with weight and bias replicated."""
     backward = known.name.endswith("_backward")
     index = 1 if backward else 0
     normalized = known.arg(2) if backward else known.arg(1)
@@ -223,7 +223,7 @@ def layer_norm(known: OpSchema, places: list[Place], size: int) -> Decision | No
 
 
 def dimwise(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """Ops along one dim: split along another they are local."""
+    """Ops along one dim, which are local where another dim is split."""
     rank = len(shape(known, 0))
     dims = known.named(DIMWISE[known.name], "dim", -1)
     along = {d % rank for d in (dims if isinstance(dims, list) else [dims]) if isinstance(d, int)} if rank else set()
@@ -235,7 +235,7 @@ def dimwise(known: OpSchema, places: list[Place], size: int) -> Decision | None:
 
 
 def embedding(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """Rows of a table: the table's columns or the indices may be split."""
+    """Embedding: the table's columns or the indices may be split."""
     table, index = places
     last = len(out_shape(known)) - 1
     if isinstance(table, Shard) and table.dim == 1:
@@ -257,32 +257,32 @@ def embedding_backward(known: OpSchema, places: list[Place], size: int) -> Decis
 
 
 def attention(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """Batch and head dims may be split, alike in q, k and v; a mask is split where it is not broadcast."""
+    """Batch and head dims may be split, in q, k and v alike. A mask is split too, unless it is broadcast there."""
     ins, outs = known.template.ins, known.template.outs
     backward = known.name == "gt.sdpa_backward"
     ranks = [len(s.shape) for s in ins[backward : backward + 3]]
     rank = ranks[0]
-    if len(set(ranks)) > 1:  # batch dims that only some of q, k and v have
+    if len(set(ranks)) > 1:  # some of q, k and v lack batch dims
         return whole(known)
     place = next((p for p in places if isinstance(p, Shard) and p.dim < rank - 2 and p.parts == 1), None)
     if place is None or not _alike({s.shape[place.dim] for s in ins if len(s.shape) == rank}, size):
         return Decision((R,) * known.tensors, (R,) * len(outs))
     wants: list[Placement] = []
     for index, spec in enumerate(ins):
-        sums = backward and index == known.tensors - 1  # the log-sum-exp, which has q's dims but the last
+        sums = backward and index == known.tensors - 1  # the log-sum-exp has q's dims without the last
         dim = place.dim if sums else place.dim + len(spec.shape) - rank
         wants.append(Shard(dim) if dim >= 0 and spec.shape[dim] > 1 else R)
     return Decision(tuple(wants), (place,) * len(outs))
 
 
 def _alike(extents: set[int], size: int) -> bool:
-    """Whether chunks of dims of these extents belong together (grouped-query heads: if all split evenly)."""
+    """True if chunks of these extents correspond (of grouped-query heads: if all split evenly)."""
     extents.discard(1)
     return len(extents) == 1 or (bool(extents) and all(n % size == 0 for n in extents))
 
 
 def padded(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """slice_backward, select_backward: zeros around a gradient; linear, and local along the other dims."""
+    """slice_backward, select_backward: zeros around a gradient. Linear, and local along the other dims."""
     place = places[0]
     dim = known.arg(2, 0) % len(out_shape(known))
     if isinstance(place, Shard) and known.name == "select_backward":
@@ -294,7 +294,7 @@ def padded(known: OpSchema, places: list[Place], size: int) -> Decision | None:
 
 
 def constant_pad(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """Local along dims that get nothing; a pad has two lengths for each dim, the last dim's first."""
+    """Local along dims without padding. `pad` has two lengths for each dim, the last dim first."""
     place, pad = places[0], known.arg(1)
     if not isinstance(place, Shard):
         return whole(known)
@@ -303,7 +303,7 @@ def constant_pad(known: OpSchema, places: list[Place], size: int) -> Decision | 
 
 
 def _cat_with_nothing(known: OpSchema, places: list[Place], dim: int) -> Decision:
-    """Operands of the shape [0] are left out, whatever the rank of the others: an empty cache of keys, say."""
+    """cat that ignores operands of shape [0], whatever the rank of the others (an empty key cache)."""
     rank = len(out_shape(known))
     some = {p for p, s in zip(places, known.template.ins, strict=True) if s.shape != (0,)}
     place = some.pop() if len(some) == 1 else R
@@ -313,7 +313,7 @@ def _cat_with_nothing(known: OpSchema, places: list[Place], dim: int) -> Decisio
 
 
 def cat(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """cat and stack: a split along another dim is kept where all operands have it."""
+    """cat and stack: a split along another dim stays where all operands have it."""
     outs, ins = known.template.outs, known.template.ins
     dim = known.arg(1, 0)
     if known.name == "cat" and any(s.shape == (0,) for s in ins) and len(out_shape(known)) > 1:
@@ -365,7 +365,7 @@ def _view(known: OpSchema, places: list[Place], size: int) -> Decision | None:
 
 
 def decide(known: OpSchema, places: list[Place], size: int) -> Decision | None:
-    """The rule of the op's class for one mesh axis; None where the inputs have to be gathered."""
+    """Apply the op's rule on one mesh axis; None where the inputs have to be gathered."""
     rule = RULES.get(known.name)
     if rule is None and known.template.pointwise:
         rule = pointwise
@@ -376,7 +376,7 @@ def decide(known: OpSchema, places: list[Place], size: int) -> Decision | None:
 
 
 def decide_along(known: OpSchema, columns: Sequence[list[Place]], sizes: Sequence[int]) -> list[Decision | None]:
-    """The rule's answer for each mesh axis, each asked by itself but of a reshape of what several of them split."""
+    """Apply the op's rule on each mesh axis by itself. A reshape of dims that several axes split takes all axes together."""
     if known.name not in RESHAPES or sum(isinstance(places[0], Shard) for places in columns) < 2:
         return [decide(known, places, size) for places, size in zip(columns, sizes, strict=True)]
     starts = [places[0] if isinstance(places[0], Partial) else settled(places[0]) for places in columns]

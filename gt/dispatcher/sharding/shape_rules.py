@@ -1,7 +1,7 @@
-"""Forms of ops that sharding rules know: how shapes of operands, sizes and results belong together.
+"""Shape checks before sharding rules: shapes of operands, sizes and results have to agree as in torch.
 
-A client's template may claim any shapes. Where they are not those that torch gives, the op gets a name that no rule has: its
-inputs are gathered, and it fails on its worker in torch's words.
+A client's template may claim any shapes. Where they do not agree, the op gets a name without a rule: its inputs are gathered,
+and it fails on its worker with torch's error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Form = Callable[["Shapes"], bool]
 
 
 class Shapes:
-    """Shapes of an op's operands and results. A result that is its operand has that one's shape; `none` has None."""
+    """Shapes of an op's operands and results. A result of kind `same` has its operand's shape, one of kind `none` has None."""
 
     def __init__(self, known: OpSchema) -> None:
         template = known.template
@@ -39,7 +39,7 @@ class Shapes:
 
 
 def known(template: Template) -> OpSchema:
-    """A client's template as planning knows it, with a rule only if it has the form that the rule is for."""
+    """The OpSchema of a client's template, with a rule only if the template has the shapes that the rule expects."""
     met = OpSchema(template)
     if regular(met):
         return met
@@ -50,7 +50,7 @@ def known(template: Template) -> OpSchema:
 
 
 def regular(known: OpSchema) -> bool:
-    """True if its shapes are those that its rule is for."""
+    """True if the shapes are those that the op's rule expects."""
     template = known.template
     if known.name == "gt.upload":
         return True
@@ -64,12 +64,12 @@ def regular(known: OpSchema) -> bool:
         return False
     try:
         return form(Shapes(known))
-    except (IndexError, TypeError, ValueError):  # fewer operands or dims than the form speaks of
+    except (IndexError, TypeError, ValueError):  # fewer operands or dims than the check reads
         return False
 
 
 def _lists(known: OpSchema) -> bool:
-    """All lists have something beside each tensor of the first; what is done in parts gives a result for each, or none."""
+    """True if all lists are as long as the first, and an op that is divided gives a result for each tensor, or none."""
     lengths = {len(column.items) for column in known.columns}
     if len(lengths) != 1 or any(isinstance(item, V) for item in known.columns[0].items):
         return False
@@ -80,7 +80,7 @@ def _lists(known: OpSchema) -> bool:
 
 
 def _dims(given: Any, rank: int) -> list[int]:
-    """Dims as torch counts them; IndexError for one that a tensor of this rank lacks, or that comes twice."""
+    """Dims from 0 up; IndexError for one out of range or given twice."""
     dims = [given] if isinstance(given, int) else list(given)
     least, most = -max(rank, 1), max(rank, 1)
     found = [d % rank for d in dims if rank]
@@ -94,7 +94,7 @@ def _without(shape: Shape, dims: Iterable[int]) -> Shape:
 
 
 def _same_but(a: Shape, b: Shape | None, dims: Iterable[int]) -> bool:
-    """True if two shapes differ along these dims at most."""
+    """True if two shapes are equal outside of these dims."""
     return b is not None and len(a) == len(b) and all(x == y or d in dims for d, (x, y) in enumerate(zip(a, b, strict=True)))
 
 
@@ -106,7 +106,7 @@ def _broadcasts(shape: Shape, to: Shape) -> bool:
 
 
 def pointwise(op: Shapes) -> bool:
-    """Operands are broadcast to the result, which in place is the operand that is written."""
+    """Operands are broadcast to the result. An in-place result is the written operand."""
     writes = op.known.template.writes
     result = op.ins[writes[0]] if writes else op.outs[0]
     return result is not None and set(op.outs) == {result} and all(_broadcasts(shape, result) for shape in op.ins)
@@ -120,7 +120,7 @@ def dimwise(op: Shapes) -> bool:
 
 def reduction(op: Shapes) -> bool:
     if len(op.ins) != 1:
-        return bool(op.ins)  # a maximum of two tensors, which the rule leaves alone
+        return bool(op.ins)  # the maximum of two tensors: the rule has no answer for it
     (x,) = op.ins
     given = op.named(2 if op.name == "linalg_vector_norm" else 1, "dim")
     gone = (_dims(given, len(x)) if isinstance(given, (int, list)) else []) or range(len(x))
@@ -151,7 +151,7 @@ def layer_norm(op: Shapes) -> bool:
 
 
 def attention(op: Shapes) -> bool:
-    """Operands: query, key, value and a mask or none; before them a gradient, and behind them result and sums of rows."""
+    """Operands: query, key, value, and a mask or none. Backward has the gradient before them, result and logsumexp behind."""
     backward = op.name.endswith("_backward")
     q, k, v = op.ins[int(backward) : 3 + backward]
     rank = len(q)
@@ -183,7 +183,7 @@ def nll_loss_backward(op: Shapes) -> bool:
 
 
 def _labelled(op: Shapes, scores: Shape, labels: Shape, weight: Sequence[Shape]) -> bool:
-    """Scores [N, C] or [C], of pixels [N, C, H, W], and a label for each of N."""
+    """Scores [N, C] or [C], or [N, C, H, W] of pixels, and a label for each row or pixel."""
     dim = min(len(scores), 2) - 1
     ranks = (4,) if "2d" in op.name else (1, 2)
     return len(scores) in ranks and labels == _without(scores, (dim,)) and set(weight) <= {(scores[dim],)}
@@ -200,7 +200,7 @@ def loss_backward(op: Shapes) -> bool:
 
 
 def padded(op: Shapes) -> bool:
-    """slice_backward, select_backward: a gradient, and the shape around it."""
+    """slice_backward, select_backward: a gradient, and the shape of the input."""
     (grad,), made = op.ins, tuple(op.arg(1))
     dims = _dims(op.arg(2, 0), len(made))
     fits = grad == _without(made, dims) if op.name == "select_backward" else _same_but(grad, made, dims)
@@ -276,7 +276,7 @@ def along(op: Shapes) -> bool:
 
 
 def select(op: Shapes) -> bool:
-    """select, and unbind, which has a result for each index."""
+    """select, and unbind with one result for each index."""
     (x,) = op.ins
     (dim,) = _dims(op.arg(1, 0), len(x))
     return op.makes(*[_without(x, (dim,))] * (x[dim] if op.name == "unbind" else 1))

@@ -1,6 +1,6 @@
-"""Which placement a view has, given its base's: the split must be of one dim of the view, or there is no local view.
+"""Sharding rules of views: from the placement of a base to that of its view, if the split is of one dim of the view.
 
-A view never moves data here; where a split cannot be seen through it, the planner moves the base first.
+A view moves no data. Where the view has no local form, the planner redistributes the base first.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from math import prod
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.ir.layout import Partial, Placement, Replicate, Shard
 
-MOST_PARTS = 4096  # of a split dim: each is a box on every worker; beyond, gathering is cheaper
-OTHER_VIEW = "a view of another form"  # see plan.forms
+MOST_PARTS = 4096  # parts of a split dim, each a box on every worker; with more, gathering is cheaper
+OTHER_VIEW = "a view of another form"  # see shape_rules.py
 Split = Callable[[OpSchema, Shard, int], Shard | None]
 
 
 def view(known: OpSchema, place: Placement, size: int) -> tuple[Placement, ...] | None:
-    """Placements of the outputs; Replicate passes through every view, Partial if numbers stay what they are."""
+    """Placements of the outputs. Replicate passes through every view, Partial unless the dtype changes."""
     outs = known.template.outs
     if isinstance(place, Partial) and known.name == "view.dtype":
         return None
-    if isinstance(place, (Replicate, Partial)) or not outs:  # unbind of an empty dim makes none
+    if isinstance(place, (Replicate, Partial)) or not outs:  # unbind of an empty dim has no outputs
         return (place,) * len(outs)
     made = VIEWS[known.name](known, place, size)
     return None if made is None else (made,) * len(outs)
@@ -33,7 +33,7 @@ def _shapes(known: OpSchema) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def segments(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[range, range]]:
-    """Smallest runs of dims with equal products: (8, 6, 4) -> (48, 2, 2) is [(0..2, 0..1), (2..3, 1..3)]."""
+    """Shortest runs of dims with equal products: (8, 6, 4) -> (48, 2, 2) is [(0..2, 0..1), (2..3, 1..3)]."""
     runs, i, j = [], 0, 0
     while i < len(old) and j < len(new):
         a, b, x, y = i + 1, j + 1, old[i], new[j]
@@ -52,7 +52,7 @@ def segments(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[range, ra
 
 
 def reshape(known: OpSchema, place: Shard, size: int) -> Shard | None:
-    """view, reshape: the split dim is the leading one of its run, or is led by exactly its `parts`."""
+    """view, reshape: the split dim has to lead its run of dims, or to follow dims whose product is its `parts`."""
     old, new = _shapes(known)
     if 0 in old:
         return None
@@ -63,20 +63,20 @@ def reshape(known: OpSchema, place: Shard, size: int) -> Shard | None:
 
 
 class Runs:
-    """Into how many equal runs each dim is cut by mesh axes so far: parts of a later axis are of what an earlier one left."""
+    """Number of equal runs into which earlier mesh axes split each dim. The `parts` of a later axis count within one run."""
 
     def __init__(self) -> None:
         self._runs: dict[int, int] = {}
-        self._parted: set[int] = set()  # once a dim has parts, those of later axes say nothing: see layout.intervals
+        self._parted: set[int] = set()  # dims that have parts already; parts of later axes have no effect, see layout.intervals
 
     def enter(self, place: Shard, size: int) -> Shard:
-        """The next axis's split, its parts being of the whole dim."""
+        """Add the next axis's split; the result's parts are of the whole dim."""
         parts = self._runs.get(place.dim, 1) * (1 if place.dim in self._parted else place.parts)
         self._cut(place.dim, place.parts, parts * size)
         return Shard(place.dim, parts)
 
     def leave(self, place: Shard, size: int) -> Shard | None:
-        """The inverse; None where no axis after those before can be split so."""
+        """The inverse of enter; None where the next axis cannot have this split."""
         parts, rest = divmod(place.parts, self._runs.get(place.dim, 1))
         if rest or not parts or (parts > 1 and place.dim in self._parted):
             return None
@@ -90,7 +90,7 @@ class Runs:
 
 
 def reshape_along(known: OpSchema, places: Sequence[Placement], sizes: Sequence[int]) -> list[Placement] | None:
-    """reshape where several mesh axes split dims: it may make one of those, or several of one."""
+    """reshape where several mesh axes split dims, which it may join into one dim or divide into several."""
     before, after = Runs(), Runs()
     made: list[Placement] = []
     for place, size in zip(places, sizes, strict=True):
@@ -112,7 +112,7 @@ def _in_run(place: Shard, before: list[tuple[int, int]], after: list[tuple[int, 
         return Shard(after[0][0], place.parts)
     if extent % (size * place.parts) or (lead > 1 and place.parts > 1):
         return None
-    parts = lead * place.parts  # every index of the dims before is a part of its own
+    parts = lead * place.parts  # every index of the leading dims is a part
     if parts > MOST_PARTS:
         return None
     passed = 1
@@ -162,7 +162,7 @@ def squeeze(known: OpSchema, place: Shard, size: int) -> Shard | None:
 
 
 def along(known: OpSchema, place: Shard, size: int) -> Shard | None:
-    """slice, narrow: local along any other dim, or when it takes all of this one."""
+    """slice, narrow: local along any other dim, or where it takes all of this dim."""
     old, new = _shapes(known)
     return place if old[place.dim] == new[place.dim] else None
 
@@ -178,7 +178,7 @@ def unbind(known: OpSchema, place: Shard, size: int) -> Shard | None:
 
 
 def split(known: OpSchema, place: Shard, size: int) -> Shard | None:
-    """split, chunk: along another dim, or along this one where its parts are the pieces (fused QKV)."""
+    """split, chunk: local along another dim, or along this dim where its parts are the outputs (fused QKV)."""
     old = _shapes(known)[0]
     dim = known.named(2, "dim", 0) % len(old)
     if dim != place.dim:
@@ -191,7 +191,7 @@ def split(known: OpSchema, place: Shard, size: int) -> Shard | None:
 
 
 def wanted_parts(known: OpSchema) -> tuple[int, int] | None:
-    """(dim, pieces) of a split into equal pieces, or of a view that takes a leading factor out of a dim."""
+    """(dim, parts) of a split into equal parts, or of a view that moves a leading factor of a dim into a dim of its own."""
     old, new = _shapes(known)
     if known.name in ("split", "split_with_sizes"):
         dim = known.named(2, "dim", 0) % len(old)
@@ -208,12 +208,12 @@ def same(known: OpSchema, place: Shard, size: int) -> Shard | None:
 
 
 def as_complex(known: OpSchema, place: Shard, size: int) -> Shard | None:
-    """The last dim is real and imaginary part of one number."""
+    """Local but for the last dim, which has the real and imaginary parts of one number."""
     return place if place.dim < len(_shapes(known)[0]) - 1 else None
 
 
 def retyped(known: OpSchema, place: Shard, size: int) -> Shard | None:
-    """x.view(dtype): an element of the last dim may become several, or a part of one."""
+    """x.view(dtype): local but for the last dim, whose elements may be joined or divided."""
     old, new = _shapes(known)
     return place if old == new or place.dim < len(old) - 1 else None
 

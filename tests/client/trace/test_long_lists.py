@@ -121,7 +121,8 @@ def test_an_infinite_gradient_in_any_chunk_is_found(one):
 
 
 def test_a_template_of_few_operands_is_never_too_heavy():
-    """LIGHT is a bound that saves looking: of operands of the highest dim that torch's tensors usually have."""
+    """LIGHT_OPERANDS is a bound that saves looking: of operands of the highest dim that torch's tensors usually have."""
     spec = [[8] * 8, [8] * 8, 0, "float32"]
-    row = ["aten._foreach_add.List", [[{"t": n} for n in range(check.LIGHT)]], {}, [spec] * check.LIGHT, 0, [], [], False, True]
-    assert weight(row) <= check.HEAVIEST
+    count = check.LIGHT_OPERANDS
+    row = ["aten._foreach_add.List", [[{"t": n} for n in range(count)]], {}, [spec] * count, 0, [], [], False, True]
+    assert weight(row) <= check.MAX_TEMPLATE_PARTS

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gt.dispatcher.schedule import SCHEDULES, Action, Costs, Schedule, check, finish, make, simulate, uniform
+from gt.dispatcher.schedule import SCHEDULES, Action, Costs, Schedule, ScheduleRequest, check, finish, make, simulate, uniform
 from gt.dispatcher.schedule.auto import within
 from gt.dispatcher.schedule.fill import fill
 from gt.dispatcher.schedule.greedy import greedy
@@ -32,7 +32,7 @@ def best_named(workers: list[int], m: int, costs: Costs, limit: float) -> float:
     found = float("inf")
     for name in SCHEDULES:
         try:
-            made = make(name, stages=len(workers), workers=workers, micro_batches=m, costs=costs, limit=limit)
+            made = make(ScheduleRequest(name, workers, m, limit=limit), costs)
         except ConfigError:
             continue
         check(made.rows, m)
@@ -41,7 +41,7 @@ def best_named(workers: list[int], m: int, costs: Costs, limit: float) -> float:
 
 
 def auto(workers: list[int], m: int, costs: Costs, limit: float | None = None) -> Schedule:
-    return make("auto", stages=len(workers), workers=workers, micro_batches=m, costs=costs, limit=limit)
+    return make(ScheduleRequest("auto", workers, m, limit=limit), costs)
 
 
 @given(st.sampled_from(sorted(PLACEMENTS)), st.integers(1, 6), st.integers(1, 12), st.integers(0, 2**32), st.booleans())
@@ -86,23 +86,21 @@ def test_with_many_stages_auto_is_no_worse_than_a_named_one_and_keeps_within_mem
 def test_at_equal_times_auto_is_the_best_named_one(placement: str, name: str) -> None:
     workers = PLACEMENTS[placement](4)
     assert auto(workers, 8, uniform(len(workers))).name == name
-    assert str(make("auto", stages=len(workers), workers=workers, micro_batches=8)) == str(
-        make(name, stages=len(workers), workers=workers, micro_batches=8)
-    )
+    assert str(make(ScheduleRequest("auto", workers, 8))) == str(make(ScheduleRequest(name, workers, 8)))
 
 
 def test_a_limit_below_every_named_schedules_memory_still_has_one() -> None:
     costs = uniform(4)
     made = auto([0, 1, 2, 3], 8, costs, limit=1)
     assert simulate(made.rows, costs).peak == (1, 1, 1, 1)
-    with pytest.raises(ConfigError, match=r"no schedule of 8 micro-batches keeps within 0.9 of activations a worker"):
+    with pytest.raises(ConfigError, match=r"no schedule of 8 micro-batches fits 0.9 of activations a worker"):
         auto([0, 1, 2, 3], 8, costs, limit=0.9)
 
 
 def test_transfers_are_hidden_by_running_ahead() -> None:
     """1F1B waits for transfers in every micro-batch; `auto` spends memory to hide them."""
     costs = uniform(4, transfer=0.5)
-    named = simulate(make("1f1b", stages=4, micro_batches=16, costs=costs).rows, costs)
+    named = simulate(make(ScheduleRequest("1f1b", range(4), 16), costs).rows, costs)
     made = simulate(auto([0, 1, 2, 3], 16, costs).rows, costs)
     work = 16 * 3
     assert named.makespan - work > 22 and made.makespan - work < 6
@@ -146,8 +144,8 @@ def test_zero_bubble_by_costs_is_no_worse_than_its_table_in_no_more_memory(place
     workers = PLACEMENTS[placement](p)
     costs = random_costs(random.Random(seed), len(workers))
     name = "zb-v" if placement == "vee" else "zb-h1"
-    table = simulate(make(name, stages=len(workers), workers=workers, micro_batches=m).rows, costs)
-    rows = make(name, stages=len(workers), workers=workers, micro_batches=m, costs=costs).rows
+    table = simulate(make(ScheduleRequest(name, workers, m)).rows, costs)
+    rows = make(ScheduleRequest(name, workers, m), costs).rows
     check(rows, m)
     line = simulate(rows, costs)
     assert line.makespan <= table.makespan * (1 + 1e-9)
@@ -170,7 +168,7 @@ def test_greedy_and_filled_rows_keep_within_their_limits(placement: str, p: int,
     rows = greedy(workers, m, costs, limits)
     assert rows is not None
     for late in (0.0, 0.5, 1.0):
-        for order in (rows, make("gpipe", stages=len(workers), workers=workers, micro_batches=m).rows):
+        for order in (rows, make(ScheduleRequest("gpipe", workers, m)).rows):
             filled = fill(order, costs, limits, late)
             if filled is not None:
                 check(filled, m)
@@ -190,9 +188,9 @@ def test_running_ahead_keeps_to_memory_and_never_beyond_the_stage_before() -> No
 @settings(max_examples=60, deadline=None)
 def test_merged_stages_cost_what_they_cost_one_by_one(p: int, m: int, seed: int) -> None:
     costs = random_costs(random.Random(seed), 2 * p)
-    pairs = make("1f1b", stages=2 * p, workers=PLACEMENTS["pairs"](p), micro_batches=m).rows
+    pairs = make(ScheduleRequest("1f1b", PLACEMENTS["pairs"](p), m)).rows
     merged = costs.merged([[2 * w, 2 * w + 1] for w in range(p)])
-    one, other = simulate(pairs, costs), simulate(make("1f1b", stages=p, micro_batches=m).rows, merged)
+    one, other = simulate(pairs, costs), simulate(make(ScheduleRequest("1f1b", range(p), m)).rows, merged)
     assert (one.makespan, one.bubble, one.peak) == (other.makespan, other.bubble, other.peak)
 
 
@@ -239,7 +237,7 @@ def test_last_actions_take_the_time_that_a_pipeline_leaves() -> None:
     """The last stage of 1F1B is done first: its optimizer and all-reduce cost nothing; only those of stage 0 are seen."""
     plain = uniform(4)
     costs = replace(plain, loss=(None, None, None, 0.5), reduce=(2.0,) * 4, optimizer=(1.0,) * 4)
-    schedule = make("1f1b", stages=4, micro_batches=8, costs=costs)
+    schedule = make(ScheduleRequest("1f1b", range(4), 8), costs)
     line = simulate(schedule.rows, costs)
     assert line.makespan == 33 + 2 + 1
     ends = [[str(action) for action in row[-4:]] for row in schedule.rows]
@@ -249,14 +247,14 @@ def test_last_actions_take_the_time_that_a_pipeline_leaves() -> None:
 def test_an_all_reduce_overlaps_weight_gradients_of_another_stage() -> None:
     workers = [0, 1, 1, 0]
     costs = replace(uniform(4), reduce=(3.0,) * 4, optimizer=(1.0,) * 4)
-    row = [str(action) for action in make("zb-v", stages=4, workers=workers, micro_batches=4, costs=costs).rows[0]]
+    row = [str(action) for action in make(ScheduleRequest("zb-v", workers, 4), costs).rows[0]]
     assert row.index("3R") == row.index("3W3") + 1 and row.index("3O") > row.index("3R") + 1
     assert row.index("0R") == row.index("0W3") + 1
 
 
 def test_a_joint_optimizer_comes_after_every_all_reduce() -> None:
     costs = replace(uniform(4), reduce=(1.0,) * 4, optimizer=(1.0,) * 4, joint=True)
-    rows = make("zb-h1", stages=4, micro_batches=8, costs=costs).rows
+    rows = make(ScheduleRequest("zb-h1", range(4), 8), costs).rows
     line = simulate(rows, costs)
     ended = [end for row, ends in zip(rows, line.end) for action, end in zip(row, ends) if action.kind == "R"]
     began = [start for row, starts in zip(rows, line.start) for action, start in zip(row, starts) if action.kind == "O"]

@@ -222,7 +222,7 @@ def test_auto_keeps_within_a_limit_or_says_what_it_would_take(four: str) -> None
     tight = order_of(f"auto:{2 * least:g}", (1, 1, 1, 1), four)
     assert max(tight["peak"]) <= 2 * least < max(free["peak"]) and tight["makespan"] >= free["makespan"]
     none = order_of("auto:1KiB", (1, 1, 1, 1), four)
-    assert "keeps within 1 KiB" in none["why"] and "the least that was found is 2.004 KiB" in none["why"]
+    assert "fits 1 KiB" in none["why"] and "the smallest needs 2.004 KiB" in none["why"]
 
 
 def test_a_better_cut_is_proposed_with_what_it_gains(four: str) -> None:
@@ -235,11 +235,11 @@ def test_a_better_cut_is_proposed_with_what_it_gains(four: str) -> None:
 
 
 def test_a_proposal_names_what_goes_where() -> None:
-    units = [[(1.0, "a")] * 6, [(1.0, "b")] * 2]
-    found = balance(schedule.uniform(2, forward=1, input=1, weight=1), units, [0, 1], 8, "1f1b")
+    units, request = [[(1.0, "a")] * 6, [(1.0, "b")] * 2], schedule.ScheduleRequest("1f1b", [0, 1], 8)
+    found = balance(schedule.uniform(2), units, request)
     assert "better" not in found  # as costs say, not as many ops
     costs = Costs((6.0, 2.0), (6.0, 2.0), (6.0, 2.0), (0.0,), (1.0, 1.0), (1.0, 1.0))
-    found = balance(costs, units, [0, 1], 8, "1f1b")
+    found = balance(costs, units, request)
     assert found["better"]["gain"] == pytest.approx(1 - 9 * 12 / (8 * 18))
     assert said(found["better"]["moves"], ["x", "y"]) == "move the last 2 of x's 6 ops to y (from a, time 5 of 6)"
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gt.dispatcher.schedule import Costs, make, parse, simulate, uniform
+from gt.dispatcher.schedule import Costs, ScheduleRequest, make, parse, simulate, uniform
 from gt.errors import ConfigError
 from tests.dispatcher.schedule.schedules import PLACEMENTS, random_costs, random_rows, slow_ends
 from tests.helpers.limits import limit
@@ -99,7 +99,7 @@ def test_clipping_makes_every_optimizer_wait_for_all_stages() -> None:
 
 def test_a_large_schedule_is_simulated_in_milliseconds() -> None:
     workers = PLACEMENTS["vee"](16)
-    schedule, costs = make("zb-v", stages=32, workers=workers, micro_batches=64), uniform(32)
+    schedule, costs = make(ScheduleRequest("zb-v", workers, 64)), uniform(32)
     assert sum(map(len, schedule.rows)) == 32 * 64 * 3
     took = []
     for _ in range(5):

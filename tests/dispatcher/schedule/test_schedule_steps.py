@@ -25,7 +25,7 @@ def test_without_a_backward_forwards_are_left_and_auto_is_the_best_of_them(worke
     spans = {}
     for name in schedule.NAMES:
         try:
-            made = schedule.make(name, stages=len(workers), workers=workers, micro_batches=5, costs=costs, backward=False)
+            made = schedule.make(schedule.ScheduleRequest(name, workers, 5, backward=False), costs)
         except ConfigError:
             continue
         for stage, worker in enumerate(workers):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gt.dispatcher.schedule import NAMES, SCHEDULES, Action, Schedule, check, make, simulate, text, uniform
+from gt.dispatcher.schedule import NAMES, SCHEDULES, Action, Schedule, ScheduleRequest, check, make, simulate, text, uniform
 from gt.errors import ConfigError
 from tests.dispatcher.schedule.schedules import PLACEMENTS, in_order
 from tests.helpers import ROOT
@@ -24,7 +24,7 @@ COSTS = [(1, 1, 1), (1, 1.1, 0.7), (2, 3, 1.5)]
 
 def made(name: str, placement: str, p: int, m: int) -> Schedule:
     workers = PLACEMENTS[placement](p)
-    return make(name, stages=len(workers), workers=workers, micro_batches=m)
+    return make(ScheduleRequest(name, workers, m))
 
 
 def bubble(name: str, v: int, p: int, f: float, i: float, w: float) -> float:
@@ -163,7 +163,7 @@ def test_rows_are_whole_end_and_keep_to_their_memory(form: tuple, p: int, m: int
 def test_gpipe_does_with_any_placement(drawn: list[int], m: int) -> None:
     order = sorted(set(drawn))
     workers = [order.index(worker) for worker in drawn]
-    schedule = make("gpipe", stages=len(workers), workers=workers, micro_batches=m)
+    schedule = make(ScheduleRequest("gpipe", workers, m))
     check(schedule.rows, m)
     simulate(schedule.rows, uniform(len(workers)))
     assert in_order(schedule) and schedule.workers == tuple((w,) for w in workers)
@@ -181,44 +181,42 @@ def test_stages_that_follow_one_another_on_a_worker_count_as_one(name: str) -> N
 
 
 def test_workers_may_come_in_any_order() -> None:
-    there = make("zb-v", stages=6, workers=[2, 0, 1, 1, 0, 2], micro_batches=6).rows
-    here = make("zb-v", stages=6, workers=[0, 1, 2, 2, 1, 0], micro_batches=6).rows
+    there = make(ScheduleRequest("zb-v", [2, 0, 1, 1, 0, 2], 6)).rows
+    here = make(ScheduleRequest("zb-v", [0, 1, 2, 2, 1, 0], 6)).rows
     assert [there[2], there[0], there[1]] == list(here)
-    there = make("zb-h1", stages=6, workers=[2, 0, 1, 2, 0, 1], micro_batches=6).rows
-    here = make("zb-h1", stages=6, workers=[0, 1, 2, 0, 1, 2], micro_batches=6).rows
+    there = make(ScheduleRequest("zb-h1", [2, 0, 1, 2, 0, 1], 6)).rows
+    here = make(ScheduleRequest("zb-h1", [0, 1, 2, 0, 1, 2], 6)).rows
     assert [there[2], there[0], there[1]] == list(here)
 
 
 @pytest.mark.parametrize(
     ("name", "workers", "said"),
     [
-        ("1f1b", [0, 1, 0, 1], "1f1b wants the stages of a worker to follow one another; worker 0 comes 2 times in [0, 1, 0, "
-         "1]: try interleaved, zb-v, gpipe or auto"),
-        ("interleaved", [0, 1, 2], "interleaved wants workers to take turns more than once, as [0, 1, 2, 0, 1, 2]; stages, "
-         "those that follow on one worker taken as one, are on workers [0, 1, 2]: try 1f1b or auto"),
-        ("zb-h1", [0, 1, 0], "zb-h1 wants workers to take turns, as [0, 1, 0, 1]; stages, those that follow on one worker "
-         "taken as one, are on workers [0, 1, 0]: try gpipe or auto"),
-        ("zb-v", [0, 1, 2, 3, 3, 2, 0, 1], "zb-v wants stages 0 and 7 on one worker; they are on workers 0 and 1: try 1f1b, "
+        ("1f1b", [0, 1, 0, 1], "1f1b wants consecutive stages for each worker, got worker 0 in 2 places of [0, 1, 0, 1]; "
+         "try interleaved, zb-v, gpipe or auto"),
+        ("interleaved", [0, 1, 2], "interleaved wants workers that take turns more than once, as [0, 1, 2, 0, 1, 2], got "
+         "stages (consecutive ones of a worker as one) on workers [0, 1, 2]; try 1f1b or auto"),
+        ("zb-h1", [0, 1, 0], "zb-h1 wants workers that take turns, as [0, 1, 0, 1], got stages (consecutive ones of a "
+         "worker as one) on workers [0, 1, 0]; try gpipe or auto"),
+        ("zb-v", [0, 1, 2, 3, 3, 2, 0, 1], "zb-v wants stages 0 and 7 on one worker, got workers 0 and 1; try 1f1b, "
          "interleaved or auto"),
-        ("zb-v", [0, 1, 2], "zb-v wants two stages a worker: 6 on 3 workers, and there are 3"),
+        ("zb-v", [0, 1, 2], "zb-v wants two stages a worker: 6 stages on 3 workers, got 3"),
         ("gpipe", [0, 2], "stages on workers [0, 2]: want workers numbered from 0, each with a stage"),
         ("zero", [0, 1], "'zero' is no schedule; there are gpipe, 1f1b, zb-h1, interleaved, zb-v, auto"),
     ],
 )  # fmt: skip
 def test_a_placement_that_does_not_do_says_what_would(name: str, workers: list[int], said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        make(name, stages=len(workers), workers=workers, micro_batches=4)
+        make(ScheduleRequest(name, workers, 4))
     assert str(error.value) == said
 
 
 def test_sizes_and_limits_that_do_not_do() -> None:
-    with pytest.raises(ConfigError, match=r"a micro-batch or more; got workers \[0, 1\] and 0 micro-batches"):
-        make("1f1b", stages=2, micro_batches=0)
-    with pytest.raises(ConfigError, match=r"each of 3 stages, and .* got workers \[0, 1\]"):
-        make("1f1b", stages=3, workers=[0, 1], micro_batches=1)
+    with pytest.raises(ConfigError, match="1f1b wants a micro-batch or more, got 0"):
+        make(ScheduleRequest("1f1b", range(2), 0))
     with pytest.raises(ConfigError, match="1f1b needs 3 of activations on worker 0, and the limit is 2: try auto"):
-        make("1f1b", stages=3, micro_batches=8, limit=2)
+        make(ScheduleRequest("1f1b", range(3), 8, limit=2))
     with pytest.raises(ConfigError, match="want a limit of memory for each of 3 workers, got 2"):
-        make("1f1b", stages=3, micro_batches=8, limit=[2, 2])
-    assert make("1f1b", stages=3, micro_batches=8, limit=[3, 2, 1]).name == "1f1b"
+        make(ScheduleRequest("1f1b", range(3), 8, limit=[2, 2]))
+    assert make(ScheduleRequest("1f1b", range(3), 8, limit=[3, 2, 1])).name == "1f1b"
     assert (*SCHEDULES, "auto") == NAMES

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gt.dispatcher.schedule import Action, check, make, parse, show, text, uniform
+from gt.dispatcher.schedule import Action, ScheduleRequest, check, make, parse, show, text, uniform
 from gt.errors import ConfigError
 from tests.dispatcher.schedule.schedules import random_costs, random_rows
 
@@ -25,7 +25,7 @@ def test_printed_schedules_parse(made: tuple) -> None:
 
 
 def test_text_is_one_line_a_worker() -> None:
-    assert str(make("1f1b", stages=2, micro_batches=2)) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    assert str(make(ScheduleRequest("1f1b", range(2), 2))) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
     assert parse("# two workers\n 0F0, 0B0 # first\n\n1F0,\t1B0,1R") == (
         (Action(0, "F", 0), Action(0, "B", 0)),
         (Action(1, "F", 0), Action(1, "B", 0), Action(1, "R")),
@@ -52,7 +52,7 @@ def test_whole_rows_pass_and_any_that_lack_repeat_or_mix_an_action_do_not(seed: 
     with pytest.raises(ConfigError, match=rf"stage {action.stage} (has|is in no row)"):
         check(made, m)
     row[place:place] = [action, action]
-    with pytest.raises(ConfigError, match=f"{action} is there twice"):
+    with pytest.raises(ConfigError, match=f"{action} is in a row twice"):
         check(made, m)
     row[place] = Action(action.stage, {"B": "W", "I": "B", "W": "B", "F": "F"}[action.kind], action.micro)
     with pytest.raises(ConfigError):
@@ -67,19 +67,19 @@ def test_whole_rows_pass_and_any_that_lack_repeat_or_mix_an_action_do_not(seed: 
         ("0F0,0B0\n0F1,0B1", "stage 0 is in rows 0 and 1, and 0B0 is in one of them only"),
         ("0F0,0B0\n2F0,2B0", "stage 1 is in no row; stages are numbered from 0"),
         ("", "stage 0 is in no row; stages are numbered from 0"),
-        ("0F0,0B0,0R,0R", "0R is there twice"),
+        ("0F0,0B0,0R,0R", "0R is in a row twice, want it once"),
     ],
 )
 def test_rows_that_are_not_whole_say_why(written: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         check(parse(written))
     assert str(error.value) == said
-    with pytest.raises(ConfigError, match="0F1 is of micro-batch 1, and there are 1, numbered from 0"):
+    with pytest.raises(ConfigError, match="0F1 has micro-batch 1, want 0 to 0"):
         check(parse("0F0,0B0,0F1,0B1"), 1)
 
 
 def test_a_drawing_has_every_action_and_the_bubble() -> None:
-    made = make("zb-h1", stages=2, micro_batches=3).rows
+    made = make(ScheduleRequest("zb-h1", range(2), 3)).rows
     assert show(made, uniform(2)) == (
         "worker 0 |0F0 0F1 ....0I0 0W0 0F2 0I1 0W1 0I2 0W2 | 10.00%\n"
         "worker 1 |....1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 | 10.00%\n"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from gt.dispatcher.sharding import vocab_parallel
-from gt.dispatcher.sharding.chain import ChainOp
+from gt.dispatcher.sharding.decomposition import ChainOp
 from gt.dispatcher.sharding.localize import payload
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.rules import decide, whole

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from gt.dispatcher import schedule
 from gt.dispatcher.programs.passes.epilogue import ending
 from gt.dispatcher.programs.passes.report import account
-from gt.dispatcher.programs.passes.stage_costs import Lies, price, stage_costs
+from gt.dispatcher.programs.passes.stage_costs import Found, Lies, price, stage_costs
 from gt.dispatcher.programs.passes.stages import EARLY, LATE, Bases, Key, Parts, ScheduledInstruction, bases, pairs, together
 from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.dispatcher.programs.reorder_check import COLLECTIVES, Unfit, check, flow, written
@@ -49,6 +49,42 @@ class StageAssignment:
         return any(key.backward for key in self.keys.values())
 
 
+@dataclass
+class PricedPipeline:
+    """Instructions of a step as parts of its stages' actions, and the costs of the stages. places: rows of each stage."""
+
+    ops: dict[int, Planned]
+    stages: StageAssignment
+    places: list[tuple[int, ...]]
+    parts: Parts
+    found: Found
+
+
+def price_pipeline(
+    journal: Sequence[Planned],
+    code: dict[int, list[Instruction]],
+    times: dict[int, float],
+    lies: Lies,
+    compiled: bool = False,
+) -> PricedPipeline:
+    """Assign each instruction of a step to an action of its stages, and estimate what the stages cost.
+
+    Arguments as of `arrange`. NoPipeline or Unfit where the step is no pipeline.
+    """
+    ops = {row.seq: row for row in journal}
+    stages = _stages(journal)
+    parts = {worker: _parts(worker, rows, ops, stages) for worker, rows in code.items()}
+    memory = {worker: bases(rows) for worker, rows in parts.items()}
+    _Needs(parts, stages.meshes, memory, ops).assign()
+    places = spread(stages.meshes)
+    _weights(parts, ops, memory, places)
+    end = ending(parts, stages.meshes, memory, ops)
+    if not stages.backward:
+        _reports(parts, stages.meshes)
+    prices = price(parts, times, lies, memory if compiled else None)
+    return PricedPipeline(ops, stages, places, parts, stage_costs(parts, stages.meshes, stages.micro, prices, memory, end))
+
+
 def arrange(tape: Recording, text: str, times: dict[int, float], lies: Lies, compiled: bool = False) -> dict:
     """Put the rows of a tape in the order of the schedule that is asked for; what was done, or "why" it could not be.
 
@@ -57,28 +93,16 @@ def arrange(tape: Recording, text: str, times: dict[int, float], lies: Lies, com
     """
     try:
         name, limit = asked(text)
-        ops = {row.seq: row for row in tape.journal}
-        stages = _stages(tape.journal)
-        parts = {worker: _parts(worker, rows, ops, stages) for worker, rows in tape.code.items()}
-        memory = {worker: bases(rows) for worker, rows in parts.items()}
-        _Needs(parts, stages.meshes, memory, ops).assign()
-        places = spread(stages.meshes)
-        _weights(parts, ops, memory, places)
-        end = ending(parts, stages.meshes, memory, ops)
-        if not stages.backward:
-            _reports(parts, stages.meshes)
-        prices = price(parts, times, lies, memory if compiled else None)
-        found = stage_costs(parts, stages.meshes, stages.micro, prices, memory, end)
-        made = schedule.make(
-            name, stages=len(places), workers=places, micro_batches=stages.micro, costs=found.costs, limit=limit,
-            backward=stages.backward,
-        )  # fmt: skip
+        pipe = price_pipeline(tape.journal, tape.code, times, lies, compiled)
+        stages, places, parts, found = pipe.stages, pipe.places, pipe.parts, pipe.found
+        request = schedule.ScheduleRequest(name, places, stages.micro, limit, stages.backward)
+        made = schedule.make(request, found.costs)
         timeline = schedule.simulate(made.rows, found.costs)
         split = any(action.kind == "I" for row in made.rows for action in row)
         _when(parts, {worker: _times(worker, stages.meshes, places, made.rows, timeline) for worker in parts}, split)
         code = {worker: [p.row for p in sorted(mine, key=lambda p: (*p.when, p.number))] for worker, mine in parts.items()}
         for worker, mine in parts.items():
-            check(worker, [p.row for p in mine], code[worker], ops)
+            check(worker, [p.row for p in mine], code[worker], pipe.ops)
         flow(code)
     except NoRoom as error:
         return {"name": name, "why": error.said(size), "pipeline": True}
@@ -87,7 +111,7 @@ def arrange(tape: Recording, text: str, times: dict[int, float], lies: Lies, com
     tape.code.update(code)
     named = [(p.row, action) for mine in parts.values() for p in mine if not p.moves and (action := p.action(split))]
     tape.names.update((id(row), str(schedule.Action(*action))) for row, action in named)
-    return account(made, timeline, found, stages.names, stages.micro, name, limit, stages.backward)
+    return account(made, timeline, found, stages.names, request)
 
 
 # ---- stages

@@ -179,8 +179,10 @@ def _moved(row: Instruction, source: Look) -> Look:
 def nominally(row: Instruction, ins: Sequence[Look], outs: Sequence[Look]) -> float:
     """Seconds of a nominal GPU."""
     kind = row.define.kind
+    if kind == "send":
+        return sum(map(volume, row.define.payload["boxes"])) * ins[0][1] / cost.LINK
     nbytes = sum(prod(shape) * size for shape, size in (*ins, *outs))
-    if kind in COLLECTIVES or kind in ("send", "recv", "merge"):
+    if kind in COLLECTIVES or kind in ("recv", "merge"):
         return nbytes / cost.LINK
     if kind == "alias" or (outs and len(viewed(row)) == len(outs)):
         return 0.0
@@ -195,7 +197,7 @@ def nominally(row: Instruction, ins: Sequence[Look], outs: Sequence[Look]) -> fl
 def stage_costs(
     parts: Parts, meshes: Sequence[tuple[int, ...]], micro: int, prices: Prices, memory: dict[int, Bases], end: Epilogue
 ) -> Found:
-    """A stage takes what the slowest of its workers takes, for a micro-batch on the average."""
+    """A stage takes what the slowest of its workers in `parts` takes, for a micro-batch on the average."""
     seconds = prices.seconds
     took: dict[tuple, float] = defaultdict(float)  # worker, stage, letter -> seconds of a step
     work = measured = 0.0
@@ -225,7 +227,8 @@ def stage_costs(
         tuple(forward), tuple(input), tuple(weight), transfer, activation, kept,
         once("L"), once("R"), once("O"), overlap=False, joint=end.joint, own=end.own,
     )  # fmt: skip
-    return Found(costs, measured / work if work else 0.0, [_units(parts[meshes[n][0]], n, seconds) for n in every])
+    firsts = [next(worker for worker in mesh if worker in parts) for mesh in meshes]
+    return Found(costs, measured / work if work else 0.0, [_units(parts[firsts[n]], n, seconds) for n in every])
 
 
 def _transfer(parts: Parts, meshes: Sequence[tuple[int, ...]], n: int, seconds: dict[int, float]) -> float:
@@ -235,7 +238,7 @@ def _transfer(parts: Parts, meshes: Sequence[tuple[int, ...]], n: int, seconds: 
     most = 0.0
     for stage, other, backward in ((n, n + 1, False), (n + 1, n, True)):
         for worker in meshes[stage]:
-            sends = (p for p in parts[worker] if p.row.define.kind == "send" and p.key is not None)
+            sends = (p for p in parts.get(worker, ()) if p.row.define.kind == "send" and p.key is not None)
             own = (p for p in sends if (p.key.stage, p.key.backward) == (stage, backward))  # type: ignore[union-attr]
             most = max(most, sum(seconds[id(p)] for p in own if p.row.define.payload["channel"]["peer"] in meshes[other]))
     return most

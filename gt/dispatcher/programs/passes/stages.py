@@ -48,7 +48,7 @@ class ScheduledInstruction:
 
 
 def pairs(parts: Parts) -> list[tuple[ScheduledInstruction, ScheduledInstruction]]:
-    """Sends with what receives them: the n-th on a channel with the n-th."""
+    """Sends with what receives them: the n-th on a channel with the n-th. A worker that is not in `parts` receives nothing."""
     sends: dict[tuple[int, int], list[ScheduledInstruction]] = defaultdict(list)
     receives: dict[tuple[int, int], list[ScheduledInstruction]] = defaultdict(list)
     for worker, rows in parts.items():
@@ -59,7 +59,7 @@ def pairs(parts: Parts) -> list[tuple[ScheduledInstruction, ScheduledInstruction
             elif part.moves:
                 for channel, _ in payload["parts"]:
                     receives[channel["peer"], worker].append(part)
-    return [pair for way, rows in sends.items() for pair in zip(rows, receives[way], strict=True)]
+    return [pair for way, rows in sends.items() for pair in zip(rows, receives[way], strict=way[1] in parts)]
 
 
 def together(parts: Parts) -> list[list[ScheduledInstruction]]:
