@@ -111,7 +111,6 @@ class ClientSession:
     def cut(self) -> None:
         """Send what is written so far apart from what follows."""
         self.flush(self.emitter.base)
-        self.emitter.seq = self.emitter.base
 
     def flush(self, base: int) -> dict[int, int]:
         """Send what is written for workers, or hold it back for its uploads; the number of each one's last Run, once sent."""
@@ -133,7 +132,7 @@ class ClientSession:
         rows = [(w, w.lives, *part) for w in self.cluster.workers for part in w.take()]
         self.emitter.seconds = 0.0
         self.emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
-        self.emitter.base = self.cluster.seq
+        self.emitter.begin_run()
         runs = {index: UNSENT for index in self.emitter.used}
         held = BufferedInstructions(base, rows, runs, self.programs.tape is not None, seconds)
         if self.uploads.unsent:
@@ -226,8 +225,7 @@ class ClientSession:
     def note_planned(self, known: OpSchema, reads: tuple[Storage, ...], makes: tuple[Storage, ...]) -> None:
         """Journal what is done beside ops, under a number of its own; the op that is being planned gets the next."""
         self.journal.add(Planned(self.emitter.seq, known, self.origin, reads, (), makes))
-        self.cluster.seq += 1
-        self.emitter.seq = self.cluster.seq
+        self.emitter.end_op()
 
     def spread(
         self, known: OpSchema, reads: tuple[Storage, ...], writes: tuple[Storage, ...], makes: tuple[Storage, ...]
@@ -322,7 +320,7 @@ class ClientSession:
 
     def renumber(self) -> None:
         """Write from here on what comes after all that others have sent meanwhile."""
-        self.emitter.seq = self.emitter.base = self.cluster.seq
+        self.emitter.begin_run()
 
     def intern(self, layout: Layout) -> Layout:
         """The one object for equal layouts, so that plans can be keyed by identity."""

@@ -117,12 +117,13 @@ class Batches:
         s, pace = self.s, self.s.pace
         while self.coming:
             batch, self._final = self.coming[0], final
-            s.emitter.base, s.emitter.seconds = s.cluster.seq, 0.0
+            s.emitter.begin_run()
+            s.emitter.seconds = 0.0
             self.frames = batch.frames
             try:
                 ended = self._stream(batch)
             finally:
-                s.emitter.seq = s.cluster.seq
+                s.emitter.begin_op()
                 self.frames = ()
             runs = s.flush(s.emitter.base)
             if ended:
@@ -139,7 +140,7 @@ class Batches:
         """Plan a batch from where it stands; whether to its end."""
         s, code = self.s, batch.code
         templates, origins, rows = s.templates, s.origins, s.table.rows
-        emitter, cluster, op = s.emitter, s.cluster, s.planner.op
+        emitter, op = s.emitter, s.planner.op
         at, end = batch.at, len(code)
         shared = s.cluster.queue.shared(s.number)
         grain = left = GRAIN if shared else end
@@ -152,12 +153,13 @@ class Batches:
                     batch.at, batch.spent = at, True
                     return False
                 self.due = at + LOOK
-            number, emitter.seq = code[at], cluster.seq  # what is written gets a number that no session has used
+            number = code[at]
             if number < FIRST:
                 if number in (RECORD, DISCARD) and s.programs.later.holds and s.pace.background.beside and not s.aside:
                     batch.at, batch.spent = at, True  # begins a slice, which is done aside
                     return False
                 at = self._special(number, code, at)
+                emitter.begin_op()
                 self.due = 0
                 continue
             try:
@@ -182,7 +184,7 @@ class Batches:
             except Unseen:
                 batch.at = start
                 return False
-            cluster.seq += 1
+            emitter.end_op()
             s.ops += 1
             left -= 1
             if emitter.seconds > unit or not left:  # a session's turn is not to take long

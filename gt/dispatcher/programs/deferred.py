@@ -152,16 +152,14 @@ class Later:
     ) -> BufferedInstructions:
         """The rest, as programs that are carried out once."""
         s, emitter = self.s, self.s.emitter
-        emitter.base = emitter.seq = base
+        emitter.resume_run(base)
         for index, ends in found.items():
             worker, (programs, freed) = s.cluster.workers[index], parts[index]
             for part in programs if not worker.lost else ():
                 emitter.write(worker, emitter.define("program", part), (-1, 0))
             _write(worker, FREE, freed)
             _write(worker, FORGET, ends.forgotten)
-        held = s.taken(base)
-        emitter.seq = emitter.base
-        return held
+        return s.taken(base)
 
 
 def _but_uploads(rows: Sequence[Instruction]) -> list[Instruction]:

@@ -144,7 +144,7 @@ class Programs:
     def seal(self, message: FinishCapture) -> dict:
         """Make a program of the tape; the body of the answer."""
         s, number = self.s, message.program
-        s.emitter.seq = s.emitter.base = s.cluster.seq
+        s.emitter.begin_run()
         self._place_all({made for _, made in _pairs(message.carried, s.table.rows)})
         tape = self._stop()
         if tape is None:
@@ -333,20 +333,19 @@ class Programs:
         for tensor, layout in program.made if program.failed is None else ():
             if tensor.layout is not layout and tensor.storage.tensors:
                 self._made_again(tensor.storage, layout)
-        s.emitter.seq = s.cluster.seq
-        row = Launched(
-            s.cluster.seq, program.journal[0].known, s.origin, tuple(program.reads), tuple(program.writes),
-            tuple(program.makes), program.journal, program.launches,
-        )  # fmt: skip
-        s.journal.add(row)
-        s.cluster.seq += len(program.journal)
-        for storage in (*program.writes, *program.makes):
-            storage.version += 1
-        if s.troubled and self._doomed(program):
-            return
-        for worker, defines in program.code.items():
-            for define in defines:
-                s.emitter.write(s.cluster.workers[worker], define, (seed, counter))
+        with s.emitter.op(len(program.journal)):
+            row = Launched(
+                s.emitter.seq, program.journal[0].known, s.origin, tuple(program.reads), tuple(program.writes),
+                tuple(program.makes), program.journal, program.launches,
+            )  # fmt: skip
+            s.journal.add(row)
+            for storage in (*program.writes, *program.makes):
+                storage.version += 1
+            if s.troubled and self._doomed(program):
+                return
+            for worker, defines in program.code.items():
+                for define in defines:
+                    s.emitter.write(s.cluster.workers[worker], define, (seed, counter))
 
     def _made_again(self, storage: Storage, layout: Layout) -> None:
         """What came to lie otherwise since it was made: its terms were added up, or it moved."""

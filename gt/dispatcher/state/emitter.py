@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from gt.dispatcher.cluster.workers import MOST, Cluster, Worker
 from gt.dispatcher.sharding.redistribute import Order, RedistributionStep
@@ -26,7 +27,11 @@ class _Life(weakref.ref):
 
 
 class Emitter:
-    """One session's pen. `seq` is the op being planned, `base` the first of the batch."""
+    """One session's pen. `seq` is the number of the op being planned, `base` the first of the Run that is being written.
+
+    Numbers are of all sessions' ops, and only the methods here assign them: a number that is left over from another
+    session's op would blame the wrong program for a failure.
+    """
 
     def __init__(self, cluster: Cluster, session: int) -> None:
         self.cluster = cluster
@@ -43,6 +48,33 @@ class Emitter:
         self._shared: dict[str, Define] = {}
         self.defined: dict[int, _Life] = {}
         self._ended: list[_Life] = []
+
+    # ---- numbers of ops
+
+    def begin_run(self) -> None:
+        """Number what is written from here on after all that any session has planned."""
+        self.base = self.seq = self.cluster.seq
+
+    def resume_run(self, base: int) -> None:
+        """Write more for ops that are planned already, the first of them `base`."""
+        self.base = self.seq = base
+
+    def begin_op(self) -> None:
+        """Give what is written next a number that no session has used."""
+        self.seq = self.cluster.seq
+
+    def end_op(self) -> None:
+        """The op that was being planned has its number for good; what is written next has another."""
+        self.seq = self.cluster.seq = self.cluster.seq + 1
+
+    @contextmanager
+    def op(self, count: int = 1) -> Iterator[None]:
+        """Write one op, or a program of `count`, under its own numbers. What is freed afterwards still belongs to it."""
+        self.begin_op()
+        yield
+        self.cluster.seq += count
+
+    # ---- definitions and instructions
 
     def temporary(self) -> int:
         self.next_temporary += 1
@@ -123,7 +155,7 @@ class Emitter:
 
     def end(self) -> None:
         """Have workers drop all that is this session's, whatever else was written and not sent."""
-        self.base = self.seq = self.cluster.seq
+        self.begin_run()
         for worker in self.cluster.workers:
             if worker.index in self.used and not worker.lost:
                 worker.code += (END, 0, 2, self.offset, self.offset + (1 << BASE_BITS))

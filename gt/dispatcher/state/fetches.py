@@ -91,7 +91,7 @@ class Requests:
         if (lost := lost_in(s.cluster, mesh)) is not None:
             self._fail(number, s.cause_of_loss(lost))
             return
-        s.emitter.base = s.emitter.seq = s.cluster.seq
+        s.emitter.begin_run()
         held = tensor if tensor.layout is not None else s.placer.read(tensor)
         if held.layout is not None and held.layout.partial:
             s.mover.settle(held.storage)
@@ -99,9 +99,9 @@ class Requests:
         request = Request(number, "fetch", {}, [tensor, held], shape=tensor.spec.shape, dtype=tensor.spec.dtype)
         if tensor.spec.nbytes > CHUNK:  # its pieces pass as they come, once all that was asked before is known to be good
             request.runs = s.flush(s.emitter.base)
-        self._ask_parts(request, held.id, held.layout, tensor.spec)
-        request.seq = s.emitter.seq
-        s.cluster.seq += 1  # nothing else has the number of a fetch
+        with s.emitter.op():
+            self._ask_parts(request, held.id, held.layout, tensor.spec)
+            request.seq = s.emitter.seq
         if held is not tensor:
             s.emitter.free(held.layout.mesh.workers, [held.id])
         self._begin(request)
@@ -113,19 +113,19 @@ class Requests:
             return
         workers = [s.cluster.workers[index] for index in sorted(emitter.used)]
         workers = [worker for worker in workers if not worker.lost]
-        emitter.base = emitter.seq = s.cluster.seq
+        emitter.begin_run()
         if self._byte is None:
             self._byte = emitter.define("fill", {"shape": (), "stride": (), "dtype": "uint8"})
         request = Request(number, "fetch", {}, [], shape=(len(workers),), dtype="uint8")
         made = emitter.temporary()
-        for rank, worker in enumerate(workers):
-            key = s.cluster.key()
-            request.parts.append([key, [[[rank, rank + 1]]]])
-            request.keys[key], request.sizes[key], request.left[key] = worker.index, 1, 1
-            emitter.write(worker, self._byte, emitter.ids([made]))
-            emitter.write(worker, emitter.common("fetch"), [*emitter.ids([made]), key])
-        request.seq = emitter.seq
-        s.cluster.seq += 1
+        with emitter.op():
+            request.seq = emitter.seq
+            for rank, worker in enumerate(workers):
+                key = s.cluster.key()
+                request.parts.append([key, [[[rank, rank + 1]]]])
+                request.keys[key], request.sizes[key], request.left[key] = worker.index, 1, 1
+                emitter.write(worker, self._byte, emitter.ids([made]))
+                emitter.write(worker, emitter.common("fetch"), [*emitter.ids([made]), key])
         emitter.free([worker.index for worker in workers], [made])
         self._begin(request)
 
@@ -163,16 +163,16 @@ class Requests:
                 self._fail(number, self.s.cause_of_loss(lost))
                 return
         emitter = self.s.emitter
-        emitter.base = emitter.seq = self.s.cluster.seq
+        emitter.begin_run()
         request = Request(number, "describe", {}, rows)
-        for row in rows:
-            key = self.s.cluster.key()
-            assert row.layout is not None
-            worker = self.s.cluster.workers[row.layout.mesh.workers[0]]
-            request.keys[key] = worker.index
-            emitter.write(worker, emitter.common("describe"), [emitter.offset + row.id, key])
-        request.seq = emitter.seq
-        self.s.cluster.seq += 1
+        with emitter.op():
+            request.seq = emitter.seq
+            for row in rows:
+                key = self.s.cluster.key()
+                assert row.layout is not None
+                worker = self.s.cluster.workers[row.layout.mesh.workers[0]]
+                request.keys[key] = worker.index
+                emitter.write(worker, emitter.common("describe"), [emitter.offset + row.id, key])
         self._begin(request)
 
     def _check(self, number: int) -> None:
