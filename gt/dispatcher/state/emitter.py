@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from gt.dispatcher.cluster.workers import MOST, Cluster, Worker
 from gt.dispatcher.sharding.redistribute import Order, RedistributionStep
 from gt.dispatcher.state.log_lines import Scribe
+from gt.dispatcher.state.records import NO_ORIGIN, Bound
 from gt.ir.instr import BASE_BITS, END, FORGET, FREE, Define
 from gt.ir.layout import Layout, Mesh
 from gt.ir.text import PlanLine
 
 TEMPORARY = 1 << 39  # ids of tensors that only the dispatcher names start here, below the session's base
-LONG = 1e-4  # seconds that an instruction is estimated to take, to be counted
-
-Bound = tuple[Worker, Define]
+LONG_SECONDS = 1e-4  # seconds that an instruction is estimated to take, to be counted
 
 
 class _Life(weakref.ref):
@@ -33,15 +32,16 @@ class Emitter:
     session's op would blame the wrong program for a failure.
     """
 
-    def __init__(self, cluster: Cluster, session: int) -> None:
+    def __init__(self, cluster: Cluster, session: int, page: list[str] | None = None) -> None:
         self.cluster = cluster
+        self.origin = NO_ORIGIN  # of the op being planned
+        self.scribe = Scribe(self, session, page) if page is not None else None  # where an instruction log is kept
         self.offset = session << BASE_BITS
         self.seq = self.base = 0
         self.next_temporary = TEMPORARY
         self.used: set[int] = set()  # workers this session has sent anything
         self.joined = False  # whether values have ever crossed between workers
         self.sent = 0
-        self.scribe: Scribe | None = None  # where an instruction log is kept
         self.costs: dict[int, float] = {}  # seconds that a definition takes, of long ones
         self.seconds = 0.0  # what is written takes on one worker, since it was last sent
         self.kept: dict[int, Define] | None = None  # while a program is recorded, what it names
@@ -122,7 +122,7 @@ class Emitter:
 
     def estimate(self, define: Define, seconds: float) -> None:
         """Have a definition count for what it takes."""
-        if seconds > max(LONG, self.costs.get(define.number, 0.0)):
+        if seconds > max(LONG_SECONDS, self.costs.get(define.number, 0.0)):
             self.costs[define.number] = seconds
 
     def tell(self, worker: Worker, define: Define) -> None:
