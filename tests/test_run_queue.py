@@ -298,7 +298,7 @@ def test_a_second_clients_value_comes_before_the_firsts_four_hundred_matmuls():
         for batch in range(8):
             code = [number for n in range(50) for number in (91, 1, 1, 1, 2 + 50 * batch + n)]
             first.session.submit([], [], code, [])
-        assert conftest.wait_until(lambda: owner.next_batch == 9)
+        assert conftest.wait_until(lambda: owner.op_stream.definitions.next_batch == 9)
         left = len(queue._lines[owner.number])
         assert left > 300, "the first client's work went to the worker at once"
         for _ in range(5):

@@ -67,7 +67,7 @@ from gt.wire.messages import (
 )
 
 log = logging.getLogger("gt.dispatcher")
-LONGEST_TEXT = 4000  # characters of what a worker says of a failure
+MAX_ERROR_CHARACTERS = 4000  # characters of what a worker says of a failure
 SPOKEN = 20  # refusals logged in a second
 
 
@@ -123,7 +123,7 @@ class Core:
         return self.lending.common.watch
 
     def handle(self, event: Event) -> list[Action]:
-        """What follows from one event, in the order in which it has to be done."""
+        """The actions that follow from one event, in their order."""
         self._actions = []
         self.now = event.at
         for lease in self.lending.leases:
@@ -150,7 +150,7 @@ class Core:
         return self._actions
 
     def check(self) -> None:
-        """What must always be true between events; tests call it after every one."""
+        """Assert the invariants that hold between events; tests call it after each."""
         for session in self.sessions.values():
             session.table.check()
             assert len(session.op_stream.coming) <= MAX_WAITING_BATCHES
@@ -183,7 +183,7 @@ class Core:
             self._actions.append(Log(kind, peer, text, fields))
 
     def _turn_page(self) -> None:
-        """What scribes have written so far comes before what comes next."""
+        """Put out the lines that scribes have written, before any other line."""
         if self.page:
             self._actions.append(Lines("".join(self.page)))
             self.page.clear()
@@ -363,7 +363,7 @@ class Core:
                 self.guarded(session, "a failed op", session.failures.taint, message.seq, loss, message.others)
                 return
             who = memory_report(session, worker, message.memory) if message.memory else ""
-            error = op_failed(row, message.seq, message.kind, message.message[:LONGEST_TEXT] + who, worker.name)
+            error = op_failed(row, message.seq, message.kind, message.message[:MAX_ERROR_CHARACTERS] + who, worker.name)
             failed = row.at(message.seq)
             self.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
             full = message.kind == "memory"

@@ -1,4 +1,4 @@
-"""What workers are asked while they work: the counters of a Stats request, and whether they get on.
+"""Questions to workers while they work: the counters of a Stats request, and their progress.
 
 A worker gets on while it comes to other instructions, uses CPU time where that means work, or its device comes further. How
 its process stands is the kernel's to say, where it can be seen. Who is told of all this, and when, is stragglers.py's.

@@ -27,7 +27,7 @@ from gt.wire.messages import Abort, Exit, Goodbye, Hello, Message, Notice, Renew
 
 log = logging.getLogger("gt.dispatcher")
 GOODBYE = "it said goodbye"
-LONGEST_REASON = 4000  # characters of another reason
+MAX_REASON_CHARACTERS = 4000  # characters of another reason
 STALL_SECONDS = 300.0  # seconds, where a program says nothing of its stall_timeout
 OWN = frozenset({"workers", "stall_timeout"})  # of a client's switches those that no worker is told
 
@@ -144,7 +144,7 @@ class Membership:
         self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process))
 
     def goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
-        self.remove(peer, plain(message.reason, LONGEST_REASON) or GOODBYE)
+        self.remove(peer, plain(message.reason, MAX_REASON_CHARACTERS) or GOODBYE)
         self._core.close(peer)
 
     def remove(self, peer: Peer, reason: str) -> None:

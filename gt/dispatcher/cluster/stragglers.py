@@ -124,7 +124,7 @@ class Stragglers:
         return self._error(session, {}, f"{self._alive(waits)} answered nothing for {now - moved:.1f} s")
 
     def _silent(self, session: ClientSession, waits: set[int], moved: float, now: float) -> bool:
-        """Whether nothing came for a program's stall_timeout from workers which do not get on with anything else either."""
+        """True if for a program's stall_timeout nothing was received from workers that make no other progress either."""
         places = self.watch.places
         since = max(moved, self.watch.awake, *(places[i].since for i in waits if i in places), 0.0)
         return 0 < session.stall_timeout <= now - since
@@ -136,7 +136,7 @@ class Stragglers:
 
     @staticmethod
     def _without_credit(session: ClientSession) -> bool:
-        """Whether a program may wait until a batch is acknowledged, and has not been told why."""
+        """True if a program may wait until a batch is acknowledged, and has not been told why."""
         batches = len(session.op_stream.pending) + len(session.op_stream.coming)
         batches += sum(isinstance(message, Ops) for message, _ in session.inbox)
         return batches >= CREDIT and not session.op_stream.told_stuck

@@ -203,7 +203,7 @@ class OpStream:
         return self._program(number, code, at)
 
     def _program(self, number: int, code: list, at: int) -> int:
-        """What has to do with programs."""
+        """Carry out one control code of programs."""
         programs = self._programs
         if number == LAUNCH and at + 4 <= len(code):
             programs.launch(*code[at + 1 : at + 4])

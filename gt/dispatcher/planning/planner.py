@@ -1,6 +1,6 @@
-"""Planning one op: on which mesh, in which layouts; what has to be brought there; what it leaves.
+"""Planning of one op: its mesh, the layouts of its inputs and outputs, and the copies that the inputs need.
 
-The common case, an op met before whose inputs lie as they did, is one dictionary look-up.
+The common case, an op met before whose inputs have the same layouts, is one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Planner:
         return ins[0].layout.mesh if ins[0].layout else self._context.default_mesh()
 
     def _place_targets(self, known: OpSchema, origin: Origin, ins: list[Tensor]) -> None:
-        """What is written in place has to lie somewhere before it is planned how: a copy would take the write."""
+        """Place the targets of an in-place op before it is planned: a copy would take the write."""
         mesh = self._mesh(known, origin, ins)
         meaning = _own(origin, mesh)
         for index in known.template.writes:
@@ -236,7 +236,7 @@ class Planner:
     # ---- which layouts
 
     def starts(self, known: OpSchema, origin: Origin, ins: list[Tensor], mesh: Mesh) -> list[list[Placement | None]]:
-        """Where planning finds the inputs of an op that is no view and writes none of them."""
+        """Placements of the inputs before planning, for an op that is no view and writes none of them."""
         meaning = _own(origin, mesh)
         if meaning is not None and known.name == "embedding":
             place_weights(self._context, self._redistributor, known, meaning, ins, [])
@@ -284,7 +284,7 @@ class Planner:
         return starts
 
     def _start(self, t: Tensor, mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[Placement | None]:
-        """Where planning finds an input on this mesh, axis by axis; None: it may be placed as the rule likes.
+        """Placements of an input on this mesh before planning, axis by axis; None: the rule may choose.
 
         Data that lies whole is split as it enters a group, at every use, unless it `stays` to be written or viewed.
         """
@@ -348,12 +348,12 @@ class Planner:
 
 
 def _own(origin: Origin, mesh: Mesh) -> Meaning | None:
-    """What the op's group means, if it is done on the group's mesh."""
+    """Meaning of the op's group, if the op is done on the group's mesh."""
     return origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None
 
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:
-    """What a plan depends on besides the op: the groups, and how each input lies (layouts are interned)."""
+    """Key of a plan besides the op: the groups, and the layout of each input (layouts are interned)."""
     lies: list[Any] = []
     for t in ins:
         layout = t.layout

@@ -1,4 +1,6 @@
-"""Bringing tensors to where an op wants them: copies are kept until either side changes, terms are added up in place."""
+"""Redistribution of tensors to the layouts that an op wants. Copies are kept until either side changes; partial sums are
+reduced in place.
+"""
 
 from __future__ import annotations
 

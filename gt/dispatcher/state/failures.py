@@ -1,4 +1,4 @@
-"""What failed, and what fails with it: taint spreads over the ops planned since, as far as values flow.
+"""Failed ops, and the ops that fail with them: taint spreads over the ops planned since, as far as values flow.
 
 Workers run every op, with placeholders where one failed; only here is it known whose value is then worthless.
 """
@@ -130,7 +130,7 @@ class Failures:
     def spread(
         self, known: OpSchema, reads: tuple[Storage, ...], writes: tuple[Storage, ...], makes: tuple[Storage, ...]
     ) -> None:
-        """What reads a failed storage fails; a whole overwrite from good ones heals."""
+        """Fail an op that reads a failed storage; heal the storages that one overwrites whole from good ones."""
         sources = [s for s in reads if not (known.overwrites and s in writes)]
         cause = next((s.failed for s in sources if s.failed), None)
         if cause is not None:

@@ -1,4 +1,4 @@
-"""What a client waits for: values, shapes, reports. No answer leaves before all it may depend on is known to be good.
+"""Answers that a client waits for: values, shapes, reports. None is sent before all that it may depend on is known to be good.
 
 A fetch is answered when every worker of the session has carried out what was issued before it, so a failure anywhere
 upstream is known by then.

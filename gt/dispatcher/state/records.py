@@ -15,7 +15,7 @@ Bound = tuple[Worker, Define]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """Where the user issued an op. group: nested contexts, `outer/inner`; target: where a transfer among them leads."""
+    """Line of the user's program that issued an op. group: nested contexts, `outer/inner`; target: where a transfer leads."""
 
     file: str
     line: int

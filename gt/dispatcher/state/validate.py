@@ -36,7 +36,7 @@ class Definitions:
     def __init__(self, context: SessionContext) -> None:
         self._context, self._queue, self._journal = context, context.queue, context.journal
         self._templates, self._origins = context.templates, context.origins
-        self._next_batch = 0
+        self.next_batch = 0
         self._template_parts = 0  # of all templates
         self._names: dict[str, str] = {}  # of files and groups
         self._name_characters = 0
@@ -44,9 +44,9 @@ class Definitions:
 
     def admit(self, message: Ops) -> None:
         """Batches come in order, and so many as were granted."""
-        if message.seq != self._next_batch:
-            raise ProtocolError(f"Ops.seq is {message.seq}, want {self._next_batch}")
-        self._next_batch += 1
+        if message.seq != self.next_batch:
+            raise ProtocolError(f"Ops.seq is {message.seq}, want {self.next_batch}")
+        self.next_batch += 1
         queue = self._queue
         if len(queue.pending) + len(queue.coming) >= CREDIT or len(self._journal.rows) > MAX_OPS_UNDER_WAY:
             raise ProtocolError(f"Ops.seq {message.seq} is beyond the credit of {CREDIT} batches and {MAX_OPS_UNDER_WAY} ops")
