@@ -43,7 +43,7 @@ class Definitions:
         self._unknown_groups: set[str] = set()
 
     def admit(self, message: Ops) -> None:
-        """Batches come in order, and so many as were granted."""
+        """Refuse a batch that is out of order, or more than were granted."""
         if message.seq != self.next_batch:
             raise ProtocolError(f"Ops.seq is {message.seq}, want {self.next_batch}")
         self.next_batch += 1
