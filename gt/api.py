@@ -299,7 +299,7 @@ def planning(workers: int = 0, config: str | None = None) -> Iterator[Callable[[
     _Started.plan = begin
     try:
         with tensor_roles.after_steps(stepped):
-            yield lambda about: Plan(max(sessions, key=lambda dry: dry.state.ops) if sessions else None, about)
+            yield lambda about: Plan(max(sessions, key=lambda dry: dry.state.op_stream.ops) if sessions else None, about)
             disconnect()
     finally:
         current_session.disconnect()

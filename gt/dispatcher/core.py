@@ -33,11 +33,12 @@ from gt.dispatcher.events import (
 )
 from gt.dispatcher.fairness.round_robin import RoundRobin
 from gt.dispatcher.fairness.time_slices import Pace
-from gt.dispatcher.planning.op_stream import MOST_WAITING
+from gt.dispatcher.planning.op_stream import MAX_WAITING_BATCHES
 from gt.dispatcher.programs.profile import tell
 from gt.dispatcher.session import ClientSession
+from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.failures import op_failed
-from gt.dispatcher.state.fetches import MOST
+from gt.dispatcher.state.fetches import MAX_REQUESTS
 from gt.dispatcher.state.memory_report import memory_report
 from gt.errors import GTError, ProtocolError, SystemFailure
 from gt.log import Sparse
@@ -66,7 +67,7 @@ from gt.wire.messages import (
 )
 
 log = logging.getLogger("gt.dispatcher")
-LONGEST_TEXT = 4000  # characters of what a worker says of a failure
+MAX_ERROR_CHARACTERS = 4000  # characters of what a worker says of a failure
 SPOKEN = 20  # refusals logged in a second
 
 
@@ -82,11 +83,13 @@ class Core:
         process: Sequence = (),
         terms: Terms | None = None,
         pace: Pace | None = None,
+        context: Callable[..., SessionContext] = SessionContext,
     ) -> None:
         self.heartbeat, self.process = heartbeat, list(process)
         self.terms = terms or Terms()
         self.logging = logging
         self.pace = pace or Pace()
+        self.context = context  # makes a session's
         self.sessions: dict[Peer, ClientSession] = {}
         home = self.process[1] if self.process else ""
         lend = self.terms.exclusive
@@ -120,7 +123,7 @@ class Core:
         return self.lending.common.watch
 
     def handle(self, event: Event) -> list[Action]:
-        """What follows from one event, in the order in which it has to be done."""
+        """The actions that follow from one event, in their order."""
         self._actions = []
         self.now = event.at
         for lease in self.lending.leases:
@@ -147,10 +150,10 @@ class Core:
         return self._actions
 
     def check(self) -> None:
-        """What must always be true between events; tests call it after every one."""
+        """Assert the invariants that hold between events; tests call it after each."""
         for session in self.sessions.values():
             session.table.check()
-            assert len(session.batches.coming) <= MOST_WAITING
+            assert len(session.op_stream.coming) <= MAX_WAITING_BATCHES
             session.uploads.check()
         self.round_robin.check()
         for lease in self.lending.leases:
@@ -180,7 +183,7 @@ class Core:
             self._actions.append(Log(kind, peer, text, fields))
 
     def _turn_page(self) -> None:
-        """What scribes have written so far comes before what comes next."""
+        """Put out the lines that scribes have written, before any other line."""
         if self.page:
             self._actions.append(Lines("".join(self.page)))
             self.page.clear()
@@ -199,7 +202,7 @@ class Core:
         elif not self.round_robin.waits(event):
             self.take(event.peer, event.message, event.frames)
             session = self.sessions.get(event.peer)
-            if session is not None and (session.inbox or session.batches.busy):
+            if session is not None and (session.inbox or session.op_stream.busy):
                 self.round_robin.resume(event.peer)
 
     def take(self, peer: Peer, message: Message, frames: tuple) -> None:
@@ -261,29 +264,29 @@ class Core:
     def _ops(self, peer: Peer, message: Ops, frames: tuple) -> None:
         session = self._session(peer)
         self.log_line("RECV", self.name(peer), f"Ops {message.seq}", bytes=sum(len(f) for f in frames))
-        session.batches.take(message, frames)
+        session.op_stream.accept(message, frames)
 
     def _fetch(self, peer: Peer, message: Fetch, frames: tuple) -> None:
         what = "of every device" if message.tensor == THROUGH else f"%{message.tensor}"
         self.log_line("RECV", self.name(peer), f"Fetch {what}")
-        self._session(peer).requests.fetch(message.request, message.tensor)
+        self._session(peer).fetches.fetch(message.request, message.tensor)
 
     def _describe(self, peer: Peer, message: Describe, frames: tuple) -> None:
-        self._session(peer).requests.describe(message.request, message.tensors)
+        self._session(peer).fetches.describe(message.request, message.tensors)
 
     def _inspect(self, peer: Peer, message: Inspect, frames: tuple) -> None:
-        self._session(peer).requests.inspect(message.request, message.tensor)
+        self._session(peer).fetches.inspect(message.request, message.tensor)
 
     def _finish_capture(self, peer: Peer, message: FinishCapture, frames: tuple) -> None:
         session = self._session(peer)
-        self.round_robin.aside(
+        self.round_robin.begin_thread(
             session, "FinishCapture", lambda: session.send(Report(message.request, session.programs.seal(message)))
         )
 
     def _stats(self, peer: Peer, message: Stats, frames: tuple) -> None:
         session, watch = self._session(peer), self._lease(peer).watch
-        if sum(survey.session is session for survey in watch.surveys.values()) >= MOST:
-            raise ProtocolError(f"Stats.request {message.request} is one of more than {MOST} under way")
+        if sum(survey.session is session for survey in watch.surveys.values()) >= MAX_REQUESTS:
+            raise ProtocolError(f"Stats.request {message.request} is one of more than {MAX_REQUESTS} under way")
         survey, asked = watch.survey(session, message.request, message.program)
         for worker, query in asked:
             self.send(worker, query)
@@ -311,22 +314,22 @@ class Core:
 
     def _session_of(self, peer: Peer, key: int) -> ClientSession | None:
         """The session of a worker that waits for an answer under this key."""
-        return next((s for s in self._lease(peer).sessions.values() if key in s.requests.by_key), None)
+        return next((s for s in self._lease(peer).sessions.values() if key in s.fetches.by_key), None)
 
     def _piece(self, peer: Peer, message: Piece, frames: tuple) -> None:
         worker, session = self._worker(peer), self._session_of(peer, message.key)
         self.log_line("WORKER_RECV", worker.name, f"Piece {message.key}", bytes=sum(len(f) for f in frames))
         if session is not None:
-            session.requests.piece(worker.index, message, frames)
+            session.fetches.piece(worker.index, message, frames)
 
     def _described(self, peer: Peer, message: Described, frames: tuple) -> None:
         worker, session = self._worker(peer), self._session_of(peer, message.request)
         if session is not None:
-            session.requests.described(worker.index, message.request, message.specs)
+            session.fetches.described(worker.index, message.request, message.specs)
 
     def _upload_progress(self, peer: Peer, message: UploadProgress, frames: tuple) -> None:
         if peer in self.sessions:
-            self.sessions[peer].requests.took(message.key, message.upto)
+            self.sessions[peer].fetches.taken_in(message.key, message.upto)
             return
         worker = self._worker(peer)
         session = next((s for s in self._lease(peer).sessions.values() if message.key in s.uploads.open), None)
@@ -345,7 +348,7 @@ class Core:
         self.log_line("WORKER_RECV", worker.name, f"Done {message.seq}")
         for session in list(sessions):
             if worker.index in session.emitter.used:
-                self.guarded(session, "an acknowledgement", session.settle_batches)
+                self.guarded(session, "an acknowledgement", session.op_stream.acknowledge)
 
     def _op_error(self, peer: Peer, message: OpError, frames: tuple) -> None:
         """An instruction failed: the session that issued the op learns of it, with the op's origin."""
@@ -353,18 +356,18 @@ class Core:
         for session in self._lease(peer).sessions.values():
             row = session.journal.find(message.seq)
             if row is None:
-                if session.requests.failed(message.seq, worker.name, message.message):
+                if session.fetches.failed(message.seq, worker.name, message.message):
                     return
                 continue
-            if message.kind == "peer" and (loss := session.loss()) is not None:  # the loss itself has been told
-                self.guarded(session, "a failed op", session.taint, message.seq, loss, message.others)
+            if message.kind == "peer" and (loss := session.failures.loss()) is not None:  # the loss itself has been told
+                self.guarded(session, "a failed op", session.failures.taint, message.seq, loss, message.others)
                 return
             who = memory_report(session, worker, message.memory) if message.memory else ""
-            error = op_failed(row, message.seq, message.kind, message.message[:LONGEST_TEXT] + who, worker.name)
+            error = op_failed(row, message.seq, message.kind, message.message[:MAX_ERROR_CHARACTERS] + who, worker.name)
             failed = row.at(message.seq)
             self.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
             full = message.kind == "memory"
-            self.guarded(session, "a failed op", session.trouble, message.seq, error, message.others, full)
+            self.guarded(session, "a failed op", session.failures.trouble, message.seq, error, message.others, full)
             return
         if self._sparse.allows(self.now):
             log.warning("worker %s: op %d failed: %s", worker.name, message.seq, message.message)

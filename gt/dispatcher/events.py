@@ -1,4 +1,4 @@
-"""What goes into the core and what comes out: events in, actions out, so that it runs with no socket, clock or thread."""
+"""Events that the core handles, and actions that it returns: so it runs without a socket, clock or thread."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ log = logging.getLogger("gt.dispatcher")
 
 COLUMNS = ("op", "group", "layout", "bytes")  # Log.fields shown by name, in this order; "seq" and "origin" have places
 LONGEST, LONGEST_TEXT = 300, 4000  # characters of a field, and of the text
-MOST_BUFFERED = 4 << 20  # bytes that a reader may be behind
+MAX_BUFFERED_BYTES = 4 << 20  # bytes that a reader may be behind
 WRITTEN = 1 << 16  # bytes that are written at once
 _OWN = frozenset({*COLUMNS, "seq", "origin"})
 
@@ -77,7 +77,7 @@ class InstructionLog:
                 done = os.write(self._fd, self._buffer)
                 del self._buffer[:done]
         except BlockingIOError:
-            if len(self._buffer) > MOST_BUFFERED:
+            if len(self._buffer) > MAX_BUFFERED_BYTES:
                 self._fail(f"its reader is {len(self._buffer)} bytes behind")
         except OSError as error:
             self._fail(str(error))

@@ -10,6 +10,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from gt.dispatcher.core import Core
 from gt.dispatcher.events import Action, Received, Send
 from gt.dispatcher.programs.recording import Instruction
 from gt.dispatcher.session import ClientSession
+from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import Emitter
-from gt.dispatcher.state.failures import OpJournal, Planned
+from gt.dispatcher.state.failures import Failures, OpJournal, Planned
 from gt.errors import UnsupportedOp
 from gt.ir.heap import sizes
 from gt.ir.instr import Define
@@ -58,10 +60,10 @@ class PlannedStep:
 
 
 class _Emitter(Emitter):
-    """Writes instructions of followed workers only."""
+    """Writes instructions of followed workers only; counts lines of the plan."""
 
-    followed: frozenset[int]
     dry: Dry
+    followed: frozenset[int] = frozenset()
 
     def write(self, worker: Any, define: Define, operands: Sequence) -> None:
         if worker.index in self.followed:
@@ -71,6 +73,9 @@ class _Emitter(Emitter):
 
     def free(self, workers: Any, ids: Sequence[int]) -> None:
         super().free([index for index in workers if index in self.followed], ids)
+
+    def line(self, tensor: int, spec: str, layout: Layout, op: str, ins: Sequence[int], note: str) -> None:
+        self.dry.step(PlanLine(tensor, spec, str(layout), op, tuple(ins), layout.mesh.workers, note))
 
 
 class _Journal(OpJournal):
@@ -84,6 +89,16 @@ class _Journal(OpJournal):
         self.dry.journal.append(row)
 
 
+class _Context(SessionContext):
+    """A session's state, of which a dry run learns."""
+
+    def __init__(self, dry: Dry, *args: Any) -> None:
+        super().__init__(*args)
+        self.emitter, self.journal = _Emitter(self.cluster, self.number), _Journal()
+        self.emitter.dry = self.journal.dry = dry
+        self.failures = Failures(self.cluster, self.table, self.journal)
+
+
 class Dry:
     """A session without workers, with the methods of gt.client.session.Session that the recorder calls."""
 
@@ -91,7 +106,7 @@ class Dry:
 
     def __init__(self, config: str, path: str, workers: int) -> None:
         self.on_idle: Any = None
-        self.core = Core()
+        self.core = Core(context=partial(_Context, self))
         self.core.cluster._sizes = lambda members: sizes(0)  # type: ignore[method-assign]  # HEAP_BYTES is no size to divide
         self.values = 0  # fetched so far
         self.steps: dict[str, PlannedStep] = {}  # the newest of each kind: captured, optimizer, all
@@ -121,19 +136,15 @@ class Dry:
     def _prepare(self) -> None:
         """Make the dispatcher's session write for followed workers only, and upload nothing."""
         state = self.state
-        emitter = _Emitter(self.core.cluster, state.number)
-        emitter.followed, emitter.dry = frozenset(self.followed), self
-        emitter.scribe = self  # type: ignore[assignment]
-        journal = _Journal()
-        journal.dry = self
-        state.emitter, state.journal = emitter, journal
+        assert isinstance(state.emitter, _Emitter)
+        state.emitter.followed = frozenset(self.followed)
         state.programs.later.able = False
         state.uploads.begin = self._upload  # type: ignore[method-assign]
-        self._release = state.mover.release
-        state.mover.release = self._ending  # type: ignore[method-assign]
+        self._release = state.redistributor.release
+        state.redistributor.release = self._ending  # type: ignore[method-assign]
 
     def _upload(self, source: tuple, spec: Spec, parts: list, workers: list) -> int:
-        self.state.uploaded += spec.nbytes
+        self.state.context.uploaded += spec.nbytes
         return self.core.cluster.key()
 
     # ---- messages of the dispatcher
@@ -168,7 +179,7 @@ class Dry:
 
     def _ask(self) -> None:
         """Plan everything that has been sent, as before any request of a client."""
-        if self.state.batches.coming:
+        if self.state.op_stream.coming:
             self._handle(Received(CLIENT, Stats(2)))
 
     def step(self, line: PlanLine) -> None:
@@ -180,7 +191,7 @@ class Dry:
     def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = ()) -> None:
         self._handle(Received(CLIENT, Ops(self._batch, templates, origins, code), tuple(frames)))
         self._batch += 1
-        tape = self.state.programs.tape
+        tape = self.state.context.tape
         if self._tape is not None and tape is not self._tape:
             self._mark("optimizer")  # a recording was discarded
         elif tape is not None and tape is not self._tape:
@@ -192,7 +203,7 @@ class Dry:
 
     def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
         self._ask()
-        spec = self.state.row(tensor).spec
+        spec = self.state.context.row(tensor).spec
         self.values += 1
         return spec.shape, spec.dtype, np.zeros(spec.numel * DTYPES[spec.dtype][0], np.uint8)
 
@@ -200,7 +211,7 @@ class Dry:
         self._ask()
 
     def describe(self, tensors: list[int]) -> list[Spec]:
-        where = next((f"{o.file}:{o.line}: " for o in [self.state.origin] if o.file), "")
+        where = next((f"{o.file}:{o.line}: " for o in [self.state.context.origin] if o.file), "")
         raise UnsupportedOp(f"{where}a shape depends on values, and a plan has none; try the plan without this op")
 
     def seal(self, program: int, schedule: str, *what: Any) -> dict[str, Any]:
@@ -263,7 +274,7 @@ class Dry:
         self.known(tensors)
         ids = [self.state.emitter.offset + row[0] for row in tensors]
         self._held = {index: worker.held(ids) for index, worker in self.followed.items()}
-        if self.state.programs.tape is None:
+        if self.state.context.tape is None:
             self._mark("optimizer")
 
     def _mark(self, kind: str = "", schedule: str = "") -> None:

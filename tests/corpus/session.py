@@ -128,7 +128,7 @@ class PlannedSession:
 
     def _open(self, number: int) -> Any:
         """The dispatcher's record of a question that workers answer; None if it is answered."""
-        return self._core.sessions[CLIENT].requests.open.get(number)
+        return self._core.sessions[CLIENT].fetches.open.get(number)
 
     # ---- the client's questions
 

@@ -67,7 +67,7 @@ class Asking:
                     for at, word in enumerate(run.code[:-1]):
                         if word == number and run.code[at + 1] == 0:
                             key = run.code[at + 3]
-                            size = core.sessions[b"client"].requests.by_key[key].sizes[key]
+                            size = core.sessions[b"client"].fetches.by_key[key].sizes[key]
                             pending.append(Received(action.peer, Piece(key, 0, size), (b"\0" * size,)))
                             break
                     pending.append(Received(action.peer, Done(run.seq)))
@@ -181,7 +181,7 @@ def test_a_fetch_that_a_worker_cannot_carry_out_is_answered(plan):
     plan.text()
     core = plan.core
     core.handle(Received(b"client", Fetch(1, good._ref.id)))
-    (request,) = core.sessions[b"client"].requests.open.values()
+    (request,) = core.sessions[b"client"].fetches.open.values()
     sent = [a.message for a in core.handle(Received(b"w0", OpError(request.seq, "op", "no bytes"))) if isinstance(a, Send)]
     assert [type(m) for m in sent] == [Failed] and "cannot be read on worker w0: no bytes" in sent[0].error["message"]
     assert Asking(plan).failed(good) == ""  # the tensor itself is well

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from gt.client.session import Session
 from gt.dispatcher.core import SPOKEN
 from gt.dispatcher.events import Malformed, PeerLost, Received, Tick
-from gt.dispatcher.planning.op_stream import Coming
 from gt.dispatcher.server import Server
-from gt.dispatcher.state.fetches import MOST
+from gt.dispatcher.state.fetches import MAX_REQUESTS
+from gt.dispatcher.state.op_queue import QueuedBatch
 from gt.dispatcher.state.uploads import WINDOW
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import DispatcherLost, UnsupportedOp
@@ -188,13 +188,13 @@ def test_credit_is_kept_by_the_server_too(bench):
 
 def test_requests_under_way_are_bounded(bench):
     bench.give(b"c", Ops(0, [[16, UPLOAD]], [], [16, 0, 0, 1]), (bytes(64),))
-    for n in range(MOST):
+    for n in range(MAX_REQUESTS):
         bench.give(b"c", Fetch(n, 1))
-    assert "more than 256 requests are open" in bench.refusal(b"c", Fetch(MOST, 1))
+    assert "more than 256 requests are open" in bench.refusal(b"c", Fetch(MAX_REQUESTS, 1))
     bench.client(b"d")
-    for n in range(MOST):
+    for n in range(MAX_REQUESTS):
         bench.give(b"d", Stats(n))
-    assert "one of more than 256" in bench.refusal(b"d", Stats(MOST))
+    assert "one of more than 256" in bench.refusal(b"d", Stats(MAX_REQUESTS))
 
 
 # ---- claims of length
@@ -272,7 +272,7 @@ def fetching(bench: CoreBench) -> int:
     """The key under which w0 is asked for a value of 64 bytes."""
     bench.give(b"c", Ops(0, [[16, UPLOAD], [17, NEG]], [], [16, 0, 0, 1, 17, 0, 1, 2]), (bytes(64),))
     bench.give(b"c", Fetch(7, 2))
-    (key,) = bench.core.sessions[b"c"].requests.by_key
+    (key,) = bench.core.sessions[b"c"].fetches.by_key
     return key
 
 
@@ -369,7 +369,7 @@ def test_what_a_batch_makes_is_cut_to_fit_bodies(bench):
     runs = bench.to(b"w0", Run)
     assert len(runs) > 1 and max(len(run.code) for run in runs) < 140_000
     assert [run.seq for run in runs] == list(range(1, len(runs) + 1))
-    assert session.batches.pending[0].runs == {0: len(runs)}
+    assert session.op_stream.pending[0].runs == {0: len(runs)}
     bench.feed(PeerLost(b"c", "gone"))
     assert max(len(run.code) for run in bench.to(b"w0", Run)) < 140_000
 
@@ -405,7 +405,7 @@ def test_ends_and_ticks_of_nobody_are_nothing(bench):
 
 def test_the_number_of_a_template_is_none_while_a_batch_waits(bench):
     """A batch that waits for what follows has the next one's numbers looked at before they are checked."""
-    bench.core.sessions[b"c"].batches.coming.append(Coming(0, [FREE, 0], ()))
+    bench.core.sessions[b"c"].op_stream.coming.append(QueuedBatch(0, [FREE, 0], ()))
     assert "Ops.templates: [[], [" in bench.refusal(b"c", Ops(0, [[[], NEG]], [], []))
 
 

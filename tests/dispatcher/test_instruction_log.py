@@ -21,6 +21,7 @@ from gt.dispatcher.instruction_log import InstructionLog, line
 from gt.dispatcher.server import Server
 from gt.dispatcher.state import log_lines
 from gt.errors import Refused
+from gt.ir.instr import BASE_BITS
 from gt.ir.text import PlanLine
 from gt.log import Plain, Unblocked
 from gt.wire.messages import Ops
@@ -44,24 +45,22 @@ class Slow(log_lines.Scribe):
     def received(self, known, origin, ins):
         super().received(known, origin, ins)
         fields = {"op": known.template.op, "seq": self._emitter.seq, "group": origin.group, "origin": where(origin)}
-        self._expect(Log("RECV", f"client{self._session.number}", " ".join(f"%{i}" for i in ins), fields))
+        self._expect(Log("RECV", f"client{self._emitter.offset >> BASE_BITS}", " ".join(f"%{i}" for i in ins), fields))
 
     def planned(self, known, plan, origin, ins, outs):
         super().planned(known, plan, origin, ins, outs)
-        workers = self._session.cluster.workers
+        workers = self._emitter.cluster.workers
         place = {"seq": self._emitter.seq, "group": origin.group, "origin": where(origin)}
         for out, index in zip(outs, known.news, strict=True):
             spec, layout = known.template.outs[index].spec, plan.outs[index]
             op = known.template.op.removesuffix(".default")
-            step = PlanLine(
-                out, spec.text(), str(layout), op, tuple(ins), layout.mesh.workers, self._session.note(origin=origin)
-            )
+            step = PlanLine(out, spec.text(), str(layout), op, tuple(ins), layout.mesh.workers, origin.note())
             names = ",".join(workers[i].name for i in layout.mesh.workers)
             self._expect(Log("WORKER_SEND", names, str(step), {"op": op, "layout": str(layout), **place}))
 
     def step(self, line):
         super().step(line)
-        self._expect(self._entry(line, self._emitter.seq, self._session.origin))
+        self._expect(self._entry(line, self._emitter.seq, self._emitter.origin))
 
     def _expect(self, entry):
         self.expected.append(line(entry, 1.5, 0)[12:])
@@ -93,9 +92,9 @@ def program(seed: int) -> None:
 
 
 def test_lines_filled_in_are_those_formatted_anew(monkeypatch):
-    monkeypatch.setattr("gt.dispatcher.cluster.membership.Scribe", Slow)
-    monkeypatch.setattr(log_lines, "MOST", 40)
-    monkeypatch.setattr(log_lines, "MOST_ORIGINS", 3)
+    monkeypatch.setattr("gt.dispatcher.state.emitter.Scribe", Slow)
+    monkeypatch.setattr(log_lines, "MAX_RECEIVED_FORMS", 40)
+    monkeypatch.setattr(log_lines, "MAX_ORIGINS_PER_PLAN", 3)
     for seed in range(4):
         monkeypatch.setattr(Slow, "expected", [])
         with planned(YAML, 4) as plan:

@@ -259,3 +259,79 @@ def test_a_module_of_tests_has_one_name():
     found = [f"{name(path)} imports {module}" for path in TESTS for module in imported(path) if module.split(".")[0] in stems]
     assert found == []
     assert {module for module in sys.modules if module.rpartition(".")[2] == "conftest"} == {"tests.conftest"}
+
+
+def test_one_module_advances_the_number_of_an_op():
+    """A number that is left over from another session's op blames the wrong program."""
+    counted = {("emitter", "seq"), ("emitter", "base"), ("cluster", "seq")}
+    assigned = set()
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+                if (owner.lstrip("_"), node.attr) in counted:
+                    assigned.add(name(path))
+    assert assigned == {"gt/dispatcher/state/emitter.py"}
+
+
+PARTS = frozenset({"context", "emitter", "fetches", "later", "materializer", "op_stream", "outbox", "planner", "programs",
+                   "queue", "redistributor", "s", "session", "uploads"})  # fmt: skip
+
+
+def test_a_sessions_parts_do_not_reach_through_one_another():
+    """A part gets what it needs in its constructor: no `self.<part>.<part>`, and no other object's state assigned."""
+    folders = ("gt/dispatcher/state/", "gt/dispatcher/planning/", "gt/dispatcher/programs/")
+    reached = []
+    for path in MODULES:
+        if not name(path).startswith(folders):
+            continue
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.Attribute):
+                continue
+            owner = node.value
+            through = isinstance(owner, ast.Attribute) and owner.attr.lstrip("_") in PARTS and node.attr.lstrip("_") in PARTS
+            if through and getattr(owner.value, "id", "") == "self":
+                reached.append(f"{name(path)}:{node.lineno} self.{owner.attr}.{node.attr}")
+            if getattr(owner, "id", "") == "self" and node.attr == "s":
+                reached.append(f"{name(path)}:{node.lineno} self.s")
+    assert reached == []
+
+
+def imports_of(path: Path, names: dict[str, Path]) -> set[str]:
+    """Modules of gt/ that one imports: at its top, within functions and under TYPE_CHECKING."""
+    modules = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules.update(full & set(names))
+            if not full <= set(names):
+                modules.add(node.module)
+    return modules & set(names)
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Strongly connected components of more than one module."""
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        seen, left = set(), [start]
+        while left:
+            new = graph[left.pop()] - seen
+            seen |= new
+            left += new
+        reach[start] = seen
+    components = {frozenset(other for other in seen if start in reach[other]) for start, seen in reach.items() if start in seen}
+    return sorted(map(set, components), key=sorted)
+
+
+def test_imports_have_no_circles():
+    """Types count too: who reads one module of a circle has to read all of them."""
+    names = {name(path)[:-3].replace("/", ".").removesuffix(".__init__"): path for path in MODULES}
+    graph = {module: imports_of(path, names) - {module} for module, path in names.items()}
+    assert circles(graph) == []
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+    assert circles({"a": {"b"}, "b": set()}) == []

@@ -138,7 +138,7 @@ def test_the_command_runs_a_script_and_says_its_bubble(
     monkeypatch.setenv("GT_TOKEN", server.token)
     monkeypatch.setenv("GT_CONFIG", str(CONFIGS / "pp2.yaml"))
     script = tmp_path / "program.py"
-    text = "import sys, gt\nfrom test_plan import training\ntraining(6, 'zb-h1')\n"
+    text = "import sys, gt\nfrom tests.observe.test_plan import training\ntraining(6, 'zb-h1')\n"
     for end in ("", "gt.shutdown()\n"):
         script.write_text(text + end)
         out = tmp_path / f"out{len(end)}.json"

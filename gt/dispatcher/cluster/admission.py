@@ -7,16 +7,16 @@ from typing import Any
 
 from gt.config.load import check_workers, load
 from gt.config.schema import Config
-from gt.dispatcher.cluster.leases import PATIENCE, Exclusive, Shared, Waiting
+from gt.dispatcher.cluster.leases import PATIENCE_SECONDS, Exclusive, Shared, Waiting
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.errors import ConfigError, ProtocolError, Refused
 from gt.wire.messages import Hello
 
-LONGEST_CONFIG = 32 << 10  # characters: parsing takes up to 0.4 s, and everybody waits
-LONGEST_NAME = 64
-MOST_NESTED = 16
-MOST_WAITING = 1024
-LONGEST_STALL = 1e9  # seconds
+MAX_CONFIG_CHARACTERS = 32 << 10  # characters: parsing takes up to 0.4 s, and everybody waits
+MAX_NAME_CHARACTERS = 64
+MAX_NESTED_BRACKETS = 16
+MAX_WAITING_CLIENTS = 1024
+MAX_STALL_SECONDS = 1e9  # seconds
 PRECISIONS = frozenset({"highest", "high", "medium"})
 
 
@@ -31,19 +31,23 @@ class Admission:
     def expect(self, peer: bytes, hello: Hello, now: float) -> None:
         """A client's Hello; ConfigError, Refused or ProtocolError if no workers can make it good."""
         _switches(hello.switches)
-        if len(hello.config) > LONGEST_CONFIG:
-            raise ConfigError(f"{hello.config_path or 'config'} has {len(hello.config)} characters, at most {LONGEST_CONFIG}")
-        if len(self.waiting) >= MOST_WAITING:
-            raise Refused(f"{MOST_WAITING} programs wait for workers already, and no more can: try again later")
-        if _nesting(hello.config) > MOST_NESTED:
-            raise ConfigError(f"{hello.config_path or 'config'} has more than {MOST_NESTED} brackets within one another")
+        if len(hello.config) > MAX_CONFIG_CHARACTERS:
+            raise ConfigError(
+                f"{hello.config_path or 'config'} has {len(hello.config)} characters, at most {MAX_CONFIG_CHARACTERS}"
+            )
+        if len(self.waiting) >= MAX_WAITING_CLIENTS:
+            raise Refused(f"{MAX_WAITING_CLIENTS} programs wait for workers already, and no more can: try again later")
+        if _nesting(hello.config) > MAX_NESTED_BRACKETS:
+            raise ConfigError(
+                f"{hello.config_path or 'config'} has more than {MAX_NESTED_BRACKETS} brackets within one another"
+            )
         try:
             config = load(hello.config, hello.config_path)
         except RecursionError:
             raise ConfigError(f"{hello.config_path or 'config'} is nested too deep") from None
         if self.most:
             check_workers(config, [f"w{n}" for n in range(self.most)])
-        client = Waiting(peer, hello, config, now + PATIENCE, _used(config))
+        client = Waiting(peer, hello, config, now + PATIENCE_SECONDS, _used(config))
         self.lending.examine(client)
         self.waiting.append(client)
 
@@ -60,7 +64,7 @@ def _used(config: Config) -> frozenset[int]:
 
 
 def _nesting(text: str) -> int:
-    """How deep brackets stand within brackets: parsing takes time with its square."""
+    """Depth of nested brackets: parsing takes time with its square."""
     depth = deepest = 0
     for sign in text:
         if sign in "[{":
@@ -80,7 +84,7 @@ def _switches(switches: dict[str, Any]) -> None:
         "deterministic": lambda v: type(v) is bool,
         "cudnn_benchmark": lambda v: type(v) is bool,
         "cudnn_tf32": lambda v: type(v) is bool,
-        "stall_timeout": lambda v: type(v) in (int, float) and 0 <= v <= LONGEST_STALL,
+        "stall_timeout": lambda v: type(v) in (int, float) and 0 <= v <= MAX_STALL_SECONDS,
     }
     for name, value in switches.items():
         if name not in allowed or isinstance(value, (list, dict)) or not allowed[name](value):
@@ -88,7 +92,7 @@ def _switches(switches: dict[str, Any]) -> None:
 
 
 def worker_info(info: dict[str, Any]) -> dict[str, Any]:
-    """What a worker says of itself, complete; ProtocolError names what is no such thing."""
+    """A worker's info with all fields; ProtocolError names a field that is unknown or has a bad value."""
     defaults = {
         "name": "",
         "pid": 0,
@@ -110,9 +114,9 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
                 f"Hello.info.{key} is {value!r:.40}, want a {type(defaults[key]).__name__} up to 255 characters"
             )
     whole = {**defaults, **info}
-    if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > LONGEST_NAME:
+    if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > MAX_NAME_CHARACTERS:
         got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"
-        raise ProtocolError(f"Hello.info: {got}, want -1 or more, and {LONGEST_NAME} printable characters at most")
+        raise ProtocolError(f"Hello.info: {got}, want -1 or more, and {MAX_NAME_CHARACTERS} printable characters at most")
     return whole
 
 

@@ -1,4 +1,4 @@
-"""What workers are asked while they work: the counters of a Stats request, and whether they get on.
+"""Questions to workers while they work: the counters of a Stats request, and their progress.
 
 A worker gets on while it comes to other instructions, uses CPU time where that means work, or its device comes further. How
 its process stands is the kernel's to say, where it can be seen. Who is told of all this, and when, is stragglers.py's.
@@ -215,7 +215,7 @@ def _stamps(rows: Any) -> list:
 def counters(session: ClientSession, sent: int, received: int, relayed: int) -> dict[str, Any]:
     """The dispatcher's part of a client's Stats."""
     return {
-        "ops_planned": session.ops,
+        "ops_planned": session.op_stream.ops,
         "instructions_sent": session.emitter.sent,
         "messages_sent": sent,
         "messages_received": received,
@@ -223,8 +223,8 @@ def counters(session: ClientSession, sent: int, received: int, relayed: int) -> 
         "programs": len(session.programs.all),
         "replays": session.programs.launches,
         "runs_sent": sum(worker.runs for worker in session.cluster.workers),
-        "tensor_bytes_uploaded": session.uploaded,
-        "tensor_bytes_fetched": session.requests.fetched,
+        "tensor_bytes_uploaded": session.context.uploaded,
+        "tensor_bytes_fetched": session.fetches.fetched,
         "tensor_bytes_relayed": relayed,
         **session.pace.lag.counters(),
     }

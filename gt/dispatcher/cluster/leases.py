@@ -23,9 +23,9 @@ from gt.wire.messages import Hello, Notice
 
 log = logging.getLogger("gt.dispatcher")
 
-PATIENCE = 30.0  # seconds a client waits for workers that are not there
-RENEWAL = 120.0  # seconds in which a worker starts afresh, or is lost: a cold disk takes long to import torch
-REMINDER = 15.0  # seconds after which a client in the queue hears again that it is in it
+PATIENCE_SECONDS = 30.0  # seconds a client waits for workers that are not there
+RENEWAL_SECONDS = 120.0  # seconds in which a worker starts afresh, or is lost: a cold disk takes long to import torch
+REMINDER_SECONDS = 15.0  # seconds after which a client in the queue hears again that it is in it
 NOTICE, SHARE = 300.0, 0.1  # a session is warned so many seconds before its time ends, or this share of its time
 
 FREE, LENT, RENEWING, LOST = "free", "lent", "renewing", "lost"
@@ -199,7 +199,7 @@ class Exclusive:
     the server has at all holds up nobody.
     """
 
-    def __init__(self, heartbeat: float, home: str, terms: Terms, renewal: float = RENEWAL) -> None:
+    def __init__(self, heartbeat: float, home: str, terms: Terms, renewal: float = RENEWAL_SECONDS) -> None:
         self.terms, self.heartbeat, self.home, self.renewal = terms, heartbeat, home, renewal
         self.slots: dict[str, WorkerSlot] = {}
         self.leases: list[Lease] = []
@@ -297,7 +297,7 @@ class Exclusive:
         client.place, client.fits = len(before) + 1, have >= need
         client.queued = client.fits or ahead
         if client.fits:
-            client.until = now + PATIENCE  # from when it has too few, if ever
+            client.until = now + PATIENCE_SECONDS  # from when it has too few, if ever
         elif now >= client.until:
             raise few(have, need)
         return client.fits and not ahead and self._count(FREE) >= self._share(client)
@@ -316,7 +316,7 @@ class Exclusive:
             text = f"place {client.place} in its queue; it has {have} of the {need} workers that the program wants"
         # How many are free is news to the first alone: the others would hear of every one that comes and goes.
         told = (client.place, client.fits, have, (free, afresh) if client.place == 1 else ())
-        if told == client.told and now - client.told_at < REMINDER:
+        if told == client.told and now - client.told_at < REMINDER_SECONDS:
             return None
         client.told, client.told_at = told, now
         return Notice(text, client.place)

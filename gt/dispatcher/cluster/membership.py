@@ -6,36 +6,64 @@ Time ends some too: sessions that have had theirs, workers that do not start afr
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
-from gt.dispatcher.cluster.admission import shared_out, worker_info
-from gt.dispatcher.cluster.leases import Lease, Waiting, workers
+from gt.dispatcher.cluster.admission import Admission, shared_out, worker_info
+from gt.dispatcher.cluster.health import Survey
+from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
 from gt.dispatcher.cluster.workers import Worker
-from gt.dispatcher.events import Examined, Peer
+from gt.dispatcher.events import Action, Examined, Peer
+from gt.dispatcher.fairness.round_robin import RoundRobin
+from gt.dispatcher.fairness.time_slices import Pace
 from gt.dispatcher.session import ClientSession
+from gt.dispatcher.state.context import SessionContext, SessionTerms
 from gt.dispatcher.state.failures import worker_lost
-from gt.dispatcher.state.log_lines import Scribe
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import GTError, ProtocolError
 from gt.log import plain
 from gt.wire.link import examine
-from gt.wire.messages import Abort, Exit, Goodbye, Hello, Notice, Renew, Welcome, World
-
-if TYPE_CHECKING:
-    from gt.dispatcher.core import Core
+from gt.wire.messages import Abort, Exit, Goodbye, Hello, Message, Notice, Renew, Welcome, World
 
 log = logging.getLogger("gt.dispatcher")
 GOODBYE = "it said goodbye"
-LONGEST_REASON = 4000  # characters of another reason
-STALL = 300.0  # seconds, where a program says nothing of its stall_timeout
+MAX_REASON_CHARACTERS = 4000  # characters of another reason
+STALL_SECONDS = 300.0  # seconds, where a program says nothing of its stall_timeout
 OWN = frozenset({"workers", "stall_timeout"})  # of a client's switches those that no worker is told
+
+
+class MembershipHost(Protocol):
+    """The core, as far as membership needs it."""
+
+    heartbeat: float
+    process: list
+    terms: Terms
+    logging: bool
+    pace: Pace
+    context: Callable[..., SessionContext]
+    sessions: dict[Peer, ClientSession]
+    lending: Exclusive | Shared
+    workers: dict[Peer, Worker]
+    admission: Admission
+    round_robin: RoundRobin
+    page: list[str]
+    now: float
+
+    def send(self, peer: Peer, message: Message, frames: tuple = ()) -> None: ...
+    def close(self, peer: Peer) -> None: ...
+    def act(self, actions: Iterable[Action]) -> None: ...
+    def log_line(self, kind: str, peer: str, text: str = "", **fields: object) -> None: ...
+    def name(self, peer: Peer) -> str: ...
+    def fault(self, peer: Peer, what: str, error: Exception) -> None: ...
+    def guarded(self, session: ClientSession, what: str, call: Callable, *args: object) -> None: ...
+    def refuse(self, peer: Peer, error: GTError) -> None: ...
+    def surveyed(self, survey: Survey) -> None: ...
 
 
 class Membership:
     """One core's: it enters and removes its sessions and workers."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: MembershipHost) -> None:
         self._core, self._lending, self._terms = core, core.lending, core.terms
         self._sessions, self._workers = core.sessions, core.workers
         self._admission = core.admission
@@ -97,23 +125,26 @@ class Membership:
         config, lease = client.config, self._lending.grant(client, self._core.now)
         cluster, switches = lease.cluster, {k: v for k, v in client.hello.switches.items() if k not in OWN}
         self._workers.update({worker.peer: worker for worker in workers(lease)})
-        session = ClientSession(self._next_session, client.peer, config, cluster, self._core.send)
-        session.memory, session.stall_timeout = self._terms.memory, client.hello.switches.get("stall_timeout", STALL)
-        session.switches = lambda worker: shared_out(switches, client.used, cluster, worker)
-        session.pace = self._core.pace
+        terms = SessionTerms(
+            self._terms.memory,
+            client.hello.switches.get("stall_timeout", STALL_SECONDS),
+            lambda worker: shared_out(switches, client.used, cluster, worker),
+            self._core.pace,
+            self._core.page if self._core.logging else None,
+        )
+        context = self._core.context(self._next_session, client.peer, config, cluster, self._core.send, terms)
+        session = ClientSession(context)
         self._next_session += 1
         self._sessions[client.peer] = lease.sessions[client.peer] = session
         members = cluster.form()
         if members or not cluster.generation:  # before the first program that may need it
             self._tell_world(lease, members)
-        if self._core.logging:
-            session.scribe = session.emitter.scribe = Scribe(session, self._core.page)
         self._core.log_line("CONNECT", self._core.name(client.peer), f"client with {len(config.groups)} groups")
         names, name, groups = [w.name for w in cluster.workers], self._core.name(client.peer), list(config.groups)
         self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process))
 
     def goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
-        self.remove(peer, plain(message.reason, LONGEST_REASON) or GOODBYE)
+        self.remove(peer, plain(message.reason, MAX_REASON_CHARACTERS) or GOODBYE)
         self._core.close(peer)
 
     def remove(self, peer: Peer, reason: str) -> None:

@@ -56,9 +56,9 @@ class Stragglers:
 
     def _behind(self, session: ClientSession) -> set[int]:
         """Busy workers that have something of a program still to do."""
-        runs = [request.runs for request in session.requests.open.values()]
-        if session.batches.pending:
-            runs.append(session.batches.pending[-1].runs)
+        runs = [request.runs for request in session.fetches.open.values()]
+        if session.op_stream.pending:
+            runs.append(session.op_stream.pending[-1].runs)
         return {index for one in runs for index in self._waits(one)}
 
     def _waits(self, runs: dict[int, int]) -> set[int]:
@@ -72,13 +72,13 @@ class Stragglers:
         stalled = self._stalled(session, behind)
         if not stalled and behind.isdisjoint(halted):
             return
-        for request in list(session.requests.open.values()):
+        for request in list(session.fetches.open.values()):
             waits, waited = self._waits(request.runs), now - max(request.since, self.watch.awake)
             stopped = {i: halted[i] for i in waits & set(halted)}
             if stopped or (stalled and waits and waited >= session.stall_timeout):
                 said = self._says(session, self._blamed(waits), now)
-                session.requests.give_up(request, self._error(session, stopped, said))
-        pending = session.batches.pending
+                session.fetches.give_up(request, self._error(session, stopped, said))
+        pending = session.op_stream.pending
         if pending and self._without_credit(session):
             waits = self._waits(pending[0].runs)
             stopped = {i: halted[i] for i in waits & set(halted)}
@@ -111,9 +111,9 @@ class Stragglers:
     def _end_unanswered(self, session: ClientSession, now: float) -> None:
         """End questions that workers have done all work for, and of which an answer does not come."""
         surveys = self.watch.surveys
-        for request in [r for r in session.requests.open.values() if r.moved >= 0]:
+        for request in [r for r in session.fetches.open.values() if r.moved >= 0]:
             if error := self._unanswered(session, request.owed, request.moved, now):
-                session.requests.give_up(request, error)
+                session.fetches.give_up(request, error)
         for key, survey in [(key, survey) for key, survey in surveys.items() if survey.session is session]:
             if error := self._unanswered(session, survey.left, survey.since, now):
                 session.send(Failed(surveys.pop(key).number, errors.to_wire(error)))
@@ -124,7 +124,7 @@ class Stragglers:
         return self._error(session, {}, f"{self._alive(waits)} answered nothing for {now - moved:.1f} s")
 
     def _silent(self, session: ClientSession, waits: set[int], moved: float, now: float) -> bool:
-        """Whether nothing came for a program's stall_timeout from workers which do not get on with anything else either."""
+        """True if for a program's stall_timeout nothing was received from workers that make no other progress either."""
         places = self.watch.places
         since = max(moved, self.watch.awake, *(places[i].since for i in waits if i in places), 0.0)
         return 0 < session.stall_timeout <= now - since
@@ -136,14 +136,14 @@ class Stragglers:
 
     @staticmethod
     def _without_credit(session: ClientSession) -> bool:
-        """Whether a program may wait until a batch is acknowledged, and has not been told why."""
-        batches = len(session.batches.pending) + len(session.batches.coming)
+        """True if a program may wait until a batch is acknowledged, and has not been told why."""
+        batches = len(session.op_stream.pending) + len(session.op_stream.coming)
         batches += sum(isinstance(message, Ops) for message, _ in session.inbox)
-        return batches >= CREDIT and not session.told_stuck
+        return batches >= CREDIT and not session.op_stream.told_stuck
 
     @staticmethod
     def _tell_stuck(session: ClientSession, error: WorkerStuck) -> None:
-        session.told_stuck = True
+        session.op_stream.told_stuck = True
         session.send(Failed(-1, errors.to_wire(error)))
 
     def _stalled(self, session: ClientSession, behind: set[int]) -> bool:
@@ -209,7 +209,7 @@ class Stragglers:
         if place.at is None:
             return "something"
         row = session.journal.find(place.at[2]) if isinstance(place.at[2], int) else None
-        asked = next((r for r in session.requests.open.values() if r.seq == place.at[2]), None)
+        asked = next((r for r in session.fetches.open.values() if r.seq == place.at[2]), None)
         if row is None:
             return "an op of another program" if asked is None else f"reading {asked.name}"
         row = row.at(place.at[2])

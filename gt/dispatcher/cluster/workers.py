@@ -72,7 +72,7 @@ class Worker:
             self.told.append(definition.wire())
 
     def cut(self) -> None:
-        """What is written from here on is another Run's."""
+        """Begin another Run with the next instruction."""
         if self.code:
             self.cuts.append((self.defines, self.code))
         self.defines, self.code, self.weight = [], [], 0

@@ -7,27 +7,34 @@ them every other peer is heard.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from gt.dispatcher.events import Peer, Received
 from gt.dispatcher.fairness.time_slices import Leavings, Pace
-from gt.dispatcher.state.fetches import MOST
+from gt.dispatcher.session import ClientSession
+from gt.dispatcher.state.fetches import MAX_REQUESTS
 from gt.dispatcher.state.validate import CREDIT
-from gt.errors import ProtocolError
+from gt.errors import GTError, ProtocolError
 from gt.wire.messages import Describe, Fetch, FinishCapture, Inspect, Message, Ops, Stats
 
-if TYPE_CHECKING:
-    from gt.dispatcher.core import Core
-    from gt.dispatcher.session import ClientSession
-
 DEFERRED = frozenset({Ops, Fetch, Describe, Inspect, FinishCapture, Stats})  # what a stalled session keeps for later, in order
-MOST_DEFERRED = CREDIT + MOST + 1
+MAX_DEFERRED_MESSAGES = CREDIT + MAX_REQUESTS + 1
+
+
+class SessionHost(Protocol):
+    """The core, as far as turns need it."""
+
+    sessions: dict[Peer, ClientSession]
+
+    def take(self, peer: Peer, message: Message, frames: tuple) -> None: ...
+    def attempt(self, peer: Peer, what: str, call: Callable, *args: object) -> None: ...
+    def refuse(self, peer: Peer, error: GTError) -> None: ...
 
 
 class RoundRobin:
     """One core's. `pending`: somebody has more to do, though nothing comes."""
 
-    def __init__(self, core: Core, pace: Pace) -> None:
+    def __init__(self, core: SessionHost, pace: Pace) -> None:
         self._core, self._pace = core, pace
         self._waiting: dict[Peer, None] = {}  # sessions with more to do, in the order of their turns
         self.leavings = Leavings(pace)
@@ -36,17 +43,17 @@ class RoundRobin:
     def pending(self) -> bool:
         return bool(self._waiting or self.leavings or self._pace.background.pending)
 
-    def aside(self, session: ClientSession, what: str, call: Callable[[], None]) -> None:
+    def begin_thread(self, session: ClientSession, what: str, call: Callable[[], None]) -> None:
         """Do what may take long for a session, which is stalled meanwhile."""
 
         def done() -> None:
             try:
                 self._core.attempt(session.peer, what, call)
             finally:
-                session.aside = False
+                session.op_stream.in_thread = False
                 self._note(session.peer)
 
-        session.aside = True
+        session.op_stream.in_thread = True
         self._pace.background.begin(done)
 
     def waits(self, event: Received) -> bool:
@@ -55,8 +62,10 @@ class RoundRobin:
             return False
         core, session = self._core, self._core.sessions[event.peer]
         if session.inbox or self._stalled(event.peer, session, event.message):
-            if len(session.inbox) >= MOST_DEFERRED:
-                core.refuse(event.peer, ProtocolError(f"{type(event.message).__name__} came, {MOST_DEFERRED} wait already"))
+            if len(session.inbox) >= MAX_DEFERRED_MESSAGES:
+                core.refuse(
+                    event.peer, ProtocolError(f"{type(event.message).__name__} came, {MAX_DEFERRED_MESSAGES} wait already")
+                )
             elif event.peer in core.sessions:
                 session.inbox.append((event.message, event.frames))
                 self._note(event.peer)
@@ -83,12 +92,12 @@ class RoundRobin:
         peer = next(iter(self._waiting))
         del self._waiting[peer]
         session = self._core.sessions.get(peer)
-        if session is not None and session.aside:
+        if session is not None and session.op_stream.in_thread:
             return  # it comes again when that is done
-        if session is not None and session.batches.busy and session.batches.long:
-            self.aside(session, "Ops", session.batches.go_on)
-        elif session is not None and session.batches.busy:
-            self._core.attempt(peer, "Ops", session.batches.go_on)
+        if session is not None and session.op_stream.busy and session.op_stream.long:
+            self.begin_thread(session, "Ops", session.op_stream.go_on)
+        elif session is not None and session.op_stream.busy:
+            self._core.attempt(peer, "Ops", session.op_stream.go_on)
             self._note(peer)
         else:
             self.resume(peer)
@@ -96,20 +105,24 @@ class RoundRobin:
     def _note(self, peer: Peer) -> None:
         """Put a session that has more to do at the end of the row."""
         session = self._core.sessions.get(peer)
-        if session is not None and not session.aside and (session.batches.busy or (session.inbox and not session.stalled)):
+        if (
+            session is not None
+            and not session.op_stream.in_thread
+            and (session.op_stream.busy or (session.inbox and not session.stalled))
+        ):
             self._waiting.setdefault(peer)
 
     def _stalled(self, peer: Peer, session: ClientSession, message: Message) -> bool:
         """True if a message has to wait; a question ends the waiting of what was sent before it."""
         if not session.stalled and not isinstance(message, Ops):
-            self._core.attempt(peer, "Ops", session.batches.finish)
-            if not isinstance(message, FinishCapture) and not session.batches.busy:
+            self._core.attempt(peer, "Ops", session.op_stream.finish)
+            if not isinstance(message, FinishCapture) and not session.op_stream.busy:
                 session.programs.later.let_go()
         return session.stalled
 
     def check(self) -> None:
         """Invariants between events; tests call it."""
         for session in self._core.sessions.values():
-            assert len(session.inbox) <= MOST_DEFERRED
+            assert len(session.inbox) <= MAX_DEFERRED_MESSAGES
             assert session.stalled or not session.inbox or session.peer in self._waiting
-            assert not session.batches.busy or session.aside or session.peer in self._waiting
+            assert not session.op_stream.busy or session.op_stream.in_thread or session.peer in self._waiting

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.sharding.decomposition import ChainOp, Name, parts_of, quotient, share, sums
 from gt.dispatcher.sharding.localize import payload
 from gt.dispatcher.sharding.losses import mean_backward
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.redistribute import Order
 from gt.dispatcher.sharding.vocab_parallel import LOWERINGS, SUMS, Starts, embedding_backward
+from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.records import OpPlan, Origin
 from gt.dispatcher.state.tensors import Tensor
 from gt.ir.layout import Layout, Mesh, R
-
-if TYPE_CHECKING:
-    from gt.dispatcher.planning.planner import OpPlan, Planner
-    from gt.dispatcher.session import Origin
 
 LOOK_UPS = ("embedding", "embedding_dense_backward")
 
 
-class Lowering:
-    def __init__(self, planner: Planner) -> None:
-        self._planner, self.s = planner, planner.s
+class OpPlanner(Protocol):
+    """The planner, as far as decompositions need it."""
+
+    def starts(self, known: OpSchema, origin: Origin, ins: list[Tensor], mesh: Mesh) -> Starts: ...
+    def bound(self, wants: tuple[Layout, ...], makes: tuple[Layout, ...], orders: list[Order]) -> OpPlan: ...
+    def carry_out(self, known: OpSchema, plan: OpPlan, ins: list[Tensor], values: tuple, outs: list[int]) -> None: ...
+    def plan_part(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None: ...
+
+
+class Decompose:
+    """Ops of one session that are carried out as several."""
+
+    def __init__(self, context: SessionContext, redistributor: Redistributor, planner: OpPlanner) -> None:
+        self._context, self._redistributor, self._planner = context, redistributor, planner
+        self._emitter, self._table = context.emitter, context.table
         self._tables: dict[tuple, Layout] = {}  # of that shape, where one was last looked up on that mesh
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int], values: tuple, mesh: Mesh) -> bool:
@@ -37,7 +48,7 @@ class Lowering:
         starts = self._planner.starts(known, origin, ins, mesh)
         if known.name == "_log_softmax_backward_data" and (sums := self._sums(ins[0], mesh)) is not None:
             ins, starts = [*ins, sums], [*starts, list(sums.layout.placements)]  # type: ignore[union-attr]
-        key = ("lowered", mesh, self._table(known, starts, mesh), *map(tuple, starts))
+        key = ("lowered", mesh, self._table_layout(known, starts, mesh), *map(tuple, starts))
         if key not in known.plans:
             known.plans[key] = self._parts(known, starts, mesh)
         if known.plans[key]:
@@ -50,8 +61,8 @@ class Lowering:
         there = sums is not None and sums.layout is not None and sums.layout.mesh == mesh
         return sums if there and version == grad.storage.version else None
 
-    def _table(self, known: OpSchema, starts: Starts, mesh: Mesh) -> Layout | None:
-        """How the table lies that is looked up, or whose gradient this is as far as is known."""
+    def _table_layout(self, known: OpSchema, starts: Starts, mesh: Mesh) -> Layout | None:
+        """Layout of the table that is looked up, or whose gradient this is, as far as it is known."""
         if known.name == "embedding":
             lies = Layout(mesh, tuple(R if p is None else p for p in starts[0]))
             self._tables[mesh, known.template.ins[0].shape] = lies
@@ -62,7 +73,7 @@ class Lowering:
     def _parts(self, known: OpSchema, starts: Starts, mesh: Mesh) -> list[ChainOp] | None:
         if known.name in LOWERINGS:
             return LOWERINGS[known.name](known, starts, mesh)
-        table = self._table(known, starts, mesh)
+        table = self._table_layout(known, starts, mesh)
         return embedding_backward(known, starts, mesh, table.placements) if table is not None else None
 
     def _chain(self, parts: list[ChainOp], origin: Origin, ins: list[Tensor], outs: list[int], mesh: Mesh) -> None:
@@ -71,7 +82,7 @@ class Lowering:
         last: dict[Name, int] = {
             name: n for n, part in enumerate(parts) for name in (*part.ins, *part.outs) if isinstance(name, str)
         }
-        rows, emitter = self.s.table.rows, self.s.emitter
+        rows, emitter = self._table.rows, self._emitter
         for n, part in enumerate(parts):
             operands = [ins[i] if isinstance(i, int) and i >= 0 else rows[names[i]] for i in part.ins]
             for name in part.outs:
@@ -82,15 +93,15 @@ class Lowering:
                 plan = part.known[0].plans.get("said") or self._said(part, mesh)
                 self._planner.carry_out(part.known[0], plan, operands, (), made)
             else:
-                self._planner.anew(part.known[0], origin, operands, (), made)
+                self._planner.plan_part(part.known[0], origin, operands, (), made)
             over = [names[name] for name in dict.fromkeys((*part.ins, *part.outs)) if last.get(name) == n and name != SUMS]
-            self.s.mover.release(over)
+            self._redistributor.release(over)
         if SUMS in names:
             made_by = rows[outs[0]]
             made_by.sums = made_by.storage.version, rows.pop(names[SUMS])
 
     def _said(self, part: ChainOp, mesh: Mesh) -> OpPlan:
-        wants, makes = (tuple(self.s.intern(Layout(mesh, p)) for p in some) for some in (part.wants, part.makes))
+        wants, makes = (tuple(self._context.intern(Layout(mesh, p)) for p in some) for some in (part.wants, part.makes))
         ranks = part.known * (1 if len(part.known) > 1 else len(mesh.workers))
         orders = [
             Order(worker, "op", payload(known, wants, makes, rank))
@@ -101,20 +112,20 @@ class Lowering:
 
     def mean_of_rows(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Sum and weight of each worker's rows, added up over the mesh, and their quotient."""
-        rows, mover, total = self.s.table.rows, self.s.mover, self.s.emitter.temporary()
-        self._planner.anew(sums(known), origin, ins, values, [total, outs[1]])
+        rows, total = self._table.rows, self._emitter.temporary()
+        self._planner.plan_part(sums(known), origin, ins, values, [total, outs[1]])
         pair = [rows[total], rows[outs[1]]]
         for t in pair:
             if t.layout is not None and t.layout.partial:
-                mover.settle(t.storage)
-        self._planner.anew(quotient(known), origin, pair, (), [outs[0]])
-        mover.release([total])
+                self._redistributor.reduce_partial(t.storage)
+        self._planner.plan_part(quotient(known), origin, pair, (), [outs[0]])
+        self._redistributor.release([total])
 
     def _part_of_mean(
         self, divide: OpSchema, part: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]
     ) -> None:
         """The gradient of a mean of equal parts is that of each part's mean, divided by how many there are."""
-        grad = self.s.emitter.temporary()
-        self._planner.anew(divide, origin, ins[:1], (), [grad])
-        self._planner.anew(part, origin, [self.s.table.rows[grad], *ins[1:]], values, outs)
-        self.s.mover.release([grad])
+        grad = self._emitter.temporary()
+        self._planner.plan_part(divide, origin, ins[:1], (), [grad])
+        self._planner.plan_part(part, origin, [self._table.rows[grad], *ins[1:]], values, outs)
+        self._redistributor.release([grad])

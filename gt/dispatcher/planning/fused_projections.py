@@ -7,18 +7,18 @@ out plainly is laid out again, once.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
+from gt.dispatcher.planning.materializer import root_layout
+from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.sharding.groups import COLUMN
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.views import VIEWS, wanted_parts
-from gt.dispatcher.state.tensors import Tensor
+from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.op_queue import NeedsLookahead
+from gt.dispatcher.state.records import Origin
+from gt.dispatcher.state.tensors import Table, Tensor
 from gt.ir.instr import FREE, PARAM
 from gt.ir.layout import Layout, Shard
-
-if TYPE_CHECKING:
-    from gt.dispatcher.session import ClientSession
-    from gt.dispatcher.state.validate import Origin
 
 log = logging.getLogger("gt.dispatcher")
 WEIGHTS = {
@@ -28,14 +28,10 @@ WEIGHTS = {
     "baddbmm": (1, 2),
     "embedding": (0, -1),
 }  # op -> its two factors
-LOOK_AHEAD = 24  # ops that are searched for the split of a fused projection
+MAX_LOOKAHEAD_OPS = 24  # ops that are searched for the split of a fused projection
 
 
-class Unseen(Exception):
-    """How an op is planned depends on ops that are still to come."""
-
-
-def note_maker(s: ClientSession, known: OpSchema, ins: list[Tensor], outs: list[int]) -> None:
+def record_producer(table: Table, known: OpSchema, ins: list[Tensor], outs: list[int]) -> None:
     """Remember the projection that made a tensor, in case a later split shows that it is a fused one."""
     maker = None
     if known.name in WEIGHTS:
@@ -47,11 +43,11 @@ def note_maker(s: ClientSession, known: OpSchema, ins: list[Tensor], outs: list[
     elif known.name == "add" and len(ins) == 2 and ins[1].storage.param and ins[0].storage.made_by:
         maker = ins[0].storage.made_by[0], ins[1]
     if maker is not None:
-        s.table.rows[outs[0]].storage.made_by = maker
+        table.rows[outs[0]].storage.made_by = maker
 
 
-def lay_out_again(s: ClientSession, base: Tensor, parts: int) -> bool:
-    """Lay a fused projection out by its parts, once and for good: weight, bias and the result at hand."""
+def split_by_parts(redistributor: Redistributor, base: Tensor, parts: int) -> bool:
+    """Split a fused projection by its parts, once and for good: weight, bias and the result at hand."""
     weight, bias = base.storage.made_by or (None, None)
     root = next(t for t in base.storage.tensors.values() if t.base is None)
     layout = root.layout
@@ -66,13 +62,13 @@ def lay_out_again(s: ClientSession, base: Tensor, parts: int) -> bool:
     for t in (weight, bias, root):
         if t is not None and t.layout is not None:
             again = tuple(Shard(p.dim, parts) if isinstance(p, Shard) else p for p in t.layout.placements)
-            s.mover.relayout(t.storage, s.placer.root_layout(t, Layout(layout.mesh, again)))
+            redistributor.relayout(t.storage, root_layout(t, Layout(layout.mesh, again)))
     base.storage.made_by = None
     return True
 
 
-def undecided(s: ClientSession, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int]) -> bool:
-    """Whether this is the first use of a weight that is split by its columns, and what follows is still to come."""
+def needs_lookahead(context: SessionContext, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int]) -> bool:
+    """True if this is the first use of a weight that is split by its columns, and what follows is still to come."""
     meaning = origin.meaning
     if meaning is None or meaning.kind != COLUMN or meaning.parts or known.name not in WEIGHTS:
         return False
@@ -80,16 +76,16 @@ def undecided(s: ClientSession, known: OpSchema, origin: Origin, ins: list[Tenso
     if right < 0 or not ins[right].storage.param or ins[right].placed:
         return False
     try:
-        parts_ahead(s, outs)
-    except Unseen:
+        count_split_parts(context, outs)
+    except NeedsLookahead:
         return True
     return False
 
 
-def parts_ahead(s: ClientSession, outs: list[int]) -> int:
-    """How many equal pieces the result of a fused projection is split into; Unseen where that may be still to come."""
-    found, left = {outs[0]}, LOOK_AHEAD
-    for code, start in s.batches.ahead():
+def count_split_parts(context: SessionContext, outs: list[int]) -> int:
+    """The number of equal pieces that the result of a fused projection is split into; NeedsLookahead if ops are missing."""
+    followed, left = {outs[0]}, MAX_LOOKAHEAD_OPS
+    for code, start in context.queue.lookahead():
         at = start
         while left and at < len(code):
             number = code[at]
@@ -98,10 +94,10 @@ def parts_ahead(s: ClientSession, outs: list[int]) -> int:
             if number in (FREE, PARAM) and type(code[at + 1]) is int:
                 at += 2 + (max(code[at + 1], 0) if number == FREE else 0)
                 continue
-            known = s.templates.get(number)
+            known = context.templates.get(number)
             if known is None:  # something else, or a lie, which will be met in its turn
                 return 1
-            parts = _follow(known, code[at + 2 : at + 2 + known.length], found)
+            parts = _follow(known, code[at + 2 : at + 2 + known.length], followed)
             if parts:
                 return parts
             at, left = at + 2 + known.length, left - 1
@@ -110,14 +106,14 @@ def parts_ahead(s: ClientSession, outs: list[int]) -> int:
     return 1
 
 
-def _follow(known: OpSchema, ids: list, found: set[int]) -> int:
-    """Into how many parts an op splits what is followed, 0 if it does not; what it makes of that is followed too."""
-    if known.name in VIEWS and known.tensors == 1 and ids[:1] and ids[0] in found:
+def _follow(known: OpSchema, ids: list, followed: set[int]) -> int:
+    """The number of parts into which an op splits what is followed, 0 if it does not; what it makes of that is followed too."""
+    if known.name in VIEWS and known.tensors == 1 and ids[:1] and ids[0] in followed:
         wanted = wanted_parts(known)
         last = len(known.template.ins[0].shape) - 1
         if wanted and wanted[0] == last:
             return wanted[1] if known.name.startswith("split") or wanted[1] == 3 else 1
-        found.update(ids[1 + known.values :])
-    elif known.name == "add" and ids[:1] and ids[0] in found:  # its bias
-        found.update(ids[known.tensors + known.values :])
+        followed.update(ids[1 + known.values :])
+    elif known.name == "add" and ids[:1] and ids[0] in followed:  # its bias
+        followed.update(ids[known.tensors + known.values :])
     return 0

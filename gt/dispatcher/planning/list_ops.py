@@ -8,18 +8,19 @@ is in terms where it was written over pieces, and goes from mesh to mesh with wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from gt.dispatcher.planning.planner import OpPlan
+from gt.dispatcher.planning.materializer import root_layout
+from gt.dispatcher.planning.op_binder import OpBinder
+from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.sharding import list_rules
 from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import lost_in
+from gt.dispatcher.state.records import OpPlan, Origin
 from gt.dispatcher.state.tensors import Tensor
-from gt.ir.layout import Layout, Partial, R, Shard, replicated
+from gt.ir.layout import Layout, Mesh, Partial, R, Shard, replicated
 from gt.ir.template import Chosen, Out, T, Template
-
-if TYPE_CHECKING:
-    from gt.dispatcher.session import ClientSession, Origin
 
 
 @dataclass(slots=True)
@@ -32,22 +33,47 @@ class ListPart:
     outs: list[int]
 
 
-class Lists:
-    def __init__(self, session: ClientSession) -> None:
-        self.s = session
+class PartPlanner(Protocol):
+    """The planner, as far as list ops need it."""
+
+    hits: int
+
+    def emit(
+        self, known: OpSchema, plan: OpPlan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]
+    ) -> None: ...
+    def abandon(self, known: OpSchema, mesh: Mesh, ins: list[Tensor], outs: list[int]) -> None: ...
+
+
+@dataclass(slots=True)
+class _ListOp:
+    """One list op with its operands. combined: the term that results of pieces are, if any."""
+
+    known: OpSchema
+    ins: list[Tensor]
+    values: tuple
+    outs: list[int]
+    combined: str | None
+
+
+class ListOps:
+    """Plans list ops: one op for each layout."""
+
+    def __init__(self, context: SessionContext, binder: OpBinder, redistributor: Redistributor, planner: PartPlanner) -> None:
+        self._context, self._binder, self._redistributor, self._planner = context, binder, redistributor, planner
+        self._cluster, self._failures = context.cluster, context.failures
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Cut, bring and emit; or, where all lies as it did when nothing had to be brought, only emit."""
         combined = list_rules.combination(known, values)
         key = ("list", combined, *[id(t.layout) for t in ins])
-        cuts = None if self.s.troubled else known.plans.get(key)
+        cuts = None if self._failures.troubled else known.plans.get(key)
         if cuts is None:
             buckets = self._buckets(known, origin, ins, combined)
-            cuts = [self._cut(*bucket, combined, known, ins, values, outs) for bucket in buckets.items()]
+            cuts = [self._plan_part(*bucket, _ListOp(known, ins, values, outs, combined)) for bucket in buckets.items()]
             if key[2:] == tuple([id(t.layout) for t in ins]) and all(cut and cut[1].direct for cut in cuts):
                 known.plans[key] = cuts
             return
-        self.s.planner.hits += 1
+        self._planner.hits += 1
         for part, plan in cuts:
             ids = [ins[i].id for i in part.ins]
             self._emit(part, plan, ins, ids, values, outs)
@@ -56,7 +82,7 @@ class Lists:
         self, part: ListPart, plan: OpPlan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]
     ) -> None:
         mine = [ins[i] for i in part.ins], brought, tuple([values[i] for i in part.values]), [outs[i] for i in part.outs]
-        self.s.planner.emit(part.known, plan, *mine)
+        self._planner.emit(part.known, plan, *mine)
 
     def _buckets(self, known: OpSchema, origin: Origin, ins: list[Tensor], combined: str | None) -> dict[Layout, list[int]]:
         """Indices of the lists by the layout of the tensor that leads there; what is not done on pieces is brought whole."""
@@ -67,16 +93,16 @@ class Lists:
             t = ins[index]
             if t.layout is None:
                 home = self._home(known, origin, ins, place)
-                self.s.placer.place(t.storage, home or replicated(self.s.default_mesh()))
+                self._redistributor.place(t.storage, home or replicated(self._context.default_mesh()))
                 t.storage.default = home is None
             assert t.layout is not None
             if t.layout.partial:
-                self.s.mover.settle(t.storage)
+                self._redistributor.reduce_partial(t.storage)
             layout = t.layout
             if not cut:
-                layout = whole = whole or self.s.intern(replicated(layout.mesh))
+                layout = whole = whole or self._context.intern(replicated(layout.mesh))
             elif not list_rules.on_pieces(known, place, layout, combined):
-                layout = self.s.intern(replicated(layout.mesh))
+                layout = self._context.intern(replicated(layout.mesh))
             buckets.setdefault(layout, []).append(place)
         return buckets
 
@@ -90,51 +116,42 @@ class Lists:
                 return beside.layout if beside.spec.shape == shape else replicated(beside.layout.mesh)
         return replicated(origin.meaning.mesh) if origin.meaning else None
 
-    def _cut(
-        self,
-        layout: Layout,
-        indices: list[int],
-        combined: str | None,
-        whole_op: OpSchema,
-        all_ins: list[Tensor],
-        values: tuple,
-        outs: list[int],
-    ) -> tuple[ListPart, OpPlan] | None:
-        """Carry out a list op over some of its indices; how, unless a worker it needs is lost."""
-        part = self._part(whole_op, tuple(indices))
-        known, ins = part.known, [all_ins[i] for i in part.ins]
-        if lost_in(self.s.cluster, layout.mesh):
-            self.s.planner.abandon(known, layout.mesh, ins, [outs[i] for i in part.outs])
+    def _plan_part(self, layout: Layout, indices: list[int], op: _ListOp) -> tuple[ListPart, OpPlan] | None:
+        """Plan and emit a list op over some of its indices; None if a worker that it needs is lost."""
+        part = self._part(op.known, tuple(indices))
+        known, ins = part.known, [op.ins[i] for i in part.ins]
+        if lost_in(self._cluster, layout.mesh):
+            self._planner.abandon(known, layout.mesh, ins, [op.outs[i] for i in part.outs])
             return None
         wants = self._wants(known, layout, ins)
-        brought = [self.s.mover.bring(t, want) for t, want in zip(ins, wants, strict=True)]
-        made = self.s.intern(list_rules.made(layout, combined))
+        brought = [self._redistributor.redistribute(t, want) for t, want in zip(ins, wants, strict=True)]
+        made = self._context.intern(list_rules.made(layout, op.combined))
         makes = (made,) * len(known.template.outs)
         key = (layout, made, *map(id, wants))
         bound = known.plans.get(key)
         if bound is None:
-            bound = known.plans[key] = self.s.mover.bind_op(known, wants or list(makes), makes)
+            bound = known.plans[key] = self._binder.bind(known, wants or list(makes), makes)
         plan = OpPlan(tuple(wants), makes, bound, all(t.layout is w for t, w in zip(ins, wants, strict=True)))
-        self._emit(part, plan, all_ins, brought, values, outs)
+        self._emit(part, plan, op.ins, brought, op.values, op.outs)
         for index in known.template.writes:
             if brought[index] != ins[index].id:  # a view of something laid out otherwise: the copy was written
-                self.s.mover.write_back(brought[index], ins[index], wants[index])
+                self._redistributor.write_back(brought[index], ins[index], wants[index])
         return part, plan
 
     def _wants(self, known: OpSchema, layout: Layout, ins: list[Tensor]) -> list[Layout]:
         """Layout wanted of each operand: in a list the leader's, numbers whole; what is written goes there for good."""
-        whole, lead = self.s.intern(replicated(layout.mesh)), known.columns[0].indices(T)
+        whole, lead = self._context.intern(replicated(layout.mesh)), known.columns[0].indices(T)
         wants = [layout if i in known.listed and t.spec.shape else whole for i, t in enumerate(ins)]
         for index in known.template.writes:
             t = ins[index]
             if index not in known.listed and known.name in list_rules.WRITTEN:
                 wants[index] = self._in_terms(t, layout, Partial(list_rules.WRITTEN[known.name]))
             elif t.layout is not None and t.layout != wants[index] and index not in lead:  # as far as its root can be laid so
-                self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, wants[index]))
+                self._redistributor.relayout(t.storage, root_layout(t, wants[index]))
         for index in known.listed:
             t = ins[index]
             if t.storage.default and not t.spec.shape and t.layout != wants[index]:  # a step count that was placed by itself
-                self.s.mover.relayout(t.storage, self.s.placer.root_layout(t, wants[index]))
+                self._redistributor.relayout(t.storage, root_layout(t, wants[index]))
                 t.storage.default = False
         return wants
 
@@ -143,11 +160,13 @@ class Lists:
         views = t.storage.tensors.values()
         there = all(v.layout is not None and v.layout.mesh == layout.mesh for v in views)
         if not there or any(p not in (R, term) for v in views for p in v.layout.placements):  # type: ignore[union-attr]
-            self.s.mover.relayout(t.storage, replicated(layout.mesh))
+            self._redistributor.relayout(t.storage, replicated(layout.mesh))
         for view in views:
             assert view.layout is not None
             pairs = zip(layout.placements, view.layout.placements, strict=True)
-            view.layout = self.s.intern(Layout(layout.mesh, tuple(term if isinstance(p, Shard) else q for p, q in pairs)))
+            view.layout = self._context.intern(
+                Layout(layout.mesh, tuple(term if isinstance(p, Shard) else q for p, q in pairs))
+            )
         assert t.layout is not None
         return t.layout
 

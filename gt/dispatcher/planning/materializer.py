@@ -6,51 +6,54 @@ each worker for its part only; steps that are not elementwise run whole, and the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gt.dispatcher.cluster.workers import Worker
+from gt.dispatcher.planning.op_binder import OpBinder
 from gt.dispatcher.sharding.base import Place
 from gt.dispatcher.sharding.localize import SIZES, dense, duplicate
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.redistribute import spans
 from gt.dispatcher.sharding.rules import decide_along
 from gt.dispatcher.sharding.views import VIEWS
+from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.tensors import RecipeStep, Storage, Tensor
+from gt.dispatcher.state.uploads import Uploads
 from gt.ir.layout import Layout, R, Shard, boxes, local_shape, replicated
+from gt.ir.spec import Spec
 from gt.wire.messages import Release
 
-if TYPE_CHECKING:
-    from gt.dispatcher.cluster.workers import Worker
-    from gt.dispatcher.session import ClientSession
-    from gt.ir.spec import Spec
-
 ELEMENTWISE = ("clone", "_to_copy", "zeros_like", "empty_like")  # and whatever torch tags as pointwise
-LONGEST = 64  # steps of a recipe; a longer one is placed
-MOST_VIEWS = 256  # steps up to which a view is one more: each of them is written anew
+MAX_RECIPE_STEPS = 64  # steps of a recipe; a longer one is placed
+MAX_VIEW_STEPS = 256  # steps up to which a view is one more: each of them is written anew
 
 
-class Placer:
-    def __init__(self, session: ClientSession) -> None:
-        self.s = session
+class Materializer:
+    """Unplaced tensors of one session are described here, and made."""
+
+    def __init__(self, context: SessionContext, uploads: Uploads, binder: OpBinder) -> None:
+        self._context, self._uploads, self._binder = context, uploads, binder
+        self._emitter, self._table = context.emitter, context.table
         self.host_uses: dict[int, int] = {}  # upload whose bytes the client keeps -> recipes that need it
 
     # ---- writing recipes
 
-    def defers(self, known: OpSchema, ins: list[Tensor], grouped: bool) -> bool:
-        """Whether an op is no use of its inputs, but one more step of a recipe."""
+    def can_defer(self, known: OpSchema, ins: list[Tensor], grouped: bool) -> bool:
+        """True if an op is no use of its inputs, but one more step of a recipe."""
         if known.name == "gt.upload":
             return True
         template = known.template
         if template.dynamic or known.columns or any(t.placed for t in ins):
             return False
         if known.name in VIEWS and ins:
-            return len(ins[0].storage.recipe or ()) < MOST_VIEWS
-        if not self.s.groups or sum(len(t.storage.recipe or ()) for t in ins) >= LONGEST:
+            return len(ins[0].storage.recipe or ()) < MAX_VIEW_STEPS
+        if not self._context.groups or sum(len(t.storage.recipe or ()) for t in ins) >= MAX_RECIPE_STEPS:
             return False
         if not ins:
             return known.results == len(template.outs)
         if grouped or not (known.overwrites or template.pointwise or known.name in ELEMENTWISE):
             return False
-        return self.s.programs.tape is None or self.s.programs.tape.defers(ins)
+        return self._context.tape is None or self._context.tape.defers(ins)
 
     def defer(self, known: OpSchema, ins: list[Tensor], values: tuple, out_ids: list[int], data: Any) -> None:
         """Add the op to the recipe of its target or base, or begin one with those of its inputs."""
@@ -66,9 +69,9 @@ class Placer:
             out = template.outs[index]
             assert out.spec is not None
             if views:
-                self.s.table.view(tensor_id, out.spec, ins[0], None, (known, values, index)).storage.slots[tensor_id] = slot
+                self._table.view(tensor_id, out.spec, ins[0], None, (known, values, index)).storage.slots[tensor_id] = slot
             else:
-                self._assign(self.s.table.new(tensor_id, out.spec, None, self.s.origin).storage, steps, {tensor_id: slot})
+                self._assign(self._table.new(tensor_id, out.spec, None, self._context.origin).storage, steps, {tensor_id: slot})
 
     def _assign(self, storage: Storage, steps: list[RecipeStep], slots: dict[int, int]) -> None:
         """Give a storage its (longer) recipe, counting who needs which host copy."""
@@ -83,37 +86,18 @@ class Placer:
     def _hosts(steps: list[RecipeStep]) -> list[int]:
         return [s.data[1] for s in steps if s.data and s.data[0] == "host"]
 
-    def forget(self, storage: Storage) -> None:
-        """A recipe is done with: the client may drop host copies that no other needs."""
+    def drop_recipe(self, storage: Storage) -> None:
+        """End a recipe: the client may drop host copies that no other needs."""
         for host in self._hosts(storage.recipe or []):
             self.host_uses[host] -= 1
             if not self.host_uses[host]:
                 del self.host_uses[host]
-                self.s.send(Release([host]))
+                self._context.send(Release([host]))
 
     # ---- carrying them out
 
-    def root_layout(self, tensor: Tensor, want: Layout) -> Layout:
-        """Layout of a storage's root that gives a view of it the layout `want`, as far as strides show it; terms come later."""
-        root = next(t for t in tensor.storage.tensors.values() if t.base is None)
-        through = [p if tensor is root else self._through(root, tensor, p) for p in want.placements if isinstance(p, Shard)]
-        split = iter(through)
-        placements = [next(split) if isinstance(p, Shard) else R for p in want.placements]
-        return Layout(want.mesh, tuple(placements))
-
-    @staticmethod
-    def _through(root: Tensor, view: Tensor, place: Shard) -> Any:
-        """The dim of the root that steps through memory as the view's split dim does."""
-        a, b = root.spec, view.spec
-        if a.numel != b.numel or len(a.shape) != len(b.shape):
-            return R
-        for dim, (n, stride) in enumerate(zip(a.shape, a.stride, strict=True)):
-            if stride == b.stride[place.dim] and n == b.shape[place.dim]:
-                return Shard(dim, place.parts)
-        return R
-
-    def place(self, storage: Storage, want: Layout) -> None:
-        """Make a storage on workers, its root in layout `want`, all its live views with it."""
+    def place(self, storage: Storage, want: Layout) -> Layout:
+        """Make a storage on workers, its live views too, and its root in layout `want` if its recipe can; the root's layout."""
         root = next(t for t in storage.tensors.values() if t.base is None)
         recipe = storage.recipe
         assert recipe is not None
@@ -123,33 +107,32 @@ class Placer:
             made = self._layouts(recipe, storage, root, replicated(want.mesh))
             assert made is not None
         self._run(recipe, made, names)
-        self.s.note_planned(recipe[-1].known, (), (storage,))
-        self.forget(storage)
+        self._context.note_planned(recipe[-1].known, (), (storage,))
+        self.drop_recipe(storage)
         for tensor in storage.tensors.values():
-            tensor.layout = self.s.intern(made[storage.slots[tensor.id]])
+            tensor.layout = self._context.intern(made[storage.slots[tensor.id]])
         storage.data = recipe[0].data is not None and not storage.param
         storage.recipe, storage.slots = None, {}
         spec, layout = root.spec, root.layout
         assert layout is not None
-        self.s.emitter.line(root.id, spec.text(), layout, f"place {recipe[0].known.name}", (), self.s.note())
-        if layout != want:
-            self.s.mover.relayout(storage, want)
+        self._emitter.line(root.id, spec.text(), layout, f"place {recipe[0].known.name}", (), self._context.note())
+        return layout
 
     def read(self, tensor: Tensor) -> Tensor:
         """A temporary, not in the table, with an unplaced tensor's value on the default mesh; the recipe stays."""
         storage = tensor.storage
-        layout = replicated(self.s.default_mesh())
+        layout = replicated(self._context.default_mesh())
         root = next(t for t in storage.tensors.values() if t.base is None)
         made = self._layouts(storage.recipe or [], storage, root, layout)
         assert made is not None
-        copy = Tensor(self.s.emitter.temporary(), tensor.spec, Storage(), layout)
+        copy = Tensor(self._emitter.temporary(), tensor.spec, Storage(), layout)
         self._run(storage.recipe or [], made, {storage.slots[tensor.id]: copy.id})
-        self.s.note_planned((storage.recipe or [])[-1].known, (), (copy.storage,))
+        self._context.note_planned((storage.recipe or [])[-1].known, (), (copy.storage,))
         return copy
 
-    def whole(self, storage: Storage) -> bool:
-        """Whether it is no data but made, and cannot be in parts: counted positions are cheaper whole than brought together."""
-        return any(_whole(step) for step in storage.recipe or ())
+    def unsplittable(self, storage: Storage) -> bool:
+        """True if its recipe cannot be run in parts: counted positions are cheaper whole than gathered."""
+        return any(_runs_whole(step) for step in storage.recipe or ())
 
     def _layouts(self, recipe: list[RecipeStep], storage: Storage, root: Tensor, want: Layout) -> dict[int, Layout] | None:
         """Layout of every value of the recipe if all can be made in parts; None if something has to run whole."""
@@ -159,7 +142,7 @@ class Placer:
             template = step.known.template
             specs = [template.outs[i].spec for i in step.known.news]
             if not step.ins:
-                if _whole(step) and not want.replicated:
+                if _runs_whole(step) and not want.replicated:
                     return None
                 for slot, spec in zip(step.outs, specs, strict=True):
                     made[slot] = want if spec and spec.shape == shape else replicated(want.mesh)
@@ -179,7 +162,7 @@ class Placer:
 
     def _run(self, recipe: list[RecipeStep], made: dict[int, Layout], names: dict[int, int]) -> None:
         """Emit the steps; values that no tensor names are freed at the end."""
-        emitter = self.s.emitter
+        emitter = self._emitter
         ids: dict[int, int] = {}
         for step in recipe:
             for slot in step.outs:
@@ -194,14 +177,14 @@ class Placer:
             ]
             ins = [made[i] for i in step.ins]
             out_ids = [ids[o] for o in step.outs]
-            self.s.mover.compute(step.known, ins, layouts, [ids[i] for i in step.ins], step.values, out_ids)
+            self._binder.compute(step.known, ins, layouts, [ids[i] for i in step.ins], step.values, out_ids)
         loose = [ids[slot] for slot in ids if slot not in names]
         if loose:
             emitter.free(next(iter(made.values())).mesh.workers, loose)
 
     def _upload(self, step: RecipeStep, layout: Layout, tensor: int) -> None:
         """Tell each worker to expect its part, and send it (or ask the client for it): equal parts once."""
-        emitter, spec = self.s.emitter, step.known.template.outs[0].spec
+        emitter, spec = self._emitter, step.known.template.outs[0].spec
         assert spec is not None
         parts: dict[tuple, list[int]] = {}
         for rank in range(len(layout.mesh.workers)):
@@ -210,9 +193,9 @@ class Placer:
             workers = [emitter.cluster.workers[layout.mesh.workers[r]] for r in ranks]
             local = dense(local_shape(layout, spec.shape, ranks[0]), spec)
             payload = {"shape": list(local.shape), "stride": list(local.stride), "dtype": spec.dtype}
-            key = self.s.uploads.begin(step.data, spec, boxes(layout, spec.shape, ranks[0]), workers)
+            key = self._uploads.begin(step.data, spec, boxes(layout, spec.shape, ranks[0]), workers)
             define = self._define(step.known, payload)
-            tape = self.s.programs.tape
+            tape = self._context.tape
             if tape is not None:
                 tape.met(step.data, layout)
             name = tensor if tape is None else emitter.temporary()  # in a program a copy of what is kept for it
@@ -224,7 +207,7 @@ class Placer:
 
     def _copy(self, known: OpSchema, local: Spec, workers: list[Worker], source: int, target: int) -> None:
         """target is a copy of source, of this local look."""
-        key, emitter = ("copy", local), self.s.emitter
+        key, emitter = ("copy", local), self._emitter
         if key not in known.plans:
             known.plans[key] = emitter.define("op", duplicate(local))
         for worker in workers:
@@ -233,11 +216,11 @@ class Placer:
     def _define(self, known: OpSchema, payload: dict) -> Any:
         key = ("upload", tuple(payload["shape"]), payload["dtype"])
         if key not in known.plans:
-            known.plans[key] = self.s.emitter.define("upload", payload)
+            known.plans[key] = self._emitter.define("upload", payload)
         return known.plans[key]
 
 
-def _whole(step: RecipeStep) -> bool:
+def _runs_whole(step: RecipeStep) -> bool:
     """eye, arange and the like: a piece is not the same op of other sizes."""
     return not step.ins and step.data is None and not step.known.random and step.known.name not in SIZES
 
@@ -259,3 +242,23 @@ def _joined(ins: list[Tensor]) -> tuple[list[RecipeStep], dict[int, int], int]:
 
 def step_partial(made: dict[int, Layout]) -> bool:
     return any(layout.partial for layout in made.values())
+
+
+def root_layout(tensor: Tensor, want: Layout) -> Layout:
+    """Layout of a storage's root that gives a view of it the layout `want`, as far as strides show it; terms come later."""
+    root = next(t for t in tensor.storage.tensors.values() if t.base is None)
+    root_splits = [p if tensor is root else _root_split(root, tensor, p) for p in want.placements if isinstance(p, Shard)]
+    split = iter(root_splits)
+    placements = [next(split) if isinstance(p, Shard) else R for p in want.placements]
+    return Layout(want.mesh, tuple(placements))
+
+
+def _root_split(root: Tensor, view: Tensor, place: Shard) -> Any:
+    """The dim of the root that steps through memory as the view's split dim does."""
+    a, b = root.spec, view.spec
+    if a.numel != b.numel or len(a.shape) != len(b.shape):
+        return R
+    for dim, (n, stride) in enumerate(zip(a.shape, a.stride, strict=True)):
+        if stride == b.stride[place.dim] and n == b.shape[place.dim]:
+            return Shard(dim, place.parts)
+    return R

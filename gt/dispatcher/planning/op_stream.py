@@ -6,78 +6,67 @@ nothing to do, must not change that: such an op and what is behind it wait for t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gt.dispatcher.fairness.run_queue import CLOSER, GRAIN, UNIT
-from gt.dispatcher.planning.fused_projections import Unseen
+from gt.dispatcher.planning.planner import Planner
+from gt.dispatcher.planning.redistributor import Redistributor
+from gt.dispatcher.programs.programs import Programs
 from gt.dispatcher.sharding.op_schema import OpSchema
-from gt.dispatcher.state import validate
+from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import TEMPORARY
+from gt.dispatcher.state.fetches import Fetches
+from gt.dispatcher.state.op_queue import Batch, NeedsLookahead, QueuedBatch
+from gt.dispatcher.state.outbox import Outbox
 from gt.dispatcher.state.tensors import Tensor
+from gt.dispatcher.state.validate import CREDIT, Definitions
 from gt.errors import ProtocolError
 from gt.ir.instr import DISCARD, DROP, FIRST, FREE, LAUNCH, PARAM, RECORD
-from gt.wire.messages import Ops
+from gt.wire.messages import Ack, Ops
 
-if TYPE_CHECKING:
-    from gt.dispatcher.session import ClientSession
-
-MOST_WAITING = validate.CREDIT // 2  # batches: a client without credit could not send the next
-LOOK = 128  # numbers of the stream, about 20 ops, between looks at the clock
-MOST_FREED = 2048  # tensors that are freed in one go
+MAX_WAITING_BATCHES = CREDIT // 2  # batches: a client without credit could not send the next
+CLOCK_INTERVAL = 128  # numbers of the stream, about 20 ops, between looks at the clock
+MAX_FREED_AT_ONCE = 2048  # tensors that are freed in one go
 
 
-@dataclass(slots=True)
-class Batch:
-    """A batch that workers are carrying out: acknowledged when each has come to its `runs`."""
+class OpStream:
+    """The stream of a session."""
 
-    seq: int
-    end: int
-    runs: dict[int, int]
-
-
-@dataclass(slots=True)
-class Coming:
-    """A batch that is not planned to its end."""
-
-    seq: int
-    code: list
-    frames: tuple
-    at: int = 0
-    spent: bool = False  # the turn was over before its end
-
-
-class Batches:
-    """The stream of a session. final: nothing follows that a decision could wait for."""
-
-    def __init__(self, session: ClientSession) -> None:
-        self.s = session
-        self.coming: deque[Coming] = deque()
-        self.pending: deque[Batch] = deque()
-        self.frames: tuple = ()  # of the batch that is being planned
-        self._at = 0  # behind the op that is being planned
-        self._final = False
+    def __init__(
+        self,
+        context: SessionContext,
+        outbox: Outbox,
+        planner: Planner,
+        redistributor: Redistributor,
+        programs: Programs,
+        fetches: Fetches,
+    ) -> None:
+        self._context, self._outbox, self._planner, self._redistributor = context, outbox, planner, redistributor
+        self._programs, self._fetches = programs, fetches
+        self._queue, self._emitter, self._pace = context.queue, context.emitter, context.pace
+        self.coming, self.pending = context.queue.coming, context.queue.pending
+        self.definitions = Definitions(context)
         self._work: Iterator[None] | None = None
-        self.due = 0  # where in the stream the clock is looked at next; 0: after this op, which takes long
+        self.ops = 0  # planned
+        self.in_thread = False  # work of this session goes on in a thread
+        self.told_stuck = False  # the client knows that workers are, since batches were last acknowledged
 
     @property
     def long(self) -> bool:
         """True if the next message ends a recording that was held back, which takes long."""
         batch = self.coming[0] if self.coming else None
         ends = batch is not None and batch.at < len(batch.code) and batch.code[batch.at] in (RECORD, DISCARD)
-        return ends and self.s.programs.later.holds
+        return ends and self._programs.holds
 
     @property
     def busy(self) -> bool:
         """True if the turn was over before all that came was planned: `go_on` goes on."""
         return self._work is not None
 
-    def take(self, message: Ops, frames: tuple) -> None:
+    def accept(self, message: Ops, frames: tuple) -> None:
         """Carry out a batch: definitions, then the stream. After an error the session has to end: half is not sent."""
-        validate.admit(self.s, message)
-        self._work = self._taken(message, frames)
+        self.definitions.admit(message)
+        self._work = self._plan_batch(message, frames)
         self.go_on()
 
     def finish(self) -> None:
@@ -92,102 +81,108 @@ class Batches:
         if work is not None and next(work, self) is not self:
             self._work = work
 
-    def _taken(self, message: Ops, frames: tuple) -> Iterator[None]:
-        s, pace = self.s, self.s.pace
+    def _plan_batch(self, message: Ops, frames: tuple) -> Iterator[None]:
+        pace, definitions = self._pace, self.definitions
         numbers = [row[0] for row in message.templates if type(row) is list and row] if self.coming else []
-        if any(type(number) is int and number in s.templates for number in numbers):
+        if any(type(number) is int and number in self._context.templates for number in numbers):
             yield from self._advance(True)  # the client's table has started again: what waits is by the old one
-        for define, rows in ((validate.define, message.templates), (validate.origin, message.origins)):
+        for define, rows in ((definitions.define, message.templates), (definitions.define_origin, message.origins)):
             for row in rows:
                 if pace.spent:
                     yield
-                define(s, row)
-        self.coming.append(Coming(message.seq, message.code, frames))
-        yield from self._advance(len(self.coming) > MOST_WAITING)
+                define(row)
+        self.coming.append(QueuedBatch(message.seq, message.code, frames))
+        yield from self._advance(len(self.coming) > MAX_WAITING_BATCHES)
 
-    def ahead(self) -> Iterator[tuple[list, int]]:
-        """Code behind the op that is being planned, and where it begins; Unseen at its end if more may come."""
-        for n, batch in enumerate(self.coming):
-            yield batch.code, batch.at if n else self._at
-        if not self._final:
-            raise Unseen
+    def acknowledge(self) -> None:
+        """Acknowledge the batches that all workers have carried out, forget their journal, and answer what waited for them."""
+        last, pending = None, self.pending
+        while pending and self._outbox.reached(pending[0].runs):
+            last = pending.popleft()
+        if last is not None:
+            self.told_stuck = False
+            self._context.failures.forget(last.end)
+            self._context.send(Ack(last.seq))
+        self._fetches.answer_ready()
 
     def _advance(self, final: bool) -> Iterator[None]:
         """Plan batches in order; between two slices what is written is sent."""
-        s, pace = self.s, self.s.pace
+        emitter, queue, pace = self._emitter, self._queue, self._pace
         while self.coming:
-            batch, self._final = self.coming[0], final
-            s.emitter.base, s.emitter.seconds = s.cluster.seq, 0.0
-            self.frames = batch.frames
+            batch, queue.final = self.coming[0], final
+            emitter.begin_run()
+            emitter.seconds = 0.0
+            queue.frames = batch.frames
             try:
                 ended = self._stream(batch)
             finally:
-                s.emitter.seq = s.cluster.seq
-                self.frames = ()
-            runs = s.flush(s.emitter.base)
+                emitter.begin_op()
+                queue.frames = ()
+            runs = self._outbox.flush(emitter.base)
             if ended:
                 self.coming.popleft()
-                self.pending.append(Batch(batch.seq, s.cluster.seq, runs))
+                self.pending.append(Batch(batch.seq, self._context.cluster.seq, runs))
             elif not batch.spent:
                 break
             if batch.spent or (self.coming and pace.spent):
                 batch.spent = False
                 yield
-        s.settle_batches()
+        self.acknowledge()
 
-    def _stream(self, batch: Coming) -> bool:
-        """Plan a batch from where it stands; whether to its end."""
-        s, code = self.s, batch.code
-        templates, origins, rows = s.templates, s.origins, s.table.rows
-        emitter, cluster, op = s.emitter, s.cluster, s.planner.op
+    def _stream(self, batch: QueuedBatch) -> bool:
+        """Plan a batch from where it was left; True if to its end."""
+        context, queue, code = self._context, self._queue, batch.code
+        templates, origins, rows = context.templates, context.origins, context.table.rows
+        emitter, op = self._emitter, self._planner.op
         at, end = batch.at, len(code)
-        shared = s.cluster.queue.shared(s.number)
+        shared = context.cluster.queue.shared(context.number)
         grain = left = GRAIN if shared else end
         unit = UNIT / CLOSER if shared else UNIT
-        self.due = at + LOOK
+        queue.due = at + CLOCK_INTERVAL
         while at < end:
             start = at
-            if at >= self.due:
-                if s.pace.spent:
+            if at >= queue.due:
+                if self._pace.spent:
                     batch.at, batch.spent = at, True
                     return False
-                self.due = at + LOOK
-            number, emitter.seq = code[at], cluster.seq  # what is written gets a number that no session has used
+                queue.due = at + CLOCK_INTERVAL
+            number = code[at]
             if number < FIRST:
-                if number in (RECORD, DISCARD) and s.programs.later.holds and s.pace.background.beside and not s.aside:
+                if number in (RECORD, DISCARD) and self._programs.holds and self._pace.background.beside and not self.in_thread:
                     batch.at, batch.spent = at, True  # begins a slice, which is done aside
                     return False
                 at = self._special(number, code, at)
-                self.due = 0
+                emitter.begin_op()
+                queue.due = 0
                 continue
             try:
                 known = templates[number]
                 first = at + 2
                 second = first + known.tensors
                 third = second + known.values
-                s.origin = origin = origins[code[at + 1]]
+                emitter.origin = origin = origins[code[at + 1]]
                 ins = [rows[i] for i in code[first:second]]
-                at = self._at = third + known.results
+                at = queue.position = third + known.results
             except (IndexError, KeyError, TypeError) as error:
                 raise ProtocolError(f"Ops.code at {at} names what this session does not have: {error!r}") from error
             if at > end:
                 raise ProtocolError(f"Ops.code ends within an op, at {end}")
             if [t.spec for t in ins] != known.specs:
-                _alike(known, ins)
+                _check_operands(known, ins)
             for i in code[third:at]:
                 if type(i) is not int or not 0 < i < TEMPORARY or i in rows:
                     raise ProtocolError(f"Ops.code has {i!r:.40} at {third} as the id of a new tensor")
             try:
                 op(known, origin, ins, tuple(code[second:third]), code[third:at])
-            except Unseen:
+            except NeedsLookahead:
                 batch.at = start
                 return False
-            cluster.seq += 1
-            s.ops += 1
+            emitter.end_op()
+            self.ops += 1
             left -= 1
             if emitter.seconds > unit or not left:  # a session's turn is not to take long
                 left = grain
-                s.cut()
+                self._outbox.cut()
         return True
 
     def _special(self, number: int, code: list, at: int) -> int:
@@ -195,21 +190,21 @@ class Batches:
         if number == FREE:
             if type(operand) is not int or not 0 <= operand <= len(code) - at - 2:
                 raise ProtocolError(f"Ops.code frees {operand!r:.40} tensors at {at} of {len(code)}")
-            ids = code[at + 2 : at + 2 + min(operand, MOST_FREED)]
-            self.s.mover.release(ids)
+            ids = code[at + 2 : at + 2 + min(operand, MAX_FREED_AT_ONCE)]
+            self._redistributor.release(ids)
             if len(ids) < operand:  # the rest is an instruction of its own
                 at += len(ids)
                 code[at : at + 2] = FREE, operand - len(ids)
                 return at
             return at + 2 + operand
         if number == PARAM:
-            self.s.row(operand).storage.param = True
+            self._context.row(operand).storage.param = True
             return at + 2
         return self._program(number, code, at)
 
     def _program(self, number: int, code: list, at: int) -> int:
-        """What has to do with programs."""
-        programs = self.s.programs
+        """Carry out one control code of programs."""
+        programs = self._programs
         if number == LAUNCH and at + 4 <= len(code):
             programs.launch(*code[at + 1 : at + 4])
             return at + 4
@@ -225,7 +220,7 @@ class Batches:
         raise ProtocolError(f"Ops.code has {number!r:.40} at {at}, which is no template and no control code")
 
 
-def _alike(known: OpSchema, ins: Sequence[Tensor]) -> None:
+def _check_operands(known: OpSchema, ins: Sequence[Tensor]) -> None:
     """ProtocolError unless operands have the shapes and dtypes that the template says; strides may differ."""
     for place, (tensor, want) in enumerate(zip(ins, known.specs, strict=True)):
         if tensor.spec.shape != want.shape or tensor.spec.dtype != want.dtype:

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from gt.dispatcher.planning.fused_projections import WEIGHTS, parts_ahead
+from gt.dispatcher.planning.fused_projections import WEIGHTS, count_split_parts
+from gt.dispatcher.planning.materializer import root_layout
+from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.sharding.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.tensors import Tensor
 from gt.ir.layout import Layout, Shard
 
-if TYPE_CHECKING:
-    from gt.dispatcher.session import ClientSession
 
-
-def place_weights(s: ClientSession, known: OpSchema, meaning: Meaning, ins: list[Tensor], outs: list[int]) -> None:
+def place_weights(
+    context: SessionContext,
+    redistributor: Redistributor,
+    known: OpSchema,
+    meaning: Meaning,
+    ins: list[Tensor],
+    outs: list[int],
+) -> None:
     """Split the parameter of a matmul or embedding as its group says, before its first use."""
     if known.name not in WEIGHTS or meaning.kind not in (COLUMN, ROW):
         for t in ins:
             if t.storage.param and t.storage.default:
-                _settle_home(s, t, meaning.parameter(len(t.spec.shape), None))
+                _move_home(redistributor, t, meaning.parameter(len(t.spec.shape), None))
         return
-    found = weight(known, meaning, ins)
-    if found is None:
+    operand = weight(known, meaning, ins)
+    if operand is None:
         return
-    index, dim = found
+    index, dim = operand
     t, parts = ins[index], 1
     if meaning.kind == COLUMN and known.name != "embedding" and not t.placed:
-        parts = meaning.parts or parts_ahead(s, outs)
-    _settle_home(s, t, split(meaning, len(t.spec.shape), dim, parts, t))
+        parts = meaning.parts or count_split_parts(context, outs)
+    _move_home(redistributor, t, split(meaning, len(t.spec.shape), dim, parts, t))
     if known.name == "addmm" and meaning.kind == COLUMN and ins[0].storage.param:
         bias = ins[0]
         tall = len(bias.spec.shape)
-        _settle_home(s, bias, split(meaning, tall, tall - 1, parts, bias))
+        _move_home(redistributor, bias, split(meaning, tall, tall - 1, parts, bias))
 
 
 def weight(known: OpSchema, meaning: Meaning, ins: list[Tensor]) -> tuple[int, int] | None:
@@ -54,11 +59,11 @@ def split(meaning: Meaning, rank: int, dim: int, parts: int, t: Tensor) -> Layou
     return Layout(layout.mesh, tuple(Shard(p.dim, parts) if isinstance(p, Shard) else p for p in layout.placements))
 
 
-def _settle_home(s: ClientSession, t: Tensor, want: Layout) -> None:
+def _move_home(redistributor: Redistributor, t: Tensor, want: Layout) -> None:
     """Place a parameter, or move one that was only placed for want of a group."""
     storage = t.storage
     if t.layout is None:
-        s.placer.place(storage, s.placer.root_layout(t, want))
+        redistributor.place(storage, root_layout(t, want))
     elif storage.default:
-        s.mover.relayout(storage, s.placer.root_layout(t, want))
+        redistributor.relayout(storage, root_layout(t, want))
     storage.default = False

@@ -1,61 +1,67 @@
-"""Planning one op: on which mesh, in which layouts; what has to be brought there; what it leaves.
+"""Planning of one op: its mesh, the layouts of its inputs and outputs, and the copies that the inputs need.
 
-The common case, an op met before whose inputs lie as they did, is one dictionary look-up.
+The common case, an op met before whose inputs have the same layouts, is one dictionary look-up.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
-from gt.dispatcher.planning.decompose import Lowering
-from gt.dispatcher.planning.fused_projections import WEIGHTS, Unseen, lay_out_again, note_maker, undecided
+from gt.dispatcher.planning.decompose import Decompose
+from gt.dispatcher.planning.fused_projections import WEIGHTS, needs_lookahead, record_producer, split_by_parts
+from gt.dispatcher.planning.list_ops import ListOps
+from gt.dispatcher.planning.materializer import Materializer, root_layout
+from gt.dispatcher.planning.op_binder import OpBinder
 from gt.dispatcher.planning.parameters import place_weights, split, weight
-from gt.dispatcher.planning.redistributor import same_terms
+from gt.dispatcher.planning.redistributor import Redistributor, same_terms
 from gt.dispatcher.sharding.decomposition import mean_of_rows
 from gt.dispatcher.sharding.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.redistribute import Order
 from gt.dispatcher.sharding.rules import Decision, decide_along, whole
 from gt.dispatcher.sharding.views import VIEWS, wanted_parts
-from gt.dispatcher.state.emitter import Bound, lost_in
+from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.emitter import lost_in
 from gt.dispatcher.state.failures import Planned
+from gt.dispatcher.state.op_queue import NeedsLookahead
+from gt.dispatcher.state.records import OpPlan, Origin
 from gt.dispatcher.state.tensors import Tensor
+from gt.dispatcher.state.uploads import Uploads
 from gt.ir.layout import Layout, Mesh, Partial, Placement, R, replicated
-
-if TYPE_CHECKING:
-    from gt.dispatcher.session import ClientSession, Origin
 
 log = logging.getLogger("gt.dispatcher")
 
 
-@dataclass(slots=True)
-class OpPlan:
-    """Where inputs must lie and outputs will; `direct` if they lay so when it was made."""
-
-    wants: tuple[Layout, ...]
-    outs: tuple[Layout, ...]
-    bound: list[Bound]
-    direct: bool
-    forms: dict[Origin, str] = field(default_factory=dict)  # its lines in the instruction log
-
-
 class Planner:
-    def __init__(self, session: ClientSession) -> None:
-        self.s = session
+    """Plans the ops of one session."""
+
+    def __init__(
+        self,
+        context: SessionContext,
+        uploads: Uploads,
+        binder: OpBinder,
+        materializer: Materializer,
+        redistributor: Redistributor,
+    ) -> None:
+        self._context, self._uploads, self._binder = context, uploads, binder
+        self._materializer, self._redistributor = materializer, redistributor
+        self._emitter, self._cluster, self._table, self._queue = context.emitter, context.cluster, context.table, context.queue
+        self._failures, self._journal, self._scribe = context.failures, context.journal, context.scribe
         self._warned: set[str] = set()
-        self._lowering = Lowering(self)
+        self._decompose = Decompose(context, redistributor, self)
+        self._lists = ListOps(context, binder, redistributor, self)
         self.hits = 0
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
-        """Plan and emit one op; Unseen, and nothing is done, if it has to wait for what follows."""
+        """Plan and emit one op; NeedsLookahead, and nothing is done, if it has to wait for what follows."""
         plan = known.plans.get(_key(origin, ins))
-        if plan is not None and plan.direct and not self.s.troubled:
+        if plan is not None and plan.direct and not self._failures.troubled:
             self.hits += 1
             ids = [t.id for t in ins]
-            scribe = self.s.scribe
+            scribe = self._scribe
             if scribe is not None:
                 if outs:
                     scribe.planned(known, plan, origin, ids, outs)
@@ -64,16 +70,16 @@ class Planner:
             self._write(known, plan, ins, ids, values, outs)
             self._after(known, origin, ins, outs)
             return
-        self.s.batches.due = 0  # what is planned anew takes long
-        if undecided(self.s, known, origin, ins, outs):
-            raise Unseen
-        if self.s.scribe is not None:
-            self.s.scribe.received(known, origin, [t.id for t in ins])
-        if self.s.placer.defers(known, ins, origin.meaning is not None):
-            self.s.placer.defer(known, ins, values, outs, self.s.uploads.source(known, values, outs))
+        self._queue.due = 0  # what is planned anew takes long
+        if needs_lookahead(self._context, known, origin, ins, outs):
+            raise NeedsLookahead
+        if self._scribe is not None:
+            self._scribe.received(known, origin, [t.id for t in ins])
+        if self._materializer.can_defer(known, ins, origin.meaning is not None):
+            self._materializer.defer(known, ins, values, outs, self._uploads.source(known, values, outs))
             return
         elif known.columns:
-            self.s.lists.op(known, origin, ins, values, outs)
+            self._lists.op(known, origin, ins, values, outs)
         else:
             self._planned(known, origin, ins, values, outs, plan)
         self._after(known, origin, ins, outs)
@@ -85,14 +91,14 @@ class Planner:
             self._place_targets(known, origin, ins)
             plan = known.plans.get(_key(origin, ins))
         if mean_of_rows(known, [t.layout for t in ins]):
-            self._lowering.mean_of_rows(known, origin, ins, values, outs)
+            self._decompose.mean_of_rows(known, origin, ins, values, outs)
             return
         if plan is None or (origin.meaning is not None and any(t.storage.default and t.storage.param for t in ins)):
             mesh = self._mesh(known, origin, ins)
-            if lost_in(self.s.cluster, mesh):
+            if lost_in(self._cluster, mesh):
                 self.abandon(known, mesh, ins, outs)
                 return
-            if self._lowering.op(known, origin, ins, outs, values, mesh):
+            if self._decompose.op(known, origin, ins, outs, values, mesh):
                 return
             before = _key(origin, ins)
             plan = self._plan(known, origin, ins, outs, mesh)
@@ -102,7 +108,7 @@ class Planner:
             if before != key and not (known.name in VIEWS or known.template.writes):
                 # where bases or targets had to move first, the next one has to as well: bringing would make a copy
                 known.plans[before] = replace(plan, direct=False)
-        elif plan.wants + plan.outs and lost_in(self.s.cluster, (plan.wants + plan.outs)[0].mesh):
+        elif plan.wants + plan.outs and lost_in(self._cluster, (plan.wants + plan.outs)[0].mesh):
             self.abandon(known, (plan.wants + plan.outs)[0].mesh, ins, outs)
             return
         if any(t.storage.failed and t.storage.failed.lost >= 0 for t in ins):
@@ -110,39 +116,39 @@ class Planner:
             return
         self.carry_out(known, plan, ins, values, outs)
         if origin.meaning is not None and origin.meaning.kind == COLUMN:
-            note_maker(self.s, known, ins, outs)
+            record_producer(self._table, known, ins, outs)
 
     def carry_out(self, known: OpSchema, plan: OpPlan, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Bring the inputs to where the plan wants them, and emit the op."""
         for t, want in zip(ins, plan.wants, strict=True):
             if t.layout is not None and t.layout.partial and not same_terms(t.layout, want):
-                self.s.mover.settle(t.storage)  # before any is brought: another operand may view the same terms
-        brought = [self.s.mover.bring(t, want) for t, want in zip(ins, plan.wants, strict=True)]
+                self._redistributor.reduce_partial(t.storage)  # before any is brought: another operand may view the same terms
+        brought = [self._redistributor.redistribute(t, want) for t, want in zip(ins, plan.wants, strict=True)]
         self.emit(known, plan, ins, brought, values, outs)
         for index in known.template.writes:
             if brought[index] != ins[index].id:  # the second of two targets, which is at home on another mesh
-                self.s.mover.write_back(brought[index], ins[index], plan.wants[index])
+                self._redistributor.write_back(brought[index], ins[index], plan.wants[index])
 
-    def anew(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
+    def plan_part(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Plan and emit one of the ops that another is carried out as."""
         self._planned(known, origin, ins, values, outs, known.plans.get(_key(origin, ins)))
 
     def bound(self, wants: tuple[Layout, ...], makes: tuple[Layout, ...], orders: list[Order]) -> OpPlan:
         """The plan of an op that is decided."""
-        return OpPlan(wants, makes, self.s.emitter.bind(orders), False)
+        return OpPlan(wants, makes, self._emitter.bind(orders), False)
 
     def emit(
         self, known: OpSchema, plan: OpPlan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]
     ) -> None:
         """Write the instruction, and say so; enter the outputs."""
-        if self.s.scribe is not None and outs:
-            self.s.scribe.planned(known, plan, self.s.origin, brought, outs)
+        if self._scribe is not None and outs:
+            self._scribe.planned(known, plan, self._context.origin, brought, outs)
         self._write(known, plan, ins, brought, values, outs)
 
     def _write(
         self, known: OpSchema, plan: OpPlan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]
     ) -> None:
-        emitter = self.s.emitter
+        emitter = self._emitter
         offset = emitter.offset
         if offset:
             operands = [*[offset + i for i in brought], *values, *[offset + i for i in outs]]
@@ -150,16 +156,16 @@ class Planner:
             operands = [*brought, *values, *outs]
         for worker, define in plan.bound:
             emitter.write(worker, define, operands)
-        table, news = self.s.table, iter(outs)
+        table, news = self._table, iter(outs)
         for index, (out, layout) in enumerate(zip(known.template.outs, plan.outs, strict=True)):
             if out.kind == "new":
-                table.new(next(news), out.spec, layout, self.s.origin)
+                table.new(next(news), out.spec, layout, self._context.origin)
             elif out.kind == "view":
                 table.view(next(news), out.spec, ins[out.of], layout, (known, values, index))
 
     def _after(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int]) -> None:
         """Versions, the journal, and what a failed input means."""
-        rows = self.s.table.rows
+        rows = self._table.rows
         reads = tuple([t.storage for t in ins])
         writes = tuple([reads[i] for i in known.template.writes])
         for storage in writes:
@@ -169,21 +175,21 @@ class Planner:
         if origin.meaning is None:
             for storage in makes:
                 storage.default = True
-        self.s.journal.add(Planned(self.s.emitter.seq, known, origin, reads, writes, makes))
-        if self.s.troubled:
-            self.s.spread(known, reads, writes, makes)
+        self._journal.add(Planned(self._emitter.seq, known, origin, reads, writes, makes))
+        if self._failures.troubled:
+            self._failures.spread(known, reads, writes, makes)
 
     def abandon(self, known: OpSchema, mesh: Mesh, ins: list[Tensor], outs: list[int]) -> None:
         """An op that would need a lost worker is not sent: its outputs exist, failed."""
         cause = next((t.storage.failed for t in ins if t.storage.failed and t.storage.failed.lost >= 0), None)
-        cause = cause or self.s.cause_of_loss(lost_in(self.s.cluster, mesh))
-        layout = self.s.intern(replicated(mesh))
+        cause = cause or self._failures.cause_of_loss(lost_in(self._cluster, mesh))
+        layout = self._context.intern(replicated(mesh))
         for tensor_id, index in zip(outs, known.news, strict=True):
             out = known.template.outs[index]
             if out.kind == "view" and ins[out.of].placed:
-                made = self.s.table.view(tensor_id, out.spec, ins[out.of], ins[out.of].layout, (known, (), index))
+                made = self._table.view(tensor_id, out.spec, ins[out.of], ins[out.of].layout, (known, (), index))
             else:
-                made = self.s.table.new(tensor_id, out.spec, layout)
+                made = self._table.new(tensor_id, out.spec, layout)
             made.storage.failed = cause
         for index in known.template.writes:
             ins[index].storage.failed = cause
@@ -203,7 +209,7 @@ class Planner:
         if origin.meaning is not None:
             return origin.meaning.mesh
         if not placed:
-            return self.s.default_mesh()
+            return self._context.default_mesh()
         weight: dict[Mesh, int] = {}
         for t in placed:
             assert t.layout is not None
@@ -214,36 +220,36 @@ class Planner:
         group = origin.target or origin.meaning
         if group is not None:
             return group.mesh
-        return ins[0].layout.mesh if ins[0].layout else self.s.default_mesh()
+        return ins[0].layout.mesh if ins[0].layout else self._context.default_mesh()
 
     def _place_targets(self, known: OpSchema, origin: Origin, ins: list[Tensor]) -> None:
-        """What is written in place has to lie somewhere before it is planned how: a copy would take the write."""
+        """Place the targets of an in-place op before it is planned: a copy would take the write."""
         mesh = self._mesh(known, origin, ins)
         meaning = _own(origin, mesh)
         for index in known.template.writes:
             target = ins[index]
-            if target.layout is None and not lost_in(self.s.cluster, mesh):
+            if target.layout is None and not lost_in(self._cluster, mesh):
                 start = tuple(p or R for p in self._start(target, mesh, meaning, True))
-                self.s.placer.place(target.storage, self.s.placer.root_layout(target, Layout(mesh, start)))
+                self._redistributor.place(target.storage, root_layout(target, Layout(mesh, start)))
                 target.storage.default = origin.meaning is None
 
     # ---- which layouts
 
     def starts(self, known: OpSchema, origin: Origin, ins: list[Tensor], mesh: Mesh) -> list[list[Placement | None]]:
-        """Where planning finds the inputs of an op that is no view and writes none of them."""
+        """Placements of the inputs before planning, for an op that is no view and writes none of them."""
         meaning = _own(origin, mesh)
         if meaning is not None and known.name == "embedding":
-            place_weights(self.s, known, meaning, ins, [])
+            place_weights(self._context, self._redistributor, known, meaning, ins, [])
         return self._starts(known, ins, mesh, meaning, False)
 
     def _plan(self, known: OpSchema, origin: Origin, ins: list[Tensor], outs: list[int], mesh: Mesh) -> OpPlan:
         meaning = _own(origin, mesh)
         if meaning is not None:
-            place_weights(self.s, known, meaning, ins, outs)
+            place_weights(self._context, self._redistributor, known, meaning, ins, outs)
         for index in known.template.writes:
             target = ins[index]
             if target.layout is not None and target.layout.partial and not self._terms_stay(known, ins):
-                self.s.mover.settle(target.storage)
+                self._redistributor.reduce_partial(target.storage)
         stays = bool(known.template.writes) or known.name in VIEWS
         starts = self._starts(known, ins, mesh, meaning, stays)
         wants, makes = self._decide(known, ins, starts, mesh)
@@ -256,11 +262,11 @@ class Planner:
         if any(h and wants[i] != t.layout.placements for h, i, t in zip(here, known.template.writes, targets)):  # type: ignore
             for there, target in zip(here, targets, strict=True):  # all of them: by one alone the rule might not change
                 if there:
-                    self.s.mover.relayout(target.storage, replicated(mesh))
+                    self._redistributor.relayout(target.storage, replicated(mesh))
             return self._plan(known, origin, ins, outs, mesh)
-        want_layouts = tuple(self.s.intern(Layout(mesh, w)) for w in wants)
-        out_layouts = tuple(self.s.intern(Layout(mesh, m)) for m in makes)
-        return OpPlan(want_layouts, out_layouts, self.s.mover.bind_op(known, want_layouts, out_layouts), False)
+        want_layouts = tuple(self._context.intern(Layout(mesh, w)) for w in wants)
+        out_layouts = tuple(self._context.intern(Layout(mesh, m)) for m in makes)
+        return OpPlan(want_layouts, out_layouts, self._binder.bind(known, want_layouts, out_layouts), False)
 
     def _terms_stay(self, known: OpSchema, ins: list[Tensor]) -> bool:
         """Accumulating terms into terms needs no addition over the mesh."""
@@ -278,7 +284,7 @@ class Planner:
         return starts
 
     def _start(self, t: Tensor, mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[Placement | None]:
-        """Where planning finds an input on this mesh, axis by axis; None: it may be placed as the rule likes.
+        """Placements of an input on this mesh before planning, axis by axis; None: the rule may choose.
 
         Data that lies whole is split as it enters a group, at every use, unless it `stays` to be written or viewed.
         """
@@ -296,7 +302,7 @@ class Planner:
 
     def _entering(self, t: Tensor, mesh: Mesh, meaning: Meaning) -> Sequence[Placement]:
         """As the group splits what enters; a view of what is split here, or so on a like mesh, as that has it."""
-        if self.s.placer.whole(t.storage):
+        if self._materializer.unsplittable(t.storage):
             return [R] * len(mesh.axes)
         base, root = t.base, t
         while root.base is not None:
@@ -304,7 +310,7 @@ class Planner:
         if base is None or t.via is None or t.layout is None or root.layout is None:
             return meaning.entering(t.spec.shape).placements
         for layout in base.copies or {}:
-            made = self.s.mover.view_layouts(t.via[0], layout) if layout.mesh == mesh and not layout.replicated else None
+            made = self._redistributor.view_layouts(t.via[0], layout) if layout.mesh == mesh and not layout.replicated else None
             if made is not None:
                 return made[t.via[2]].placements
         enters = meaning.entering(root.spec.shape).placements
@@ -335,19 +341,19 @@ class Planner:
         assert base.layout is not None
         parts = wanted_parts(known) if known.name in VIEWS else None
         made_by = base.storage.made_by
-        if parts and made_by and lay_out_again(self.s, base, parts[1]):
+        if parts and made_by and split_by_parts(self._redistributor, base, parts[1]):
             return
         self._gathered(known, list(base.layout.placements))
-        self.s.mover.relayout(base.storage, replicated(mesh))
+        self._redistributor.relayout(base.storage, replicated(mesh))
 
 
 def _own(origin: Origin, mesh: Mesh) -> Meaning | None:
-    """What the op's group means, if it is done on the group's mesh."""
+    """Meaning of the op's group, if the op is done on the group's mesh."""
     return origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None
 
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:
-    """What a plan depends on besides the op: the groups, and how each input lies (layouts are interned)."""
+    """Key of a plan besides the op: the groups, and the layout of each input (layouts are interned)."""
     lies: list[Any] = []
     for t in ins:
         layout = t.layout

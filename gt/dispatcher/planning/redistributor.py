@@ -1,39 +1,41 @@
-"""Bringing tensors to where an op wants them: copies are kept until either side changes, terms are added up in place."""
+"""Redistribution of tensors to the layouts that an op wants. Copies are kept until either side changes; partial sums are
+reduced in place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from math import prod
-from typing import TYPE_CHECKING
 
-from gt.dispatcher.sharding import cost, redistribute
-from gt.dispatcher.sharding.localize import copied, dense, payload, row_major, strided
+from gt.dispatcher.planning.materializer import Materializer, root_layout
+from gt.dispatcher.planning.op_binder import OpBinder
+from gt.dispatcher.sharding import redistribute
+from gt.dispatcher.sharding.localize import copied, dense, row_major, strided
+from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.redistribute import Order, RedistributionStep
 from gt.dispatcher.sharding.rules import decide_along
-from gt.dispatcher.sharding.views import VIEWS
-from gt.dispatcher.state.emitter import Bound
+from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.records import Bound
 from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.ir.layout import Layout, Mesh, Partial, R, Shard, local_shape
 
-if TYPE_CHECKING:
-    from gt.dispatcher.session import ClientSession
-    from gt.dispatcher.sharding.op_schema import OpSchema
-
-MOST_STEPS = 4096  # conversions whose steps are kept
+MAX_KEPT_CONVERSIONS = 4096  # conversions whose steps are kept
 
 
-class Mover:
-    def __init__(self, session: ClientSession) -> None:
-        self.s = session
+class Redistributor:
+    """Tensors of one session are placed here first, and moved here from layout to layout."""
+
+    def __init__(self, context: SessionContext, binder: OpBinder, materializer: Materializer) -> None:
+        self._context, self._binder, self._materializer = context, binder, materializer
+        self._emitter, self._cluster, self._table = context.emitter, context.cluster, context.table
         self._steps: dict[tuple, list[tuple[RedistributionStep, list[Bound]]]] = {}
         self._reduces: dict[tuple[Layout, int], list[Bound]] = {}
 
-    def bring(self, tensor: Tensor, want: Layout) -> int:
+    def redistribute(self, tensor: Tensor, want: Layout) -> int:
         """Id that names `tensor` in layout `want`: the tensor itself, a kept copy, or a new one."""
         if tensor.layout is None:
-            self.s.placer.place(tensor.storage, self.s.placer.root_layout(tensor, want))
-            tensor.storage.default = self.s.origin.meaning is None
+            self.place(tensor.storage, root_layout(tensor, want))
+            tensor.storage.default = self._context.origin.meaning is None
         assert tensor.layout is not None
         if tensor.layout == want:
             return tensor.id
@@ -41,14 +43,14 @@ class Mover:
         if kept and kept[0] == tensor.storage.version:
             return kept[1]
         if tensor.layout.partial and not same_terms(tensor.layout, want):
-            self.settle(tensor.storage)
+            self.reduce_partial(tensor.storage)
             if tensor.layout == want:
                 return tensor.id
         made = self._view_of_copy(tensor, want) or self.convert(tensor.id, tensor, tensor.layout, want)
         if tensor.copies is None:
             tensor.copies = {}
         elif kept:
-            self.s.emitter.free(want.mesh.workers, [kept[1]])
+            self._emitter.free(want.mesh.workers, [kept[1]])
         tensor.copies[want] = (tensor.storage.version, made)
         return made
 
@@ -66,21 +68,21 @@ class Mover:
         lies = self._of_copies(base, views, want)
         if lies is None:
             return None
-        now = first = self.bring(base, lies[0])
+        now = first = self.redistribute(base, lies[0])
         for view, have, made_so in zip(reversed(views), lies, lies[1:]):
             assert view.via is not None
             known, values, _ = view.via
-            made = self.s.emitter.temporary()
-            self.compute(known, [have] * known.tensors, [made_so], [now], values, [made])
+            made = self._emitter.temporary()
+            self._binder.compute(known, [have] * known.tensors, [made_so], [now], values, [made])
             if now != first:
-                self.s.emitter.free(want.mesh.workers, [now])
+                self._emitter.free(want.mesh.workers, [now])
             now = made
         return now
 
     def _of_copies(self, base: Tensor, views: Sequence[Tensor], want: Layout) -> list[Layout] | None:
         """Layouts of a copy of the base, and of each view of that in turn, the last as it is wanted."""
         if want.replicated:
-            whole = self.s.intern(Layout(want.mesh, (R,) * len(want.mesh.axes)))
+            whole = self._context.intern(Layout(want.mesh, (R,) * len(want.mesh.axes)))
             return [whole] * len(views) + [want]
         if base.layout is None or base.layout.partial or want.partial:
             return None
@@ -89,7 +91,7 @@ class Mover:
         if base.layout.mesh.axes == want.mesh.axes:
             starts.insert(0, base.layout.placements)
         for start in starts:
-            lies = [self.s.intern(Layout(want.mesh, start))]
+            lies = [self._context.intern(Layout(want.mesh, start))]
             for view in reversed(views):
                 made = self.view_layouts(view.via[0], lies[-1]) if view.via is not None else None
                 if made is None or view.via is None:
@@ -101,18 +103,18 @@ class Mover:
 
     @staticmethod
     def _splits(base: Tensor, parts: int, dim: int) -> list[Shard]:
-        """How a base may be split whose view is split along a dim: the same dim first, if it has that."""
+        """Splits of a base whose view is split along a dim: the same dim first, if it has that."""
         return sorted((Shard(d, parts) for d in range(len(base.spec.shape))), key=lambda p: p.dim != dim)
 
     def convert(self, source: int, tensor: Tensor, have: Layout, want: Layout) -> int:
         """A new tensor that holds `source` in another layout. Terms must have been added up."""
-        emitter, spec = self.s.emitter, tensor.spec
+        emitter, spec = self._emitter, tensor.spec
         steps = self._plan(spec.shape, spec.dtype, have, want)
         now = source
         for step, bound in steps:
             made = emitter.temporary()
             emitter.step(step, bound, now, made)
-            emitter.line(made, spec.text(), step.layout, step.text, (now,), self.s.note(f"{step.nbytes} B"))
+            emitter.line(made, spec.text(), step.layout, step.text, (now,), self._context.note(f"{step.nbytes} B"))
             if now != source:
                 emitter.free(dict.fromkeys(w.index for w, _ in bound), [now])
             now = made
@@ -121,30 +123,30 @@ class Mover:
     def _plan(self, shape: tuple, dtype: str, have: Layout, want: Layout) -> list[tuple[RedistributionStep, list[Bound]]]:
         key = (shape, dtype, have, want)
         if key not in self._steps:
-            if len(self._steps) >= MOST_STEPS:
+            if len(self._steps) >= MAX_KEPT_CONVERSIONS:
                 self._steps.clear()
-            cluster, steps = self.s.cluster, []
+            cluster, steps = self._cluster, []
             now = have
             if have.mesh != want.mesh:
                 landing = Layout(want.mesh, tuple(R if isinstance(p, Partial) else p for p in want.placements))
-                name = self.s.groups.transfer(have.mesh, want.mesh)
+                name = self._context.groups.transfer(have.mesh, want.mesh)
                 steps.append(redistribute.between(cluster, shape, dtype, have, landing, name))
                 now = landing
             steps += redistribute.on_mesh(cluster, shape, dtype, now, want)
-            self._steps[key] = [(step, self.s.emitter.bind(step.orders)) for step in steps]
+            self._steps[key] = [(step, self._emitter.bind(step.orders)) for step in steps]
         return self._steps[key]
 
-    def settle(self, storage: Storage) -> None:
+    def reduce_partial(self, storage: Storage) -> None:
         """Add up the terms of a storage, in place, for all its views at once."""
         root = next(t for t in storage.tensors.values() if t.base is None)
-        emitter = self.s.emitter
+        emitter = self._emitter
         assert root.layout is not None
         for axis, place in enumerate(root.layout.placements):
             if not isinstance(place, Partial):
                 continue
             key = (root.layout, axis)
             if key not in self._reduces:
-                self._reduces[key] = emitter.bind(redistribute.reduce(self.s.cluster, root.layout, axis))
+                self._reduces[key] = emitter.bind(redistribute.reduce(self._cluster, root.layout, axis))
             ids = emitter.ids([root.id])
             for worker, define in self._reduces[key]:
                 if not worker.lost:
@@ -152,23 +154,28 @@ class Mover:
             name = root.layout.mesh.axes[axis][0]
             for tensor in storage.tensors.values():
                 assert tensor.layout is not None
-                tensor.layout = self.s.intern(replaced(tensor.layout, axis))
+                tensor.layout = self._context.intern(replaced(tensor.layout, axis))
             op = "" if place.op == "sum" else f" ({place.op})"
             text = f"all_reduce{op} over {name}"
-            emitter.line(root.id, root.spec.text(), root.layout, text, [root.id], self.s.note(f"{root.spec.nbytes} B"))
+            emitter.line(root.id, root.spec.text(), root.layout, text, [root.id], self._context.note(f"{root.spec.nbytes} B"))
             emitter.joined = True
+
+    def place(self, storage: Storage, want: Layout) -> None:
+        """Make an unplaced storage on workers, its root in layout `want`."""
+        if self._materializer.place(storage, want) != want:
+            self.relayout(storage, want)
 
     def relayout(self, storage: Storage, want: Layout) -> None:
         """Move a storage for good: its root gets the new layout, every live view is made again."""
         root = next(t for t in storage.tensors.values() if t.base is None)
         if root.layout is None:
-            self.s.placer.place(storage, want)
+            self.place(storage, want)
             return
         if root.layout.partial:
-            self.settle(storage)
+            self.reduce_partial(storage)
         if root.layout == want:
             return
-        emitter = self.s.emitter
+        emitter = self._emitter
         old = root.layout
         made = self.convert(root.id, root, old, want)
         for view in storage.tensors.values():
@@ -178,13 +185,13 @@ class Mover:
             self._alias(made, root.id, want)
         else:
             self._restride(made, root, want)
-        root.layout = self.s.intern(want)
+        root.layout = self._context.intern(want)
         for view in sorted(storage.tensors.values(), key=lambda t: t.id):
             if view.base is not None:
                 self._remake(view)
 
     def _alias(self, source: int, target: int, layout: Layout) -> None:
-        emitter = self.s.emitter
+        emitter = self._emitter
         define = emitter.common("alias")
         for index in layout.mesh.workers:
             worker = emitter.cluster.workers[index]
@@ -195,7 +202,7 @@ class Mover:
     def write_back(self, copy: int, tensor: Tensor, lies: Layout) -> None:
         """Bring what was written into a copy home to the tensor it is a copy of."""
         assert tensor.layout is not None
-        layout, emitter = tensor.layout, self.s.emitter
+        layout, emitter = tensor.layout, self._emitter
         back = self.convert(copy, tensor, lies, layout)
         orders = []
         for rank, index in enumerate(layout.mesh.workers):
@@ -207,8 +214,8 @@ class Mover:
         emitter.free(layout.mesh.workers, [back])
 
     def _restride(self, source: int, root: Tensor, layout: Layout) -> None:
-        """What came row-major gets the strides that its views were made for."""
-        emitter = self.s.emitter
+        """Give a row-major tensor the strides that its views were made for."""
+        emitter = self._emitter
         fresh, copy = [], []
         for rank, index in enumerate(layout.mesh.workers):
             spec = dense(local_shape(layout, root.spec.shape, rank), root.spec)
@@ -224,16 +231,16 @@ class Mover:
         """Run a view's op again on its base, which has moved."""
         assert view.base is not None and view.base.layout is not None and view.via is not None
         known, values, index = view.via
-        emitter = self.s.emitter
+        emitter = self._emitter
         layout = view.base.layout
         outs = self.view_layouts(known, layout)
         if outs is None:
-            self.relayout(view.storage, whole(layout))
+            self.relayout(view.storage, unsplit(layout))
             return
         made = [view.id if i == index else emitter.temporary() for i in known.news]
-        self.compute(known, [layout] * known.tensors, outs, [view.base.id], values, made)
+        self._binder.compute(known, [layout] * known.tensors, outs, [view.base.id], values, made)
         emitter.free(layout.mesh.workers, [i for i in made if i != view.id])
-        view.layout = self.s.intern(outs[index])
+        view.layout = self._context.intern(outs[index])
 
     def view_layouts(self, known: OpSchema, base: Layout) -> list[Layout] | None:
         """Layouts of a view's outputs on a base, or None where it has no local form."""
@@ -244,42 +251,19 @@ class Mover:
             columns.append(decision.outs)
         return [Layout(base.mesh, tuple(c[i] for c in columns)) for i in range(len(known.template.outs))]
 
-    def compute(
-        self, known: OpSchema, ins: list[Layout], outs: list[Layout], in_ids: list[int], values: tuple, out_ids: list[int]
-    ) -> None:
-        """Emit one op on the mesh of its layouts."""
-        mesh = (outs or ins)[0].mesh
-        key = ("compute", mesh, tuple(ins), tuple(outs))
-        bound = known.plans.get(key)
-        if bound is None:
-            bound = known.plans[key] = self.bind_op(known, ins, outs)
-        emitter = self.s.emitter
-        operands = [*emitter.ids(in_ids), *values, *emitter.ids(out_ids)]
-        for worker, define in bound:
-            emitter.write(worker, define, operands)
-
-    def bind_op(self, known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout]) -> list[Bound]:
-        """One op's definitions for the workers of its mesh."""
-        mesh = (outs or ins)[0].mesh
-        orders = [Order(worker, "op", payload(known, ins, outs, rank)) for rank, worker in enumerate(mesh.workers)]
-        bound = self.s.emitter.bind(orders)
-        for rank, (worker, define) in enumerate(bound):
-            self.s.emitter.estimate(define, _seconds(known, ins, rank, bool(worker.info.get("unique_id"))))
-        return bound
-
     def drop_copies(self, tensor: Tensor) -> None:
         for layout, (_, copy) in (tensor.copies or {}).items():
-            self.s.emitter.free(layout.mesh.workers, [copy])
+            self._emitter.free(layout.mesh.workers, [copy])
         tensor.copies = None
         if tensor.sums is not None:
             sums, tensor.sums = tensor.sums[1], None
             self.drop_copies(sums)
-            self.s.emitter.free(sums.layout.mesh.workers, [sums.id])  # type: ignore[union-attr]
+            self._emitter.free(sums.layout.mesh.workers, [sums.id])  # type: ignore[union-attr]
 
     def release(self, ids: list[int]) -> None:
         """The client has freed these: copies go at once, a base only with its last view."""
         gone: dict[Mesh, list[int]] = {}
-        rows = self.s.table.rows
+        rows = self._table.rows
         for i in ids:
             tensor = rows.get(i)
             if tensor is None or tensor.released:
@@ -292,41 +276,27 @@ class Mover:
                     gone.setdefault(tensor.layout.mesh, []).append(tensor.id)
                 tensor = self._remove(tensor)
         for mesh, freed in gone.items():
-            self.s.emitter.free(mesh.workers, freed)
+            self._emitter.free(mesh.workers, freed)
 
     def _remove(self, tensor: Tensor) -> Tensor | None:
         """Take a tensor off the table; its base, which may go next."""
         storage = tensor.storage
         del storage.tensors[tensor.id]
-        del self.s.table.rows[tensor.id]
+        del self._table.rows[tensor.id]
         if not storage.tensors and storage.recipe is not None:
-            self.s.placer.forget(storage)
+            self._materializer.drop_recipe(storage)
         if tensor.base is not None:
             tensor.base.children -= 1
         return tensor.base
 
 
-def _seconds(known: OpSchema, ins: Sequence[Layout], rank: int, gpu: bool) -> float:
-    """An estimate of one worker's part of an op, from below."""
-    specs = known.template.ins
-    shapes = [local_shape(layout, spec.shape, rank) for layout, spec in zip(ins, specs, strict=False)]
-    if len(shapes) < len(specs) or known.name in VIEWS:
-        return 0.0
-    made = [out.spec.shape for out in known.template.outs if out.spec is not None]
-    nbytes = sum(prod(shape) * spec.itemsize for shape, spec in zip(shapes, specs, strict=True))
-    try:
-        return cost.at_least(cost.flops(known.template.op, shapes, made), nbytes, gpu)
-    except (IndexError, OverflowError):  # no such op: it fails where it is carried out
-        return 0.0
-
-
 def _of_its_base(known: OpSchema) -> bool:
-    """Whether an op makes one view, of its operand's elements: as_strided counts from where the memory begins."""
+    """True if an op makes one view of its operand's elements: as_strided counts from where the memory begins."""
     return len(known.news) == 1 and known.name != "as_strided"
 
 
 def same_terms(have: Layout, want: Layout) -> bool:
-    """Whether what is in terms is wanted so."""
+    """True if every partial placement is wanted as it is."""
     return have.mesh == want.mesh and all(
         h == w for h, w in zip(have.placements, want.placements, strict=True) if isinstance(h, Partial)
     )
@@ -337,6 +307,6 @@ def replaced(layout: Layout, axis: int) -> Layout:
     return Layout(layout.mesh, (*layout.placements[:axis], R, *layout.placements[axis + 1 :]))
 
 
-def whole(layout: Layout) -> Layout:
+def unsplit(layout: Layout) -> Layout:
     """Every split undone."""
     return Layout(layout.mesh, tuple(R if isinstance(p, Shard) else p for p in layout.placements))

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from gt.dispatcher.cluster.workers import MOST as LONGEST
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.dispatcher.programs.reorder_check import viewed
+from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.outbox import BufferedInstructions, Outbox
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import ProtocolError
 from gt.ir.instr import FORGET, FREE, Define
-
-if TYPE_CHECKING:
-    from gt.dispatcher.session import BufferedInstructions, ClientSession
 
 MOST = CREDIT * 3 // 4  # batches: its client waits when it has no credit left
 APART = frozenset({"send", "recv", "merge", "fetch", "describe", "program"})  # what is not in such a program
@@ -59,13 +58,23 @@ class Ends:
         return left
 
 
+class Lowering(Protocol):
+    """What makes programs of instructions."""
+
+    def again(self, tape: Recording, lasting: set[int], compiled: bool, much: int) -> dict[str, list[int]]: ...
+    def once(self, rows: Sequence[Instruction], base: int, lasting: set[int]) -> list[dict]: ...
+
+
 class Later:
     """What is held back of one session's recording; nothing unless `begin` was called."""
 
     able = True  # where nothing is carried out there is nothing to hold back
 
-    def __init__(self, session: ClientSession) -> None:
-        self.s = session
+    def __init__(self, context: SessionContext, outbox: Outbox, lowering: Lowering) -> None:
+        self._context, self._outbox, self._lowering = context, outbox, lowering
+        self._emitter, self._cluster, self._queue, self._failures = (
+            context.emitter, context.cluster, context.queue, context.failures,
+        )  # fmt: skip
         self.again = 0  # which cheap values are made again: as FinishCapture.recompute
         self._held: list[BufferedInstructions] | None = None
 
@@ -77,7 +86,7 @@ class Later:
         """how: 0 for not at all, 1 to hold back what follows, more to have cheap values made again too."""
         if how not in (0, 1, 2, 3):
             raise ProtocolError(f"Ops.code records in way {how!r:.40}, want 0, 1, 2 or 3")
-        self._held = [] if how and self.able and not self.s.troubled else None
+        self._held = [] if how and self.able and not self._failures.troubled else None
         self.again = max(0, how - 1)
 
     def takes(self, held: BufferedInstructions) -> bool:
@@ -85,9 +94,9 @@ class Later:
         if self._held is None or not held.timed:  # written before the recording, and sent now that its uploads are here
             return False
         self._held.append(held)
-        tape = self.s.programs.tape
+        tape = self._context.tape
         unfit = tape is None or any(define.kind in APART for define in tape.defines.values())
-        if unfit or self.s.troubled or len(self.s.batches.pending) >= MOST:
+        if unfit or self._failures.troubled or len(self._queue.pending) >= MOST:
             self.let_go()
         return True
 
@@ -95,7 +104,7 @@ class Later:
         """Send what is held back as it was written."""
         held, self._held = self._held or [], None
         for one in held:
-            self.s.dispatch(one)
+            self._outbox.dispatch(one)
 
     def drop(self) -> list[BufferedInstructions]:
         """The session is over; what was held back."""
@@ -105,21 +114,27 @@ class Later:
     def end(self, tape: Recording) -> None:
         """The recording is over, and all that was written is on its tape."""
         held = self._held or []
-        if not held or not tape.code or self.s.troubled or self.s.held or not all(map(_plain, tape.code.values())):
+        if (
+            not held
+            or not tape.code
+            or self._failures.troubled
+            or self._outbox.held
+            or not all(map(_plain, tape.code.values()))
+        ):
             self.let_go()
             return
-        s, found = self.s, {worker.index: Ends() for worker in self.s.cluster.workers}
-        with s.apart():
+        found = {worker.index: Ends() for worker in self._cluster.workers}
+        with self._context.apart():
             sent = [self._passed_on(one, tape, found) for one in held]
             parts = self._parts(tape, held[0].base, found)
         if self._held is not held:  # a worker was lost meanwhile, and what was held back is sent
             return
         self._held = None
         for one in sent:
-            s.dispatch(one)
+            self._outbox.dispatch(one)
         last = self._program(tape, held[0].base, found, parts)
         last.also = [one.runs for one in held]
-        s.dispatch(last)
+        self._outbox.dispatch(last)
 
     @staticmethod
     def _passed_on(one: BufferedInstructions, tape: Recording, found: dict[int, Ends]) -> BufferedInstructions:
@@ -128,40 +143,37 @@ class Later:
 
     def _parts(self, tape: Recording, base: int, found: dict[int, Ends]) -> dict[int, tuple[list[dict], list[int]]]:
         """Each worker's part: programs that are carried out once, what the call places first; and what is freed after it."""
-        s = self.s
         lasting = {i for ends in found.values() for i in ends.made}
         ahead: dict[int, list[Instruction]] = {}
         copy = replace(tape, code={}, names={})
         for index, rows in tape.code.items():
             ahead[index], copy.code[index] = _parted(rows, lasting) if tape.first else ([], _but_uploads(rows))
         if self.again:
-            s.programs.again(copy, lasting, True, self.again)
+            self._lowering.again(copy, lasting, True, self.again)
         made_parts: dict[int, tuple[list[dict], list[int]]] = {}
         for index, ends in found.items():
             rows = copy.code.get(index, [])
             taken = {i for row in rows for i in row.ids()[0]}
             between = [i for row in ahead.get(index, ()) for i in row.ids()[1] if i in taken and i not in ends.made]
             made = {i for row in tape.code.get(index, ()) for i in row.ids()[1]}
-            parts = s.programs.once(ahead.get(index, []), base, {*ends.made, *between})
+            parts = self._lowering.once(ahead.get(index, []), base, {*ends.made, *between})
             freed = [*between, *(i for i in ends.freed if i not in made)]
-            made_parts[index] = parts + s.programs.once(rows, base, {*ends.made}), freed
+            made_parts[index] = parts + self._lowering.once(rows, base, {*ends.made}), freed
         return made_parts
 
     def _program(
         self, tape: Recording, base: int, found: dict[int, Ends], parts: dict[int, tuple[list[dict], list[int]]]
     ) -> BufferedInstructions:
         """The rest, as programs that are carried out once."""
-        s, emitter = self.s, self.s.emitter
-        emitter.base = emitter.seq = base
+        emitter = self._emitter
+        emitter.resume_run(base)
         for index, ends in found.items():
-            worker, (programs, freed) = s.cluster.workers[index], parts[index]
+            worker, (programs, freed) = self._cluster.workers[index], parts[index]
             for part in programs if not worker.lost else ():
                 emitter.write(worker, emitter.define("program", part), (-1, 0))
             _write(worker, FREE, freed)
             _write(worker, FORGET, ends.forgotten)
-        held = s.taken(base)
-        emitter.seq = emitter.base
-        return held
+        return self._outbox.written(base)
 
 
 def _but_uploads(rows: Sequence[Instruction]) -> list[Instruction]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+from gt.dispatcher.session import ClientSession
 from gt.errors import ProtocolError
 from gt.wire.messages import TIMES
-
-if TYPE_CHECKING:
-    from gt.dispatcher.session import ClientSession
 
 LONGEST = 1e6  # seconds of an instruction
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gt.dispatcher.fairness.time_slices import Leavings
+from gt.dispatcher.planning.materializer import root_layout
+from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.codegen import Writer
 from gt.dispatcher.programs.deferred import Later
 from gt.dispatcher.programs.passes.bucket_all_reduces import early
@@ -19,15 +21,15 @@ from gt.dispatcher.programs.passes.hoist_transfers import make_way
 from gt.dispatcher.programs.passes.pipeline import arrange
 from gt.dispatcher.programs.passes.rematerialize import BOUNDS, recompute
 from gt.dispatcher.programs.recording import Instruction, Recording
-from gt.dispatcher.state.failures import Cause, Launched, Planned
+from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.failures import Launched, Planned
+from gt.dispatcher.state.outbox import Outbox
+from gt.dispatcher.state.records import Cause
+from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, FORGET, FREE, Define
 from gt.ir.layout import Layout, Partial, R, local_shape, replicated
 from gt.wire.messages import FinishCapture
-
-if TYPE_CHECKING:
-    from gt.dispatcher.session import ClientSession
-    from gt.dispatcher.state.tensors import Storage, Tensor
 
 MOST = 64  # programs of one session
 MOST_ROWS = 1 << 22  # instructions that are kept for a session, in programs and while one is recorded
@@ -61,10 +63,11 @@ class Program:
 class Programs:
     """Those of one session."""
 
-    def __init__(self, session: ClientSession) -> None:
-        self.s = session
-        self.tape: Recording | None = None
-        self.later = Later(session)
+    def __init__(self, context: SessionContext, outbox: Outbox, redistributor: Redistributor) -> None:
+        self._context, self._outbox, self._redistributor = context, outbox, redistributor
+        self._emitter, self._cluster, self._table = context.emitter, context.cluster, context.table
+        self._failures, self._journal = context.failures, context.journal
+        self.later = Later(context, outbox, self)
         self.all: dict[int, Program] = {}
         self.order: dict = {}  # of the program that was launched last, and its definitions by worker
         self.newest: dict[int, list[int]] = {}
@@ -72,43 +75,52 @@ class Programs:
         self.launches = self.kept = 0  # replays, and instructions of all programs
         self._hints: dict[int, list[tuple[int, Layout | None]]] = {}  # slot -> dims of its inputs, how they came to lie
 
+    @property
+    def holds(self) -> bool:
+        """True while a recording's instructions are held back."""
+        return self.later.holds
+
     # ---- recording
 
     def record(self, slot: int, how: int, ids: Sequence[int]) -> None:
         """Keep what follows. Inputs that lie nowhere yet are placed as those of the call before came to lie. how: see Later."""
         self.discard()
-        s = self.s
-        s.recover()
-        self.times = {number: took for number, took in self.times.items() if number in s.emitter.defined}
-        inputs = [s.row(i) for i in ids]
+        self._failures.recover()
+        self.times = {number: took for number, took in self.times.items() if number in self._emitter.defined}
+        inputs = [self._context.row(i) for i in ids]
         hints = self._hints.get(slot)
         for n, tensor in enumerate(inputs if hints is not None else ()):
             dims, layout = hints[n] if hints is not None and n < len(hints) else (-1, None)
-            if tensor.layout is None and not s.troubled:
-                lies = layout if layout is not None and dims == len(tensor.spec.shape) else replicated(s.default_mesh())
-                s.placer.place(tensor.storage, s.placer.root_layout(tensor, lies))
+            if tensor.layout is None and not self._failures.troubled:
+                lies = (
+                    layout
+                    if layout is not None and dims == len(tensor.spec.shape)
+                    else replicated(self._context.default_mesh())
+                )
+                self._redistributor.place(tensor.storage, root_layout(tensor, lies))
         self._drop_copies()  # a kept one would be of the value that there was
-        s.cut()
-        self.tape = Recording(slot, inputs, {i: t.layout for i, t in s.table.rows.items()}, hints is None)
-        s.journal.tape, s.emitter.kept = self.tape.journal, self.tape.defines
+        self._outbox.cut()
+        tape = self._context.tape = Recording(slot, inputs, {i: t.layout for i, t in self._table.rows.items()}, hints is None)
+        self._journal.tape, self._emitter.kept = tape.journal, tape.defines
         self.later.begin(how)
 
     def _drop_copies(self) -> None:
-        for tensor in self.s.table.rows.values():
+        for tensor in self._table.rows.values():
             if tensor.copies or tensor.sums:
-                self.s.mover.drop_copies(tensor)
+                self._redistributor.drop_copies(tensor)
 
     def discard(self) -> None:
         """Record no more, and make nothing of it."""
         if self.later.holds:
-            self.s.cut()
+            self._outbox.cut()
         tape = self._stop()
         if tape is not None:
             self.later.end(tape)
             self._free(tape.constants)
 
     def _stop(self) -> Recording | None:
-        tape, self.tape, self.s.journal.tape, self.s.emitter.kept = self.tape, None, None, None
+        context = self._context
+        tape, context.tape, self._journal.tape, self._emitter.kept = context.tape, None, None, None
         if tape is not None:
             if len(self._hints) >= MOST_SLOTS:
                 self._hints.clear()
@@ -117,11 +129,11 @@ class Programs:
 
     def _free(self, constants: Iterable[tuple[list[int], int]]) -> None:
         for workers, name in constants:
-            self.s.emitter.free(workers, [name])
+            self._emitter.free(workers, [name])
 
     def take(self, worker: int, base: int, code: Sequence) -> None:
         """Keep what is being sent to a worker, less what ends there: when a value ends is decided by sealing."""
-        tape = self.tape
+        tape = self._context.tape
         if tape is None:
             return
         if self.kept + tape.size > MOST_ROWS:
@@ -143,9 +155,9 @@ class Programs:
 
     def seal(self, message: FinishCapture) -> dict:
         """Make a program of the tape; the body of the answer."""
-        s, number = self.s, message.program
-        s.emitter.seq = s.emitter.base = s.cluster.seq
-        self._place_all({made for _, made in _pairs(message.carried, s.table.rows)})
+        number = message.program
+        self._emitter.begin_run()
+        self._place_all({made for _, made in _pairs(message.carried, self._table.rows)})
         tape = self._stop()
         if tape is None:
             raise ProtocolError(f"FinishCapture.program is {number}, and nothing was recorded")
@@ -157,24 +169,24 @@ class Programs:
             raise ProtocolError(f"FinishCapture.backend is {message.backend!r:.40}, want one of {', '.join(BACKENDS)}")
         if message.recompute not in (0, *BOUNDS):
             raise ProtocolError(f"FinishCapture.recompute is {message.recompute!r:.40}, want 0, 1 or 2")
-        pairs = _pairs(message.carried, s.table.rows)
+        pairs = _pairs(message.carried, self._table.rows)
         self.later.end(tape)
         added: dict[str, Define] = {}
-        with s.apart():
+        with self._context.apart():
             why = self._prevents(tape, pairs)
             order, again, parts = ({}, {}, {}) if why else self._passes(tape, message, added)
-        s.renumber()
-        why = why or (TROUBLED if s.troubled else "")  # it may be since
+        self._emitter.begin_run()
+        why = why or (TROUBLED if self._failures.troubled else "")  # it may be since
         if why:
             self._free(tape.constants)
         else:
             for define in added.values():
                 for worker in tape.code:
-                    s.emitter.tell(s.cluster.workers[worker], define)
+                    self._emitter.tell(self._cluster.workers[worker], define)
             self._make(tape, pairs, message, parts)
             self.all[message.program].order = order
-        s.cut()
-        counts = {s.cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
+        self._outbox.cut()
+        counts = {self._cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
         return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order, "recomputed": again}
 
     def _passes(
@@ -184,32 +196,35 @@ class Programs:
 
         added: takes the definitions that arranging adds.
         """
-        s, compiled = self.s, message.backend != "eager"
+        compiled = message.backend != "eager"
         times = self.times.copy()  # workers tell others meanwhile
         order = arrange(tape, message.schedule, times, self._lies, compiled) if message.schedule else {}
         if not order or order["why"]:
             early(tape, partial(self._define, added))
-        lasting = {s.emitter.offset + i for i in s.table.rows}
+        lasting = {self._emitter.offset + i for i in self._table.rows}
         again = self.again(tape, lasting, compiled, message.recompute) if message.recompute else {}
         if message.backend == "cudagraphs" and tape.names:  # elsewhere a transfer is waited for
             make_way(tape)
         index = {row.seq: n for n, row in enumerate(tape.journal)}
-        carried = [(s.emitter.offset + read, s.emitter.offset + made) for read, made in _pairs(message.carried, s.table.rows)]
+        carried = [
+            (self._emitter.offset + read, self._emitter.offset + made)
+            for read, made in _pairs(message.carried, self._table.rows)
+        ]
         parts: dict[int, list[dict]] = {}
         for worker, rows in tape.code.items():
             writer = Writer(index, lasting, message, tape.names)
             writer.write([row for row in rows if row.define.kind != "upload"])
             held = {i for row in rows for i in row.ids()[1]}
-            writer.alias(s.emitter.common("alias"), [(made, read) for read, made in carried if made in held])
+            writer.alias(self._emitter.common("alias"), [(made, read) for read, made in carried if made in held])
             parts[worker] = writer.parts
         return order, again, parts
 
     def again(self, tape: Recording, lasting: set[int], compiled: bool, much: int) -> dict[str, list[int]]:
         """Have what is cheap made again where that lowers the peak of memory; what came of it, by worker."""
-        s, rows, offset = self.s, self.s.table.rows, self.s.emitter.offset
+        rows, offset = self._table.rows, self._emitter.offset
         homes = {offset + i: id(rows[i].storage) for i in tape.before if i in rows}
-        told = recompute(tape, lasting, homes, self._lies, lambda: offset + s.emitter.temporary(), compiled, BOUNDS[much])
-        return {s.cluster.workers[worker].name: said for worker, said in told.items()}
+        told = recompute(tape, lasting, homes, self._lies, lambda: offset + self._emitter.temporary(), compiled, BOUNDS[much])
+        return {self._cluster.workers[worker].name: said for worker, said in told.items()}
 
     def once(self, rows: Sequence[Instruction], base: int, lasting: set[int]) -> list[dict]:
         """A worker's rows as definitions that are carried out once, with no random numbers but those they have."""
@@ -223,7 +238,7 @@ class Programs:
         """Definitions that arranging a tape adds, which all of its workers are to know. known: those it added so far."""
         key = f"{kind} {payload}"
         if key not in known:
-            known[key] = self.s.emitter.define(kind, payload)
+            known[key] = self._emitter.define(kind, payload)
         return known[key]
 
     def _place_all(self, carried: set[int]) -> None:
@@ -231,19 +246,19 @@ class Programs:
 
         A scalar's terms are added up, since a loss is read after most replays. Gradients may go on being accumulated.
         """
-        s, tape = self.s, self.tape
-        if tape is None or s.troubled:
+        tape = self._context.tape
+        if tape is None or self._failures.troubled:
             return
-        for storage in dict.fromkeys(t.storage for i, t in s.table.rows.items() if i not in tape.before):
+        for storage in dict.fromkeys(t.storage for i, t in self._table.rows.items() if i not in tape.before):
             if any(i in tape.before for i in storage.tensors):
                 continue
             root = next(t for t in storage.tensors.values() if t.base is None)
             if storage.recipe is not None:
-                s.placer.place(storage, replicated(s.default_mesh()))
+                self._redistributor.place(storage, replicated(self._context.default_mesh()))
                 storage.default = True
             elif not root.spec.shape and root.layout and root.layout.partial and carried.isdisjoint(storage.tensors):
-                s.mover.settle(storage)
-        s.cut()
+                self._redistributor.reduce_partial(storage)
+        self._outbox.cut()
 
     def _prevents(self, tape: Recording, pairs: list[tuple[int, int]]) -> str:
         """Why this tape cannot be a program, or "" if it can."""
@@ -253,19 +268,19 @@ class Programs:
             return "it defers an op on a tensor that is not placed yet"
         if not tape.journal:
             return "the function did no op"
-        if self.s.troubled:
+        if self._failures.troubled:
             return TROUBLED
         for tensor_id, layout in tape.before.items():
-            tensor = self.s.table.rows.get(tensor_id)
+            tensor = self._table.rows.get(tensor_id)
             if tensor is not None and tensor.layout != layout:
                 return (
                     f"tensor %{tensor_id} changed its layout in the call: it was {layout or 'not placed'}, now {tensor.layout}"
                 )
         for pair in pairs:
-            read, made = (self.s.table.rows[i].spec for i in pair)
+            read, made = (self._table.rows[i].spec for i in pair)
             if (read.shape, read.dtype) != (made.shape, made.dtype):
                 return f"the call replaces a tensor {read.text():.80} by {made.text():.80}, which the next call reads"
-            have, want = (self.s.table.rows[i].layout for i in pair)
+            have, want = (self._table.rows[i].layout for i in pair)
             if have is None or have != want:
                 return f"the call replaces a tensor with layout {have} by one with {want}, which the next call reads"
         for rows in tape.code.values():
@@ -277,18 +292,17 @@ class Programs:
     def _make(
         self, tape: Recording, pairs: list[tuple[int, int]], message: FinishCapture, parts: dict[int, list[dict]]
     ) -> None:
-        s = self.s
-        code = {worker: [s.emitter.define("program", part) for part in rows] for worker, rows in parts.items()}
+        code = {worker: [self._emitter.define("program", part) for part in rows] for worker, rows in parts.items()}
         for worker, rows in tape.code.items():
-            s.emitter.estimate(code[worker][0], sum(s.emitter.costs.get(row.define.number, 0.0) for row in rows))
+            self._emitter.estimate(code[worker][0], sum(self._emitter.costs.get(row.define.number, 0.0) for row in rows))
         for read, made in pairs:
             self._alias(made, read)
         self._drop_copies()  # a replay makes them, and ends them
         self.kept += tape.size
-        self.all[message.program] = self._program(tape, code, [s.table.rows[read].storage for read, _ in pairs])
+        self.all[message.program] = self._program(tape, code, [self._table.rows[read].storage for read, _ in pairs])
 
     def _program(self, tape: Recording, code: dict[int, list[Define]], carried: list[Storage]) -> Program:
-        rows = self.s.table.rows
+        rows = self._table.rows
         older = [tensor for i in tape.before if (tensor := rows.get(i)) is not None]
         storages = dict.fromkeys(t.storage for t in older)
         reads = dict.fromkeys(r for row in tape.journal for r in row.reads if r in storages)
@@ -302,7 +316,7 @@ class Programs:
 
     def _lies(self, worker: int, name: int) -> tuple[tuple[int, ...], int] | None:
         """Local shape and itemsize of a tensor of the table."""
-        tensor = self.s.table.rows.get(name - self.s.emitter.offset)
+        tensor = self._table.rows.get(name - self._emitter.offset)
         if tensor is None or tensor.layout is None or worker not in tensor.layout.mesh.workers:
             return None
         rank = tensor.layout.mesh.workers.index(worker)
@@ -310,11 +324,10 @@ class Programs:
 
     def _alias(self, source: int, target: int) -> None:
         """Now too, so that the first replay reads what the recorded call made."""
-        s = self.s
-        tensor, define = s.table.rows[target], s.emitter.common("alias")
+        tensor, define = self._table.rows[target], self._emitter.common("alias")
         assert tensor.layout is not None
         for index in tensor.layout.mesh.workers:
-            s.emitter.write(s.cluster.workers[index], define, s.emitter.ids([source, target]))
+            self._emitter.write(self._cluster.workers[index], define, self._emitter.ids([source, target]))
 
     # ---- replaying
 
@@ -323,40 +336,40 @@ class Programs:
         program = self.all.get(number) if type(number) is int else None
         if program is None or type(seed) is not int or type(counter) is not int:
             raise ProtocolError(f"Ops.code launches {number!r:.40}, which is no program")
-        s = self.s
         program.launches += 1
         self.order, self.newest = program.order, program.numbers
         self.launches += 1
         for tensor, layout in program.layouts:
             if tensor.layout is not layout and program.failed is None:
-                s.mover.relayout(tensor.storage, s.placer.root_layout(tensor, layout))
+                self._redistributor.relayout(tensor.storage, root_layout(tensor, layout))
         for tensor, layout in program.made if program.failed is None else ():
             if tensor.layout is not layout and tensor.storage.tensors:
                 self._made_again(tensor.storage, layout)
-        s.emitter.seq = s.cluster.seq
-        row = Launched(
-            s.cluster.seq, program.journal[0].known, s.origin, tuple(program.reads), tuple(program.writes),
-            tuple(program.makes), program.journal, program.launches,
-        )  # fmt: skip
-        s.journal.add(row)
-        s.cluster.seq += len(program.journal)
-        for storage in (*program.writes, *program.makes):
-            storage.version += 1
-        if s.troubled and self._doomed(program):
-            return
-        for worker, defines in program.code.items():
-            for define in defines:
-                s.emitter.write(s.cluster.workers[worker], define, (seed, counter))
+        with self._emitter.op(len(program.journal)):
+            row = Launched(
+                self._emitter.seq, program.journal[0].known, self._context.origin, tuple(program.reads), tuple(program.writes),
+                tuple(program.makes), program.journal, program.launches,
+            )  # fmt: skip
+            self._journal.add(row)
+            for storage in (*program.writes, *program.makes):
+                storage.version += 1
+            if self._failures.troubled and self._doomed(program):
+                return
+            for worker, defines in program.code.items():
+                for define in defines:
+                    self._emitter.write(self._cluster.workers[worker], define, (seed, counter))
 
     def _made_again(self, storage: Storage, layout: Layout) -> None:
         """What came to lie otherwise since it was made: its terms were added up, or it moved."""
         terms = {axis: place for axis, place in enumerate(layout.placements) if isinstance(place, Partial)}
-        self.s.mover.relayout(
+        self._redistributor.relayout(
             storage, Layout(layout.mesh, tuple(R if n in terms else p for n, p in enumerate(layout.placements)))
         )
         for tensor in storage.tensors.values() if terms else ():
             lies = tensor.layout.placements if tensor.layout else ()
-            tensor.layout = self.s.intern(Layout(layout.mesh, tuple(terms.get(n, place) for n, place in enumerate(lies))))
+            tensor.layout = self._context.intern(
+                Layout(layout.mesh, tuple(terms.get(n, place) for n, place in enumerate(lies)))
+            )
 
     def _doomed(self, program: Program) -> bool:
         """What reads a failed tensor fails; whether it is not sent at all, for want of a worker."""

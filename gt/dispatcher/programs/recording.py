@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gt.dispatcher.state.failures import Planned
+from gt.dispatcher.state.tensors import Tensor
 from gt.ir.instr import KINDS, Define
 from gt.ir.layout import Layout
-
-if TYPE_CHECKING:
-    from gt.dispatcher.state.failures import Planned
-    from gt.dispatcher.state.tensors import Tensor
 
 
 @dataclass(slots=True)

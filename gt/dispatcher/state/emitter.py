@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from gt.dispatcher.cluster.workers import MOST, Cluster, Worker
 from gt.dispatcher.sharding.redistribute import Order, RedistributionStep
 from gt.dispatcher.state.log_lines import Scribe
+from gt.dispatcher.state.records import NO_ORIGIN, Bound
 from gt.ir.instr import BASE_BITS, END, FORGET, FREE, Define
 from gt.ir.layout import Layout, Mesh
 from gt.ir.text import PlanLine
 
 TEMPORARY = 1 << 39  # ids of tensors that only the dispatcher names start here, below the session's base
-LONG = 1e-4  # seconds that an instruction is estimated to take, to be counted
-
-Bound = tuple[Worker, Define]
+LONG_SECONDS = 1e-4  # seconds that an instruction is estimated to take, to be counted
 
 
 class _Life(weakref.ref):
@@ -26,23 +26,55 @@ class _Life(weakref.ref):
 
 
 class Emitter:
-    """One session's pen. `seq` is the op being planned, `base` the first of the batch."""
+    """One session's pen. `seq` is the number of the op being planned, `base` the first of the Run that is being written.
 
-    def __init__(self, cluster: Cluster, session: int) -> None:
+    Numbers are of all sessions' ops, and only the methods here assign them: a number that is left over from another
+    session's op would blame the wrong program for a failure.
+    """
+
+    def __init__(self, cluster: Cluster, session: int, page: list[str] | None = None) -> None:
         self.cluster = cluster
+        self.origin = NO_ORIGIN  # of the op being planned
+        self.scribe = Scribe(self, session, page) if page is not None else None  # where an instruction log is kept
         self.offset = session << BASE_BITS
         self.seq = self.base = 0
         self.next_temporary = TEMPORARY
         self.used: set[int] = set()  # workers this session has sent anything
         self.joined = False  # whether values have ever crossed between workers
         self.sent = 0
-        self.scribe: Scribe | None = None  # where an instruction log is kept
         self.costs: dict[int, float] = {}  # seconds that a definition takes, of long ones
         self.seconds = 0.0  # what is written takes on one worker, since it was last sent
         self.kept: dict[int, Define] | None = None  # while a program is recorded, what it names
         self._shared: dict[str, Define] = {}
         self.defined: dict[int, _Life] = {}
         self._ended: list[_Life] = []
+
+    # ---- numbers of ops
+
+    def begin_run(self) -> None:
+        """Number what is written from here on after all that any session has planned."""
+        self.base = self.seq = self.cluster.seq
+
+    def resume_run(self, base: int) -> None:
+        """Write more for ops that are planned already, the first of them `base`."""
+        self.base = self.seq = base
+
+    def begin_op(self) -> None:
+        """Give what is written next a number that no session has used."""
+        self.seq = self.cluster.seq
+
+    def end_op(self) -> None:
+        """The op that was being planned has its number for good; what is written next has another."""
+        self.seq = self.cluster.seq = self.cluster.seq + 1
+
+    @contextmanager
+    def op(self, count: int = 1) -> Iterator[None]:
+        """Write one op, or a program of `count`, under its own numbers. What is freed afterwards still belongs to it."""
+        self.begin_op()
+        yield
+        self.cluster.seq += count
+
+    # ---- definitions and instructions
 
     def temporary(self) -> int:
         self.next_temporary += 1
@@ -90,7 +122,7 @@ class Emitter:
 
     def estimate(self, define: Define, seconds: float) -> None:
         """Have a definition count for what it takes."""
-        if seconds > max(LONG, self.costs.get(define.number, 0.0)):
+        if seconds > max(LONG_SECONDS, self.costs.get(define.number, 0.0)):
             self.costs[define.number] = seconds
 
     def tell(self, worker: Worker, define: Define) -> None:
@@ -123,7 +155,7 @@ class Emitter:
 
     def end(self) -> None:
         """Have workers drop all that is this session's, whatever else was written and not sent."""
-        self.base = self.seq = self.cluster.seq
+        self.begin_run()
         for worker in self.cluster.workers:
             if worker.index in self.used and not worker.lost:
                 worker.code += (END, 0, 2, self.offset, self.offset + (1 << BASE_BITS))

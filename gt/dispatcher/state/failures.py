@@ -1,4 +1,4 @@
-"""What failed, and what fails with it: taint spreads over the ops planned since, as far as values flow.
+"""Failed ops, and the ops that fail with them: taint spreads over the ops planned since, as far as values flow.
 
 Workers run every op, with placeholders where one failed; only here is it known whose value is then worthless.
 """
@@ -6,29 +6,16 @@ Workers run every op, with placeholders where one failed; only here is it known 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from gt.dispatcher.cluster.workers import Cluster, Worker
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.state.records import Cause, Origin
+from gt.dispatcher.state.tensors import Storage, Table
 from gt.errors import GTError, OpFailed, UnsupportedOp, WorkerLost
 
-if TYPE_CHECKING:
-    from gt.dispatcher.sharding.op_schema import OpSchema
-    from gt.dispatcher.state.tensors import Storage
-    from gt.dispatcher.state.validate import Origin
-
-
-@dataclass(slots=True)
-class Cause:
-    """Why values are worthless. lost: the index of a worker that is gone, else -1. seq: of the op that failed, else -1.
-
-    full: a worker had no room, as it may have none for the ops after it: of such ones the first is told.
-    """
-
-    error: GTError
-    lost: int = -1
-    seq: int = -1
-    full: bool = False
+MAX_UNREPORTED_FAILURES = 64  # that the client has not been told of
 
 
 @dataclass(slots=True)
@@ -116,6 +103,83 @@ class OpJournal:
 
     def find(self, seq: int) -> Planned | None:
         return next((row for row in self.rows if row.seq <= seq < row.end), None)
+
+
+class Failures:
+    """Failures of one session: which ops failed, what the client has not been told, and which workers are lost."""
+
+    def __init__(self, cluster: Cluster, table: Table, journal: OpJournal) -> None:
+        self._cluster, self._table, self._journal = cluster, table, journal
+        self.troubled = False  # some storage may be failed: ops take the careful path
+        self.unreported: deque[Cause] = deque()
+        self.full_upto = 0  # ops before it that found no room are told of
+        self._last_error: GTError | None = None  # of an op
+        self._losses: dict[int, Cause] = {}  # of workers that are lost now
+        self._lost: Cause | None = None  # the last of them, also when all are back
+        self._failed_ops: set[int] = set()
+
+    def forget(self, end: int) -> None:
+        """No worker will report an op before this one any more."""
+        self._journal.forget(end)
+        self._failed_ops = {seq for seq in self._failed_ops if seq >= end}
+
+    def regain(self, worker: Worker) -> None:
+        """A new process has a lost worker's place."""
+        self._losses.pop(worker.index, None)
+
+    def spread(
+        self, known: OpSchema, reads: tuple[Storage, ...], writes: tuple[Storage, ...], makes: tuple[Storage, ...]
+    ) -> None:
+        """Fail an op that reads a failed storage; heal the storages that one overwrites whole from good ones."""
+        sources = [s for s in reads if not (known.overwrites and s in writes)]
+        cause = next((s.failed for s in sources if s.failed), None)
+        if cause is not None:
+            for storage in (*writes, *makes):
+                storage.failed = storage.failed or cause
+        elif known.overwrites:
+            for storage in writes:
+                if storage.failed is not None and storage.failed.lost < 0:
+                    storage.failed = None
+
+    def trouble(self, seq: int, error: GTError, others: Sequence[int] = (), full: bool = False) -> None:
+        """A worker reported that op `seq` failed. One that was given a placeholder fails of that, which is no news."""
+        older = self._journal.earlier(seq)
+        error = (self._last_error or error) if others else error
+        if older is None:
+            self._last_error = error
+        # What it made is worthless either way. The cause is another object: what healed of the older one stays as it is.
+        cause = Cause(error, seq=seq, full=full) if older is None else Cause(older.error, older.lost, older.seq, older.full)
+        told = others or (full and (seq < self.full_upto or any(one.full for one in self.unreported)))  # others: as before it
+        if self.taint(seq, cause, others) and older is None and not told and len(self.unreported) < MAX_UNREPORTED_FAILURES:
+            self.unreported.append(cause)
+
+    def taint(self, seq: int, cause: Cause, others: Iterable[int] = ()) -> bool:
+        """Op `seq` and others failed for this cause; False if another worker of the mesh has reported it."""
+        new = {seq, *others} - self._failed_ops
+        if not new:
+            return False
+        self._failed_ops |= new
+        self.troubled = True
+        self._journal.taint(new, cause)
+        return seq in new
+
+    def cause_of_loss(self, worker: Worker | None) -> Cause:
+        assert worker is not None
+        if worker.index not in self._losses:
+            under_way = next((row.number for row in self._journal.rows if isinstance(row, Launched)), 0)
+            self._lost = Cause(worker_lost(worker.name, worker.lost, under_way), lost=worker.index)
+            self._losses[worker.index] = self._lost
+        return self._losses[worker.index]
+
+    def loss(self) -> Cause | None:
+        """The cause for which a worker misses a peer: another is lost, or was until its successor came."""
+        lost = next((w for w in self._cluster.workers if w.lost), None)
+        return self._lost if lost is None else self.cause_of_loss(lost)
+
+    def recover(self) -> None:
+        """Care is no longer needed once nothing that failed is left, and no worker is missing."""
+        if self.troubled and not self._losses and all(t.storage.failed is None for t in self._table.rows.values()):
+            self.troubled = False
 
 
 def op_failed(row: Planned | None, seq: int, kind: str, message: str, worker: str) -> GTError:

@@ -1,4 +1,4 @@
-"""What a client waits for: values, shapes, reports. No answer leaves before all it may depend on is known to be good.
+"""Answers that a client waits for: values, shapes, reports. None is sent before all that it may depend on is known to be good.
 
 A fetch is answered when every worker of the session has carried out what was issued before it, so a failure anywhere
 upstream is known by then.
@@ -7,12 +7,15 @@ upstream is known by then.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from gt import errors
+from gt.dispatcher.planning.materializer import Materializer
+from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.sharding.redistribute import spans
+from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import lost_in
-from gt.dispatcher.state.failures import Cause
+from gt.dispatcher.state.outbox import Outbox
+from gt.dispatcher.state.records import Cause
 from gt.dispatcher.state.tensors import Tensor
 from gt.errors import GTError, OpFailed, ProtocolError
 from gt.ir.instr import Define
@@ -20,12 +23,8 @@ from gt.ir.layout import Layout, boxes, local_shape
 from gt.ir.spec import Spec
 from gt.wire.messages import AHEAD, CHUNK, THROUGH, Described, Failed, Piece, Report, Value, WindowUpdate
 
-if TYPE_CHECKING:
-    from gt.dispatcher.session import ClientSession
-
-
-MOST = 256  # requests of a client under way
-MOST_TENSORS = 4096  # of one Describe
+MAX_REQUESTS = 256  # requests of a client under way
+MAX_DESCRIBED_TENSORS = 4096  # of one Describe
 
 
 @dataclass(slots=True)
@@ -67,9 +66,15 @@ class Request:
         return self.tensors[0].spec.text() if self.tensors else "u8[]"
 
 
-class Requests:
-    def __init__(self, session: ClientSession) -> None:
-        self.s = session
+class Fetches:
+    """Those of one session."""
+
+    def __init__(
+        self, context: SessionContext, outbox: Outbox, materializer: Materializer, redistributor: Redistributor
+    ) -> None:
+        self._context, self._outbox = context, outbox
+        self._materializer, self._redistributor = materializer, redistributor
+        self._emitter, self._cluster, self._failures = context.emitter, context.cluster, context.failures
         self.open: dict[int, Request] = {}
         self.by_key: dict[int, Request] = {}
         self.fetched = 0
@@ -79,58 +84,57 @@ class Requests:
 
     def fetch(self, number: int, tensor_id: int) -> None:
         """Ask the workers that hold the parts, each part once."""
-        s = self.s
         self._check(number)
         if tensor_id == THROUGH:
-            self._through(number)
+            self._synchronize(number)
             return
-        tensor = s.row(tensor_id)
+        tensor = self._context.row(tensor_id)
         if self._refused(number, [tensor]):
             return
-        mesh = tensor.layout.mesh if tensor.layout is not None else s.default_mesh()
-        if (lost := lost_in(s.cluster, mesh)) is not None:
-            self._fail(number, s.cause_of_loss(lost))
+        mesh = tensor.layout.mesh if tensor.layout is not None else self._context.default_mesh()
+        if (lost := lost_in(self._cluster, mesh)) is not None:
+            self._fail(number, self._failures.cause_of_loss(lost))
             return
-        s.emitter.base = s.emitter.seq = s.cluster.seq
-        held = tensor if tensor.layout is not None else s.placer.read(tensor)
-        if held.layout is not None and held.layout.partial:
-            s.mover.settle(held.storage)
-        assert held.layout is not None
-        request = Request(number, "fetch", {}, [tensor, held], shape=tensor.spec.shape, dtype=tensor.spec.dtype)
+        self._emitter.begin_run()
+        source = tensor if tensor.layout is not None else self._materializer.read(tensor)
+        if source.layout is not None and source.layout.partial:
+            self._redistributor.reduce_partial(source.storage)
+        assert source.layout is not None
+        request = Request(number, "fetch", {}, [tensor, source], shape=tensor.spec.shape, dtype=tensor.spec.dtype)
         if tensor.spec.nbytes > CHUNK:  # its pieces pass as they come, once all that was asked before is known to be good
-            request.runs = s.flush(s.emitter.base)
-        self._ask_parts(request, held.id, held.layout, tensor.spec)
-        request.seq = s.emitter.seq
-        s.cluster.seq += 1  # nothing else has the number of a fetch
-        if held is not tensor:
-            s.emitter.free(held.layout.mesh.workers, [held.id])
+            request.runs = self._outbox.flush(self._emitter.base)
+        with self._emitter.op():
+            self._ask_parts(request, source.id, source.layout, tensor.spec)
+            request.seq = self._emitter.seq
+        if source is not tensor:
+            self._emitter.free(source.layout.mesh.workers, [source.id])
         self._begin(request)
 
-    def _through(self, number: int) -> None:
+    def _synchronize(self, number: int) -> None:
         """A byte made by each worker of the session, which its device comes to after all that was issued."""
-        s, emitter = self.s, self.s.emitter
+        emitter = self._emitter
         if self._refused(number, []):
             return
-        workers = [s.cluster.workers[index] for index in sorted(emitter.used)]
+        workers = [self._cluster.workers[index] for index in sorted(emitter.used)]
         workers = [worker for worker in workers if not worker.lost]
-        emitter.base = emitter.seq = s.cluster.seq
+        emitter.begin_run()
         if self._byte is None:
             self._byte = emitter.define("fill", {"shape": (), "stride": (), "dtype": "uint8"})
         request = Request(number, "fetch", {}, [], shape=(len(workers),), dtype="uint8")
         made = emitter.temporary()
-        for rank, worker in enumerate(workers):
-            key = s.cluster.key()
-            request.parts.append([key, [[[rank, rank + 1]]]])
-            request.keys[key], request.sizes[key], request.left[key] = worker.index, 1, 1
-            emitter.write(worker, self._byte, emitter.ids([made]))
-            emitter.write(worker, emitter.common("fetch"), [*emitter.ids([made]), key])
-        request.seq = emitter.seq
-        s.cluster.seq += 1
+        with emitter.op():
+            request.seq = emitter.seq
+            for rank, worker in enumerate(workers):
+                key = self._cluster.key()
+                request.parts.append([key, [[[rank, rank + 1]]]])
+                request.keys[key], request.sizes[key], request.left[key] = worker.index, 1, 1
+                emitter.write(worker, self._byte, emitter.ids([made]))
+                emitter.write(worker, emitter.common("fetch"), [*emitter.ids([made]), key])
         emitter.free([worker.index for worker in workers], [made])
         self._begin(request)
 
     def _ask_parts(self, request: Request, source: int, layout: Layout, spec: Spec) -> None:
-        emitter = self.s.emitter
+        emitter = self._emitter
         define = emitter.common("fetch")
         seen = set()
         for rank, index in enumerate(layout.mesh.workers):
@@ -138,7 +142,7 @@ class Requests:
             if held in seen:
                 continue
             seen.add(held)
-            key = self.s.cluster.key()
+            key = self._cluster.key()
             parts = [[list(span) for span in box] for box in boxes(layout, spec.shape, rank)]
             request.parts.append([key, parts])
             request.keys[key] = index
@@ -146,46 +150,46 @@ class Requests:
             for extent in local_shape(layout, spec.shape, rank):
                 n *= extent
             request.sizes[key], request.left[key] = n, max(n, 1)  # an empty piece is one message all the same
-            emitter.write(self.s.cluster.workers[index], define, [emitter.offset + source, key])
+            emitter.write(self._cluster.workers[index], define, [emitter.offset + source, key])
 
     def describe(self, number: int, tensors: list[int]) -> None:
         """Ask one worker for the specs of outputs whose shape depends on values."""
         self._check(number)
-        if len(tensors) > MOST_TENSORS:
-            raise ProtocolError(f"Describe.tensors has {len(tensors)} tensors, at most {MOST_TENSORS} are described")
-        rows = [self.s.row(t) for t in tensors]
+        if len(tensors) > MAX_DESCRIBED_TENSORS:
+            raise ProtocolError(f"Describe.tensors has {len(tensors)} tensors, at most {MAX_DESCRIBED_TENSORS} are described")
+        rows = [self._context.row(t) for t in tensors]
         if self._refused(number, rows):
             return
         for row in rows:
             if row.layout is None:
                 raise ProtocolError(f"Describe.tensors: the shape of %{row.id} does not depend on values, so it is known")
-            if (lost := lost_in(self.s.cluster, row.layout.mesh)) is not None:
-                self._fail(number, self.s.cause_of_loss(lost))
+            if (lost := lost_in(self._cluster, row.layout.mesh)) is not None:
+                self._fail(number, self._failures.cause_of_loss(lost))
                 return
-        emitter = self.s.emitter
-        emitter.base = emitter.seq = self.s.cluster.seq
+        emitter = self._emitter
+        emitter.begin_run()
         request = Request(number, "describe", {}, rows)
-        for row in rows:
-            key = self.s.cluster.key()
-            assert row.layout is not None
-            worker = self.s.cluster.workers[row.layout.mesh.workers[0]]
-            request.keys[key] = worker.index
-            emitter.write(worker, emitter.common("describe"), [emitter.offset + row.id, key])
-        request.seq = emitter.seq
-        self.s.cluster.seq += 1
+        with emitter.op():
+            request.seq = emitter.seq
+            for row in rows:
+                key = self._cluster.key()
+                assert row.layout is not None
+                worker = self._cluster.workers[row.layout.mesh.workers[0]]
+                request.keys[key] = worker.index
+                emitter.write(worker, emitter.common("describe"), [emitter.offset + row.id, key])
         self._begin(request)
 
     def _check(self, number: int) -> None:
-        if number in self.open or len(self.open) >= MOST:
-            raise ProtocolError(f"request {number} is in use, or more than {MOST} requests are open")
+        if number in self.open or len(self.open) >= MAX_REQUESTS:
+            raise ProtocolError(f"request {number} is in use, or more than {MAX_REQUESTS} requests are open")
 
     def _begin(self, request: Request) -> None:
-        request.since = self.s.cluster.now
-        last = self.s.flush(self.s.emitter.base)
+        request.since = self._cluster.now
+        last = self._outbox.flush(self._emitter.base)
         request.runs = request.runs or last
         self.open[request.number] = request
         self.by_key.update(dict.fromkeys(request.keys, request))
-        self.settle()
+        self.answer_ready()
 
     def _refused(self, number: int, tensors: list[Tensor]) -> bool:
         """Answer at once what is already known to have failed."""
@@ -193,14 +197,14 @@ class Requests:
             if tensor.storage.failed is not None:
                 self._fail(number, tensor.storage.failed)
                 return True
-        if self.s.unreported:
-            self._fail(number, self.s.unreported.popleft())
+        if self._failures.unreported:
+            self._fail(number, self._failures.unreported.popleft())
             return True
         return False
 
     def inspect(self, number: int, tensor_id: int) -> None:
         """Layout, mesh, and each piece's worker, shape and bytes."""
-        tensor = self.s.row(tensor_id)
+        tensor = self._context.row(tensor_id)
         spec, layout = tensor.spec, tensor.layout
         body: dict = {"tensor": tensor_id, "spec": spec.text(), "layout": "unplaced", "mesh": "", "pieces": []}
         if layout is not None:
@@ -210,9 +214,9 @@ class Requests:
                 n = spec.itemsize
                 for extent in shape:
                     n *= extent
-                name = self.s.cluster.workers[index].name
+                name = self._cluster.workers[index].name
                 body["pieces"].append({"worker": name, "index": index, "shape": list(shape), "bytes": n})
-        self.s.send(Report(number, body))
+        self._context.send(Report(number, body))
 
     # ---- what workers and client answer
 
@@ -232,7 +236,7 @@ class Requests:
             raise ProtocolError(f"Piece.key is {message.key}, of which a description was asked")
         size, total = sum(len(f) for f in frames), request.sizes[message.key]
         if message.total != total:
-            self._misfit(request, f"it has {message.total} bytes on worker {self.s.cluster.workers[index].name}, not {total}")
+            self._misfit(request, f"it has {message.total} bytes on worker {self._cluster.workers[index].name}, not {total}")
             return
         at = total - request.left[message.key] if total else 0
         if message.offset != at or size > total - at or (total and not size):
@@ -240,13 +244,13 @@ class Requests:
         request.left[message.key] -= size if total else 1
         self.fetched += size
         if request.verified:
-            request.moved = self.s.cluster.now
-            self.s.send(message, frames)
+            request.moved = self._cluster.now
+            self._context.send(message, frames)
             self._finish(request)
         else:
             request.held.append((message, frames))
 
-    def took(self, key: int, upto: int) -> None:
+    def taken_in(self, key: int, upto: int) -> None:
         """The client has taken in so many bytes of a piece: the worker may send as many more."""
         request = self.by_key.get(key)
         if request is None or request.kind != "fetch":
@@ -254,13 +258,13 @@ class Requests:
         if not 0 <= upto <= request.sizes[key] - request.left[key]:
             sent = request.sizes[key] - request.left[key]
             raise ProtocolError(f"UploadProgress.upto is {upto} of piece {key}, of which {sent} bytes were sent")
-        request.granted[key], request.moved = upto + AHEAD, self.s.cluster.now
+        request.granted[key], request.moved = upto + AHEAD, self._cluster.now
         self._tell(request, key, upto + AHEAD)
 
     def _tell(self, request: Request, key: int, upto: int) -> None:
-        worker = self.s.cluster.workers[request.keys[key]]
+        worker = self._cluster.workers[request.keys[key]]
         if not worker.lost:
-            self.s.out(worker.peer, WindowUpdate(key, upto), ())
+            self._context.out(worker.peer, WindowUpdate(key, upto), ())
 
     def close(self) -> None:
         """The client is gone: workers keep nothing for it."""
@@ -278,14 +282,14 @@ class Requests:
             self._fail(request.number, cause)
             return True
         error = OpFailed(f"{request.name} cannot be read on worker {worker}: {how}")
-        self.s.send(Failed(request.number, errors.to_wire(error)))
+        self._context.send(Failed(request.number, errors.to_wire(error)))
         return True
 
     def _misfit(self, request: Request, how: str) -> None:
         """An op gave another shape than the client said."""
         self._drop(request)
         error = OpFailed(f"{request.name} was declared as {request.spec} by the client and is another: {how}")
-        self.s.send(Failed(request.number, errors.to_wire(error)))
+        self._context.send(Failed(request.number, errors.to_wire(error)))
 
     def described(self, index: int, key: int, specs: list) -> None:
         request = self._asked(key, index)
@@ -297,18 +301,18 @@ class Requests:
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"Described.specs: {error}") from None
         request.specs[key] = spec
-        self.settle()
+        self.answer_ready()
 
-    def settle(self) -> None:
+    def answer_ready(self) -> None:
         """Answer the requests that have come far enough."""
         for request in list(self.open.values()):
-            if request.verified or not self.s.reached(request.runs):
+            if request.verified or not self._outbox.reached(request.runs):
                 continue
             if request.moved < 0:
-                request.moved = self.s.cluster.now
+                request.moved = self._cluster.now
             cause = next((t.storage.failed for t in request.tensors if t.storage.failed), None)
-            if cause is None and self.s.unreported:
-                cause = self.s.unreported.popleft()
+            if cause is None and self._failures.unreported:
+                cause = self._failures.unreported.popleft()
             if cause is not None:
                 self._drop(request)
                 self._fail(request.number, cause)
@@ -323,9 +327,9 @@ class Requests:
         held, request.held = request.held, []
         value = Value(request.number, list(request.shape), request.dtype, request.parts)
         alone = len(held) == 1 and not any(request.left.values())
-        self.s.send(value, held.pop()[1] if alone else ())
+        self._context.send(value, held.pop()[1] if alone else ())
         for message, frames in held:
-            self.s.send(message, frames)
+            self._context.send(message, frames)
         self._finish(request)
 
     def _answer_specs(self, request: Request) -> None:
@@ -333,7 +337,7 @@ class Requests:
         for tensor, spec in zip(request.tensors, specs, strict=True):
             tensor.spec = Spec.from_wire(spec)
         self._drop(request)
-        self.s.send(Described(request.number, specs))
+        self._context.send(Described(request.number, specs))
 
     def _finish(self, request: Request) -> None:
         if request.verified and not any(request.left.values()):
@@ -348,16 +352,16 @@ class Requests:
 
     def _fail(self, number: int, cause: Cause) -> None:
         if cause.full:
-            self.s.full_upto = self.s.cluster.seq
-        told = [one for one in self.s.unreported if one is cause or (one.full and cause.full)]
-        for one in told:
-            self.s.unreported.remove(one)
-        self.s.send(Failed(number, errors.to_wire(cause.error)))
+            self._failures.full_upto = self._cluster.seq
+        told = [other for other in self._failures.unreported if other is cause or (other.full and cause.full)]
+        for other in told:
+            self._failures.unreported.remove(other)
+        self._context.send(Failed(number, errors.to_wire(cause.error)))
 
     def give_up(self, request: Request, error: GTError) -> None:
         """Nobody knows when this will be answered: the client may ask again."""
         self._drop(request)
-        self.s.send(Failed(request.number, errors.to_wire(error)))
+        self._context.send(Failed(request.number, errors.to_wire(error)))
 
     def fail_all(self, cause: Cause) -> None:
         """A worker is lost: whoever waits is told."""

@@ -7,23 +7,29 @@ holes for the numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from gt.dispatcher.cluster.workers import Cluster
 from gt.dispatcher.events import MARK, Log
 from gt.dispatcher.instruction_log import text
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.state.records import OpPlan, Origin
 from gt.ir.text import PlanLine
 
-if TYPE_CHECKING:
-    from gt.dispatcher.planning.planner import OpPlan
-    from gt.dispatcher.session import ClientSession, Origin
-    from gt.dispatcher.sharding.op_schema import OpSchema
-
-MOST = 1 << 14  # kinds of RECV line that are kept
-MOST_ORIGINS = 64  # of one plan, whose lines are kept
+MAX_RECEIVED_FORMS = 1 << 14  # kinds of RECV line that are kept
+MAX_ORIGINS_PER_PLAN = 64  # of one plan, whose lines are kept
 SHOWN = 64  # operands of an op: a list op may have thousands, and a line for each output
 # What stands for a tensor's number, and for the op's in its column. No name has them, for they cannot be UTF-8.
 _HOLE: Any = "\ud800"
 _SEQ: Any = "\ud801"
+
+
+class OpInHand(Protocol):
+    """The emitter, as far as lines need it: the op that is being planned."""
+
+    cluster: Cluster
+    seq: int
+    origin: Origin
 
 
 class Scribe:
@@ -33,10 +39,10 @@ class Scribe:
     its own instruction, a line says that it has come.
     """
 
-    def __init__(self, session: ClientSession, page: list[str]) -> None:
-        self._session, self._emitter = session, session.emitter
+    def __init__(self, emitter: OpInHand, session: int, page: list[str]) -> None:
+        self._emitter = emitter
         self._put = page.append
-        self._name = f"client{session.number}"
+        self._name = f"client{session}"
         self._received: dict[tuple, str] = {}
 
     def received(self, known: OpSchema, origin: Origin, ins: Sequence[int]) -> None:
@@ -44,7 +50,7 @@ class Scribe:
         key = known.template.op, len(ins), origin
         form = self._received.get(key)
         if form is None:
-            if len(self._received) >= MOST:
+            if len(self._received) >= MAX_RECEIVED_FORMS:
                 self._received.clear()
             operands = " ".join([f"%{_HOLE}"] * min(len(ins), SHOWN))
             form = self._received[key] = _form(Log("RECV", self._name, operands, {"op": key[0], **_where(origin, _SEQ)}))
@@ -61,23 +67,23 @@ class Scribe:
 
     def step(self, line: PlanLine) -> None:
         """Anything else that is planned."""
-        self._put(_form(self._entry(line, self._emitter.seq, self._session.origin)) % ())
+        self._put(_form(self._entry(line, self._emitter.seq, self._emitter.origin)) % ())
 
     def _forms(self, known: OpSchema, plan: OpPlan, origin: Origin, count: int) -> str:
         """Lines of a plan."""
         holes, lines = (_HOLE,) * min(count, SHOWN), ""
         for index in known.news:
             spec, layout = known.template.outs[index].spec, plan.outs[index]
-            name, note = known.template.op.removesuffix(".default"), self._session.note(origin=origin)
+            name, note = known.template.op.removesuffix(".default"), origin.note()
             step = PlanLine(_HOLE, spec.text() if spec else "?", str(layout), name, holes, layout.mesh.workers, note)
             lines += _form(self._entry(step, _SEQ, origin))
-        if len(plan.forms) >= MOST_ORIGINS:
+        if len(plan.forms) >= MAX_ORIGINS_PER_PLAN:
             plan.forms.clear()
         plan.forms[origin] = lines
         return lines
 
     def _entry(self, line: PlanLine, seq: Any, origin: Origin) -> Log:
-        workers = ",".join(self._session.cluster.workers[i].name for i in line.workers)
+        workers = ",".join(self._emitter.cluster.workers[i].name for i in line.workers)
         moved = line.note.partition(" B")[0]
         fields = {"layout": line.layout, "bytes": int(moved) if moved.isdigit() else "", **_where(origin, seq)}
         return Log("WORKER_SEND", workers, str(line), {"op": line.op.partition(" ")[0], **fields})

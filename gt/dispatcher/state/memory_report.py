@@ -6,17 +6,15 @@ A session is told its own lines, and of other sessions how much they hold.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gt.dispatcher.cluster.workers import Worker
+from gt.dispatcher.programs.programs import Program
 from gt.dispatcher.programs.recording import Instruction
+from gt.dispatcher.session import ClientSession
+from gt.dispatcher.state.records import Origin
 from gt.ir.instr import FREE
 from gt.ir.schedules import size
-
-if TYPE_CHECKING:
-    from gt.dispatcher.cluster.workers import Worker
-    from gt.dispatcher.programs.programs import Program
-    from gt.dispatcher.session import ClientSession
-    from gt.dispatcher.state.validate import Origin
 
 LINES = 5  # of the program, those that hold most
 COUNTS = ("limit", "session_limit", "used", "session", "others")

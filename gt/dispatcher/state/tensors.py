@@ -6,16 +6,12 @@ Knows ids, specs and layouts; never data.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.state.records import Cause, Origin
 from gt.ir.layout import Layout
 from gt.ir.spec import Spec
-
-if TYPE_CHECKING:
-    from gt.dispatcher.sharding.op_schema import OpSchema
-    from gt.dispatcher.state.failures import Cause
-    from gt.dispatcher.state.validate import Origin
-
 
 UNKNOWN = Spec((), (), 0, "uint8")  # until a dynamic op's output has been described
 

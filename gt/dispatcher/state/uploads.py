@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from gt.dispatcher.cluster.workers import Worker
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.state.context import SessionContext
 from gt.errors import ProtocolError
 from gt.ir.boxes import shape, take
 from gt.ir.layout import Box
 from gt.ir.spec import Spec
 from gt.wire.messages import CHUNK, Data, UploadChunk, UploadRequest, WindowUpdate
-
-if TYPE_CHECKING:
-    from gt.dispatcher.cluster.workers import Worker
-    from gt.dispatcher.session import ClientSession
-    from gt.dispatcher.sharding.op_schema import OpSchema
 
 Source = tuple[str, Any]  # "host" and the tensor whose copy the client keeps, or "inline" and its bytes
 
@@ -52,8 +50,10 @@ class Upload:
 
 
 class Uploads:
-    def __init__(self, session: ClientSession) -> None:
-        self.s = session
+    """Those of one session."""
+
+    def __init__(self, context: SessionContext) -> None:
+        self._context, self._cluster, self._queue = context, context.cluster, context.queue
         self.open: dict[int, Upload] = {}  # oldest first
         self.awaited = 0  # of these, not all here yet
         self.unsent: list[tuple[int, list[Worker]]] = []  # that nothing which is written takes yet, and for whom
@@ -63,7 +63,7 @@ class Uploads:
         """The bytes of an op that uploads: in this batch, or kept by the client under the tensor's id; None for another op."""
         if known.name != "gt.upload":
             return None
-        spec, index, frames = known.template.outs[0].spec, values[0], self.s.batches.frames
+        spec, index, frames = known.template.outs[0].spec, values[0], self._queue.frames
         if type(index) is not int or index >= len(frames):
             raise ProtocolError(f"Ops.code uploads frame {index!r:.40} of {len(frames)}")
         if index < 0:
@@ -74,9 +74,9 @@ class Uploads:
 
     def begin(self, source: Source, spec: Spec, parts: list[Box], workers: list[Worker]) -> int:
         """Key under which these workers will get the boxes of an upload."""
-        key = self.s.cluster.key()
+        key = self._cluster.key()
         kind, data = source
-        self.s.uploaded += spec.nbytes
+        self._context.uploaded += spec.nbytes
         self.unsent.append((key, workers))
         if kind == "host":
             total = prod(shape(parts)) * spec.itemsize
@@ -89,16 +89,16 @@ class Uploads:
         for worker in workers:
             for offset in range(0, 0 if worker.lost else max(len(raw), 1), CHUNK):
                 chunk = raw[offset : offset + CHUNK]
-                self.s.out(worker.peer, Data(key, offset, len(raw)), (chunk,) if len(chunk) else ())
+                self._context.out(worker.peer, Data(key, offset, len(raw)), (chunk,) if len(chunk) else ())
         return key
 
     def expect(self, key: int, tensor: int, boxes: list, total: int, workers: Iterable[int]) -> None:
         """Ask the client for a region, and for as much of it now as there is room for."""
         upload = self.open[key] = Upload(key, total, dict.fromkeys(workers, 0))
         self.awaited += 1
-        self.moved = self.s.cluster.now
+        self.moved = self._cluster.now
         upload.granted = max(0, min(self._room(), total))
-        self.s.send(UploadRequest(tensor, key, boxes, upload.granted))
+        self._context.send(UploadRequest(tensor, key, boxes, upload.granted))
 
     def _room(self) -> int:
         return WINDOW - sum(u.granted - u.done for u in self.open.values())
@@ -110,7 +110,7 @@ class Uploads:
             step = min(room, upload.total - upload.granted)
             if step > 0:
                 upload.granted += step
-                self.s.send(WindowUpdate(upload.key, upload.granted))
+                self._context.send(WindowUpdate(upload.key, upload.granted))
                 room -= step
             if room <= 0:
                 return
@@ -129,16 +129,16 @@ class Uploads:
                 f"want {upload.received}, up to {upload.granted} at most"
             )
         upload.received += size
-        self.moved = self.s.cluster.now
+        self.moved = self._cluster.now
         upload.empty_came = True
         for index in upload.taken:
-            worker = self.s.cluster.workers[index]
-            self.s.out(worker.peer, Data(message.key, message.offset, message.total), frames)
+            worker = self._cluster.workers[index]
+            self._context.out(worker.peer, Data(message.key, message.offset, message.total), frames)
         if upload.total <= SMALL:
             upload.taken.clear()
         if upload.arrived:
             self.awaited -= 1
-            self._settle(upload)
+            self._drop_if_done(upload)
         self.pump()  # also before its end: what no worker takes any more is under way no longer than until here
 
     def took(self, index: int, key: int, upto: int) -> None:
@@ -147,8 +147,8 @@ class Uploads:
         if index not in upload.taken or not upload.taken[index] <= upto <= upload.received:
             raise ProtocolError(f"UploadProgress.upto is {upto} of upload {key}, of which {upload.received} bytes were sent")
         upload.taken[index] = upto
-        self.moved = self.s.cluster.now
-        self._settle(upload)
+        self.moved = self._cluster.now
+        self._drop_if_done(upload)
         self.pump()
 
     def waits(self) -> set[int]:
@@ -159,10 +159,10 @@ class Uploads:
         """A worker is gone: nothing is on its way to it."""
         for upload in list(self.open.values()):
             if upload.taken.pop(index, None) is not None:
-                self._settle(upload)
+                self._drop_if_done(upload)
         self.pump()
 
-    def _settle(self, upload: Upload) -> None:
+    def _drop_if_done(self, upload: Upload) -> None:
         if upload.arrived and upload.done >= upload.total:
             del self.open[upload.key]
 
@@ -170,7 +170,7 @@ class Uploads:
         """No upload stands still while there is room for it: nobody else would have it go on."""
         assert self.awaited == sum(not upload.arrived for upload in self.open.values())
         assert self._room() <= 0 or all(upload.granted == upload.total for upload in self.open.values())
-        assert not any(self.s.cluster.workers[index].lost for upload in self.open.values() for index in upload.taken)
+        assert not any(self._cluster.workers[index].lost for upload in self.open.values() for index in upload.taken)
 
     def close(self) -> dict[int, list[int]]:
         """The client is gone: keys that nobody will send the rest of, and the workers they were for."""

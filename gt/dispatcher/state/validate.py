@@ -1,113 +1,112 @@
-"""What a batch brings before its stream: whether it may come at all, and the templates and origins it defines.
+"""Validation of a batch before its stream: its admission, and the templates and origins that it defines.
 
 Everything a client may claim is bounded here; what is beyond is a ProtocolError that names the field.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gt.config.load import hint
 from gt.dispatcher.sharding import shape_rules
-from gt.dispatcher.sharding.groups import Meaning
+from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.records import Origin
 from gt.errors import ProtocolError, UnsupportedOp
 from gt.ir import check
 from gt.ir.instr import FIRST
 from gt.ir.template import weight
 from gt.wire.messages import Notice, Ops
 
-if TYPE_CHECKING:
-    from gt.dispatcher.session import ClientSession
-
 CREDIT = 64  # batches a client may have under way
-LONGEST = 1 << 18  # numbers of one batch
-MOST_OPS = 1 << 18  # ops under way before another batch
-MOST_TEMPLATES, MOST_ORIGINS = 1 << 16, 1 << 20
-LONGEST_NAME = 4096  # characters of a file's name, and of a group's: contexts within one another
-DEEPEST = 32  # signal contexts within one another
-MOST_NAMES = 4 << 20  # characters of all different names of a session
-HEAVIEST = 1 << 21  # parts of all templates of a session
-MOST_WARNINGS = 100  # of groups that the config lacks
-MOST_HINTS = 4  # of these with a near name, which takes milliseconds to find
+MAX_BATCH_NUMBERS = 1 << 18  # numbers of one batch
+MAX_OPS_UNDER_WAY = 1 << 18  # ops under way before another batch
+MAX_TEMPLATES, MAX_ORIGINS = 1 << 16, 1 << 20
+MAX_NAME_LENGTH = 4096  # characters of a file's name, and of a group's: contexts within one another
+MAX_NESTED_GROUPS = 32  # signal contexts within one another
+MAX_NAME_CHARACTERS = 4 << 20  # characters of all different names of a session
+MAX_TEMPLATE_PARTS = 1 << 21  # parts of all templates of a session
+MAX_GROUP_WARNINGS = 100  # of groups that the config lacks
+MAX_GROUP_HINTS = 4  # of these with a near name, which takes milliseconds to find
 SHORT = 80  # characters of a name in such a warning
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Origin:
-    """Where the user issued an op. group: nested contexts, `outer/inner`; target: where a transfer among them leads."""
+class Definitions:
+    """Templates and origins that one session's client has defined, and how many batches it has sent."""
 
-    file: str
-    line: int
-    group: str
-    backward: bool
-    micro: int = -1  # micro-batch
-    meaning: Meaning | None = None
-    target: Meaning | None = None
+    def __init__(self, context: SessionContext) -> None:
+        self._context, self._queue, self._journal = context, context.queue, context.journal
+        self._templates, self._origins = context.templates, context.origins
+        self.next_batch = 0
+        self._template_parts = 0  # of all templates
+        self._names: dict[str, str] = {}  # of files and groups
+        self._name_characters = 0
+        self._unknown_groups: set[str] = set()
 
+    def admit(self, message: Ops) -> None:
+        """Refuse a batch that is out of order, or more than were granted."""
+        if message.seq != self.next_batch:
+            raise ProtocolError(f"Ops.seq is {message.seq}, want {self.next_batch}")
+        self.next_batch += 1
+        queue = self._queue
+        if len(queue.pending) + len(queue.coming) >= CREDIT or len(self._journal.rows) > MAX_OPS_UNDER_WAY:
+            raise ProtocolError(f"Ops.seq {message.seq} is beyond the credit of {CREDIT} batches and {MAX_OPS_UNDER_WAY} ops")
+        if len(message.code) > MAX_BATCH_NUMBERS:
+            raise ProtocolError(f"Ops.code has {len(message.code)} numbers, at most {MAX_BATCH_NUMBERS} are taken")
 
-def admit(session: ClientSession, message: Ops) -> None:
-    """Batches come in order, and so many as were granted."""
-    if message.seq != session.next_batch:
-        raise ProtocolError(f"Ops.seq is {message.seq}, want {session.next_batch}")
-    session.next_batch += 1
-    batches = session.batches
-    if len(batches.pending) + len(batches.coming) >= CREDIT or len(session.journal.rows) > MOST_OPS:
-        raise ProtocolError(f"Ops.seq {message.seq} is beyond the credit of {CREDIT} batches and {MOST_OPS} ops")
-    if len(message.code) > LONGEST:
-        raise ProtocolError(f"Ops.code has {len(message.code)} numbers, at most {LONGEST} are taken")
+    def define(self, row: Any) -> None:
+        """[number, template] of Ops.templates."""
+        number, form = row if type(row) is list and len(row) == 2 else (None, None)
+        if type(number) is not int or not FIRST <= number < FIRST + MAX_TEMPLATES:
+            raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
+        try:
+            known = shape_rules.known(check.template(form))
+        except UnsupportedOp as error:
+            raise UnsupportedOp(f"Ops.templates: template {number}: {error}") from None
+        except (TypeError, ValueError, KeyError) as error:
+            raise ProtocolError(f"Ops.templates: template {number}: {error}") from error
+        if number in self._templates:  # the client's table has started again
+            self._templates[number].plans.clear()
+            self._template_parts = 0 if number == FIRST else self._template_parts
+        self._template_parts += weight(form)
+        if self._template_parts > MAX_TEMPLATE_PARTS:
+            raise ProtocolError(
+                f"Ops.templates: all of them have {self._template_parts} parts, at most {MAX_TEMPLATE_PARTS} are taken"
+            )
+        self._templates[number] = known
 
+    def define_origin(self, row: Any) -> None:
+        """[number, file, line, group, backward, micro] of Ops.origins."""
+        kinds = [type(part) for part in row] if type(row) is list else []
+        if kinds != [int, str, int, str, bool, int] or max(len(row[1]), len(row[3])) > MAX_NAME_LENGTH:
+            raise ProtocolError(f"Ops.origins: {row!r:.80} is not [number, file, line, group, backward, micro]")
+        number, file, line, group, backward, micro = row
+        if not 0 < number < MAX_ORIGINS:
+            raise ProtocolError(f"Ops.origins: number {number} is not from 1 to {MAX_ORIGINS - 1}")
+        if group.count("/") >= MAX_NESTED_GROUPS:
+            raise ProtocolError(
+                f"Ops.origins: {group.count('/') + 1} groups are within one another, at most {MAX_NESTED_GROUPS} are taken"
+            )
+        file, group = self._name(file), self._name(group)
+        meaning, missing = self._context.groups.find(group, backward)
+        for name in missing:
+            if name not in self._unknown_groups and self._context.groups and len(self._unknown_groups) < MAX_GROUP_WARNINGS:
+                self._unknown_groups.add(name)
+                near = hint(name, self._context.config.groups) if len(self._unknown_groups) <= MAX_GROUP_HINTS else ""
+                text = f"the config has no group {name[:SHORT]!r}: ops run as outside it{near}"
+                self._context.send(Notice(f"{file}:{line}: {text}"))
+        leads = (self._context.groups.destination(name, backward) for name in reversed(group.split("/")))
+        target = next((lead for lead in leads if lead is not None), None)
+        self._origins[number] = Origin(file, line, group, backward, micro, meaning, target)
 
-def define(session: ClientSession, row: Any) -> None:
-    """[number, template] of Ops.templates."""
-    number, form = row if type(row) is list and len(row) == 2 else (None, None)
-    if type(number) is not int or not FIRST <= number < FIRST + MOST_TEMPLATES:
-        raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
-    try:
-        known = shape_rules.known(check.template(form))
-    except UnsupportedOp as error:
-        raise UnsupportedOp(f"Ops.templates: template {number}: {error}") from None
-    except (TypeError, ValueError, KeyError) as error:
-        raise ProtocolError(f"Ops.templates: template {number}: {error}") from error
-    if number in session.templates:  # the client's table has started again
-        session.templates[number].plans.clear()
-        session.template_parts = 0 if number == FIRST else session.template_parts
-    session.template_parts += weight(form)
-    if session.template_parts > HEAVIEST:
-        raise ProtocolError(f"Ops.templates: all of them have {session.template_parts} parts, at most {HEAVIEST} are taken")
-    session.templates[number] = known
-
-
-def origin(session: ClientSession, row: Any) -> None:
-    """[number, file, line, group, backward, micro] of Ops.origins."""
-    kinds = [type(part) for part in row] if type(row) is list else []
-    if kinds != [int, str, int, str, bool, int] or max(len(row[1]), len(row[3])) > LONGEST_NAME:
-        raise ProtocolError(f"Ops.origins: {row!r:.80} is not [number, file, line, group, backward, micro]")
-    number, file, line, group, backward, micro = row
-    if not 0 < number < MOST_ORIGINS:
-        raise ProtocolError(f"Ops.origins: number {number} is not from 1 to {MOST_ORIGINS - 1}")
-    if group.count("/") >= DEEPEST:
-        raise ProtocolError(f"Ops.origins: {group.count('/') + 1} groups are within one another, at most {DEEPEST} are taken")
-    file, group = _name(session, file), _name(session, group)
-    meaning, missing = session.groups.find(group, backward)
-    for name in missing:
-        if name not in session.known_names and session.groups and len(session.known_names) < MOST_WARNINGS:
-            session.known_names.add(name)
-            near = hint(name, session.config.groups) if len(session.known_names) <= MOST_HINTS else ""
-            text = f"the config has no group {name[:SHORT]!r}: ops run as outside it{near}"
-            session.send(Notice(f"{file}:{line}: {text}"))
-    leads = (session.groups.destination(name, backward) for name in reversed(group.split("/")))
-    target = next((found for found in leads if found is not None), None)
-    session.origins[number] = Origin(file, line, group, backward, micro, meaning, target)
-
-
-def _name(session: ClientSession, text: str) -> str:
-    """One object for equal names."""
-    known = session.names.get(text)
-    if known is not None:
-        return known
-    session.name_characters += len(text)
-    if session.name_characters > MOST_NAMES:
-        raise ProtocolError(f"Ops.origins: names have {session.name_characters} characters, at most {MOST_NAMES} are taken")
-    session.names[text] = text
-    return text
+    def _name(self, text: str) -> str:
+        """One object for equal names."""
+        known = self._names.get(text)
+        if known is not None:
+            return known
+        self._name_characters += len(text)
+        if self._name_characters > MAX_NAME_CHARACTERS:
+            raise ProtocolError(
+                f"Ops.origins: names have {self._name_characters} characters, at most {MAX_NAME_CHARACTERS} are taken"
+            )
+        self._names[text] = text
+        return text

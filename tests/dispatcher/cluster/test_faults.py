@@ -152,7 +152,7 @@ def test_a_batch_that_waited_for_a_lost_worker_is_acknowledged_also_when_that_co
     bench.feed(PeerLost(b"w1", "killed"))
     bench.give(b"new", hello("worker", info={"name": "w1", "heap_bytes": 1 << 30}))
     bench.give(b"w0", Done(bench.core.cluster.workers[0].runs))
-    assert not bench.core.sessions[b"c"].batches.pending
+    assert not bench.core.sessions[b"c"].op_stream.pending
 
 
 def test_new_work_without_a_group_goes_to_a_worker_that_is_there():
@@ -248,4 +248,4 @@ def test_an_upload_whose_worker_is_lost_ends_and_its_program_goes_on(worker: byt
     client.told.clear()
     client.give(b"c", Ops(1, [[18, TEMPLATES[1]]], [[3, "m.py", 3, "", False, -1]], [18, 3, 5]))
     client.give(b"c", Fetch(2, 5))
-    assert Ack(1) in client.told and 2 in session.requests.open
+    assert Ack(1) in client.told and 2 in session.fetches.open

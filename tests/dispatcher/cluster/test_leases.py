@@ -198,13 +198,13 @@ def test_a_worker_that_does_not_come_back_is_lost_and_the_queue_is_told():
     shop.client(b"e")
     shop.leave(b"c")
     shop.back(b"w0", b"x0", "w0")
-    shop.tick(leases.RENEWAL - 1)
+    shop.tick(leases.RENEWAL_SECONDS - 1)
     assert not shop.has(b"d")
     shop.tick(2)
     assert shop.to(b"w1", Exit) and shop.closed == [b"w1"], "it is still connected, and hangs"
     assert "1 of the 2 workers" in shop.to(b"d", Notice)[0].text
     assert shop.has(b"e") == ["w0"], "who wants more than there is holds up nobody"
-    shop.tick(leases.PATIENCE)
+    shop.tick(leases.PATIENCE_SECONDS)
     refused = shop.refusal(b"d")
     assert isinstance(refused, errors.Refused) and "1 workers are connected, the program wants 2" in str(refused)
     assert shop.worker(b"x1", "w1") == "w1", "late is better than never"
@@ -247,7 +247,7 @@ def test_a_change_of_place_is_told_and_nothing_else_but_now_and_then():
     shop.tick()
     assert [(p, m.place) for p, m in shop.sent] == [(b"c", 1), (b"d", 2)]
     assert shop.tick() == []
-    shop.tick(leases.REMINDER)
+    shop.tick(leases.REMINDER_SECONDS)
     assert [(p, m.place) for p, m in shop.sent] == [(b"c", 1), (b"d", 2)], "or they would think that nobody is there"
 
 
@@ -264,7 +264,7 @@ def test_a_client_is_never_refused_for_waiting_in_the_queue():
     shop = Shop(1)
     shop.client(b"a"), shop.client(b"b")
     for _ in range(20):
-        shop.tick(leases.PATIENCE)
+        shop.tick(leases.PATIENCE_SECONDS)
     assert not shop.closed and shop.core.admission.knows(b"b")
 
 
@@ -294,7 +294,7 @@ def test_more_workers_than_the_server_has_are_told_and_then_refused():
     assert shop.client(b"c", 3) == []
     assert "it has 2 of the 3 workers" in shop.to(b"c", Notice)[0].text
     assert shop.client(b"d", 1) == ["w0"], "nobody waits behind one that cannot be served"
-    shop.tick(leases.PATIENCE)
+    shop.tick(leases.PATIENCE_SECONDS)
     assert "2 workers are connected, the program wants 3" in str(shop.refusal(b"c"))
 
 

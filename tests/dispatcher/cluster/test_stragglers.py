@@ -114,7 +114,7 @@ def test_a_slow_worker_is_a_notice_at_10_30_and_60_s_and_then_seldom_and_never_a
     assert len(rows) == len(want) and all(w <= when <= w + 2 for w, (when, *_) in zip(want, rows)), rows
     said = "slow: worker w0 is alive and has been at m.py:1: gt.upload.default, group a for "
     assert all(text.startswith(said) for *_, text in rows), rows
-    bench.give(b"w0", Piece(next(iter(bench.core.sessions[b"c"].requests.by_key)), 0, 64), (bytes(64),), at=2000)
+    bench.give(b"w0", Piece(next(iter(bench.core.sessions[b"c"].fetches.by_key)), 0, 64), (bytes(64),), at=2000)
     bench.give(b"w0", Done(bench.core.cluster.workers[0].runs), at=2000)
     assert told(bench, lambda now: {}, start=2000, until=2700) == []
 
@@ -158,7 +158,7 @@ def test_the_stall_timeout_is_each_programs_own(asked: float, when: float | None
     rows = told(bench, lambda now: {b"w0": ([1, 0, 1, "op", 0], 0.0), b"w1": ([1, 0, 3, "op", 0], 0.0)}, until=1100)
     errors = [row for row in rows if row[2] != "Notice"]
     assert [asked <= row[0] <= asked + 3 for row in errors] == [True] * (when is not None)
-    assert "stall_timeout" not in bench.core.sessions[b"d"].switches(bench.core.cluster.workers[0])
+    assert "stall_timeout" not in bench.core.sessions[b"d"].context.terms.switches(bench.core.cluster.workers[0])
 
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "300", True, None])
@@ -324,7 +324,7 @@ def test_a_value_that_is_not_sent_is_an_error_after_the_stall_timeout_and_may_be
     finished(bench, at=250)
     assert [550 <= when <= 552 for when in stuck(bench, start=250, until=700)] == [True]
     bench.give(b"c", Fetch(2, 2), at=700)
-    (key,) = bench.core.sessions[b"c"].requests.by_key
+    (key,) = bench.core.sessions[b"c"].fetches.by_key
     bench.give(b"w0", Piece(key, 0, 64), (bytes(64),), at=700)
     assert [m.request for sent in finished(bench, at=700) for _, m in sent if isinstance(m, Value)] == [2]
     assert stuck(bench, start=700, until=1100) == []
@@ -338,7 +338,7 @@ def test_each_part_of_a_large_value_has_the_whole_time_and_a_client_that_reads_n
     bench.give(b"c", Ops(0, [[16, form], [17, neg]], [[1, "m.py", 1, "a", False, -1]], [16, 1, 1, 17, 1, 1, 2]))
     bench.give(b"c", Fetch(1, 2))
     finished(bench)
-    (key,) = bench.core.sessions[b"c"].requests.by_key
+    (key,) = bench.core.sessions[b"c"].fetches.by_key
     for n in range(sends):
         bench.give(b"w0", Piece(key, n * CHUNK, 2 * AHEAD), (bytes(CHUNK),), at=200.0)
     whole = sends == AHEAD // CHUNK
@@ -359,7 +359,7 @@ def test_shapes_and_statistics_that_are_not_told_are_errors_after_the_stall_time
     bench.give(b"c", Stats(2))
     finished(bench)
     assert [300 <= when <= 302 for when in stuck(bench, until=400)] == [True, True]
-    assert not bench.core.watch.surveys and not bench.core.sessions[b"c"].requests.open
+    assert not bench.core.watch.surveys and not bench.core.sessions[b"c"].fetches.open
     bench.give(b"c", Stats(3), at=400)
     bench.client(b"d")
     begun(bench, b"d")

@@ -98,7 +98,7 @@ def test_others_are_heard_between_two_slices():
     others = core.handle(Received(b"d", Ops(0, [[16, NEG], [17, UPLOAD]], [], [17, 0, 0, 1]), (bytes(64),)))
     answer = core.handle(Received(b"d", Inspect(1, 1)))
     assert not sent([others], Report) and sent(turns_until(core, answer, Report), Report)
-    assert core.sessions[b"c"].batches.busy
+    assert core.sessions[b"c"].op_stream.busy
 
 
 def turns_until(core: Core, actions: list, kind: type) -> list[list]:

@@ -208,12 +208,12 @@ def test_anothers_value_is_answered_before_a_long_queue_is_done():
     bench.client(b"d", "")
     bench.give(b"d", Ops(0, [[16, TEMPLATES[0]], [17, TEMPLATES[3]]], [], [16, 0, 0, 1, 17, 0, 1, 2]), (bytes(64),))
     bench.give(b"d", Fetch(1, 2))
-    key = next(iter(bench.core.sessions[b"d"].requests.by_key))
-    size = bench.core.sessions[b"d"].requests.by_key[key].sizes[key]
+    key = next(iter(bench.core.sessions[b"d"].fetches.by_key))
+    size = bench.core.sessions[b"d"].fetches.by_key[key].sizes[key]
     bench.give(b"w0", Piece(key, 0, size), (bytes(size),))
     carried_out(bench)
     assert bench.to(b"d", Value)
-    assert len(bench.core.sessions[b"c"].batches.pending) == 1  # 200 ops, of which few were sent
+    assert len(bench.core.sessions[b"c"].op_stream.pending) == 1  # 200 ops, of which few were sent
     assert bench.core.workers[b"w0"].runs < 10
 
 
@@ -298,7 +298,7 @@ def test_a_second_clients_value_comes_before_the_firsts_four_hundred_matmuls():
         for batch in range(8):
             code = [number for n in range(50) for number in (91, 1, 1, 1, 2 + 50 * batch + n)]
             first.session.submit([], [], code, [])
-        assert wait_until(lambda: owner.next_batch == 9)
+        assert wait_until(lambda: owner.op_stream.definitions.next_batch == 9)
         left = len(queue._lines[owner.number])
         assert left > 300, "the first client's work went to the worker at once"
         for _ in range(5):

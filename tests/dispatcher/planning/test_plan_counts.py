@@ -188,7 +188,7 @@ def test_the_ends_of_batches_change_no_layout():
             with Flushing() if flush else nullcontext():
                 step(block, torch.optim.AdamW(block.parameters()), torch.ones(B, T, C).to("remote"))
             plan.ask()
-            assert not plan.core.sessions[b"client"].batches.coming
+            assert not plan.core.sessions[b"client"].op_stream.coming
             return [re.sub(r"%\d+|\S+\.py:\d+", "", str(line)) for line in plan.lines]
 
     assert planned_with(True) == planned_with(False)
@@ -199,7 +199,7 @@ def test_nothing_waits_longer_than_a_client_has_credit():
     with planned(stages(1, 2), 2) as plan:
         linear = nn.Linear(C, 3 * C).to("remote")
         spare = [torch.ones(3).to("remote") for _ in range(CREDIT)]
-        coming = plan.core.sessions[b"client"].batches.coming
+        coming = plan.core.sessions[b"client"].op_stream.coming
         with gt.signal.context("pp_stage0_colpar"):
             y = linear(torch.ones(B, C).to("remote"))
         current_session.current().flush()

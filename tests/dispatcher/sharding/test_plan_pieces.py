@@ -170,7 +170,7 @@ class Recorded:
                 if known.name not in ("gt.upload", "detach"):
                     rows.append((known, list(ins), self._scalars(plan.core.sessions[b"client"], known)))
 
-            plan.core.sessions[b"client"].scribe = SimpleNamespace(received=seen, planned=lambda *_, **__: None)
+            plan.core.sessions[b"client"].planner._scribe = SimpleNamespace(received=seen, planned=lambda *_, **__: None)
             function(*remote)
             plan.text()
         self.known, self.ins, self.scalars = next(row for row in reversed(rows) if set(row[1]) & set(ids))
@@ -178,8 +178,8 @@ class Recorded:
 
     @staticmethod
     def _scalars(session, known):
-        end = session.batches._at - known.results
-        return session.batches.coming[0].code[end - known.values : end]
+        end = session.context.queue.position - known.results
+        return session.op_stream.coming[0].code[end - known.values : end]
 
 
 def places(shape):

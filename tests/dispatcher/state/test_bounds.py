@@ -48,7 +48,7 @@ def test_definitions_go_with_the_templates_they_were_made_for(few_templates):
     with planned("", 1) as plan:
         of_many_shapes(10 * FEW)
         core = plan.core
-        assert len(core.sessions[b"client"].templates) <= FEW
+        assert len(core.sessions[b"client"].context.templates) <= FEW
         assert len(core.cluster.workers[0].known) <= 2 * FEW
         defined = {row[0] for _, run in plan.runs for row in run.defines}
         assert len(defined) >= 20 * FEW
@@ -117,7 +117,7 @@ def forgotten(run: Run) -> list[int]:
 
 
 def test_conversions_of_many_shapes_are_not_kept(monkeypatch):
-    monkeypatch.setattr(redistributor, "MOST_STEPS", 8)
+    monkeypatch.setattr(redistributor, "MAX_KEPT_CONVERSIONS", 8)
     with planned(PAIR, 2) as plan:
         for n in range(1, 100):
             with gt.signal.context("a"):
@@ -125,7 +125,7 @@ def test_conversions_of_many_shapes_are_not_kept(monkeypatch):
             with gt.signal.context("b"):
                 x + x
         current_session.current().flush()
-        assert len(plan.core.sessions[b"client"].mover._steps) <= 8
+        assert len(plan.core.sessions[b"client"].redistributor._steps) <= 8
 
 
 def test_a_session_takes_its_definitions_with_it(session):
@@ -170,13 +170,13 @@ def test_a_large_value_is_passed_on_while_it_comes():
         core, (worker,) = plan.core, plan.core.cluster.workers
         ahead = worker.runs
         actions = core.handle(Received(b"client", Fetch(7, x._ref.id)))
-        (key,) = core.sessions[b"client"].requests.by_key
+        (key,) = core.sessions[b"client"].fetches.by_key
         frame = b"\0" * CHUNK
         assert told(actions) == told(core.handle(Received(worker.peer, Piece(key, 0, 4 * CHUNK), (frame,)))) == []
         assert told(core.handle(Received(worker.peer, Done(ahead)))) == [Ack, Value, Piece]
         for n in (1, 2, 3):
             assert told(core.handle(Received(worker.peer, Piece(key, n * CHUNK, 4 * CHUNK), (frame,)))) == [Piece]
-        assert not core.sessions[b"client"].requests.open and worker.runs == ahead + 1
+        assert not core.sessions[b"client"].fetches.open and worker.runs == ahead + 1
 
 
 def test_a_large_value_is_sent_as_its_client_takes_it_in():
@@ -193,7 +193,7 @@ def test_a_large_value_is_sent_as_its_client_takes_it_in():
 
         core.handle(Received(client, Fetch(7, x._ref.id)))
         core.handle(Received(worker.peer, Done(worker.runs)))
-        (key,) = core.sessions[client].requests.by_key
+        (key,) = core.sessions[client].fetches.by_key
         for offset in (0, CHUNK):
             core.handle(Received(worker.peer, Piece(key, offset, total), (frame,)))
         assert more(core.handle(Received(client, UploadProgress(key, CHUNK)))) == [AHEAD + CHUNK]
@@ -206,7 +206,7 @@ def test_a_large_value_is_sent_as_its_client_takes_it_in():
         x = torch.zeros(total // 4, device="remote") + 1
         current_session.current().flush()
         plan.core.handle(Received(client, Fetch(7, x._ref.id)))
-        (key,) = plan.core.sessions[client].requests.by_key
+        (key,) = plan.core.sessions[client].fetches.by_key
         refused = plan.core.handle(Received(client, UploadProgress(key, CHUNK)))
         assert "UploadProgress.upto is" in next(
             a.message.reason for a in refused if isinstance(a, Send) and isinstance(a.message, Exit)
@@ -259,7 +259,7 @@ def origins(names: list[tuple[str, str]]) -> Ops:
 
 
 def test_names_of_a_session_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "MOST_NAMES", 1000)
+    monkeypatch.setattr(validate, "MAX_NAME_CHARACTERS", 1000)
     bench = CoreBench()
     bench.give(b"c", origins([("file.py", "")] * 2000))  # the same name again and again costs nothing
     assert b"c" in bench.core.sessions
@@ -272,6 +272,6 @@ def test_groups_within_one_another_are_bounded() -> None:
 
 
 def test_templates_of_a_session_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "HEAVIEST", 200)
+    monkeypatch.setattr(validate, "MAX_TEMPLATE_PARTS", 200)
     rows = [[16 + n, ONES.wire()] for n in range(40)]
     assert "at most 200 are taken" in CoreBench().refusal(b"c", Ops(0, rows, [], []))

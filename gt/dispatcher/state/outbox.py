@@ -1,0 +1,144 @@
+"""A session's way to workers: what is written for them is sent when its uploads are here and its turn has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from gt.dispatcher.cluster.workers import Worker
+from gt.dispatcher.fairness.run_queue import Unit
+from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.uploads import Uploads
+from gt.wire.messages import Run, TorchSettings
+
+NO_SECONDS: dict[int, float] = {}
+UNSENT = 1 << 62  # number of a Run that is held back, until it has one
+
+
+@dataclass(slots=True)
+class BufferedInstructions:
+    """Instructions for workers that are written and not sent: rows of (worker, its life, defines, code)."""
+
+    base: int
+    rows: list[tuple[Worker, int, list, list]]
+    runs: dict[int, int]
+    timed: bool
+    seconds: dict[int, float]  # that it takes on each worker, by estimate
+    uploads: Sequence[tuple[int, list[Worker]]] = ()  # that it takes, and of whom
+    also: Sequence[dict[int, int]] = ()  # other `runs`, of what was made one with it
+
+
+class Outbox:
+    """Instructions that consume an upload are held until the whole upload has been sent: a worker never waits for a client.
+
+    keep(worker, base, code) is told of each Run's code while a program is recorded. hold: takes what would be sent, and is
+    true if it keeps that for later.
+    """
+
+    def __init__(
+        self,
+        context: SessionContext,
+        uploads: Uploads,
+        keep: Callable[[int, int, Sequence], None],
+        hold: Callable[[BufferedInstructions], bool],
+    ) -> None:
+        self._context, self._uploads, self._keep, self._hold = context, uploads, keep, hold
+        self._cluster, self._emitter = context.cluster, context.emitter
+        self.held: list[BufferedInstructions] = []  # until their uploads are here
+        self.uses: set[int] = set()  # workers that were sent something
+        self._cluster.queue.enter(context.number)
+
+    def cut(self) -> None:
+        """Send what is written so far apart from what follows."""
+        self.flush(self._emitter.base)
+
+    def flush(self, base: int) -> dict[int, int]:
+        """Send what is written for workers, or hold it back for its uploads; the number of each one's last Run, once sent."""
+        if not (self.held or self._uploads.awaited):
+            self._emitter.forget()
+        written = self.written(base)
+        if self._context.tape is not None:
+            for worker, _, _, code in written.rows:
+                self._keep(worker.index, base, code)
+        if self._uploads.awaited:
+            self.held.append(written)
+        else:
+            self.dispatch(written)
+        return written.runs
+
+    def written(self, base: int) -> BufferedInstructions:
+        """Take what is written for workers; it is no longer theirs."""
+        emitter, workers = self._emitter, self._cluster.workers
+        seconds = {w.index: w.seconds for w in workers if w.seconds} if emitter.seconds else NO_SECONDS
+        rows = [(w, w.lives, *part) for w in workers for part in w.take()]
+        emitter.seconds = 0.0
+        emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
+        emitter.begin_run()
+        runs = {index: UNSENT for index in emitter.used}
+        buffered = BufferedInstructions(base, rows, runs, self._context.tape is not None, seconds)
+        if self._uploads.unsent:
+            buffered.uploads, self._uploads.unsent = self._uploads.unsent, []
+        return buffered
+
+    def dispatch(self, buffered: BufferedInstructions) -> None:
+        """Send it when it is this session's turn, and not before a recording that it belongs to is over."""
+        if self._hold(buffered):
+            return
+        queue, number = self._cluster.queue, self._context.number
+        if not buffered.seconds and queue.free(number):
+            self._transmit(buffered)
+            return
+        costs = {worker.index: buffered.seconds.get(worker.index, 0.0) for worker, *_ in buffered.rows}
+        unit = Unit(number, costs, partial(self._transmit, buffered), buffered.uploads)
+        if queue.offer(unit):
+            unit.send()
+
+    def _switch(self, worker: Worker, shared: bool) -> None:
+        """Tell a worker whose Runs follow, unless it knows."""
+        context = self._context
+        wanted = context.terms.switches(worker)
+        if context.ended or (worker.session == context.number and worker.switches == wanted and worker.shared == shared):
+            return
+        worker.session, worker.switches, worker.shared = context.number, wanted, shared
+        context.out(worker.peer, TorchSettings(wanted, context.number, context.terms.memory, shared), ())
+
+    def _transmit(self, buffered: BufferedInstructions) -> None:
+        """Send to every worker in one go, so that all of them see what sessions exchange in the same order."""
+        sent: dict[int, int] = {}
+        queue, number, out = self._cluster.queue, self._context.number, self._context.out
+        counted = bool(buffered.seconds) or not queue.free(number)
+        for worker, life, defines, code in buffered.rows:
+            if worker.lost or worker.lives != life:
+                continue
+            if worker.index not in self.uses:
+                self.uses.add(worker.index)
+                queue.use(number, worker.index)
+            self._switch(worker, queue.contended(worker.index))
+            worker.runs += 1
+            out(worker.peer, Run(worker.runs, buffered.base, defines, code, buffered.timed), ())
+            if counted:
+                sent[worker.index] = worker.runs
+        for index, run in sent.items():
+            queue.sent(number, index, run, buffered.seconds.get(index, 0.0))
+        workers = self._cluster.workers
+        reach = {index: workers[index].runs for index in self._emitter.used if not workers[index].lost}
+        for runs in (buffered.runs, *buffered.also):
+            runs.clear()
+            runs.update(reach)
+
+    def release(self) -> None:
+        """Send what was held back."""
+        held, self.held = self.held, []
+        for buffered in held:
+            self.dispatch(buffered)
+
+    def discard(self) -> None:
+        """Send nothing of what this event has written: it would be half of what workers do together."""
+        for worker in self._cluster.workers:
+            worker.discard()
+
+    def reached(self, runs: dict[int, int]) -> bool:
+        """True if workers have come so far (one that is lost has come as far as it ever will)."""
+        workers = self._cluster.workers
+        return all(workers[index].done >= run or workers[index].lost for index, run in runs.items())
