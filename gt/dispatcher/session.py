@@ -142,7 +142,7 @@ class ClientSession:
 
     def dispatch(self, held: BufferedInstructions) -> None:
         """Send it when it is this session's turn, and not before a recording that it belongs to is over."""
-        if self.programs.later.takes(held):
+        if self.programs.deferred.hold(held):
             return
         if not held.seconds and self.cluster.queue.free(self.number):
             self.transmit(held)
@@ -297,7 +297,7 @@ class ClientSession:
             tensor.sums = None
         self.unreported.append(cause)
         self.requests.fail_all(cause)
-        self.programs.later.let_go()
+        self.programs.deferred.flush()
         self._release()  # planned with the old process in mind: peers must meet its end, not its successor
         self.settle_batches()
 
@@ -350,7 +350,7 @@ class ClientSession:
 
     def close(self, leavings: Leavings) -> None:
         """The client is gone: nothing of it stays on any worker. What is large is left to be freed in slices."""
-        takes = [one.uploads for one in (*self.programs.later.drop(), *self.held)]
+        takes = [one.uploads for one in (*self.programs.deferred.drop(), *self.held)]
         takes += [unit.uploads for unit in self.cluster.queue.leave(self.number)]
         self.programs.discard()
         self.discard()

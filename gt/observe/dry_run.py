@@ -120,7 +120,7 @@ class Dry:
         journal = _Journal()
         journal.dry = self
         state.emitter, state.journal = emitter, journal
-        state.programs.later.able = False
+        state.programs.deferred.able = False
         state.uploads.begin = self._upload  # type: ignore[method-assign]
         self._release = state.mover.release
         state.mover.release = self._ending  # type: ignore[method-assign]

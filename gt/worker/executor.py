@@ -14,7 +14,7 @@ from threading import get_ident
 from typing import Any
 
 from gt.errors import ProtocolError
-from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
+from gt.ir.instr import COMMUNICATION, END, FIRST, FORGET, FREE, KINDS, Define
 from gt.ir.spec import Spec
 from gt.worker.context import Anew, Binder, Counted, ExecutionContext, Firsts, Step
 from gt.worker.downloads import Outgoing
@@ -25,7 +25,7 @@ from gt.worker.plane.base import Doomed, Plane, Unmet
 from gt.worker.process import op_errors
 from gt.worker.process.memory_budget import OPERANDS, PLANNED, Budget, Careful, bounded, results
 from gt.worker.process.profiler import Stamps, Timed
-from gt.worker.program.compiled import ISSUES, MOVES, CompiledProgram
+from gt.worker.program.compiled import ISSUES, CompiledProgram
 from gt.worker.program.graph_outputs import Lent
 from gt.worker.program.overlap import together
 from gt.worker.program.partition import Row
@@ -92,7 +92,7 @@ class Executor:
                         step = self._firsts.watched(define.number, step)
                     elif self._direct(define):
                         self._directs.add(define.number)
-                    elif define.kind in MOVES and self._engine.direct is not None:
+                    elif define.kind in COMMUNICATION and self._engine.direct is not None:
                         step = self._anew[define.number] = Anew(step)
             except Exception as error:
                 step = _failing(error)
@@ -278,7 +278,7 @@ class Executor:
 
     def _direct(self, define: Define) -> bool:
         """Whether it was bound to move data by the device alone."""
-        return define.kind in MOVES and self.worker.reach(communicate.peers(define.payload))[0] is self._engine.direct
+        return define.kind in COMMUNICATION and self.worker.reach(communicate.peers(define.payload))[0] is self._engine.direct
 
     def where(self) -> tuple[int, int, str, int] | None:
         """(place in its Run, its op's seq, its kind, Runs that the device is through with) of the instruction that is being

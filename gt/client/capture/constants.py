@@ -89,4 +89,3 @@ class Constants:
 
 def _shared(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-

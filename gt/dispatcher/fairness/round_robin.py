@@ -104,7 +104,7 @@ class RoundRobin:
         if not session.stalled and not isinstance(message, Ops):
             self._core.attempt(peer, "Ops", session.batches.finish)
             if not isinstance(message, FinishCapture) and not session.batches.busy:
-                session.programs.later.let_go()
+                session.programs.deferred.flush()
         return session.stalled
 
     def check(self) -> None:

@@ -67,7 +67,7 @@ class Batches:
         """True if the next message ends a recording that was held back, which takes long."""
         batch = self.coming[0] if self.coming else None
         ends = batch is not None and batch.at < len(batch.code) and batch.code[batch.at] in (RECORD, DISCARD)
-        return ends and self.s.programs.later.holds
+        return ends and self.s.programs.deferred.holds
 
     @property
     def busy(self) -> bool:
@@ -154,7 +154,7 @@ class Batches:
                 self.due = at + LOOK
             number, emitter.seq = code[at], cluster.seq  # what is written gets a number that no session has used
             if number < FIRST:
-                if number in (RECORD, DISCARD) and s.programs.later.holds and s.pace.background.beside and not s.aside:
+                if number in (RECORD, DISCARD) and s.programs.deferred.holds and s.pace.background.beside and not s.aside:
                     batch.at, batch.spent = at, True  # begins a slice, which is done aside
                     return False
                 at = self._special(number, code, at)

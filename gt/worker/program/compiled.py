@@ -13,18 +13,17 @@ from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
-from gt.ir.instr import FREE
+from gt.ir.dataflow import Definition, decode, exposed, summarize
+from gt.ir.instr import COMMUNICATION, FREE
 from gt.worker.context import Step
 from gt.worker.engine.base import CompiledSegment, Compiler, DeviceRecorder, DeviceReplays, Engine, Misfit, Strictly
 from gt.worker.program.graph_outputs import Lent
-from gt.worker.program.liveness import Definition, lives, taken
 from gt.worker.program.overlap import Batch, Each, beside, together
 from gt.worker.program.partition import DefinitionTraits, Row, Wired, cut, known, left, lightens, runs, wire
 
 TRIES = 3  # times that a segment is compiled, since what it is given may come to lie otherwise
 SAID = 300  # characters of a reason
 REASONS = 8  # told of one program
-MOVES = ("send", "recv", "merge", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ISSUES = ("alias", "shard", "partial", "fill")  # kinds that do no more than issue work, beside ops
 
 Parts = list[tuple[str, list[Row]]]  # rows by action
@@ -202,7 +201,7 @@ class CompiledProgram:
         """
         assert self.compiler is not None and self.compiler.recorder is not None
         recorder = self.compiler.recorder
-        self._replays = whole = recorder.program(self._held, self._each, strictly, lent, _dropped(code))
+        self._replays = whole = recorder.program(self._held, self._each, strictly, lent, _dropped(code, definition))
         rows = [row for _, part in parts for row in part]
         named = any(name for name, _ in parts)
         places = sorted(at for at, _ in rows)
@@ -218,16 +217,16 @@ class CompiledProgram:
             for name, part in (*parts, ("", [])):
                 marks.add(mark := whole.mark(name))
                 rows += [((part or rows[-1:])[0][0], mark), *part]
-        alive = lives(code, definition)
+        summary = summarize(code, definition)
 
         def inside(row: Row) -> Sequence[Row]:
             return () if row[1] in marks else self._inside.get(row[0], [row])
 
         apart = partial(_apart, recorder, direct, definition, code, drawn)
         for fits, some in runs(rows, code, lambda at: not apart(at)):
-            reads, makes = taken([at for row in some for at, _ in inside(row)], code, definition)
+            reads, makes = exposed([at for row in some for at, _ in inside(row)], code, definition)
             if fits:
-                some = beside(some, code, definition, alive, direct, inside, whole)
+                some = beside(some, code, definition, summary.sets, direct, inside, whole)
                 moving -= makes
                 place = next((at for at, _ in some if code[at] != FREE), first)
                 found.append((place, whole.run(some, reads, makes, moving & set(reads))))
@@ -235,7 +234,7 @@ class CompiledProgram:
                 moving |= makes
                 found += some
                 self._apart.update(apart(row[0]) for row in some if code[row[0]] != FREE and row[1] not in marks)
-        found.append((first, whole.ending(alive.last)))
+        found.append((first, whole.ending(summary.live_out)))
         parts[:] = [("", found)]
 
     def close(self) -> None:
@@ -281,20 +280,19 @@ def _apart(
     name = define.payload["op"] if define.kind == "op" else define.kind
     if at in drawn and not (define.kind == "op" and recorder.draws(define.payload)):
         return f"{name} draws other random numbers each time"
-    if define.kind in MOVES:
+    if define.kind in COMMUNICATION:
         return "" if define.number in direct else f"{name} goes through host memory"
     return "" if define.kind in ISSUES or (define.kind == "op" and recorder.records(define.payload)) else name
 
 
-def _dropped(code: Sequence) -> set[int]:
+def _dropped(code: Sequence, definition: Definition) -> set[int]:
     """Ids that are freed before anything is done."""
-    found: set[int] = set()
-    at = 0
-    while at < len(code) and code[at] == FREE:
-        end = at + 3 + code[at + 2]
-        found.update(code[at + 3 : end])
-        at = end
-    return found
+    freed: set[int] = set()
+    for _, define, operands in decode(code, definition):
+        if define is not None:
+            break
+        freed.update(operands)
+    return freed
 
 
 def _short(error: Exception) -> str:

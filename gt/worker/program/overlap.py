@@ -10,12 +10,12 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from gt.ir.instr import FREE
+from gt.ir.dataflow import AliasSets, Definition, instruction, makes, reads, writes
+from gt.ir.instr import COMMUNICATION, FREE, RECEIVES
 from gt.worker.context import Step
-from gt.worker.program.liveness import Definition, ProgramLiveness, changed, instruction, made, read
 from gt.worker.program.partition import Row
 
-ASIDE = ("send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+ASIDE = COMMUNICATION - RECEIVES  # done on the other stream: who receives needs it at once
 
 Batch = Callable[[], AbstractContextManager]
 Each = Callable[[Sequence[Row]], Any]  # carries rows out, the others also where one fails; whether all went well
@@ -70,7 +70,7 @@ def beside(
     rows: Sequence[Row],
     code: Sequence,
     definition: Definition,
-    lives: ProgramLiveness,
+    lives: AliasSets,
     direct: Container[int],
     inside: Callable[[Row], Sequence[Row]],
     other: Aside,
@@ -115,28 +115,26 @@ def _moves(
     rows: Sequence[Row], code: Sequence, definition: Definition, direct: Container[int]
 ) -> tuple[list[int], list[int], str] | None:
     """Ids that transfers read and make, and what they are; None if they are no such."""
-    reads: list[int] = []
-    makes: list[int] = []
+    used: list[int] = []
+    made: list[int] = []
     kind = ""
     for at, _ in rows:
-        define = None if code[at] == FREE else definition(code[at])
+        define, operands = instruction(code, at, definition)
         if define is None or define.kind not in ASIDE or define.number not in direct:
             return None
-        define, operands = instruction(code, at, definition)
         kind = define.kind
-        reads += read(define, operands)
-        makes += [i for i, _ in made(define, operands)]
-    return (reads, makes, kind) if rows else None
+        used += reads(define, operands)
+        made += makes(define, operands)
+    return (used, made, kind) if rows else None
 
 
-def _touched(rows: Sequence[Row], code: Sequence, definition: Definition, lives: ProgramLiveness) -> tuple[set[int], set[int]]:
+def _touched(rows: Sequence[Row], code: Sequence, definition: Definition, lives: AliasSets) -> tuple[set[int], set[int]]:
     """Memory that rows read or make, and of it what they may change."""
     touched: set[int] = set()
     change: set[int] = set()
     for at, _ in rows:
-        if code[at] == FREE:
-            continue
         define, operands = instruction(code, at, definition)
-        touched.update(map(lives.memory, (*read(define, operands), *(i for i, _ in made(define, operands)))))
-        change.update(map(lives.memory, changed(define, operands)))
+        if define is not None:
+            touched.update(map(lives.memory, (*reads(define, operands), *makes(define, operands))))
+            change.update(map(lives.memory, writes(define, operands)))
     return touched, change

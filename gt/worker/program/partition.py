@@ -95,7 +95,7 @@ def cutting(payload: dict[str, Any]) -> list[dict[str, Any]]:
     """A `shard` of one box as ops, each on what the one before makes: slices, and a copy of the last."""
 
     def op(name: str, args: list, out: list, **kwargs: Any) -> dict[str, Any]:
-        one = {"tensors": 1, "values": 0, "outs": [out], "random": None}
+        one = {"tensors": 1, "values": 0, "outs": [out], "writes": [], "random": None}
         return {"op": f"aten.{name}", "args": [{"t": 0}, *args], "kwargs": kwargs, **one}
 
     slices = [op("slice.Tensor", [dim, *span], ["view", None, 0]) for dim, span in enumerate(payload["boxes"][0])]

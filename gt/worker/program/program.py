@@ -7,7 +7,8 @@ from time import monotonic
 from typing import Any
 
 from gt.errors import ProtocolError
-from gt.ir.instr import FIRST, FREE
+from gt.ir.dataflow import places
+from gt.ir.instr import FREE
 from gt.worker.context import Step
 from gt.worker.program.partition import Row
 
@@ -17,19 +18,14 @@ Bound = dict[int, tuple[Step, int]]  # definition -> what to call, and how many 
 def rows(code: Sequence, steps: Bound, tensors: dict[int, Any]) -> list[Row]:
     """The instructions of a stream; ProtocolError for a number that was never defined."""
     found: list[Row] = []
-    at = 0
-    while at < len(code):
+    for at, end in places(code, lambda number: steps[number][1] - 2 if number in steps else 0):
         number = code[at]
         if number == FREE:
-            count = code[at + 2]
-            found.append((at, _freeing(tuple(code[at + 3 : at + 3 + count]), tensors)))
-            at += 3 + count
-            continue
-        if number < FIRST or number not in steps:
+            found.append((at, _freeing(tuple(code[at + 3 : end]), tensors)))
+        elif number in steps:
+            found.append((at, steps[number][0]))
+        else:
             raise ProtocolError(f"instruction {number} of a program was never defined")
-        step, size = steps[number]
-        found.append((at, step))
-        at += size
     return found
 
 

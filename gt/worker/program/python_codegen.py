@@ -11,10 +11,10 @@ from collections.abc import Callable, Container, Sequence
 from itertools import count
 from typing import Any
 
-from gt.ir.instr import FREE, Define
+from gt.ir.dataflow import Definition, aliases, bytes_alive, instruction, makes, reads
+from gt.ir.instr import Define
 from gt.worker.engine.codegen import Source, bind
 from gt.worker.process.memory_budget import PLANNED, results
-from gt.worker.program.liveness import Definition, instruction, made, read
 from gt.worker.program.overlap import Each
 from gt.worker.program.partition import Row, runs
 
@@ -144,11 +144,11 @@ class Text:
     def add(self, at: int, lasting: Container[int]) -> None:
         """The instruction at a place. lasting: ids that it makes and that are there when all is done."""
         code, before = self._code, len(self.lines)
-        if code[at] == FREE:
-            self._free(code[at + 3 : at + 3 + code[at + 2]])
+        define, operands = instruction(code, at, self._whole.definition)
+        if define is None:
+            self._free(operands)
         else:
-            define, operands = instruction(code, at, self._whole.definition)
-            ins, outs = read(define, operands), [i for i, _ in made(define, operands)]
+            ins, outs = reads(define, operands), makes(define, operands)
             for i in ins:
                 if i not in self._local:
                     self.lines.append(f"{self._name(i)} = held[{i:d}]")
@@ -178,31 +178,29 @@ def _lasting(rows: Sequence[Row], code: list, definition: Definition) -> list[se
     found: list[set[int]] = []
     over: set[int] = set()
     for at, _ in reversed(rows):
-        if code[at] == FREE:
-            over.update(code[at + 3 : at + 3 + code[at + 2]])
-            found.append(set())
-        else:
-            outs = {i for i, _ in made(*instruction(code, at, definition))}
-            found.append(outs - over)
-            over |= outs
+        define, operands = instruction(code, at, definition)
+        outs = set() if define is None else set(makes(define, operands))
+        found.append(outs - over)
+        over.update(operands if define is None else outs)
     return found[::-1]
 
 
 def _peak(rows: Sequence[Row], code: list, definition: Definition) -> int:
-    """The most bytes at once of what these rows make, as far as that is planned."""
-    alive: dict[int, int] = {}
-    now = most = 0
-    for at, _ in rows:
-        if code[at] == FREE:
-            now -= sum(alive.pop(i, 0) for i in code[at + 3 : at + 3 + code[at + 2]])
-            continue
+    """The most bytes alive at once of the results of these rows, as far as their sizes are planned."""
+    born: dict[int, tuple[int, int]] = {}  # id -> its row and bytes
+    lifetimes: list[tuple[int, int | None, int]] = []
+    for n, (at, _) in enumerate(rows):
         define, operands = instruction(code, at, definition)
-        new = [i for i, source in made(define, operands) if source is None]
+        if define is None:
+            lifetimes += [(first, n - 1, nbytes) for first, nbytes in (born.pop(i) for i in operands if i in born)]
+            continue
+        new = [i for i, source in aliases(define, operands) if source is None]
         if new:
-            now += (nbytes := max(results(define), 0))
-            alive[new[-1]] = nbytes
-            most = max(most, now)
-    return most
+            if new[-1] in born:
+                lifetimes.append((born[new[-1]][0], None, born[new[-1]][1]))
+            born[new[-1]] = n, max(results(define), 0)
+    lifetimes += [(first, None, nbytes) for first, nbytes in born.values()]
+    return max(0, *bytes_alive(len(rows), lifetimes))
 
 
 def _place(frame: Any, line: int | None) -> int:
