@@ -86,7 +86,7 @@ def test_a_name_that_is_defined_again_is_other_memory() -> None:
 
 def test_a_write_through_a_view_reaches_its_base() -> None:
     rows = [*EXAMPLE, Instruction(4, RELU, [2, 6])]
-    assert dataflow.reaching_definitions(rows)[4] == [(0, ~0, 1)]
+    assert dataflow.reaching_definitions(rows)[4] == ((0,), (~0,), (1,))
 
 
 def test_lifetimes_end_with_the_last_use_of_any_view() -> None:

@@ -1,20 +1,14 @@
-"""Data-flow analysis of instruction streams: decoding, def-use, alias sets, last uses, and bytes alive. Pure.
+"""Data-flow analysis of instruction streams: decoding, def-use, alias sets, last uses, bytes alive. Knows no session, no torch.
 
-It knows no session, no worker and no tensor library. Two analyses answer "which tensors share memory":
+`accesses` is flow-sensitive, as value numbering is: a name that is defined again is other memory. `AliasSets` is
+flow-insensitive: names that ever share memory are one set (union-find). Example, where `t` is a view, `add_` writes its first:
 
-- `accesses` is flow-sensitive, as value numbering is: a name that is defined again stands for other memory from there on.
-- `AliasSets` is flow-insensitive: names that ever share memory are one set, found by union-find. `liveness` uses it.
+    0  %2 = mul %0 %1     makes fresh memory m                        m is alive in rows 0 to 2
+    1  %3 = t %2          %3 names m too
+    2  add_ %3 %1         writes m: its version is 1 from here on     the last use of %3, and of m
+    3  %5 = relu %0       makes fresh memory n                        before it FREE %2 %3 may be written
 
-Example, with `%3` a view of `%2`, and `add_` changing its first tensor in place:
-
-    before                        reads    makes    writes   memory             last use
-    0  %2 = mul %0 %1             %0 %1    %2                %2 is fresh: m     %0 %1
-    1  %3 = t %2                  %2       %3                %3 is m, a view
-    2  %4 = add_ %3 %1            %3 %1             m        m has version 1    %3, and with it m
-    3  %5 = relu %0               %0       %5                fresh: n           %5
-
-After it, `FREE %2 %3` may follow instruction 2. Bytes alive are those of m at 0 to 2, and of n at 3. Whether an op writes or
-aliases an operand is in its definition (`gt.ir.instr.Effects`), by the table of ops; nothing is inferred from a name.
+Writes and views are facts of a definition, by the table of ops (`gt.ir.instr.Effects`); a name proves nothing.
 """
 
 from __future__ import annotations
@@ -142,21 +136,23 @@ def accesses(rows: Sequence[Accessing], numbers: Sequence[int] | None = None) ->
     return result
 
 
-Definitions = list[tuple[int | None, int, int]]  # of each tensor read: its maker's number, its memory, writes to that before
+# Of the tensors that a row reads: the numbers of their makers, their memory, and the writes to it so far; None for no such
+Definitions = tuple[tuple, tuple, tuple]
 
 
 def reaching_definitions(rows: Sequence[Accessing], numbers: Sequence[int] | None = None) -> list[Definitions]:
-    """The definitions that reach each row, of each tensor that it reads; None makes what is from before.
+    """The definitions that reach each row. Two orders of rows give the same values if these are the same in both.
 
-    numbers: of the makers, as for `accesses`. Two orders of rows give the same values if these are the same in both.
+    numbers: of the makers, as for `accesses`.
     """
     maker: dict[int, int] = {}
-    versions: dict[int, int] = defaultdict(int)  # by memory
+    versions: dict[int, int] = {}  # by memory
     result: list[Definitions] = []
     for n, (row, access) in enumerate(zip(rows, accesses(rows, numbers))):
-        result.append([(maker.get(i), base, versions[base]) for i, base in zip(row.reads, access.reads)])
+        used = access.reads
+        result.append((tuple(map(maker.get, row.reads)), tuple(used), tuple(map(versions.get, used))))
         for k in row.define.effects.writes:
-            versions[access.reads[k]] += 1
+            versions[used[k]] = versions.get(used[k], 0) + 1
         maker.update(dict.fromkeys(row.makes, n if numbers is None else numbers[n]))
     return result
 

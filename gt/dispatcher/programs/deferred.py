@@ -102,28 +102,28 @@ class DeferredRuns:
         if not held or not tape.code or self.s.troubled or self.s.held or not all(map(defines_once, tape.code.values())):
             self.flush()
             return
-        s, found = self.s, {worker.index: StreamEnds() for worker in self.s.cluster.workers}
+        s, ends = self.s, {worker.index: StreamEnds() for worker in self.s.cluster.workers}
         with s.apart():
-            sent = [self._passed_on(one, tape, found) for one in held]
-            parts = self._parts(tape, held[0].base, found)
-        if self._held is not held:  # a worker was lost meanwhile, and what was held back is sent
+            sent = [self._only_uploads(one, tape, ends) for one in held]
+            parts = self._parts(tape, held[0].base, ends)
+        if self._held is not held:  # a worker was lost meanwhile, and the buffered instructions are sent
             return
         self._held = None
         for one in sent:
             s.dispatch(one)
-        last = self._program(tape, held[0].base, found, parts)
+        last = self._program(tape, held[0].base, ends, parts)
         last.also = [one.runs for one in held]
         s.dispatch(last)
 
     @staticmethod
-    def _passed_on(one: BufferedInstructions, tape: Recording, found: dict[int, StreamEnds]) -> BufferedInstructions:
-        rows = [(w, life, defines, found[w.index].take(code, tape.defines)) for w, life, defines, code in one.rows]
+    def _only_uploads(one: BufferedInstructions, tape: Recording, ends: dict[int, StreamEnds]) -> BufferedInstructions:
+        rows = [(w, life, defines, ends[w.index].take(code, tape.defines)) for w, life, defines, code in one.rows]
         return replace(one, rows=[row for row in rows if row[2] or row[3]], runs={})
 
-    def _parts(self, tape: Recording, base: int, found: dict[int, StreamEnds]) -> dict[int, tuple[list[dict], list[int]]]:
+    def _parts(self, tape: Recording, base: int, ends: dict[int, StreamEnds]) -> dict[int, tuple[list[dict], list[int]]]:
         """Each worker's part: programs that are carried out once, the one that places weights first; and ids to free then."""
         s = self.s
-        lasting = {i for ends in found.values() for i in ends.made}
+        lasting = {i for end in ends.values() for i in end.made}
         ahead: dict[int, list[Instruction]] = {}
         later: dict[int, list[Instruction]] = {}
         for index, rows in tape.code.items():
@@ -132,28 +132,28 @@ class DeferredRuns:
         if self.recompute:
             rest = s.programs.rematerialized(rest, lasting, self.recompute)
         parts: dict[int, tuple[list[dict], list[int]]] = {}
-        for index, ends in found.items():
+        for index, end in ends.items():
             rows = rest.code.get(index, [])
             taken = {i for row in rows for i in row.reads}
-            between = [i for row in ahead.get(index, ()) for i in row.makes if i in taken and i not in ends.made]
+            between = [i for row in ahead.get(index, ()) for i in row.makes if i in taken and i not in end.made]
             made = {i for row in tape.code.get(index, ()) for i in row.makes}
-            first = s.programs.once(ahead.get(index, []), base, {*ends.made, *between})
-            freed = [*between, *(i for i in ends.freed if i not in made)]
-            parts[index] = first + s.programs.once(rows, base, {*ends.made}), freed
+            first = s.programs.once(ahead.get(index, []), base, {*end.made, *between})
+            freed = [*between, *(i for i in end.freed if i not in made)]
+            parts[index] = first + s.programs.once(rows, base, {*end.made}), freed
         return parts
 
     def _program(
-        self, tape: Recording, base: int, found: dict[int, StreamEnds], parts: dict[int, tuple[list[dict], list[int]]]
+        self, tape: Recording, base: int, ends: dict[int, StreamEnds], parts: dict[int, tuple[list[dict], list[int]]]
     ) -> BufferedInstructions:
         """The rest, as programs that are carried out once."""
         s, emitter = self.s, self.s.emitter
         emitter.base = emitter.seq = base
-        for index, ends in found.items():
+        for index, end in ends.items():
             worker, (programs, freed) = s.cluster.workers[index], parts[index]
             for part in programs if not worker.lost else ():
                 emitter.write(worker, emitter.define("program", part), (-1, 0))
             _write(worker, FREE, freed)
-            _write(worker, FORGET, ends.forgotten)
+            _write(worker, FORGET, end.forgotten)
         held = s.taken(base)
         emitter.seq = emitter.base
         return held

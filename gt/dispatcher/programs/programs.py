@@ -59,7 +59,7 @@ class Program:
 
 
 class Programs:
-    """Those of one session."""
+    """The programs of one session, and its recording if one is under way."""
 
     def __init__(self, session: ClientSession) -> None:
         self.s = session
@@ -99,7 +99,7 @@ class Programs:
                 self.s.mover.drop_copies(tensor)
 
     def discard(self) -> None:
-        """Record no more, and make nothing of it."""
+        """Stop recording, and make no program of it."""
         if self.deferred.holds:
             self.s.cut()
         tape = self._stop()
@@ -138,7 +138,7 @@ class Programs:
     # ---- sealing
 
     def seal(self, message: FinishCapture) -> dict:
-        """Make a program of the tape; the body of the answer."""
+        """Make a program of the recording; the body of the answer."""
         s, number = self.s, message.program
         s.emitter.seq = s.emitter.base = s.cluster.seq
         self._place_all({made for _, made in _pairs(message.carried, s.table.rows)})
@@ -381,7 +381,7 @@ class Programs:
         return cause is not None and cause.lost >= 0
 
     def lose(self, worker: int, cause: Cause) -> None:
-        """A worker is gone, and with it its part of programs."""
+        """A worker is gone, and so is its part of programs."""
         for program in self.all.values():
             if worker in program.code:
                 program.failed = program.failed or cause

@@ -1,17 +1,12 @@
 """The pass that puts each worker's instructions in the order of a pipeline schedule.
 
 Stages and micro-batches are known from the signal groups of ops. A worker's rows become actions (forward, backward, gradients
-of inputs or weights of one stage and micro-batch, and the step's epilogue) and transfers. Both get the order that a
-simulation of the schedule gives them. It is one order for all workers, so no circle of waits arises; the verifier checks this
-and the data flow after the pass.
+of inputs or weights of one stage and micro-batch, the epilogue) and transfers, in the order that a simulation of the schedule
+gives them: one order for all workers. The tables (`gt.dispatcher.schedule`) are those of GPipe (Huang 2019), 1F1B (PipeDream,
+Narayanan 2019), interleaved 1F1B (Megatron-LM, Narayanan 2021) and zero bubble (Qi 2023). Example, worker 0 of two stages:
 
-The tables are those of GPipe (Huang et al. 2019), 1F1B (PipeDream, Narayanan et al. 2019), interleaved 1F1B (Megatron-LM,
-Narayanan et al. 2021) and zero bubble (Qi et al. 2023), in `gt.dispatcher.schedule`.
-
-Example, 1F1B with two micro-batches, actions of worker 0 of two stages:
-
-    before:  0F0 send | 0F1 send | recv 0B0 | recv 0B1      (the order of the calls may as well be 0F0 0B0 0F1 0B1)
-    after:   0F0 send 0F1 send recv 0B0 recv 0B1, where the transfers of a micro-batch are at the end of their maker
+    before:  0F0 send | recv 0B0 | 0F1 send | recv 0B1 | adamw
+    after:   0F0 send | 0F1 send | recv 0B0 | recv 0B1 | 0O
 """
 
 from __future__ import annotations

@@ -116,6 +116,7 @@ class Rematerializer:
 
     def __post_init__(self) -> None:
         self._total = sum(self.seconds)
+        self._peak = max(self.memory.alive, default=0)
         self._weights = list(accumulate((region_weight(row) for row in self.rows), initial=0))
 
     # ---- candidates
@@ -179,7 +180,7 @@ class Rematerializer:
         makers = {found.touched[one][0] for one in chain}
         made = sum(found.sizes[one] for one in {found.root(i) for n in makers for i in self.rows[n].makes})
         seconds = sum(self.seconds[n] * RECOMPUTABLE.get(self.rows[n].define.payload["op"], 1.0) for n in makers)
-        if found.sizes[root] * self._total < self.bounds.gain * seconds * max(found.alive):
+        if found.sizes[root] * self._total < self.bounds.gain * seconds * self._peak:
             return None
         return Recomputation(root, last, first, chain, seconds, made - found.sizes[root])
 
