@@ -297,7 +297,7 @@ def liveness(
     result = _alias_sets(rows, homes)
     sets, makers = result.sets, result.makers
     result.kept = {sets.root(i) for i in lasting if i in sets.parents or i in makers}
-    born: list[tuple[int, int, int]] = []  # row, root, bytes
+    change = [0] * (len(rows) + 1)  # bytes by which the sum alive differs from the row before
     for n, row in enumerate(rows):
         used, effects = row.reads, row.define.effects
         defined = [sets.root(i) for i in row.makes]
@@ -308,9 +308,11 @@ def liveness(
         for k, root in enumerate(defined):
             if k not in effects.views and root not in sets.older:
                 result.sizes[root] += nbytes[n][k]
-                born.append((n, root, nbytes[n][k]))
-    ends = {root: None if root in result.kept else result.touched[root][-1] for root in result.sizes}
-    result.alive = bytes_alive(len(rows), ((n, ends[root], size) for n, root, size in born))
+                change[n] += nbytes[n][k]
+    for root, size in result.sizes.items():
+        if root not in result.kept:
+            change[result.touched[root][-1] + 1] -= size
+    result.alive = list(accumulate(change[: len(rows)]))
     return result
 
 
