@@ -110,14 +110,14 @@ def aliases(define: Define, operands: Sequence) -> list[tuple[int, int | None]]:
 # ---- memory, flow-sensitive
 
 
-class Access(NamedTuple):
+class MemoryAccess(NamedTuple):
     """The memory of each tensor that one instruction reads and makes, in the order of its operands."""
 
     reads: list[int]
     makes: list[int]
 
 
-def accesses(rows: Sequence[Accessing], numbers: Sequence[int] | None = None) -> list[Access]:
+def accesses(rows: Sequence[Accessing], numbers: Sequence[int] | None = None) -> list[MemoryAccess]:
     """The memory that each row reads and makes. Memory from before the rows has the name of the tensor.
 
     Fresh memory has a negative name, of the number of its maker (its place unless `numbers` says otherwise) and its output.
@@ -132,7 +132,7 @@ def accesses(rows: Sequence[Accessing], numbers: Sequence[int] | None = None) ->
         for k, i in enumerate(row.makes):
             memory[i] = base = used[views[k]] if k in views else ~(number << OUTPUT_BITS | k)
             defined.append(base)
-        result.append(Access(used, defined))
+        result.append(MemoryAccess(used, defined))
     return result
 
 

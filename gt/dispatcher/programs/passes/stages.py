@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gt.dispatcher.programs.recording import Instruction
 from gt.dispatcher.state.failures import Planned
-from gt.ir.dataflow import Access
+from gt.ir.dataflow import MemoryAccess
 from gt.ir.instr import COLLECTIVES
 
 LATE = (float("inf"), 0)  # after all actions
@@ -44,7 +44,7 @@ class ScheduledInstruction:
     weight: bool = False  # of the gradients of weights only
     tail: bool = False  # comes after all micro-batches
     once: tuple[int, str] | None = None  # stage and letter, if it is done once a step
-    memory: Access = field(default_factory=lambda: Access([], []))
+    memory: MemoryAccess = field(default_factory=lambda: MemoryAccess([], []))
 
     def action(self, split: bool) -> tuple[int, str, int] | None:
         """Stage, letter and micro-batch, as in rows of actions."""
