@@ -244,7 +244,7 @@ def last_uses(rows: Sequence[Accessing]) -> tuple[dict[int, int], dict[int, int]
 
 
 def defines_once(rows: Sequence[Accessing]) -> bool:
-    """Whether every name stands for one tensor throughout, as in static single assignment."""
+    """True if every name stands for one tensor throughout, as in static single assignment."""
     seen: set[int] = set()
     for row in rows:
         seen.update(row.reads)

@@ -73,7 +73,7 @@ class Recording:
                 self._sources[id(data)] = data, n
 
     def defers(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether an op may be put off: not if a tensor was alive before. But the first recording shows where to place it."""
+        """True if an op may be put off: not if a tensor was alive before. But the first recording shows where to place it."""
         older = any(i in self.before for t in tensors for i in t.storage.tensors)
         self.late = self.late or (older and self.first)
         return self.first or not older

@@ -59,7 +59,7 @@ class StageAssignment:
 
     @property
     def backward(self) -> bool:
-        """Whether there is one."""
+        """True if the step has a backward pass."""
         return any(key.backward for key in self.keys.values())
 
 
@@ -257,7 +257,7 @@ class _Needs:
             part.when = () if part.key is not None else EARLY
 
     def _find_sources(self, rows: Sequence[ScheduledInstruction]) -> None:
-        """Of each part: the makers of what it reads, and the last writers of that memory, as a sum of terms before a send."""
+        """Note the sources of each part: makers of its inputs, and last writers of their memory, as a sum before a send."""
         made: dict[int, ScheduledInstruction] = {}
         wrote: dict[int, ScheduledInstruction] = {}  # by memory
         for part in rows:
@@ -338,7 +338,7 @@ def _inside(parts: Parts) -> set[int]:
 
 
 def _first(parts: Parts) -> None:
-    """What is sent before all actions, a weight that a later stage shares, is received so: messages keep their order."""
+    """Receive before all actions the tensors sent so, as a weight that a later stage shares: messages keep their order."""
     sends: dict[ScheduledInstruction, list[ScheduledInstruction]] = defaultdict(list)
     for send, receive in match_transfers(parts):
         sends[receive].append(send)
@@ -349,7 +349,7 @@ def _first(parts: Parts) -> None:
 
 
 def _reports(parts: Parts, meshes: Sequence[tuple[int, ...]]) -> None:
-    """What comes after the forwards of a step that has no backward is a report of its worker's last stage."""
+    """Rows after the forwards of a step without a backward pass are reports of their worker's last stage."""
     for worker, rows in parts.items():
         last = max((stage for stage, mesh in enumerate(meshes) if worker in mesh), default=-1)
         for part in rows:
