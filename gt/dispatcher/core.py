@@ -34,7 +34,7 @@ from gt.dispatcher.events import (
 from gt.dispatcher.fairness.round_robin import RoundRobin
 from gt.dispatcher.fairness.time_slices import Pace
 from gt.dispatcher.planning.op_stream import MAX_WAITING_BATCHES
-from gt.dispatcher.programs.profile import tell
+from gt.dispatcher.programs.profile import record_times
 from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.failures import op_failed
@@ -343,7 +343,7 @@ class Core:
         lease = self._lease(peer)
         sessions = lease.sessions.values()
         if message.times:
-            tell(sessions, message.times)
+            record_times(sessions, message.times)
         lease.cluster.finished(worker, message.seq)
         self.log_line("WORKER_RECV", worker.name, f"Done {message.seq}")
         for session in list(sessions):

@@ -47,7 +47,7 @@ class ClientSession:
         self.programs.take(worker, base, code)
 
     def _hold(self, buffered: BufferedInstructions) -> bool:
-        return self.programs.later.takes(buffered)
+        return self.programs.deferred.hold(buffered)
 
     @property
     def stalled(self) -> bool:
@@ -86,7 +86,7 @@ class ClientSession:
             tensor.sums = None
         self.failures.unreported.append(cause)
         self.fetches.fail_all(cause)
-        self.programs.later.let_go()
+        self.programs.deferred.flush()
         self.outbox.release()  # planned with the old process in mind: peers must meet its end, not its successor
         self.op_stream.acknowledge()
 
@@ -99,7 +99,7 @@ class ClientSession:
     def close(self, leavings: Leavings) -> None:
         """The client is gone: nothing of it stays on any worker. What is large is left to be freed in slices."""
         context, outbox = self.context, self.outbox
-        takes = [buffered.uploads for buffered in (*self.programs.later.drop(), *outbox.held)]
+        takes = [buffered.uploads for buffered in (*self.programs.deferred.drop(), *outbox.held)]
         takes += [unit.uploads for unit in self.cluster.queue.leave(self.number)]
         self.programs.discard()
         outbox.discard()

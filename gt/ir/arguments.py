@@ -105,9 +105,7 @@ def shown(arg: Arg) -> str:
 def results(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], outs: Sequence[Out], writes: Sequence[int]) -> None:
     """ValueError unless outputs and written operands are those of the schema."""
     held = operands(schema, args, kwargs)
-    said = {i for name in schema.writes for i in held.get(name, ())}
-    may = {i for a in schema.arguments if a.type.may_write for i in held.get(a.name, ())}
-    if not said <= set(writes) <= said | may:
+    if set(writes) != (said := set(written(schema, args, kwargs))):
         raise ValueError(f"writes is {list(writes)!r:.80}, {schema.op} writes {sorted(said)}")
     wants = list(_wants(schema, len(outs)))
     if len(wants) != len(outs):
@@ -121,6 +119,23 @@ def results(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], outs
             good = out.kind == kind and any(out.of in held.get(argument.name, ()) for argument in shared)
         if not good:
             raise ValueError(f"output {number} of outs is {out.kind!r:.20} of operand {out.of}, {schema.op} gives {want.text}")
+
+
+def written(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> list[int]:
+    """Numbers of the tensors that an op changes in place, by its schema.
+
+    An op may write some arguments in training alone, as the running statistics of a batch norm: these are not written where
+    its argument `training` is false.
+    """
+    held = operands(schema, args, kwargs)
+    names = [argument.name for argument in schema.positional[: len(args)]]
+    training = {**dict(zip(names, args)), **kwargs}.get("training", True)
+    return [
+        place
+        for argument in schema.arguments
+        if argument.type.written or (argument.type.may_write and training)
+        for place in held.get(argument.name, ())
+    ]
 
 
 def _wants(schema: Schema, count: int) -> Iterator[SchemaType]:

@@ -7,7 +7,8 @@ reserved instruction, which contains its own length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 # Reserved numbers. The client's stream to the dispatcher has the same form: [template, origin, *ins, *values, *outs].
@@ -30,9 +31,9 @@ BASE_BITS = 40  # ids of one session's tensors: below this, and above it the ses
 # kind -> (operands, keys of the definition's payload)
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # An ATen or gt op on local pieces. Operands: tensors, values, then one id for each `new` or `view` output.
-    # outs: [kind, local spec, of] as ir.template.Out. random: None or [global shape, [box, ...] of this worker]; the
-    # last two values are then seed and counter.
-    "op": (("tensors", "values", "outs"), ("op", "args", "kwargs", "tensors", "values", "outs", "random")),
+    # outs: [kind, local spec, of] as ir.template.Out. writes: the tensors, by number, that the op changes in place, by the
+    # table of ops. random: None or [global shape, [box, ...] of this worker]; the last two values are then seed and counter.
+    "op": (("tensors", "values", "outs"), ("op", "args", "kwargs", "tensors", "values", "outs", "writes", "random")),
     # team: {"id", "workers", "rank", "offset", "bytes"}: workers in rank order, this worker's rank, its heap region.
     "all_reduce": (("tensor",), ("team", "op")),  # in place
     "together": ((), ("count",)),  # in a program: one team has the next `count` all-reduces, and may do them as one
@@ -63,8 +64,32 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "program": (("seed", "counter"), ("code", "randoms", "actions", "backend", "channels", "once")),
 }
 
+# Kinds that move values between workers. All members of a team take part in a collective; a transfer has two ends.
+COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+RECEIVES = frozenset({"recv", "merge"})
+TRANSFERS = frozenset({"send"}) | RECEIVES
+COMMUNICATION = COLLECTIVES | TRANSFERS
+
 # Executors of a program: instructions one by one; segments between communications compiled; these in CUDA graphs
 BACKENDS = ("eager", "inductor", "cudagraphs")
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """Places among the operands of a definition that are tensors, and the def-use facts of data-flow analysis.
+
+    reads: tensors that are read, or changed in place; the first operands of every kind that reads. makes: ids that are defined.
+    writes: tensors whose memory is changed in place, by their number among `reads`. views: output -> tensor whose memory it
+    shares, each by its number among `makes` and `reads`.
+    """
+
+    reads: slice
+    makes: slice
+    writes: tuple[int, ...] = ()
+    views: dict[int, int] = field(default_factory=dict)
+
+
+_READS, _MAKES = frozenset({"src", "tensor"}), "dst"  # names of operands that are tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +113,29 @@ class Define:
     def from_wire(cls, row: list) -> Define:
         return cls(*row)
 
-    @property
+    @cached_property
     def operands(self) -> int:
-        """How many numbers follow number and seq in the stream."""
+        """The count of numbers that follow number and seq in the stream in the stream."""
         if self.kind != "op":
             return len(KINDS[self.kind][0])
-        new = sum(out[0] in ("new", "view") for out in self.payload["outs"])
-        return self.payload["tensors"] + self.payload["values"] + new
+        outs = sum(out[0] in ("new", "view") for out in self.payload["outs"])
+        return self.payload["tensors"] + self.payload["values"] + outs
+
+    @cached_property
+    def effects(self) -> Effects:
+        """The def-use facts of this definition, which all instructions that name it share."""
+        payload = self.payload
+        if self.kind == "op":
+            outs = [out for out in payload["outs"] if out[0] in ("new", "view")]
+            first = payload["tensors"] + payload["values"]
+            views = {n: out[2] for n, out in enumerate(outs) if out[0] == "view"}
+            return Effects(slice(0, payload["tensors"]), slice(first, first + len(outs)), tuple(payload["writes"]), views)
+        names = KINDS[self.kind][0]
+        reads = sum(name in _READS for name in names)
+        first = names.index(_MAKES) if _MAKES in names else len(names)
+        return Effects(
+            slice(0, reads),
+            slice(first, first + (_MAKES in names)),
+            (0,) if self.kind == "all_reduce" else (),
+            {0: 0} if self.kind == "alias" else {},
+        )

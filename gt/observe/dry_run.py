@@ -138,7 +138,7 @@ class Dry:
         state = self.state
         assert isinstance(state.emitter, _Emitter)
         state.emitter.followed = frozenset(self.followed)
-        state.programs.later.able = False
+        state.programs.deferred.able = False
         state.uploads.begin = self._upload  # type: ignore[method-assign]
         self._release = state.redistributor.release
         state.redistributor.release = self._ending  # type: ignore[method-assign]

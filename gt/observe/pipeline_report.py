@@ -12,7 +12,7 @@ from gt.dispatcher import schedule
 from gt.dispatcher.programs.passes.pipeline import NoPipeline, PricedPipeline, price_pipeline
 from gt.dispatcher.programs.passes.stage_costs import MICRO
 from gt.dispatcher.programs.recording import Instruction
-from gt.dispatcher.programs.reorder_check import Unfit
+from gt.dispatcher.programs.reorder_check import CannotReorder
 from gt.dispatcher.schedule import Action, Costs, Rows, ScheduleRequest
 from gt.dispatcher.schedule.auto import NoRoom
 from gt.dispatcher.schedule.balance import balance
@@ -41,7 +41,7 @@ def describe(dry: Dry, step: PlannedStep) -> dict[str, Any]:
         pipe = price_pipeline(journal, code, {}, step.look)
     except NoPipeline:
         return {}
-    except Unfit as error:
+    except CannotReorder as error:
         return {"schedule": step.schedule or "as written", "why": str(error)}
     stages, costs = pipe.stages, _costs(pipe, step)
     count = 1 + max(map(max, pipe.places))

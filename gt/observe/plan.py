@@ -10,13 +10,13 @@ from typing import Any
 from gt.config.schema import Rule
 from gt.dispatcher.schedule.balance import said
 from gt.dispatcher.sharding.cost import LINK
+from gt.ir.instr import COLLECTIVES
 from gt.ir.layout import Replicate
 from gt.ir.text import PlanLine
 from gt.observe import pipeline_report
 from gt.observe.dry_run import Dry, PlannedStep
 from gt.observe.simulated_worker import GRADIENTS, OPTIMIZER, WEIGHTS
 
-MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 LOCAL = ("place", "shard", "keep")
 KINDS = ("captured", "optimizer", "all")
 STEP = {
@@ -54,8 +54,8 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
         "program": about, "workers": len(dry.workers), "step": STEP[kind], "values": dry.values,
         "weights": [_weight(line, name, dry.rules.get(name)) for line, name, _ in dry.weights],
         "unplaced": [name for name, rule in dry.rules.items() if rule is None],
-        "collectives": [_move(line, count) for line, count in moves if line.op.startswith(MOVES)],
-        "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(MOVES)],
+        "collectives": [_move(line, count) for line, count in moves if line.op.startswith(tuple(COLLECTIVES))],
+        "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(tuple(COLLECTIVES))],
         "memory": [_worker(dry, step, i) for i in dry.followed],
         "pipeline": pipe,
     }  # fmt: skip

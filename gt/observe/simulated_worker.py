@@ -12,12 +12,12 @@ from math import prod
 from typing import Any
 
 from gt.dispatcher.sharding import cost
-from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
+from gt.ir.dataflow import bytes_alive, decode
+from gt.ir.instr import COLLECTIVES, END, FORGET, FREE, KINDS, Define
 from gt.ir.spec import DTYPES
 from gt.observe import comm_volume
 from gt.worker.instructions.pieces import as_boxes, local
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 WEIGHTS, GRADIENTS, OPTIMIZER, OTHER = "weights", "gradients", "optimizer", "other"
 
 
@@ -60,17 +60,9 @@ class SimulatedInterval:
 
     def peak(self, but: Sequence[str] = ()) -> int:
         """Peak of the bytes alive, without blocks of the kinds `but`."""
-        changes = [0] * (self.rows + 2)
-        for block in (*self.start, *self.made):
-            if block.kind not in but:
-                changes[max(block.born, 0)] += block.nbytes
-                if block.dead:
-                    changes[block.last + 1] -= block.nbytes
-        most = now = 0
-        for change in changes:
-            now += change
-            most = max(most, now)
-        return most
+        blocks = [block for block in (*self.start, *self.made) if block.kind not in but]
+        lifetimes = ((max(block.born, 0), block.last if block.dead else None, block.nbytes) for block in blocks)
+        return max(0, *bytes_alive(self.rows + 1, lifetimes))
 
 
 class SimulatedWorker:
@@ -119,30 +111,22 @@ class SimulatedWorker:
         return dict(found)
 
     def run(self, defines: Sequence[list], code: Sequence) -> None:
-        for row in defines:
-            define = Define.from_wire(row)
-            self.defines[define.number] = define
-        at, end = 0, len(code)
-        while at < end:
-            number = code[at]
-            if number < FIRST:
-                at = self._drop(code, at)
+        self.defines.update((row[0], Define.from_wire(row)) for row in defines)
+        for at, define, operands in decode(code, self.defines.__getitem__):
+            if define is None:
+                self._drop(code[at], operands)
                 continue
-            define = self.defines[number]
-            stop = at + 2 + define.operands
             handler = self._on.get(define.kind, self._move)
             if handler is not None:
-                handler(define, code[at + 2 : stop])
+                handler(define, operands)
                 self.now.rows += 1
-            at = stop
 
     # ---- instructions
 
     def _op(self, define: Define, operands: Sequence) -> None:
         payload, tensors = define.payload, self.tensors
-        count = payload["tensors"]
-        ins = [tensors[i] for i in operands[:count]]
-        names = operands[count + payload["values"] :]
+        ins = [tensors[i] for i in operands[define.effects.reads]]
+        names = operands[define.effects.makes]
         outs = self._outs.get(define.number)
         if outs is None:
             outs = self._outs[define.number] = _outs(payload["outs"])
@@ -219,20 +203,18 @@ class SimulatedWorker:
         for tensor in tensors:
             tensor.block.last = self.now.rows
 
-    def _drop(self, code: Sequence, at: int) -> int:
-        first = at + 3
-        last = first + code[at + 2]
-        if code[at] == FREE:
-            for name in code[first:last]:
+    def _drop(self, reserved: int, named: Sequence) -> None:
+        """FREE, FORGET or END, of these ids or numbers."""
+        if reserved == FREE:
+            for name in named:
                 self._free(name)
-        elif code[at] == FORGET:
-            for number in code[first:last]:
+        elif reserved == FORGET:
+            for number in named:
                 self.defines.pop(number, None)
                 self._outs.pop(number, None)
-        elif code[at] == END:
-            for name in [i for i in self.tensors if code[first] <= i < code[first + 1]]:
+        elif reserved == END:
+            for name in [i for i in self.tensors if named[0] <= i < named[1]]:
                 self._free(name)
-        return last
 
 
 def _outs(outs: Sequence) -> list[tuple[tuple[int, ...], int, int]]:

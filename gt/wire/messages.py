@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 Numbers = list  # a stream: numbers only
 
-VERSION = 4
+VERSION = 5
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
 TIMES = 4096  # definitions in one Done, at most

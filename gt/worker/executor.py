@@ -12,7 +12,7 @@ from threading import get_ident
 from typing import Any
 
 from gt.errors import ProtocolError
-from gt.ir.instr import END, FIRST, FORGET, FREE, KINDS, Define
+from gt.ir.instr import COMMUNICATION, END, FIRST, FORGET, FREE, KINDS, Define
 from gt.worker.context import Binder, ExecutionContext, FirstLaunch, Rebindable
 from gt.worker.downloads import Downloads
 from gt.worker.engine.base import Engine
@@ -23,7 +23,7 @@ from gt.worker.plane.base import Plane
 from gt.worker.process import op_errors
 from gt.worker.process.memory_budget import PLANNED_BYTES, Budget, CheckedSteps, check_room, result_bytes
 from gt.worker.process.profiler import ActionTimes, TimedSteps
-from gt.worker.program.compiled import ISSUING, TRANSFERS, CompiledProgram
+from gt.worker.program.compiled import ISSUING, CompiledProgram
 from gt.worker.program.program import ProgramBackend, bind_program
 from gt.worker.program.python_codegen import CodeGenerator, current_instruction
 from gt.worker.program.runner import BoundDefinition, ProgramRunner
@@ -81,7 +81,7 @@ class Executor:
             step = self._first_launch.wrap(define.number, step)
         elif self._by_device_alone(define):
             self._table.device_only.add(define.number)
-        elif define.kind in TRANSFERS and self._engine.direct is not None:
+        elif define.kind in COMMUNICATION and self._engine.direct is not None:
             step = self._table.rebindable[define.number] = Rebindable(step)
         return step
 
@@ -104,7 +104,7 @@ class Executor:
 
     def _by_device_alone(self, define: Define) -> bool:
         """True for a transfer that goes between devices, with no host memory."""
-        return define.kind in TRANSFERS and self.worker.route(communicate.peers(define.payload))[0] is self._engine.direct
+        return define.kind in COMMUNICATION and self.worker.route(communicate.peers(define.payload))[0] is self._engine.direct
 
     def rebind_transfers(self) -> None:
         """The plane has formed its world: from here on members move data by their devices, by definitions from before too."""

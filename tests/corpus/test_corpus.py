@@ -52,7 +52,7 @@ def test_a_change_of_the_planner_is_found_and_shown(tmp_path, monkeypatch, capsy
     assert main(["--store", str(tmp_path), *command[:2]]) == 0
     assert main(command) == 0
     capsys.readouterr()
-    monkeypatch.setattr(bucket_all_reduces, "BUCKET", 1 << 10)
+    monkeypatch.setattr(bucket_all_reduces, "MAX_BUCKET_BYTES", 1 << 10)
     assert main(command) == 1
     out = capsys.readouterr().out
     assert "together" in out and "@@" in out and "random/pipeline-1 differs" in out

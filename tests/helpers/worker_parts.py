@@ -34,6 +34,7 @@ def op(name: str, args: Sequence[Any], tensors: int, outs: list, values: int = 0
         "tensors": tensors,
         "values": values,
         "outs": outs,
+        "writes": [of for kind, _, of in outs if kind == "same"],
         "random": random,
     }
 

@@ -13,13 +13,13 @@ from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.dispatcher.events import Examine, Examined
 from gt.dispatcher.schedule.measure import measured
 from gt.dispatcher.session import ClientSession
+from gt.ir.instr import COMMUNICATION
 from gt.wire.liveness import LOOKS, STOPPED, describe
 from gt.wire.messages import Query, Report
 
 COMPILE = "compile"  # kind of what a worker is at while it compiles a program
 LOAD, DEVICE = "load", "device"  # kinds: an op that its GPU does for the first time; what waits for its GPU
 LONG = 60.0  # seconds that these may take without a sign: kernels are loaded, a GPU does what was issued long before
-MEETING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv", "merge"})
 WORK = 0.05  # seconds of CPU time that are a sign of work
 JUMP = 2.0  # seconds between two ticks after which the dispatcher itself was asleep, or had no turn
 
@@ -57,7 +57,7 @@ class WorkerPosition:
     @property
     def waits(self) -> bool:
         """True if it may be waiting for another worker."""
-        return self.kind in MEETING or self.kind == DEVICE
+        return self.kind in COMMUNICATION or self.kind == DEVICE
 
 
 @dataclass(slots=True)

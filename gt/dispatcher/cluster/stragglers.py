@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gt import errors
-from gt.dispatcher.cluster.health import COMPILE, DEVICE, LOAD, MEETING, Watch, WorkerPosition
+from gt.dispatcher.cluster.health import COMPILE, DEVICE, LOAD, Watch, WorkerPosition
 from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import WorkerStuck
+from gt.ir.instr import COMMUNICATION
 from gt.wire.messages import Describe, Failed, Fetch, FinishCapture, Inspect, Message, Notice, Ops, Stats
 
 SLOW = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0)  # seconds at one instruction after which a program is told, then every 600
@@ -201,7 +202,7 @@ class Stragglers:
         if place.at is None:
             return f"worker {name} is alive and has not reported its work for {seconds:.1f} s"
         doing = f"{DOING[place.kind]} " if place.kind in DOING else ""
-        kind = f" ({place.kind})" if place.kind in MEETING else ""
+        kind = f" ({place.kind})" if place.kind in COMMUNICATION else ""
         return f"worker {name} is alive and has been at {doing}{self._line(session, place)}{kind} for {seconds:.1f} s"
 
     def _line(self, session: ClientSession, place: WorkerPosition) -> str:

@@ -197,7 +197,7 @@ class Materializer:
             define = self._define(step.known, payload)
             tape = self._context.tape
             if tape is not None:
-                tape.met(step.data, layout)
+                tape.note_upload(step.data, layout)
             name = tensor if tape is None else emitter.temporary()  # in a program a copy of what is kept for it
             for worker in workers:
                 emitter.write(worker, define, [emitter.offset + name, key])

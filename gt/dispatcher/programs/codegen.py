@@ -1,50 +1,51 @@
-"""One worker's part of a program as numbers: what is dead is freed at its last use, and where actions begin is written down."""
+"""Code generation: one worker's instructions as the numbers of a program. Dead tensors are freed at their last use.
+
+Example, with nothing but %4 alive afterwards (numbers are definitions, 0 is the op):
+
+    before:  %2 = mm %0 %1; %3 = relu %2; %4 = mm %3 %1
+    after:   [20, 0, 0, 1, 2,  21, 1, 2, 3,  FREE, 1, 1, 2,  20, 2, 3, 1, 4,  FREE, 2, 1, 3]
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 
-from gt.dispatcher.programs.passes.hoist_transfers import turned
+from gt.dispatcher.programs.passes.hoist_transfers import backward_of
 from gt.dispatcher.programs.recording import Instruction
-from gt.ir.instr import FREE, Define
+from gt.ir.dataflow import last_uses
+from gt.ir.instr import FREE, RECEIVES, Define
 from gt.wire.messages import FinishCapture
 
-LONGEST = 1 << 19  # numbers of one definition of a program; a longer one is several
+MAX_NUMBERS_PER_DEFINITION = 1 << 19  # of a program's code; a longer program is several definitions
 
 
 def _channels(define: Define) -> list[tuple[int, int, bool]]:
-    """(peer, offset, whether it sends) of each channel that an instruction uses."""
+    """(peer, offset, true if it sends) of each channel that an instruction uses."""
     if define.kind == "send":
         channels = [define.payload["channel"]]
     else:
-        channels = [channel for channel, _ in define.payload["parts"]] if define.kind in ("recv", "merge") else []
+        channels = [channel for channel, _ in define.payload["parts"]] if define.kind in RECEIVES else []
     return [(channel["peer"], channel["offset"], define.kind == "send") for channel in channels]
 
 
-class Writer:
-    """One worker's stream of a program. index: op by sequence number; lasting: tensors that are there afterwards."""
+class ProgramWriter:
+    """One worker's stream of a program. index: op by sequence number; lasting: tensors that are alive afterwards."""
 
-    def __init__(self, index: dict[int, int], lasting: set[int], seal: FinishCapture, names: dict[int, str]) -> None:
-        self.index, self.lasting, self.names = index, lasting, names
+    def __init__(self, index: dict[int, int], lasting: set[int], seal: FinishCapture) -> None:
+        self.index, self.lasting = index, lasting
         self.seed, self.counter, self.backend = seal.seed, seal.counter, seal.backend
         self.parts: list[dict] = []
         self._channels: list[tuple[int, int, bool]] = []
         self._code: list = []
         self._randoms: list[int] = []
         self._actions: list[list] = []
-        self._name = ""
+        self._action = ""
         self._at = 0  # the op that is being written
 
     def write(self, rows: Sequence[Instruction]) -> None:
-        last: dict[int, int] = {}
-        made: dict[int, int] = {}
         self._channels = sorted({use for row in rows for use in _channels(row.define)})
-        for n, row in enumerate(rows):
-            reads, makes = row.ids()
-            for i in makes:
-                made.setdefault(i, n)
-            last.update(dict.fromkeys((*reads, *makes), n))
+        made, last = last_uses(rows)
         ends = defaultdict(list)
         for i in made:
             if i not in self.lasting:
@@ -62,21 +63,23 @@ class Writer:
 
     def _row(self, row: Instruction) -> None:
         self._at = self.index.get(row.seq, self._at)
-        name = self.names.get(id(row), "")
-        if name != self._name:
-            if self._name and self.backend == "cudagraphs" and name in turned(self._name):
-                self._actions[-1][1] += f"+{name}"
+        if row.action != self._action:
+            if self._action and self.backend == "cudagraphs" and row.action in backward_of(self._action):
+                self._actions[-1][1] += f"+{row.action}"
             else:
-                self._actions.append([len(self._code), name])
-            self._name = name
+                self._actions.append([len(self._code), row.action])
+            self._action = row.action
         payload, operands = row.define.payload, list(row.operands)
-        if row.define.kind == "op" and payload["random"] is not None:
+        if row.kind == "op" and payload["random"] is not None:
             place = payload["tensors"] + payload["values"] - 2
             if operands[place] == self.seed:
                 self._randoms.append(len(self._code) + 2 + place)
                 operands[place + 1] -= self.counter
         self._code += (row.define.number, self._at, *operands)
-        if len(self._code) > LONGEST and row.define.kind not in ("together", "all_reduce"):  # those stay in one definition
+        if len(self._code) > MAX_NUMBERS_PER_DEFINITION and row.kind not in (
+            "together",
+            "all_reduce",
+        ):  # those stay in one definition
             self._end()
 
     def _free(self, ids: Sequence[int]) -> None:
@@ -92,4 +95,4 @@ class Writer:
                     "channels": [list(use) for use in first], "once": False,
                 }
             )  # fmt: skip
-            self._code, self._randoms, self._actions = [], [], [[0, self._name]] if self._name else []
+            self._code, self._randoms, self._actions = [], [], [[0, self._action]] if self._action else []

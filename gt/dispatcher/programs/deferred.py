@@ -1,8 +1,8 @@
-"""A recorded call as one program: what it would have workers do is held back until it is over, and is then carried out whole.
+"""Deferred execution of a recorded call: its instructions are buffered and sent as one program when the call returns.
 
-Instruction by instruction a worker holds all that the backward pass will read. In a program values end at their last use, cheap
-ones are made again, and what is compiled never makes most of them. Where anything needs a result before the call is over, or
-the call cannot be a program, what was held back is sent as it was written.
+Instruction by instruction, a worker holds all tensors that the backward pass will read. In a program values die at their last
+use, cheap ones are recomputed, and compiled code never makes most of them. Where a result is needed before the call is over, or
+the call cannot be a program, the buffered instructions are sent as they were written.
 """
 
 from __future__ import annotations
@@ -11,71 +11,65 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from gt.dispatcher.cluster.workers import MOST as LONGEST
+from gt.dispatcher.cluster.workers import MOST as MAX_NUMBERS_PER_RUN
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.programs.recording import Instruction, Recording
-from gt.dispatcher.programs.reorder_check import viewed
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.outbox import BufferedInstructions, Outbox
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import ProtocolError
-from gt.ir.instr import FORGET, FREE, Define
+from gt.ir.dataflow import accesses, decode, defines_once
+from gt.ir.instr import FORGET, FREE, TRANSFERS, Define
 
-MOST = CREDIT * 3 // 4  # batches: its client waits when it has no credit left
-APART = frozenset({"send", "recv", "merge", "fetch", "describe", "program"})  # what is not in such a program
+MAX_PENDING_BATCHES = CREDIT * 3 // 4  # its client waits when it has no credit left
+UNFIT_KINDS = TRANSFERS | {"fetch", "describe", "program"}  # no instructions of such a program
 
 
 @dataclass(slots=True)
-class Ends:
-    """What becomes of a worker's tensors and definitions in a stream: those that are freed, those that are there then."""
+class StreamEnds:
+    """A worker's tensors and definitions at the end of a stream: freed, alive, and no longer named."""
 
     freed: dict[int, None] = field(default_factory=dict)
     made: dict[int, None] = field(default_factory=dict)
     forgotten: list[int] = field(default_factory=list)
 
-    def pass_on(self, code: Sequence, defines: dict[int, Define]) -> list:
-        """Of a stream only the uploads: constants, which are there before a program."""
-        at = 0
-        left: list = []
-        while at < len(code):
-            if code[at] in (FREE, FORGET):
-                end = at + 3 + code[at + 2]
+    def take(self, code: Sequence, defines: dict[int, Define]) -> list:
+        """Follow a stream. Returned are its uploads alone: constants, which are sent ahead of a program."""
+        uploads: list = []
+        for at, define, operands in decode(code, defines.__getitem__):
+            if define is None:
                 if code[at] == FORGET:
-                    self.forgotten += code[at + 3 : end]
-                for i in code[at + 3 : end] if code[at] == FREE else ():
+                    self.forgotten += operands
+                for i in operands if code[at] == FREE else ():
                     self.made.pop(i, None)
                     self.freed[i] = None
-                at = end
-                continue
-            define = defines[code[at]]
-            end = at + 2 + define.operands
-            if define.kind == "upload":
-                left += code[at:end]
-            for i in Instruction(0, define, list(code[at + 2 : end])).ids()[1] if define.kind != "upload" else ():
-                self.freed.pop(i, None)
-                self.made[i] = None
-            at = end
-        return left
+            elif define.kind == "upload":
+                uploads += code[at : at + 2 + define.operands]
+            else:
+                for i in operands[define.effects.makes]:
+                    self.freed.pop(i, None)
+                    self.made[i] = None
+        return uploads
 
 
 class Lowering(Protocol):
-    """What makes programs of instructions."""
+    """Makes programs of instructions: see Programs."""
 
-    def again(self, tape: Recording, lasting: set[int], compiled: bool, much: int) -> dict[str, list[int]]: ...
+    def rematerialized(self, tape: Recording, lasting: set[int], recompute: int) -> Recording: ...
     def once(self, rows: Sequence[Instruction], base: int, lasting: set[int]) -> list[dict]: ...
 
 
-class Later:
-    """What is held back of one session's recording; nothing unless `begin` was called."""
+class DeferredRuns:
+    """The buffered instructions of one session's recording; none unless `begin` was called."""
 
-    able = True  # where nothing is carried out there is nothing to hold back
+    able = True  # False where no worker executes: a dry run
 
     def __init__(self, context: SessionContext, outbox: Outbox, lowering: Lowering) -> None:
         self._context, self._outbox, self._lowering = context, outbox, lowering
         self._emitter, self._cluster, self._queue, self._failures = (
             context.emitter, context.cluster, context.queue, context.failures,
         )  # fmt: skip
-        self.again = 0  # which cheap values are made again: as FinishCapture.recompute
+        self.recompute = 0  # as FinishCapture.recompute
         self._held: list[BufferedInstructions] | None = None
 
     @property
@@ -83,140 +77,121 @@ class Later:
         return self._held is not None
 
     def begin(self, how: int) -> None:
-        """how: 0 for not at all, 1 to hold back what follows, more to have cheap values made again too."""
+        """how: 0 to execute at once, 1 to buffer the instructions that follow, more to recompute cheap values too."""
         if how not in (0, 1, 2, 3):
             raise ProtocolError(f"Ops.code records in way {how!r:.40}, want 0, 1, 2 or 3")
         self._held = [] if how and self.able and not self._failures.troubled else None
-        self.again = max(0, how - 1)
+        self.recompute = max(0, how - 1)
 
-    def takes(self, held: BufferedInstructions) -> bool:
-        """Whether what would be sent is kept here."""
+    def hold(self, held: BufferedInstructions) -> bool:
+        """Buffer instructions instead of sending them; False if they are to be sent."""
         if self._held is None or not held.timed:  # written before the recording, and sent now that its uploads are here
             return False
         self._held.append(held)
         tape = self._context.tape
-        unfit = tape is None or any(define.kind in APART for define in tape.defines.values())
-        if unfit or self._failures.troubled or len(self._queue.pending) >= MOST:
-            self.let_go()
+        unfit = tape is None or any(define.kind in UNFIT_KINDS for define in tape.defines.values())
+        if unfit or self._failures.troubled or len(self._queue.pending) >= MAX_PENDING_BATCHES:
+            self.flush()
         return True
 
-    def let_go(self) -> None:
-        """Send what is held back as it was written."""
+    def flush(self) -> None:
+        """Send the buffered instructions as they were written."""
         held, self._held = self._held or [], None
         for one in held:
             self._outbox.dispatch(one)
 
     def drop(self) -> list[BufferedInstructions]:
-        """The session is over; what was held back."""
+        """The session is over; the buffered instructions."""
         held, self._held = self._held or [], None
         return held
 
     def end(self, tape: Recording) -> None:
-        """The recording is over, and all that was written is on its tape."""
+        """The recording is over, and has all that was written: send it as one program, or as it was written."""
         held = self._held or []
-        if (
-            not held
-            or not tape.code
-            or self._failures.troubled
-            or self._outbox.held
-            or not all(map(_plain, tape.code.values()))
-        ):
-            self.let_go()
+        blocked = self._failures.troubled or bool(self._outbox.held)
+        if not held or not tape.code or blocked or not all(map(defines_once, tape.code.values())):
+            self.flush()
             return
-        found = {worker.index: Ends() for worker in self._cluster.workers}
+        ends = {worker.index: StreamEnds() for worker in self._cluster.workers}
         with self._context.apart():
-            sent = [self._passed_on(one, tape, found) for one in held]
-            parts = self._parts(tape, held[0].base, found)
-        if self._held is not held:  # a worker was lost meanwhile, and what was held back is sent
+            sent = [self._only_uploads(one, tape, ends) for one in held]
+            parts = self._parts(tape, held[0].base, ends)
+        if self._held is not held:  # a worker was lost meanwhile, and the buffered instructions are sent
             return
         self._held = None
         for one in sent:
             self._outbox.dispatch(one)
-        last = self._program(tape, held[0].base, found, parts)
+        last = self._program(tape, held[0].base, ends, parts)
         last.also = [one.runs for one in held]
         self._outbox.dispatch(last)
 
     @staticmethod
-    def _passed_on(one: BufferedInstructions, tape: Recording, found: dict[int, Ends]) -> BufferedInstructions:
-        rows = [(w, life, defines, found[w.index].pass_on(code, tape.defines)) for w, life, defines, code in one.rows]
+    def _only_uploads(one: BufferedInstructions, tape: Recording, ends: dict[int, StreamEnds]) -> BufferedInstructions:
+        rows = [(w, life, defines, ends[w.index].take(code, tape.defines)) for w, life, defines, code in one.rows]
         return replace(one, rows=[row for row in rows if row[2] or row[3]], runs={})
 
-    def _parts(self, tape: Recording, base: int, found: dict[int, Ends]) -> dict[int, tuple[list[dict], list[int]]]:
-        """Each worker's part: programs that are carried out once, what the call places first; and what is freed after it."""
-        lasting = {i for ends in found.values() for i in ends.made}
+    def _parts(self, tape: Recording, base: int, ends: dict[int, StreamEnds]) -> dict[int, tuple[list[dict], list[int]]]:
+        """Each worker's part: programs that are carried out once, the one that places weights first; and ids to free then."""
+        lasting = {i for end in ends.values() for i in end.made}
         ahead: dict[int, list[Instruction]] = {}
-        copy = replace(tape, code={}, names={})
+        later: dict[int, list[Instruction]] = {}
         for index, rows in tape.code.items():
-            ahead[index], copy.code[index] = _parted(rows, lasting) if tape.first else ([], _but_uploads(rows))
-        if self.again:
-            self._lowering.again(copy, lasting, True, self.again)
-        made_parts: dict[int, tuple[list[dict], list[int]]] = {}
-        for index, ends in found.items():
-            rows = copy.code.get(index, [])
-            taken = {i for row in rows for i in row.ids()[0]}
-            between = [i for row in ahead.get(index, ()) for i in row.ids()[1] if i in taken and i not in ends.made]
-            made = {i for row in tape.code.get(index, ()) for i in row.ids()[1]}
-            parts = self._lowering.once(ahead.get(index, []), base, {*ends.made, *between})
-            freed = [*between, *(i for i in ends.freed if i not in made)]
-            made_parts[index] = parts + self._lowering.once(rows, base, {*ends.made}), freed
-        return made_parts
+            ahead[index], later[index] = _placed_first(rows, lasting) if tape.first else ([], _without_uploads(rows))
+        rest = replace(tape, code=later)
+        if self.recompute:
+            rest = self._lowering.rematerialized(rest, lasting, self.recompute)
+        parts: dict[int, tuple[list[dict], list[int]]] = {}
+        for index, end in ends.items():
+            rows = rest.code.get(index, [])
+            taken = {i for row in rows for i in row.reads}
+            between = [i for row in ahead.get(index, ()) for i in row.makes if i in taken and i not in end.made]
+            made = {i for row in tape.code.get(index, ()) for i in row.makes}
+            first = self._lowering.once(ahead.get(index, []), base, {*end.made, *between})
+            freed = [*between, *(i for i in end.freed if i not in made)]
+            parts[index] = first + self._lowering.once(rows, base, {*end.made}), freed
+        return parts
 
     def _program(
-        self, tape: Recording, base: int, found: dict[int, Ends], parts: dict[int, tuple[list[dict], list[int]]]
+        self, tape: Recording, base: int, ends: dict[int, StreamEnds], parts: dict[int, tuple[list[dict], list[int]]]
     ) -> BufferedInstructions:
         """The rest, as programs that are carried out once."""
         emitter = self._emitter
         emitter.resume_run(base)
-        for index, ends in found.items():
+        for index, end in ends.items():
             worker, (programs, freed) = self._cluster.workers[index], parts[index]
             for part in programs if not worker.lost else ():
                 emitter.write(worker, emitter.define("program", part), (-1, 0))
             _write(worker, FREE, freed)
-            _write(worker, FORGET, ends.forgotten)
+            _write(worker, FORGET, end.forgotten)
         return self._outbox.written(base)
 
 
-def _but_uploads(rows: Sequence[Instruction]) -> list[Instruction]:
-    return [row for row in rows if row.define.kind != "upload"]
+def _without_uploads(rows: Sequence[Instruction]) -> list[Instruction]:
+    return [row for row in rows if row.kind != "upload"]
 
 
-def _parted(rows: Sequence[Instruction], lasting: set[int]) -> tuple[list[Instruction], list[Instruction]]:
-    """What only makes values that last out of nothing, weights that are placed where they are first used, and the rest: without
-    it the first call compiles as later ones do.
+def _placed_first(rows: Sequence[Instruction], lasting: set[int]) -> tuple[list[Instruction], list[Instruction]]:
+    """Rows that only make lasting values of uploads or nothing (weights placed where they are first used), and the rest.
+
+    Without the former the first call compiles as later ones do.
     """
-    ready = {i for row in rows if row.define.kind == "upload" for i in row.ids()[1]}
+    ready = {i for row in rows if row.kind == "upload" for i in row.makes}
     ahead, rest = [], []
     touched: set[int] = set()
-    roots: dict[int, int] = {}
-    for row in _but_uploads(rows):
-        reads, makes = row.ids()
-        views = viewed(row)
-        memory = [roots.get(i, i) for i in reads]
-        roots.update((i, memory[views[k]] if k in views else i) for k, i in enumerate(makes))
-        alone = row.define.kind == "op" and ready.issuperset(memory) and touched.isdisjoint(memory)
-        if alone and lasting.issuperset(makes):
-            ready.update(makes)
+    code = _without_uploads(rows)
+    for row, (memory, made) in zip(code, accesses(code)):
+        alone = row.kind == "op" and ready.issuperset(memory) and touched.isdisjoint(memory)
+        if alone and lasting.issuperset(row.makes):
+            ready.update(made)
             ahead.append(row)
         else:
-            touched.update(memory, makes)
+            touched.update(memory, made)
             rest.append(row)
     return ahead, rest
 
 
 def _write(worker: Worker, what: int, numbers: Sequence[int]) -> None:
-    for first in range(0, 0 if worker.lost else len(numbers), LONGEST):
-        some = numbers[first : first + LONGEST]
+    for first in range(0, 0 if worker.lost else len(numbers), MAX_NUMBERS_PER_RUN):
+        some = numbers[first : first + MAX_NUMBERS_PER_RUN]
         worker.code += (what, 0, len(some), *some)
         worker.cut()
-
-
-def _plain(rows: Sequence[Instruction]) -> bool:
-    """Whether every name stands for one tensor."""
-    seen: set[int] = set()
-    for row in rows:
-        reads, makes = row.ids()
-        seen.update(reads)
-        if not seen.isdisjoint(makes):
-            return False
-        seen.update(makes)
-    return True

@@ -1,4 +1,4 @@
-"""What workers say that instructions take, while a step is recorded. They are not trusted: numbers are checked and bounded."""
+"""Measured times of instructions, as workers report them while a step is recorded. Reports are not trusted but checked."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from gt.dispatcher.session import ClientSession
 from gt.errors import ProtocolError
 from gt.wire.messages import TIMES
 
-LONGEST = 1e6  # seconds of an instruction
+MAX_SECONDS = 1e6  # of an instruction
 
 
-def tell(sessions: Iterable[ClientSession], times: list) -> None:
+def record_times(sessions: Iterable[ClientSession], times: list) -> None:
     """Keep Done.times with the sessions whose definitions they are of; ProtocolError for what is no time."""
     rows = list(zip(times[::2], times[1::2]))
     if len(times) % 2 or len(rows) > TIMES:
         raise ProtocolError(f"Done.times has {len(times)} numbers, want [number, seconds, ...] of {TIMES} definitions at most")
     for number, seconds in rows:
-        if type(number) is not int or type(seconds) is not float or not 0 <= seconds <= LONGEST:
+        if type(number) is not int or type(seconds) is not float or not 0 <= seconds <= MAX_SECONDS:
             raise ProtocolError(f"Done.times has {number!r:.40}, {seconds!r:.40}, want a definition and its seconds")
     for session in sessions:
         least, known = session.programs.times, session.emitter.defined

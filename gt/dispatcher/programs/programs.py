@@ -1,7 +1,7 @@
-"""Programs: what a session's ops became on the workers, recorded once and carried out again with one instruction each.
+"""Programs: the instructions of a captured step, recorded once and replayed with one instruction for each worker.
 
-While a tape runs every instruction that is sent is kept too. Sealing makes one stream a worker of it: dead values are
-freed at their last use, what was freed by chance is not, and tensors read from the call before come from where it made them.
+A recording keeps every instruction that is sent. Sealing runs the passes over it and makes one stream a worker of it: dead
+values are freed at their last use, other frees are left out, and loop-carried tensors are aliases of the call's results.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import Any
 from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.planning.materializer import root_layout
 from gt.dispatcher.planning.redistributor import Redistributor
-from gt.dispatcher.programs.codegen import Writer
-from gt.dispatcher.programs.deferred import Later
-from gt.dispatcher.programs.passes.bucket_all_reduces import early
-from gt.dispatcher.programs.passes.hoist_transfers import make_way
-from gt.dispatcher.programs.passes.pipeline import arrange
-from gt.dispatcher.programs.passes.rematerialize import BOUNDS, recompute
+from gt.dispatcher.programs.codegen import ProgramWriter
+from gt.dispatcher.programs.deferred import DeferredRuns
+from gt.dispatcher.programs.pass_manager import PASSES, run_passes
+from gt.dispatcher.programs.passes.context import PassContext
+from gt.dispatcher.programs.passes.rematerialize import BOUNDS, rematerialize
 from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.failures import Launched, Planned
@@ -27,19 +26,20 @@ from gt.dispatcher.state.outbox import Outbox
 from gt.dispatcher.state.records import Cause
 from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.errors import ProtocolError
-from gt.ir.instr import BACKENDS, FORGET, FREE, Define
+from gt.ir.dataflow import decode
+from gt.ir.instr import BACKENDS, Define
 from gt.ir.layout import Layout, Partial, R, local_shape, replicated
 from gt.wire.messages import FinishCapture
 
-MOST = 64  # programs of one session
-MOST_ROWS = 1 << 22  # instructions that are kept for a session, in programs and while one is recorded
-MOST_SLOTS = 4096
+MAX_PROGRAMS_PER_SESSION = 64
+MAX_INSTRUCTIONS_PER_SESSION = 1 << 22  # kept in programs, and while one is recorded
+MAX_HINTED_SLOTS = 4096  # functions whose inputs' layouts are remembered
 TROUBLED = "an op failed, or a worker is lost"
 
 
 @dataclass(slots=True)
 class Program:
-    """code: its definitions by worker, in order. layouts, made: how what it takes and what it makes lay when recorded."""
+    """code: its definitions by worker, in order. layouts, made: of its inputs and of its results, when it was recorded."""
 
     code: dict[int, list[Define]]
     uses: list[Define]  # definitions that its code names: they live as long as it
@@ -53,7 +53,7 @@ class Program:
     size: int
     numbers: dict[int, list[int]] = field(init=False)  # of its definitions
     launches: int = 0
-    order: dict = field(default_factory=dict)  # what arranging it said
+    order: dict = field(default_factory=dict)  # the report of its schedule
     failed: Cause | None = None  # a worker of it is lost: a process that takes its place knows nothing of it
 
     def __post_init__(self) -> None:
@@ -61,13 +61,13 @@ class Program:
 
 
 class Programs:
-    """Those of one session."""
+    """The programs of one session, and its recording if one is under way."""
 
     def __init__(self, context: SessionContext, outbox: Outbox, redistributor: Redistributor) -> None:
         self._context, self._outbox, self._redistributor = context, outbox, redistributor
         self._emitter, self._cluster, self._table = context.emitter, context.cluster, context.table
         self._failures, self._journal = context.failures, context.journal
-        self.later = Later(context, outbox, self)
+        self.deferred = DeferredRuns(context, outbox, self)
         self.all: dict[int, Program] = {}
         self.order: dict = {}  # of the program that was launched last, and its definitions by worker
         self.newest: dict[int, list[int]] = {}
@@ -77,13 +77,13 @@ class Programs:
 
     @property
     def holds(self) -> bool:
-        """True while a recording's instructions are held back."""
-        return self.later.holds
+        """True while a recording's instructions are buffered."""
+        return self.deferred.holds
 
     # ---- recording
 
     def record(self, slot: int, how: int, ids: Sequence[int]) -> None:
-        """Keep what follows. Inputs that lie nowhere yet are placed as those of the call before came to lie. how: see Later."""
+        """Keep the instructions that follow. Unplaced inputs get the layouts of the last call. how: see DeferredRuns.begin."""
         self.discard()
         self._failures.recover()
         self.times = {number: took for number, took in self.times.items() if number in self._emitter.defined}
@@ -92,17 +92,14 @@ class Programs:
         for n, tensor in enumerate(inputs if hints is not None else ()):
             dims, layout = hints[n] if hints is not None and n < len(hints) else (-1, None)
             if tensor.layout is None and not self._failures.troubled:
-                lies = (
-                    layout
-                    if layout is not None and dims == len(tensor.spec.shape)
-                    else replicated(self._context.default_mesh())
-                )
-                self._redistributor.place(tensor.storage, root_layout(tensor, lies))
+                fits = layout is not None and dims == len(tensor.spec.shape)
+                wanted = layout if layout is not None and fits else replicated(self._context.default_mesh())
+                self._redistributor.place(tensor.storage, root_layout(tensor, wanted))
         self._drop_copies()  # a kept one would be of the value that there was
         self._outbox.cut()
         tape = self._context.tape = Recording(slot, inputs, {i: t.layout for i, t in self._table.rows.items()}, hints is None)
         self._journal.tape, self._emitter.kept = tape.journal, tape.defines
-        self.later.begin(how)
+        self.deferred.begin(how)
 
     def _drop_copies(self) -> None:
         for tensor in self._table.rows.values():
@@ -110,21 +107,23 @@ class Programs:
                 self._redistributor.drop_copies(tensor)
 
     def discard(self) -> None:
-        """Record no more, and make nothing of it."""
-        if self.later.holds:
+        """Stop recording, and make no program of it."""
+        if self.deferred.holds:
             self._outbox.cut()
         tape = self._stop()
         if tape is not None:
-            self.later.end(tape)
+            self.deferred.end(tape)
             self._free(tape.constants)
 
     def _stop(self) -> Recording | None:
         context = self._context
         tape, context.tape, self._journal.tape, self._emitter.kept = context.tape, None, None, None
         if tape is not None:
-            if len(self._hints) >= MOST_SLOTS:
+            if len(self._hints) >= MAX_HINTED_SLOTS:
                 self._hints.clear()
-            self._hints[tape.slot] = [(len(t.spec.shape), t.layout or tape.found.get(n)) for n, t in enumerate(tape.inputs)]
+            self._hints[tape.slot] = [
+                (len(t.spec.shape), t.layout or tape.used_layouts.get(n)) for n, t in enumerate(tape.inputs)
+            ]
         return tape
 
     def _free(self, constants: Iterable[tuple[list[int], int]]) -> None:
@@ -132,49 +131,47 @@ class Programs:
             self._emitter.free(workers, [name])
 
     def take(self, worker: int, base: int, code: Sequence) -> None:
-        """Keep what is being sent to a worker, less what ends there: when a value ends is decided by sealing."""
+        """Keep the instructions that are sent to a worker, but for frees: sealing decides where a value dies."""
         tape = self._context.tape
         if tape is None:
             return
-        if self.kept + tape.size > MOST_ROWS:
+        if self.kept + tape.size > MAX_INSTRUCTIONS_PER_SESSION:
             tape.code.clear()
             return
-        rows, at = tape.code[worker], 0
-        while at < len(code):
-            number = code[at]
-            if number in (FREE, FORGET):
-                at += 3 + code[at + 2]
-                continue
-            define = tape.defines[number]
-            end = at + 2 + define.operands
-            rows.append(Instruction(base + code[at + 1], define, list(code[at + 2 : end])))
-            at = end
-            tape.size += 1
+        rows = tape.code[worker]
+        for at, define, operands in decode(code, tape.defines.__getitem__):
+            if define is not None:
+                rows.append(Instruction(base + code[at + 1], define, list(operands)))
+                tape.size += 1
 
     # ---- sealing
 
     def seal(self, message: FinishCapture) -> dict:
-        """Make a program of the tape; the body of the answer."""
+        """Make a program of the recording; the body of the answer."""
         number = message.program
         self._emitter.begin_run()
         self._place_all({made for _, made in _pairs(message.carried, self._table.rows)})
         tape = self._stop()
         if tape is None:
             raise ProtocolError(f"FinishCapture.program is {number}, and nothing was recorded")
-        if number in self.all or len(self.all) >= MOST:
+        if number in self.all or len(self.all) >= MAX_PROGRAMS_PER_SESSION:
+            most = MAX_PROGRAMS_PER_SESSION
             raise ProtocolError(
-                f"FinishCapture.program is {number}, want a number that is not in use, and at most {MOST} programs"
+                f"FinishCapture.program is {number}, want a number that is not in use, and at most {most} programs"
             )
         if message.backend not in BACKENDS:
             raise ProtocolError(f"FinishCapture.backend is {message.backend!r:.40}, want one of {', '.join(BACKENDS)}")
         if message.recompute not in (0, *BOUNDS):
             raise ProtocolError(f"FinishCapture.recompute is {message.recompute!r:.40}, want 0, 1 or 2")
         pairs = _pairs(message.carried, self._table.rows)
-        self.later.end(tape)
+        self.deferred.end(tape)
         added: dict[str, Define] = {}
         with self._context.apart():
             why = self._prevents(tape, pairs)
-            order, again, parts = ({}, {}, {}) if why else self._passes(tape, message, added)
+            context, parts = self._pass_context(tape, message, added), {}
+            if not why:
+                tape = run_passes(tape, context, PASSES)
+                parts = self._write(tape, message)
         self._emitter.begin_run()
         why = why or (TROUBLED if self._failures.troubled else "")  # it may be since
         if why:
@@ -184,65 +181,69 @@ class Programs:
                 for worker in tape.code:
                     self._emitter.tell(self._cluster.workers[worker], define)
             self._make(tape, pairs, message, parts)
-            self.all[message.program].order = order
+            self.all[message.program].order = context.schedule
         self._outbox.cut()
         counts = {self._cluster.workers[w].name: len(rows) for w, rows in tape.code.items()}
-        return {"why": why, "ops": len(tape.journal), "instructions": counts, "schedule": order, "recomputed": again}
+        recomputed = {self._cluster.workers[worker].name: row for worker, row in context.recomputed.items()}
+        return {
+            "why": why, "ops": len(tape.journal), "instructions": counts, "schedule": context.schedule,
+            "recomputed": recomputed,
+        }  # fmt: skip
 
-    def _passes(
-        self, tape: Recording, message: FinishCapture, added: dict[str, Define]
-    ) -> tuple[dict, dict, dict[int, list[dict]]]:
-        """Order a tape, and write it: what arranging it said, what is made again, and the parts of each worker's program.
+    def _pass_context(self, tape: Recording, message: FinishCapture, added: dict[str, Define]) -> PassContext:
+        """The context of passes for a request. added: takes the definitions that passes add."""
+        emitter, rows, offset = self._emitter, self._table.rows, self._emitter.offset
+        return PassContext(
+            asked=message.schedule,
+            compiled=message.backend != "eager",
+            graphs=message.backend == "cudagraphs",
+            recompute=message.recompute,
+            times=self.times.copy(),  # workers report others meanwhile
+            older=self._local_shape,
+            lasting={offset + i for i in rows},
+            homes={offset + i: rows[i].storage for i in tape.before if i in rows},
+            fresh=lambda: offset + emitter.temporary(),
+            define=partial(self._define, added),
+        )
 
-        added: takes the definitions that arranging adds.
-        """
-        compiled = message.backend != "eager"
-        times = self.times.copy()  # workers tell others meanwhile
-        order = arrange(tape, message.schedule, times, self._lies, compiled) if message.schedule else {}
-        if not order or order["why"]:
-            early(tape, partial(self._define, added))
-        lasting = {self._emitter.offset + i for i in self._table.rows}
-        again = self.again(tape, lasting, compiled, message.recompute) if message.recompute else {}
-        if message.backend == "cudagraphs" and tape.names:  # elsewhere a transfer is waited for
-            make_way(tape)
+    def _write(self, tape: Recording, message: FinishCapture) -> dict[int, list[dict]]:
+        """The parts of each worker's program."""
+        offset = self._emitter.offset
+        lasting = {offset + i for i in self._table.rows}
         index = {row.seq: n for n, row in enumerate(tape.journal)}
-        carried = [
-            (self._emitter.offset + read, self._emitter.offset + made)
-            for read, made in _pairs(message.carried, self._table.rows)
-        ]
+        carried = [(offset + read, offset + made) for read, made in _pairs(message.carried, self._table.rows)]
         parts: dict[int, list[dict]] = {}
         for worker, rows in tape.code.items():
-            writer = Writer(index, lasting, message, tape.names)
-            writer.write([row for row in rows if row.define.kind != "upload"])
-            held = {i for row in rows for i in row.ids()[1]}
+            writer = ProgramWriter(index, lasting, message)
+            writer.write([row for row in rows if row.kind != "upload"])
+            held = {i for row in rows for i in row.makes}
             writer.alias(self._emitter.common("alias"), [(made, read) for read, made in carried if made in held])
             parts[worker] = writer.parts
-        return order, again, parts
+        return parts
 
-    def again(self, tape: Recording, lasting: set[int], compiled: bool, much: int) -> dict[str, list[int]]:
-        """Have what is cheap made again where that lowers the peak of memory; what came of it, by worker."""
-        rows, offset = self._table.rows, self._emitter.offset
-        homes = {offset + i: id(rows[i].storage) for i in tape.before if i in rows}
-        told = recompute(tape, lasting, homes, self._lies, lambda: offset + self._emitter.temporary(), compiled, BOUNDS[much])
-        return {self._cluster.workers[worker].name: said for worker, said in told.items()}
+    def rematerialized(self, tape: Recording, lasting: set[int], recompute: int) -> Recording:
+        """A recording that becomes a program of its first call, with cheap values recomputed."""
+        message = FinishCapture(0, 0, "", "cudagraphs", [], -1, 0, recompute)
+        context = self._pass_context(tape, message, {})
+        context.lasting = lasting
+        return run_passes(tape, context, (rematerialize,))
 
     def once(self, rows: Sequence[Instruction], base: int, lasting: set[int]) -> list[dict]:
         """A worker's rows as definitions that are carried out once, with no random numbers but those they have."""
-        writer = Writer(
-            {row.seq: row.seq - base for row in rows}, lasting, FinishCapture(0, 0, "", "cudagraphs", [], -1, 0, False), {}
-        )
+        index = {row.seq: row.seq - base for row in rows}
+        writer = ProgramWriter(index, lasting, FinishCapture(0, 0, "", "cudagraphs", [], -1, 0, False))
         writer.write(rows)
         return [{**part, "once": True} for part in writer.parts]
 
     def _define(self, known: dict[str, Define], kind: str, payload: dict) -> Define:
-        """Definitions that arranging a tape adds, which all of its workers are to know. known: those it added so far."""
+        """A definition that a pass adds, which all workers of the recording will know. known: those added so far."""
         key = f"{kind} {payload}"
         if key not in known:
             known[key] = self._emitter.define(kind, payload)
         return known[key]
 
     def _place_all(self, carried: set[int]) -> None:
-        """What was made while this was recorded lies somewhere: so a replay makes it too.
+        """Place all tensors that the recording made, so that a replay makes them too.
 
         A scalar's terms are added up, since a loss is read after most replays. Gradients may go on being accumulated.
         """
@@ -261,9 +262,10 @@ class Programs:
         self._outbox.cut()
 
     def _prevents(self, tape: Recording, pairs: list[tuple[int, int]]) -> str:
-        """Why this tape cannot be a program, or "" if it can."""
-        if self.kept + tape.size > MOST_ROWS:
-            return f"it has too many instructions: {tape.size}, and {self.kept} of at most {MOST_ROWS} are in other programs"
+        """The reason why this recording cannot be a program, or "" if it can."""
+        if self.kept + tape.size > MAX_INSTRUCTIONS_PER_SESSION:
+            most = MAX_INSTRUCTIONS_PER_SESSION
+            return f"it has too many instructions: {tape.size}, and {self.kept} of at most {most} are in other programs"
         if tape.late:
             return "it defers an op on a tensor that is not placed yet"
         if not tape.journal:
@@ -284,7 +286,7 @@ class Programs:
             if have is None or have != want:
                 return f"the call replaces a tensor with layout {have} by one with {want}, which the next call reads"
         for rows in tape.code.values():
-            bad = next((row.define.kind for row in rows if row.define.kind in ("fetch", "describe")), None)
+            bad = next((row.kind for row in rows if row.kind in ("fetch", "describe")), None)
             if bad is not None:
                 return "the function reads a value of a remote tensor: return the tensor and read it outside"
         return ""
@@ -311,10 +313,12 @@ class Programs:
         layouts = [(t, t.layout) for t in older if (t.storage in reads or t.storage in writes) and t.layout is not None]
         made = [(t, t.layout) for i, t in rows.items() if i not in tape.before and t.layout is not None and t.base is None]
         uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
+        if carried:
+            uses[self._emitter.common("alias")] = None
         journal = [Planned(n, row.known, row.origin, (), (), ()) for n, row in enumerate(tape.journal)]
         return Program(code, [*uses], journal, layouts, made, [*reads], [*writes], [*makes], tape.constants, tape.size)
 
-    def _lies(self, worker: int, name: int) -> tuple[tuple[int, ...], int] | None:
+    def _local_shape(self, worker: int, name: int) -> tuple[tuple[int, ...], int] | None:
         """Local shape and itemsize of a tensor of the table."""
         tensor = self._table.rows.get(name - self._emitter.offset)
         if tensor is None or tensor.layout is None or worker not in tensor.layout.mesh.workers:
@@ -323,7 +327,7 @@ class Programs:
         return local_shape(tensor.layout, tensor.spec.shape, rank), tensor.spec.itemsize
 
     def _alias(self, source: int, target: int) -> None:
-        """Now too, so that the first replay reads what the recorded call made."""
+        """Alias them now too, so that the first replay reads the results of the recorded call."""
         tensor, define = self._table.rows[target], self._emitter.common("alias")
         assert tensor.layout is not None
         for index in tensor.layout.mesh.workers:
@@ -360,20 +364,18 @@ class Programs:
                     self._emitter.write(self._cluster.workers[worker], define, (seed, counter))
 
     def _made_again(self, storage: Storage, layout: Layout) -> None:
-        """What came to lie otherwise since it was made: its terms were added up, or it moved."""
+        """Restore the layout of a result that was changed since: its terms were added up, or it moved."""
         terms = {axis: place for axis, place in enumerate(layout.placements) if isinstance(place, Partial)}
         self._redistributor.relayout(
             storage, Layout(layout.mesh, tuple(R if n in terms else p for n, p in enumerate(layout.placements)))
         )
         for tensor in storage.tensors.values() if terms else ():
-            lies = tensor.layout.placements if tensor.layout else ()
-            tensor.layout = self._context.intern(
-                Layout(layout.mesh, tuple(terms.get(n, place) for n, place in enumerate(lies)))
-            )
+            places = enumerate(tensor.layout.placements if tensor.layout else ())
+            tensor.layout = self._context.intern(Layout(layout.mesh, tuple(terms.get(n, place) for n, place in places)))
 
     def _doomed(self, program: Program) -> bool:
-        """What reads a failed tensor fails; whether it is not sent at all, for want of a worker."""
-        cause = program.failed or next((s.failed for s in program.reads if s.failed is not None), None)
+        """Taint the results of a program that reads a failed tensor; True if it cannot be sent, for want of a worker."""
+        cause = program.failed or next((read.failed for read in program.reads if read.failed is not None), None)
         for storage in program.makes:
             if cause is not None:
                 storage.failed = cause
@@ -384,7 +386,7 @@ class Programs:
         return cause is not None and cause.lost >= 0
 
     def lose(self, worker: int, cause: Cause) -> None:
-        """A worker is gone, and with it its part of programs."""
+        """A worker is gone, and so is its part of programs."""
         for program in self.all.values():
             if worker in program.code:
                 program.failed = program.failed or cause
@@ -405,7 +407,7 @@ class Programs:
 
 
 def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:
-    """FinishCapture.carried as it came; ProtocolError unless it names tensors of this session."""
+    """FinishCapture.carried, unmapped; ProtocolError unless it names tensors of this session."""
     for row in rows:
         if type(row) is not list or len(row) != 2 or any(type(i) is not int or i not in table for i in row):
             raise ProtocolError(f"FinishCapture.carried has {row!r:.80}, want [read, made], tensors of this session")

@@ -50,19 +50,21 @@ def strided(spec: Spec) -> dict[str, Any]:
     args = [list(spec.shape), list(spec.stride)]
     outs = [["new", spec.wire(), -1]]
     return {"op": "aten.empty_strided.default", "args": args, "kwargs": kwargs, "tensors": 0, "values": 0, "outs": outs,
-            "random": None}  # fmt: skip
+            "writes": [], "random": None}  # fmt: skip
 
 
 def copied(spec: Spec) -> dict[str, Any]:
     """The `op` definition of copy_ into a tensor of this spec."""
     args, outs = to_wire([T(0), T(1)]), [["same", None, 0]]
-    return {"op": "aten.copy_.default", "args": args, "kwargs": {}, "tensors": 2, "values": 0, "outs": outs, "random": None}
+    return {"op": "aten.copy_.default", "args": args, "kwargs": {}, "tensors": 2, "values": 0, "outs": outs,
+            "writes": [0], "random": None}  # fmt: skip
 
 
 def duplicate(spec: Spec) -> dict[str, Any]:
     """The `op` definition of a clone of a tensor of this spec."""
     args, outs = to_wire([T(0)]), [["new", spec.wire(), -1]]
-    return {"op": "aten.clone.default", "args": args, "kwargs": {}, "tensors": 1, "values": 0, "outs": outs, "random": None}
+    return {"op": "aten.clone.default", "args": args, "kwargs": {}, "tensors": 1, "values": 0, "outs": outs,
+            "writes": [], "random": None}  # fmt: skip
 
 
 def out_specs(known: OpSchema, layouts: Sequence[Layout], rank: int) -> list[Spec | None]:
@@ -96,6 +98,7 @@ def payload(known: OpSchema, ins: Sequence[Layout], outs: Sequence[Layout], rank
         "tensors": known.tensors,
         "values": known.values,
         "outs": [_out(out, spec) for out, spec in zip(template.outs, specs, strict=True)],
+        "writes": list(template.writes),  # as the table of ops says: ir.check has compared them
         "random": _drawn(known, ins, outs, rank) if known.random else None,
     }
 

@@ -10,10 +10,9 @@ from typing import Any
 
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.programs.programs import Program
-from gt.dispatcher.programs.recording import Instruction
 from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.records import Origin
-from gt.ir.instr import FREE
+from gt.ir.dataflow import decode, makes
 from gt.ir.schedules import size
 
 LINES = 5  # of the program, those that hold most
@@ -67,19 +66,12 @@ def _made(program: Program, worker: Worker) -> Iterator[tuple[int, tuple[Origin,
     """Ids that a program makes on a worker, each with the line of its op."""
     defines = {define.number: define for define in program.uses}
     for part in program.code.get(worker.index, ()):
-        code, at = part.payload["code"], 0
-        while at < len(code):
-            if code[at] == FREE:
-                at += 3 + code[at + 2]
-                continue
-            define = defines.get(code[at])
-            if define is None:  # what was added in sealing: it makes nothing
-                break
-            end = at + 2 + define.operands
-            row = program.journal[code[at + 1]]
-            for made in Instruction(0, define, list(code[at + 2 : end])).ids()[1]:
-                yield made, (row.origin, f", {row.known.template.op} in a program")
-            at = end
+        code = part.payload["code"]
+        for at, define, operands in decode(code, defines.__getitem__):
+            if define is not None:
+                row = program.journal[code[at + 1]]
+                for made in makes(define, operands):
+                    yield made, (row.origin, f", {row.known.template.op} in a program")
 
 
 def _where(origin: Origin, note: str) -> str:

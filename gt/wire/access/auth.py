@@ -163,5 +163,3 @@ def _derived(token: str) -> tuple[bytes, bytes]:
         token.encode("utf-8", "replace"), salt=_SALT, n=_COST, r=_BLOCK, p=1, dklen=64, maxmem=2 * 128 * _COST * _BLOCK
     )
     return both[:32], both[32:]
-
-

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from gt.ir.instr import FREE
+from gt.ir.dataflow import Definition, decode, exposed, summarize
+from gt.ir.instr import COMMUNICATION, FREE
 from gt.worker.engine.base import CompiledSegment, Compiler, DeviceRecorder, DeviceReplays, Misfit
 from gt.worker.instructions.step import Row, Step
-from gt.worker.program.liveness import lives, taken
 from gt.worker.program.overlap import RecordedProgram, group_all_reduces, overlap_transfers
 from gt.worker.program.partition import (
     BoundSegment,
@@ -34,7 +34,6 @@ from gt.worker.program.runner import ProgramRunner
 MAX_COMPILATIONS = 3  # of one segment, since the layout of its inputs may change from replay to replay
 MAX_REASON_CHARS = 300
 MAX_REASONS = 8  # in the report of one program
-TRANSFERS = ("send", "recv", "merge", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ISSUING = ("alias", "shard", "partial", "fill")  # kinds that only issue work to the device, beside ops
 
 
@@ -199,7 +198,7 @@ class CompiledProgram:
         randoms: places in the code that each replay sets.
         """
         runner, definition = self._runner, self._runner.definition
-        self._replays = replays = recorder.program(runner, _dropped(code))
+        self._replays = replays = recorder.program(runner, _dropped(code, definition))
         rows = [row for _, part in actions for row in part]
         places = sorted(at for at, _ in rows)
         drawn = {places[bisect_right(places, place) - 1] for place in randoms}
@@ -211,15 +210,15 @@ class CompiledProgram:
             rows = _marked(actions, replays, marks)
         found: list[Row] = [(first, runner.may_wait(replays.begin))]
         moving: set[int] = set()  # ids that unrecorded rows make
-        alive = lives(code, definition)
+        summary = summarize(code, definition)
 
         def within(row: Row) -> Sequence[Row]:
             return () if row[1] in marks else self._instructions.get(row[0], [row])
 
-        program = RecordedProgram(code, definition, alive, runner.table.device_only, within)
+        program = RecordedProgram(code, definition, summary.sets, runner.table.device_only, within)
         obstacle = partial(_obstacle, recorder, program, drawn)
         for fits, run in runs(rows, code, lambda at: not obstacle(at)):
-            reads, makes = taken([at for row in run for at, _ in within(row)], code, definition)
+            reads, makes = exposed([at for row in run for at, _ in within(row)], code, definition)
             if fits:
                 run = overlap_transfers(run, program, replays)
                 moving -= makes
@@ -229,7 +228,7 @@ class CompiledProgram:
                 moving |= makes
                 found += run
                 self._unrecorded.update(obstacle(row[0]) for row in run if code[row[0]] != FREE and row[1] not in marks)
-        found.append((first, replays.ending(alive.last)))
+        found.append((first, replays.ending(summary.live_out)))
         actions[:] = [("", found)]
 
     def close(self) -> None:
@@ -283,20 +282,19 @@ def _obstacle(recorder: DeviceRecorder, program: RecordedProgram, drawn: set[int
     name = define.payload["op"] if define.kind == "op" else define.kind
     if at in drawn and not (define.kind == "op" and recorder.draws(define.payload)):
         return f"{name} draws other random numbers each time"
-    if define.kind in TRANSFERS:
+    if define.kind in COMMUNICATION:
         return "" if define.number in program.device_only else f"{name} goes through host memory"
     return "" if define.kind in ISSUING or (define.kind == "op" and recorder.records(define.payload)) else name
 
 
-def _dropped(code: Sequence) -> set[int]:
+def _dropped(code: Sequence, definition: Definition) -> set[int]:
     """Ids that are freed before the first instruction."""
-    found: set[int] = set()
-    at = 0
-    while at < len(code) and code[at] == FREE:
-        end = at + 3 + code[at + 2]
-        found.update(code[at + 3 : end])
-        at = end
-    return found
+    freed: set[int] = set()
+    for _, define, operands in decode(code, definition):
+        if define is not None:
+            break
+        freed.update(operands)
+    return freed
 
 
 def _short(error: Exception) -> str:

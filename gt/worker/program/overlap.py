@@ -10,12 +10,12 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gt.ir.instr import FREE
+from gt.ir.dataflow import AliasSets, Definition, instruction, makes, reads, writes
+from gt.ir.instr import COMMUNICATION, FREE, RECEIVES
 from gt.worker.instructions.step import Row, Step
-from gt.worker.program.liveness import Definition, ProgramLiveness, changed, instruction, made, read
 from gt.worker.program.runner import ProgramRunner
 
-ON_SIDE_STREAM = ("send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+ON_SIDE_STREAM = COMMUNICATION - RECEIVES
 
 
 class SideStream(Protocol):
@@ -34,7 +34,7 @@ class RecordedProgram:
 
     code: Sequence
     definition: Definition
-    lives: ProgramLiveness
+    lives: AliasSets
     device_only: Container[int]  # definitions that move data by the device alone
     within: Callable[[Row], Sequence[Row]]  # instructions that a row stands for, none for a mark
 
@@ -113,28 +113,26 @@ def _moves(
     rows: Sequence[Row], code: Sequence, definition: Definition, direct: Container[int]
 ) -> tuple[list[int], list[int], str] | None:
     """Ids that transfers read, ids that they make, and their kind; None if a row is no transfer for the side stream."""
-    reads: list[int] = []
-    makes: list[int] = []
+    used: list[int] = []
+    made: list[int] = []
     kind = ""
     for at, _ in rows:
-        define = None if code[at] == FREE else definition(code[at])
+        define, operands = instruction(code, at, definition)
         if define is None or define.kind not in ON_SIDE_STREAM or define.number not in direct:
             return None
-        define, operands = instruction(code, at, definition)
         kind = define.kind
-        reads += read(define, operands)
-        makes += [i for i, _ in made(define, operands)]
-    return (reads, makes, kind) if rows else None
+        used += reads(define, operands)
+        made += makes(define, operands)
+    return (used, made, kind) if rows else None
 
 
-def _touched(rows: Sequence[Row], code: Sequence, definition: Definition, lives: ProgramLiveness) -> tuple[set[int], set[int]]:
+def _touched(rows: Sequence[Row], code: Sequence, definition: Definition, lives: AliasSets) -> tuple[set[int], set[int]]:
     """Memory that rows read or make, and the part of it that they may change."""
     touched: set[int] = set()
     change: set[int] = set()
     for at, _ in rows:
-        if code[at] == FREE:
-            continue
         define, operands = instruction(code, at, definition)
-        touched.update(map(lives.memory, (*read(define, operands), *(i for i, _ in made(define, operands)))))
-        change.update(map(lives.memory, changed(define, operands)))
+        if define is not None:
+            touched.update(map(lives.memory, (*reads(define, operands), *makes(define, operands))))
+            change.update(map(lives.memory, writes(define, operands)))
     return touched, change

@@ -96,7 +96,7 @@ def shard_as_ops(payload: dict[str, Any]) -> list[dict[str, Any]]:
     """A `shard` of one box as ops, each on the result of the op before: slices, and a copy of the last."""
 
     def op(name: str, args: list, out: list, **kwargs: Any) -> dict[str, Any]:
-        counts = {"tensors": 1, "values": 0, "outs": [out], "random": None}
+        counts = {"tensors": 1, "values": 0, "outs": [out], "writes": [], "random": None}
         return {"op": f"aten.{name}", "args": [{"t": 0}, *args], "kwargs": kwargs, **counts}
 
     slices = [op("slice.Tensor", [dim, *span], ["view", None, 0]) for dim, span in enumerate(payload["boxes"][0])]

@@ -7,7 +7,8 @@ from time import monotonic
 from typing import Any, Protocol
 
 from gt.errors import ProtocolError
-from gt.ir.instr import FIRST, FREE, Define
+from gt.ir.dataflow import places
+from gt.ir.instr import FREE, Define
 from gt.worker.instructions.step import Row, Step, StepTable
 from gt.worker.program.runner import ProgramRunner
 
@@ -31,19 +32,14 @@ class ProgramBackend(Protocol):
 def bind_rows(code: Sequence, steps: StepTable, tensors: dict[int, Any]) -> list[Row]:
     """The instructions of a stream; ProtocolError for a number that was never defined."""
     bound: list[Row] = []
-    at = 0
-    while at < len(code):
+    for at, end in places(code, lambda number: steps[number][1] - 2 if number in steps else 0):
         number = code[at]
         if number == FREE:
-            count = code[at + 2]
-            bound.append((at, _free_step(tuple(code[at + 3 : at + 3 + count]), tensors)))
-            at += 3 + count
-            continue
-        if number < FIRST or number not in steps:
+            bound.append((at, _free_step(tuple(code[at + 3 : end]), tensors)))
+        elif number in steps:
+            bound.append((at, steps[number][0]))
+        else:
             raise ProtocolError(f"instruction {number} of a program was never defined")
-        step, size = steps[number]
-        bound.append((at, step))
-        at += size
     return bound
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Container, Sequence
 from itertools import count
 from typing import Any
 
-from gt.ir.instr import FREE, Define
+from gt.ir.dataflow import Definition, aliases, bytes_alive, instruction, makes, reads
+from gt.ir.instr import Define
 from gt.worker.engine.codegen import bind
 from gt.worker.instructions.step import Row
 from gt.worker.process.memory_budget import PLANNED_BYTES, result_bytes
-from gt.worker.program.liveness import Definition, instruction, made, read
 from gt.worker.program.overlap import group_all_reduces
 from gt.worker.program.partition import runs
 from gt.worker.program.program import Actions
@@ -147,11 +147,11 @@ class SourceWriter:
     def add(self, at: int, lasting: Container[int]) -> None:
         """Write the instruction at a place. lasting: ids that it makes and that outlive the function."""
         code, before = self._code, len(self.lines)
-        if code[at] == FREE:
-            self._free(code[at + 3 : at + 3 + code[at + 2]])
+        define, operands = instruction(code, at, self._generator.definition)
+        if define is None:
+            self._free(operands)
         else:
-            define, operands = instruction(code, at, self._generator.definition)
-            ins, outs = read(define, operands), [i for i, _ in made(define, operands)]
+            ins, outs = reads(define, operands), makes(define, operands)
             for i in ins:
                 if i not in self._local:
                     self.lines.append(f"{self._name(i)} = held[{i:d}]")
@@ -181,31 +181,29 @@ def _lasting(rows: Sequence[Row], code: list, definition: Definition) -> list[se
     found: list[set[int]] = []
     over: set[int] = set()
     for at, _ in reversed(rows):
-        if code[at] == FREE:
-            over.update(code[at + 3 : at + 3 + code[at + 2]])
-            found.append(set())
-        else:
-            outs = {i for i, _ in made(*instruction(code, at, definition))}
-            found.append(outs - over)
-            over |= outs
+        define, operands = instruction(code, at, definition)
+        outs = set() if define is None else set(makes(define, operands))
+        found.append(outs - over)
+        over.update(operands if define is None else outs)
     return found[::-1]
 
 
 def _peak(rows: Sequence[Row], code: list, definition: Definition) -> int:
-    """The most bytes of these rows' results that are alive at once, as far as they are planned."""
-    alive: dict[int, int] = {}
-    now = most = 0
-    for at, _ in rows:
-        if code[at] == FREE:
-            now -= sum(alive.pop(i, 0) for i in code[at + 3 : at + 3 + code[at + 2]])
-            continue
+    """The most bytes alive at once of the results of these rows, as far as their sizes are planned."""
+    born: dict[int, tuple[int, int]] = {}  # id -> its row and bytes
+    lifetimes: list[tuple[int, int | None, int]] = []
+    for n, (at, _) in enumerate(rows):
         define, operands = instruction(code, at, definition)
-        new = [i for i, source in made(define, operands) if source is None]
+        if define is None:
+            lifetimes += [(first, n - 1, nbytes) for first, nbytes in (born.pop(i) for i in operands if i in born)]
+            continue
+        new = [i for i, source in aliases(define, operands) if source is None]
         if new:
-            now += (nbytes := max(result_bytes(define), 0))
-            alive[new[-1]] = nbytes
-            most = max(most, now)
-    return most
+            if new[-1] in born:
+                lifetimes.append((born[new[-1]][0], None, born[new[-1]][1]))
+            born[new[-1]] = n, max(result_bytes(define), 0)
+    lifetimes += [(first, None, nbytes) for first, nbytes in born.values()]
+    return max(0, *bytes_alive(len(rows), lifetimes))
 
 
 def _place(frame: Any, line: int | None) -> int:

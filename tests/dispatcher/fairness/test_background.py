@@ -25,8 +25,8 @@ class Gate:
         self.called = threading.Event()
         self.background = Background(self.called.set)
         self.open, self.inside = threading.Event(), threading.Event()
-        monkeypatch.setattr("gt.dispatcher.programs.programs.early", self._wait)
-        monkeypatch.setattr("gt.dispatcher.programs.deferred._plain", lambda rows: True)
+        monkeypatch.setattr("gt.dispatcher.programs.programs.PASSES", (lambda recording, _: self._wait() or recording,))
+        monkeypatch.setattr("gt.dispatcher.programs.deferred.defines_once", lambda rows: True)
         self.core = Core(pace=Pace(background=self.background))
         self.core.handle(Received(b"w0", hello("worker", info={"name": "w0", "heap_bytes": 1 << 30})))
         for peer in (b"c", b"d"):
@@ -114,7 +114,7 @@ def test_a_fault_in_a_pass_ends_one_session(gate, monkeypatch):
     def fault(*_):
         raise IndexError("of ours")
 
-    monkeypatch.setattr("gt.dispatcher.programs.programs.early", fault)
+    monkeypatch.setattr("gt.dispatcher.programs.programs.PASSES", (fault,))
     record(gate, b"c")
     gate.give(b"c", FinishCapture(1, 0, "", "eager", [], 0, 0, 0))
     gate.turn()
@@ -122,7 +122,7 @@ def test_a_fault_in_a_pass_ends_one_session(gate, monkeypatch):
 
 
 def test_a_recording_that_is_held_back_ends_beside_the_loop(gate, monkeypatch):
-    monkeypatch.setattr("gt.dispatcher.programs.deferred._but_uploads", lambda rows: gate._wait() or [])
+    monkeypatch.setattr("gt.dispatcher.programs.deferred._without_uploads", lambda rows: gate._wait() or [])
     held = [*RECORDED[:10], 1, *RECORDED[11:]]
     gate.give(b"c", Ops(0, [[16, UPLOAD], [17, NEG]], [], [*held, DISCARD, 17, 0, 1, 3]), (bytes(64),))
     gate.core.handle(Turn(0.0))

@@ -10,29 +10,31 @@ import pytest
 from gt.dispatcher.programs import codegen as writing
 from gt.dispatcher.programs.passes import bucket_all_reduces as module
 from gt.dispatcher.programs.recording import Instruction, Recording
-from gt.dispatcher.programs.reorder_check import flow
+from gt.dispatcher.programs.reorder_check import check_no_deadlock
 from gt.ir.instr import FREE, Define
 from gt.ir.spec import contiguous
 from gt.wire.messages import FinishCapture
+from tests.helpers.passes import passed
 
 SPEC = contiguous((8,), "float32").wire()  # 32 bytes
 
 
-def op(number: int, name: str, tensors: int, out: list | None) -> Define:
+def op(number: int, name: str, tensors: int, out: list | None, writes: int = 0) -> Define:
+    """writes: how many of its first tensors it changes in place."""
     outs = [] if out is None else [out]
     payload = {"op": name, "args": [], "kwargs": {}, "tensors": tensors, "values": 0, "outs": outs, "random": None}
-    return Define(number, "op", payload)
+    return Define(number, "op", {**payload, "writes": list(range(writes))})
 
 
 ADD = op(10, "aten.add.Tensor", 2, ["new", SPEC, 0])
-ADD_ = op(11, "aten.add_.Tensor", 2, ["same", SPEC, 0])
+ADD_ = op(11, "aten.add_.Tensor", 2, ["same", SPEC, 0], 1)
 VIEW = op(12, "aten.t.default", 1, ["view", SPEC, 0])
 MARK, PART = 98, 99
 
 
 def listed(number: int, count: int) -> Define:
     """In place on each of so many tensors."""
-    made = op(number, "aten._foreach_add_.Scalar", count, None)
+    made = op(number, "aten._foreach_add_.Scalar", count, None, count)
     made.payload["args"] = [[{"t": n} for n in range(count)], 1]
     return made
 
@@ -122,13 +124,14 @@ def _carry_out(cells: dict, worker: int, row: Instruction) -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_values_are_the_same_and_all_meet(seed: int, own: float, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(module, "BUCKET", rng.choice((1, 64, 1 << 20)))
+    monkeypatch.setattr(module, "MAX_BUCKET_BYTES", rng.choice((1, 64, 1 << 20)))
     workers = rng.choice((2, 3, 4))
     code = programs(rng, workers, 40, own)
     before = {worker: list(rows) for worker, rows in code.items()}
     tape = Recording(0, [], {})
     tape.code.update(code)
-    if not module.early(tape, define):
+    tape, about = passed(tape, module.bucket_all_reduces, define=define)
+    if about.rejected:
         assert own and tape.code == before
         return
     plain = {worker: [row for row in rows if row.define.number != MARK] for worker, rows in tape.code.items()}
@@ -137,7 +140,7 @@ def test_values_are_the_same_and_all_meet(seed: int, own: float, monkeypatch: py
         whole = [row for row in before[worker] if all(row is not other for other in rows)]
         assert len(parts) == 2 * len(whole) <= 2 and len(rows) == len(before[worker]) + len(whole)
         assert sorted(i for row in parts for i in row.operands) == sorted(i for row in whole for i in row.operands)
-    flow(plain)
+    check_no_deadlock(plain)
     assert values(plain) == values(before)
     done = {worker: together(rows) for worker, rows in tape.code.items()}
     for found in done.values():
@@ -157,14 +160,15 @@ def together(rows: list[Instruction]) -> dict[tuple[int, ...], list[list[int]]]:
 
 
 def test_sums_move_up_behind_what_made_their_data_in_groups_of_enough_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BUCKET", 64)
+    monkeypatch.setattr(module, "MAX_BUCKET_BYTES", 64)
     makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(5)]
     sums = [Instruction(10 + n, reduce(20, (0, 1), 0), [10 + n]) for n in (4, 0, 3, 1, 2)]
-    last = Instruction(20, op(13, "aten._foreach_add_.List", 5, None), [10, 11, 12, 13, 14])
+    last = Instruction(20, op(13, "aten._foreach_add_.List", 5, None, 5), [10, 11, 12, 13, 14])
     tape = Recording(0, [], {})
     for worker in (0, 1):
         tape.code[worker] = [*makes, *sums, last]
-    assert module.early(tape, define)
+    tape, about = passed(tape, module.bucket_all_reduces, define=define)
+    assert not about.rejected
     by = {row.operands[0] - 10: row for row in sums}
     order = [f"make {makes.index(r)}" if r in makes else "last" if r is last else r.define.kind for r in tape.code[0]]
     assert order == [
@@ -176,16 +180,17 @@ def test_sums_move_up_behind_what_made_their_data_in_groups_of_enough_bytes(monk
 
 
 def test_the_optimizer_hides_the_last_sums_with_what_does_not_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BUCKET", 32)
+    monkeypatch.setattr(module, "MAX_BUCKET_BYTES", 32)
     makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(3)]
     sums = [Instruction(10 + n, reduce(20, (0, 1), 0), [10 + n]) for n in range(3)]
-    optimizer = op(13, "aten._fused_sgd_.default", 7, None)
+    optimizer = op(13, "aten._fused_sgd_.default", 7, None, 3)
     lists = [[{"t": n} for n in range(3)], [{"t": n} for n in range(3, 6)], []]
     optimizer.payload.update(args=lists, kwargs={"lr": {"v": 1}, "momentum": {"v": 0}, "found_inf": {"t": 6}}, values=2)
     tape = Recording(0, [], {})
     for worker in (0, 1):
         tape.code[worker] = [*makes, *sums, Instruction(20, optimizer, [1, 2, 3, 12, 10, 11, 9, 0.5, 0.25])]
-    assert module.early(tape, define)
+    tape, about = passed(tape, module.bucket_all_reduces, define=define)
+    assert not about.rejected
     *_, last, first, second = tape.code[0]
     assert (last.operands, first.operands, second.operands) == ([12], [2, 3, 10, 11, 9, 0.25, 0.5], [1, 12, 9, 0.25, 0.5])
     assert first.define.payload["args"] == [[{"t": 0}, {"t": 1}], [{"t": 2}, {"t": 3}], []]
@@ -196,14 +201,15 @@ def test_the_optimizer_hides_the_last_sums_with_what_does_not_need_them(monkeypa
 
 def test_an_op_whose_indices_depend_on_each_other_stays_one() -> None:
     """w1 += a; w1 += b; w2 += w1, where b is summed last."""
-    optimizer = op(13, "aten._foreach_add_.List", 6, None)
+    optimizer = op(13, "aten._foreach_add_.List", 6, None, 3)
     optimizer.payload["args"] = [[{"t": n} for n in range(3)], [{"t": n} for n in range(3, 6)]]
     makes = [Instruction(n, ADD, [0, 1, 10 + n]) for n in range(2)]
     last = Instruction(20, optimizer, [1, 1, 2, 10, 11, 1])
     tape = Recording(0, [], {})
     for worker in (0, 1):
         tape.code[worker] = [*makes, Instruction(11, reduce(20, (0, 1), 0), [11]), last]
-    assert module.early(tape, define)
+    tape, about = passed(tape, module.bucket_all_reduces, define=define)
+    assert not about.rejected
     assert tape.code[0][-1] is last
 
 
@@ -216,7 +222,8 @@ def test_sums_that_members_do_not_share_are_not_bucketed() -> None:
         first, second = (Instruction(n, reduce(20, (0, 1), worker), [0 if n == 2 else 1]) for n in (2, 3))
         tape.code[worker] = [first, *([extra] if worker else []), second, after]
     kinds = {w: [r.define.kind for r in rows] for w, rows in tape.code.items()}
-    assert module.early(tape, define)
+    tape, about = passed(tape, module.bucket_all_reduces, define=define)
+    assert not about.rejected
     assert {w: [r.define.kind for r in rows] for w, rows in tape.code.items()} == kinds
 
 
@@ -228,17 +235,17 @@ def test_nothing_is_moved_if_members_would_sum_different_tensors() -> None:
         sums = [Instruction(5 + n, reduce(20, (0, 1), worker), [10 + n]) for n in range(2)]
         tape.code[worker] = [*makes, *([Instruction(4, ADD, [10, 10, 30])] if worker else []), *sums]
     before = {worker: list(rows) for worker, rows in tape.code.items()}
-    assert not module.early(tape, define)
-    assert tape.code == before
+    tape, about = passed(tape, module.bucket_all_reduces, define=define)
+    assert about.rejected and tape.code == before
 
 
 def test_a_bucket_is_in_one_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each definition of a long program is read by itself."""
-    monkeypatch.setattr(writing, "LONGEST", 1)
+    monkeypatch.setattr(writing, "MAX_NUMBERS_PER_DEFINITION", 1)
     sums = [Instruction(n, reduce(20, (0, 1), 0), [n]) for n in range(6)]
     mark = Instruction(0, define("together", {"count": 4}), [])
     rows = [Instruction(0, ADD, [0, 1, 9]), mark, *sums, *(Instruction(7, ADD, [0, n, 10 + n]) for n in range(3))]
-    writer = writing.Writer({}, set(), FinishCapture(0, 0, "", "eager", [], 0, 0, False), {})
+    writer = writing.ProgramWriter({}, set(), FinishCapture(0, 0, "", "eager", [], 0, 0, False))
     writer.write(rows)
     kinds = {row.define.number: row.define for row in rows}
     found = []

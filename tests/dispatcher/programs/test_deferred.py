@@ -16,7 +16,7 @@ from torch import nn
 import gt
 from gt.client import current_session
 from gt.client.trace import recorder
-from gt.dispatcher.programs.deferred import MOST, Later
+from gt.dispatcher.programs.deferred import MAX_PENDING_BATCHES, DeferredRuns
 from gt.errors import CaptureError, OpFailed, SystemFailure
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.gpu.graphs import Graphs
@@ -33,19 +33,19 @@ WHOLE = partial(gt.compile, backend="cudagraphs")
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The outcome of each deferred recording."""
     found: list[str] = []
-    end, let_go = Later.end, Later.let_go
+    end, flush = DeferredRuns.end, DeferredRuns.flush
 
-    def ending(self: Later, tape: Any) -> None:
+    def ending(self: DeferredRuns, tape: Any) -> None:
         found.append("whole" if self._held else "")
         end(self, tape)
 
-    def letting(self: Later) -> None:
+    def letting(self: DeferredRuns) -> None:
         if self._held:
             found.append("as written")
-        let_go(self)
+        flush(self)
 
-    monkeypatch.setattr(Later, "end", ending)
-    monkeypatch.setattr(Later, "let_go", letting)
+    monkeypatch.setattr(DeferredRuns, "end", ending)
+    monkeypatch.setattr(DeferredRuns, "flush", letting)
     return found
 
 
@@ -348,7 +348,7 @@ def test_a_call_that_takes_long_to_record_is_carried_out_whole(connect: Callable
     connect()
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(MOST + 10):
+        for _ in range(MAX_PENDING_BATCHES + 10):
             x = x * 1.001
             current_session.current().flush_stale()  # as the link's thread does every few milliseconds
         return x
@@ -356,7 +356,7 @@ def test_a_call_that_takes_long_to_record_is_carried_out_whole(connect: Callable
     x = torch.rand(5, 3)
     got = WHOLE(step)(x.to("remote")).cpu()
     assert ways == ["whole"]
-    for _ in range(MOST + 10):
+    for _ in range(MAX_PENDING_BATCHES + 10):
         x = x * 1.001
     assert torch.equal(got, x)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
 import torch
 
 import gt
-from gt.dispatcher.programs.passes.hoist_transfers import make_way, turned
+from gt.dispatcher.programs.passes.hoist_transfers import backward_of, hoist_transfers
 from gt.dispatcher.programs.recording import Instruction, Recording
+from gt.dispatcher.programs.reorder_check import CannotReorder, check_same_dataflow
 from gt.ir.instr import Define
 from gt.ir.spec import contiguous
 from tests.dispatcher.programs.test_bucket_all_reduces import op
+from tests.helpers.passes import context
 
 SPEC = contiguous((8,), "float32").wire()
 MADE = op(10, "aten.exp.default", 1, ["new", SPEC, -1])
@@ -23,10 +26,13 @@ GIVEN = Define(13, "send", {"channel": {"peer": 1}, "boxes": []})
 
 def moved(*rows: tuple[Define, list[int], str]) -> list[int]:
     """The old positions of rows of (definition, operands, action), in their new order."""
-    made = [Instruction(n, define, operands) for n, (define, operands, _) in enumerate(rows)]
-    tape = Recording(0, [], {}, names={id(row): name for row, (_, _, name) in zip(made, rows, strict=True) if name})
-    tape.code[0] = made
-    make_way(tape)
+    tape = Recording(0, [], {})
+    tape.code[0] = [Instruction(n, define, operands, action) for n, (define, operands, action) in enumerate(rows)]
+    about = context(graphs=True, schedule={"why": ""})
+    code = hoist_transfers(tape, about).code[0]
+    with contextlib.suppress(CannotReorder):
+        check_same_dataflow(0, tape.code[0], code, {})
+        return [row.seq for row in code]
     return [row.seq for row in tape.code[0]]
 
 
@@ -52,7 +58,7 @@ def test_random_orders_have_the_same_values_and_no_transfer_passes_another() -> 
         alive, rows = [1, 2], []
         name = "1F0"
         for n in range(3, 20):
-            name = rng.choice([name, name, *turned(name), "1F0", "1F1", "0F1"])
+            name = rng.choice([name, name, *backward_of(name), "1F0", "1F1", "0F1"])
             define, action = rng.choice([(MADE, name), (MADE, name), (SUM, name), (TAKEN, ""), (GIVEN, "")])
             read = [] if define is TAKEN else [rng.choice(alive)]
             made = [] if define in (SUM, GIVEN) else [n]
@@ -60,11 +66,11 @@ def test_random_orders_have_the_same_values_and_no_transfer_passes_another() -> 
             rows.append((define, read + made, action))
         order = moved(*rows)
         there = {1, 2}
-        for n in order:  # what it reads is there; make_way looks at what was written by itself
+        for n in order:  # what it reads is there; the verifier looks at what was written
             define, operands, _ = rows[n]
-            reads, makes = Instruction(0, define, operands).ids()
-            assert there.issuperset(reads)
-            there.update(makes)
+            row = Instruction(0, define, operands)
+            assert there.issuperset(row.reads)
+            there.update(row.makes)
         meets = [n for n in order if rows[n][0] is not MADE]
         assert sorted(order) == [*range(len(rows))] and meets == sorted(meets)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gt
-from gt.dispatcher.programs.codegen import Writer
+from gt.dispatcher.programs.codegen import ProgramWriter
 from gt.dispatcher.programs.passes import rematerialize as module
 from gt.dispatcher.programs.passes.rematerialize import Bounds
 from gt.dispatcher.programs.recording import Instruction, Recording
@@ -22,6 +22,7 @@ from gt.ir.instr import FREE, Define
 from gt.ir.spec import contiguous
 from gt.wire.messages import FinishCapture
 from tests.helpers.models import GPT, accumulating
+from tests.helpers.passes import passed
 from tests.helpers.planned import planned
 
 FAR = 1 << 20  # names that are made here
@@ -48,7 +49,7 @@ class Ops:
             tensors = {"t": 1, "native_layer_norm": 1, "_fused_adam_": 1}.get(name, 2)
             overload = "Tensor" if name in ("mul", "add_") else "default"
             payload = {"op": f"aten.{name}.{overload}", "args": [], "kwargs": {}, "tensors": tensors, "values": 0}
-            payload.update(outs=outs, random=None)
+            payload.update(outs=outs, writes=[0] if name.endswith("_") else [], random=None)
             self.made[name, size] = Define(16 + len(self.made), "op", payload)
         return self.made[name, size]
 
@@ -97,7 +98,7 @@ def random_rows(rng: random.Random, ops: Ops, length: int) -> tuple[list[Instruc
 
 def carried_out(rows: list[Instruction], lasting: set[int], homes: Any = ()) -> tuple[dict[int, int], int]:
     """Values of what lasts, and the most bytes that were held of what was made, by the stream that a worker has."""
-    writer = Writer({}, lasting, FinishCapture(0, 0, "", "eager", [], 0, 0, False), {})
+    writer = ProgramWriter({}, lasting, FinishCapture(0, 0, "", "eager", [], 0, 0, False))
     writer.write(rows)
     kinds = {row.define.number: row.define for row in rows}
     code = [number for part in writer.parts for number in part["code"]]
@@ -126,22 +127,29 @@ def carried_out(rows: list[Instruction], lasting: set[int], homes: Any = ()) -> 
     return {i: cells[i][0] for i in lasting if i in cells}, most
 
 
-def lies(worker: int, name: int) -> tuple[tuple[int, ...], int]:
-    return (1024,), 4
+def recomputed(
+    rows: list[Instruction], lasting: set[int], compiled: bool, homes: Any = (), bounds: Bounds = ALL
+) -> tuple[Recording, dict[int, list[int]]]:
+    """The recording of these rows after the pass, and what it says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(module.BOUNDS, 1, bounds)
+        result, about = passed(
+            tape_of(rows), module.rematerialize, recompute=1, lasting=lasting, homes=dict(homes), compiled=compiled
+        )
+    assert not about.rejected
+    return result, about.recomputed
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_random_programs_keep_their_values_and_never_hold_more(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WORTH", 1.0)
+    monkeypatch.setattr(module, "MAX_PEAK_LEFT", 1.0)
     fewer = 0
     for seed in range(400):
         rng = random.Random(seed)
         ops = Ops()
         rows, lasting = random_rows(rng, ops, rng.choice((20, 60, 120)))
         homes = {1: "a", 3: "a"} if rng.random() < 0.3 else {}
-        names = iter(range(FAR, 2 * FAR))
-        tape = tape_of(rows)
-        told = module.recompute(tape, lasting, homes, lies, lambda names=names: next(names), compiled, ALL)
+        tape, told = recomputed(rows, lasting, compiled, homes)
         want, before = carried_out(rows, lasting, homes)
         got, after = carried_out(tape.code[0], lasting, homes)
         assert got == want, seed
@@ -186,8 +194,7 @@ def step_rows(ops: Ops, layers: int, compiled: bool) -> list[Instruction]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_value_that_the_backward_pass_reads_again_is_recomputed(compiled: bool) -> None:
     rows = step_rows(Ops(), 6, compiled)
-    tape, names = tape_of(rows), iter(range(FAR, 2 * FAR))
-    told = module.recompute(tape, {2}, {}, lies, lambda: next(names), compiled, ALL)
+    tape, told = recomputed(rows, {2}, compiled)
     values, before, after = told[0]
     assert values == 5 and before - after == 5 * 4096  # the last layer's is used at the peak
     copies = [row for row in tape.code[0] if row.operands[-1] >= FAR]
@@ -196,24 +203,20 @@ def test_a_value_that_the_backward_pass_reads_again_is_recomputed(compiled: bool
 
 
 def test_segments_for_a_compiler_are_left_as_they_are() -> None:
-    tape = tape_of(step_rows(Ops(), 6, False))
-    assert not module.recompute(tape, {2}, {}, lies, lambda: 0, True, ALL)
+    assert not recomputed(step_rows(Ops(), 6, False), {2}, True)[1]
 
 
 @pytest.mark.parametrize(("gain", "values"), [(0.1, 5), (100.0, 0)])
 def test_a_recomputed_value_saves_more_than_it_costs(gain: float, values: int) -> None:
     """Here a 25th of the step's time for a 13th of its peak."""
-    names = iter(range(FAR, 2 * FAR))
-    told = module.recompute(tape_of(step_rows(Ops(), 6, False)), {2}, {}, lies, lambda: next(names), False, Bounds(0.5, gain))
+    _, told = recomputed(step_rows(Ops(), 6, False), {2}, False, bounds=Bounds(0.5, gain))
     assert (told[0][0] if told else 0) == values
 
 
 def test_no_more_is_made_again_than_a_part_of_the_step() -> None:
     found = []
     for share in (0.0, 0.05, 0.5):
-        names = iter(range(FAR, 2 * FAR))
-        tape, bounds = tape_of(step_rows(Ops(), 6, False)), Bounds(share, 0.0)
-        told = module.recompute(tape, {2}, {}, lies, lambda names=names: next(names), False, bounds)
+        _, told = recomputed(step_rows(Ops(), 6, False), {2}, False, bounds=Bounds(share, 0.0))
         found.append(told[0][0] if told else 0)
     assert found[0] == 0 < found[1] < found[2]
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 import gt
 from gt.dispatcher import schedule
 from gt.dispatcher.events import Received, Send
-from gt.dispatcher.programs.passes.stage_costs import price
-from gt.dispatcher.programs.passes.stages import Key, ScheduledInstruction, bases
+from gt.dispatcher.programs.passes.stage_costs import time_instructions
+from gt.dispatcher.programs.passes.stages import Key, ScheduledInstruction
 from gt.dispatcher.programs.recording import Instruction
 from gt.dispatcher.schedule import Costs
 from gt.dispatcher.schedule.balance import balance, said
+from gt.ir.dataflow import accesses
 from gt.ir.instr import Define
 from gt.ir.schedules import asked, size
 from gt.ir.spec import contiguous
@@ -304,7 +305,7 @@ def test_step_counts_lie_with_what_they_count_for(config: str) -> None:
 
 def row(name: str, reads: list[int], made: int, kind: str = "new") -> Instruction:
     """An op on tensors of 8 x 8 floats: 256 bytes."""
-    payload = {"op": name, "args": [], "kwargs": {}, "tensors": len(reads), "values": 0, "random": None}
+    payload = {"op": name, "args": [], "kwargs": {}, "tensors": len(reads), "values": 0, "writes": [], "random": None}
     out = [kind, contiguous((8, 8), "float32").wire(), 0]
     return Instruction(0, Define(100 + made, "op", {**payload, "outs": [out]}), [*reads, made])
 
@@ -325,11 +326,12 @@ def test_what_ops_that_are_one_give_each_other_costs_nothing() -> None:
         (backward, row("aten.mul.Tensor", [14, 16], 17)),  # a view of 13, made by another action
         (backward, row("aten.mm.default", [17, 2], 18)),
     ]
-    made = {0: [ScheduledInstruction(row, n, None, key) for n, (key, row) in enumerate(parts)]}  # type: ignore[arg-type]
+    memory = accesses([row for _, row in parts])
+    rows = [ScheduledInstruction(row, n, None, key, memory=memory[n]) for n, (key, row) in enumerate(parts)]  # type: ignore[arg-type]
     lies = lambda worker, tensor: ((8, 8), 4)  # noqa: E731
-    plain = price(made, {}, lies).seconds
-    found = price(made, {}, lies, {0: bases(made[0])}).seconds
-    left = [found[id(part)] / plain[id(part)] if plain[id(part)] else 1.0 for part in made[0]]
+    plain = time_instructions({0: rows}, {}, lies).seconds
+    fused = time_instructions({0: rows}, {}, lies, fuses=True).seconds
+    left = [fused[part] / plain[part] if plain[part] else 1.0 for part in rows]
     assert left == pytest.approx([1 / 2, 1 / 3, 1, 1, 1, 1, 1 / 2, 1 / 2, 2 / 3, 1])
 
 

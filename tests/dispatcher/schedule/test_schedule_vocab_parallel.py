@@ -17,6 +17,9 @@ from torch.nn import functional as F
 
 import gt
 from gt.dispatcher.programs import programs
+from gt.dispatcher.programs.pass_manager import run_passes
+from gt.dispatcher.programs.passes.context import PassContext
+from gt.dispatcher.programs.passes.pipeline import apply_schedule
 from gt.dispatcher.programs.recording import Recording
 from gt.dispatcher.schedule import Costs, ScheduleRequest, check, make, parse, simulate
 from gt.dispatcher.schedule.placement import spread
@@ -207,17 +210,17 @@ def test_whatever_stages_cost_their_workers_meet(
 ) -> None:
     """Collectives of what several workers do are at one time on all of them, with a message before or behind it."""
     rng, said = random.Random(0), []
-    arrange = programs.arrange
 
-    def often(tape: Recording, text: str, times: dict[int, float], *rest: Any) -> dict:
+    def often(tape: Recording, context: PassContext) -> Recording:
         numbers = sorted({row.define.number for rows in tape.code.values() for row in rows})
         for n in range(24):
-            drawn = {number: times.get(number, 1e-5) * 10 ** rng.uniform(-0.5, 0.5) for number in numbers}
-            copy = replace(tape, code=dict(tape.code), names={})
-            said.append(arrange(copy, NAMES[n % len(NAMES)], drawn, *rest)["why"])
-        return arrange(tape, text, times, *rest)
+            drawn = {number: context.times.get(number, 1e-5) * 10 ** rng.uniform(-0.5, 0.5) for number in numbers}
+            other = replace(context, asked=NAMES[n % len(NAMES)], times=drawn)
+            run_passes(tape, other, (apply_schedule,))
+            said.append(other.schedule["why"])
+        return apply_schedule(tape, context)
 
     connected(p)
-    monkeypatch.setattr(programs, "arrange", often)
+    monkeypatch.setattr(programs, "PASSES", (often,))
     losses(groups, "auto")
     assert len(said) >= 24 and not any(said), said

@@ -14,11 +14,11 @@ from gt.client.trace import recorder
 from gt.dispatcher.events import PeerLost, Received, Send
 from gt.dispatcher.planning import redistributor
 from gt.dispatcher.state import validate
+from gt.ir.dataflow import makes
 from gt.ir.instr import FIRST, FORGET, Define
 from gt.wire.link import hello
 from gt.wire.messages import AHEAD, CHUNK, Ack, Done, Exit, Fetch, Ops, Piece, Run, UploadProgress, Value, WindowUpdate
 from gt.worker.downloads import Downloads
-from gt.worker.program.liveness import made
 from tests.dispatcher.fairness.test_run_queue import ONES
 from tests.helpers.core_bench import CoreBench
 from tests.helpers.planned import planned
@@ -77,7 +77,7 @@ def test_large_values_that_end_are_freed_before_the_next_is_made(recording):
                     continue
                 define = defines[code[at]]
                 end = at + 2 + define.operands
-                live |= {i for i, _ in made(define, code[at + 2 : end])}
+                live.update(makes(define, code[at + 2 : end]))
                 most, at = max(most, len(live)), end
         assert len(defines) >= 4 and most <= 8, "of 20 times 4"
 

@@ -361,10 +361,10 @@ def test_steps_on_two_workers(config: str, schedule: str | None, optimizer: Call
 @pytest.mark.usefixtures("graphs", "plain_threads")
 def test_a_data_parallel_step_is_the_same_with_its_optimizer_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """On parameters whose gradients are summed, and on those whose are not yet."""
-    monkeypatch.setattr(bucket_all_reduces, "BUCKET", 1 << 14)
+    monkeypatch.setattr(bucket_all_reduces, "MAX_BUCKET_BYTES", 1 << 14)
     counts: list[int] = []
-    two = bucket_all_reduces._two
-    monkeypatch.setattr(bucket_all_reduces, "_two", lambda *args: (rows := list(two(*args)), counts.append(len(rows)))[0])
+    two = bucket_all_reduces._split_list_op
+    monkeypatch.setattr(bucket_all_reduces, "_split_list_op", lambda *args: (rows := list(two(*args)), counts.append(len(rows)))[0])
     with serving(2, backend="torch") as server:
         gt.connect(server.address, config=str(CONFIGS / "dp2.yaml"))
         try:

@@ -10,27 +10,27 @@ from typing import Any
 
 import pytest
 
+from gt.ir.dataflow import summarize
 from gt.ir.instr import FREE, Define
 from gt.worker.instructions.step import Row
-from gt.worker.program.liveness import lives
 from gt.worker.program.overlap import ON_SIDE_STREAM, RecordedProgram, group_all_reduces, overlap_transfers
 
 TEAM = {"id": 0, "workers": [0, 1], "rank": 0, "offset": 0, "bytes": 64}
 DTYPE = {"shape": [1], "dtype": "float32"}
 
 
-def op(number: int, name: str, tensors: int, outs: list) -> Define:
+def op(number: int, name: str, tensors: int, outs: list, *writes: int) -> Define:
     payload = {"op": name, "args": [], "kwargs": {}, "tensors": tensors, "values": 0, "outs": outs, "random": None}
-    return Define(number, "op", payload)
+    return Define(number, "op", {**payload, "writes": list(writes)})
 
 
 DEFINES = {
     define.number: define
     for define in (
-        op(10, "aten.add.Tensor", 2, [["new", None, 0]]),
-        op(11, "aten.add_.Tensor", 2, [["same", None, 0]]),
-        op(12, "aten.t.default", 1, [["view", None, 0]]),
-        op(13, "aten._foreach_add_.List", 3, []),
+        op(50, "aten.add.Tensor", 2, [["new", None, 0]]),
+        op(51, "aten.add_.Tensor", 2, [["same", None, 0]], 0),
+        op(52, "aten.t.default", 1, [["view", None, 0]]),
+        op(53, "aten._foreach_add_.List", 3, [], 0, 1, 2),
         Define(20, "send", {"channel": {}, "boxes": []}),
         Define(21, "all_reduce", {"team": TEAM, "op": "sum"}),
         Define(22, "all_gather", {"team": TEAM, "boxes": [], **DTYPE}),
@@ -100,7 +100,7 @@ def test_an_instruction_waits_for_transfers_of_its_tensors(seed: int) -> None:
     for mark in sorted(marks):
         at = rng.randrange(len(folded))
         folded.insert(at, (folded[at][0], mark))  # type: ignore[arg-type]
-    alive = lives(code, DEFINES.get)
+    alive = summarize(code, DEFINES.get).sets
 
     def inside(row: Row) -> list[Row]:
         return [] if row[1] in marks else segments.get(row[0], [row])
@@ -134,26 +134,26 @@ def test_an_instruction_waits_for_transfers_of_its_tensors(seed: int) -> None:
                 assert define.number not in DIRECT - {30}
                 operands = code[place + 2 : place + 2 + define.operands]
                 assert not writes.intersection(operands)
-                changed = operands[:1] if define.number in (11, 24) else operands if define.number == 13 else []
+                changed = operands[:1] if define.number in (51, 24) else operands if define.number == 53 else []
                 assert not reads.intersection(changed)
     assert not any(map(any, under_way))  # whatever ends the recording has waited
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_views_from_an_earlier_definition_of_a_long_program_wait_too(before: bool) -> None:
-    code = [*([] if before else [10, 0, 2, 3, 1]), 21, 0, 1, 10, 0, 2, 3, 4]  # 2 may be a view of 1 if 1 is not made here
+    code = [*([] if before else [50, 0, 2, 3, 1]), 21, 0, 1, 50, 0, 2, 3, 4]  # 2 may be a view of 1 if 1 is not made here
     places = [0, 3] if before else [0, 5, 8]
     rows = [(at, f"step {at}") for at in places]
-    program = RecordedProgram(code, DEFINES.get, lives(code, DEFINES.get), DIRECT, lambda row: [row])
+    program = RecordedProgram(code, DEFINES.get, summarize(code, DEFINES.get).sets, DIRECT, lambda row: [row])
     found = overlap_transfers(rows, program, Other())  # type: ignore[arg-type]
     assert found.index((places[-1], ("join", 1))) == len(found) - (2 if before else 1)  # type: ignore[arg-type]
 
 
 def test_a_reader_of_an_earlier_transfer_does_not_wait_for_a_later_one() -> None:
     """An optimizer's first part runs while the last gradients are summed."""
-    code = [10, 0, 2, 3, 50, 10, 0, 2, 3, 51, 21, 0, 50, 21, 0, 51, 10, 0, 2, 50, 52, 10, 0, 2, 51, 53]
+    code = [50, 0, 2, 3, 60, 50, 0, 2, 3, 61, 21, 0, 60, 21, 0, 61, 50, 0, 2, 60, 62, 50, 0, 2, 61, 63]
     rows = [(at, f"step {at}") for at in (0, 5, 10, 13, 16, 21)]
-    program = RecordedProgram(code, DEFINES.get, lives(code, DEFINES.get), DIRECT, lambda row: [row])
+    program = RecordedProgram(code, DEFINES.get, summarize(code, DEFINES.get).sets, DIRECT, lambda row: [row])
     found = overlap_transfers(rows, program, Other())  # type: ignore[arg-type]
     assert [step if type(step) is str else step[:2] for _, step in found] == [
         *("step 0", "step 5", ("aside", "step 10"), ("aside", "step 13")),
@@ -162,7 +162,7 @@ def test_a_reader_of_an_earlier_transfer_does_not_wait_for_a_later_one() -> None
 
 
 def test_operands_of_instructions_run_together_are_freed_afterwards() -> None:
-    code = [40, 0, 21, 0, 7, FREE, 0, 1, 7, 21, 0, 8, FREE, 0, 1, 8, 10, 0, 1, 2, 3]
+    code = [40, 0, 21, 0, 7, FREE, 0, 1, 7, 21, 0, 8, FREE, 0, 1, 8, 50, 0, 1, 2, 3]
     log: list[Any] = []
     rows = [(at, lambda code, place: log.append(place - 2)) for at in (0, 2, 5, 9, 12, 16)]
 
@@ -206,7 +206,7 @@ def _memory(code: list, rows: list[Row]) -> dict[int, set[int]]:
         operands = code[at + 2 : at + 2 + define.operands]
         for tensor in operands:
             groups.setdefault(tensor, {tensor})
-        if define.number in (12, 31):
+        if define.number in (52, 31):
             both = groups[operands[0]] | groups[operands[1]]
             for tensor in both:
                 groups[tensor] = both

@@ -1,92 +1,90 @@
-"""Gradients of a recorded step are reduced as soon as they are complete, several at a time, so that what follows hides it.
+"""The pass that reduces gradients in buckets, as soon as they are complete, so that the rest of the backward pass hides it.
 
-Where the step asked for a sum is where the sum was first needed: behind the whole backward pass, one after the other. A worker
-does transfers beside what it computes (gt.worker.program.overlap), so each moves up behind what made its data. They wait for
-one another until there are enough bytes, since a reduction costs much by itself and cuts what is compiled in two. Behind the
-last ones there is nothing but the optimizer: what it does with other gradients hides them.
+A step asks for a sum where it first needs it: behind the whole backward pass, one after the other. A worker overlaps transfers
+with compute (gt.worker.program.overlap), so each all-reduce moves up behind the last instruction that touches its tensor.
+Several wait for one another until there are MAX_BUCKET_BYTES, since a small reduction costs much by itself and ends a compiled
+region. This is gradient bucketing as in DistributedDataParallel (Li et al., PyTorch Distributed, VLDB 2020). Behind the last
+bucket there is only the optimizer: it is split, so that its step on other gradients hides the bucket.
+
+Example, one team, with room for both gradients in a bucket:
+
+    before:  g1 = mm ...; g0 = mm ...; h = mm ...; all_reduce g0; all_reduce g1; _fused_adamw_ [w0, w1] [g0, g1]
+    after:   g1 = mm ...; g0 = mm ...; together 2; all_reduce g0; all_reduce g1; h = mm ...; _fused_adamw_ ...
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
-from gt.dispatcher.programs.recording import Instruction, Recording
-from gt.dispatcher.programs.reorder_check import Unfit, check, flow, viewed
-from gt.ir.instr import Define
+from gt.dispatcher.programs.passes.context import MakeDefinition, PassContext
+from gt.dispatcher.programs.recording import Code, Instruction, Recording
+from gt.ir.dataflow import accesses
 from gt.ir.spec import Spec
 from gt.ir.template import Chosen, T, from_wire, to_wire
 
-BUCKET = 12 << 20  # bytes that are reduced together
+MAX_BUCKET_BYTES = 12 << 20  # reduced together
+
+LIST_OPS = ("aten._fused_", "aten._foreach_")  # ops that do the same to each tensor of a list
 
 
-LISTS = ("aten._fused_", "aten._foreach_")  # ops that do the same to each tensor of a list
-
-Adding = Callable[[str, dict], Define]  # a definition of a kind with this payload, which the workers are told of
-
-
-def early(tape: Recording, define: Adding) -> bool:
-    """Move the all-reduces of a tape up; whether that gives the same values and all workers still meet, or nothing is done."""
-    ops = {row.seq: row for row in tape.journal}
-    code = {worker: list(_moved(rows)) for worker, rows in tape.code.items()}
-    try:
-        for worker, rows in tape.code.items():
-            check(worker, rows, code[worker], ops)
-        flow(code)
-    except Unfit:
-        return False
-    code = {worker: _parted(rows, define) for worker, rows in code.items()}
-    tape.code.update(code)
+def bucket_all_reduces(recording: Recording, context: PassContext) -> Recording:
+    """The recording with its all-reduces moved up and in buckets, unless a schedule has placed them."""
+    if context.scheduled or not any(_team(row) for rows in recording.code.values() for row in rows):
+        return recording
+    moved: Code = {worker: list(_moved(rows)) for worker, rows in recording.code.items()}
+    code = {worker: _with_optimizer_split(rows, context.define) for worker, rows in moved.items()}
     runs = {worker: _runs(rows) for worker, rows in code.items()}
-    if all(runs[worker][team] == runs[one][team] for worker in runs for team in runs[worker] for one in team if one in runs):
-        tape.code.update({worker: list(_marked(rows, define)) for worker, rows in code.items()})
-    return True
+    if all(runs[worker][team] == runs[peer][team] for worker in runs for team in runs[worker] for peer in team if peer in runs):
+        code = {worker: list(_marked(rows, context.define)) for worker, rows in code.items()}
+    return replace(recording, code=code)
 
 
 def _team(row: Instruction) -> tuple[int, ...]:
-    return tuple(row.define.payload["team"]["workers"]) if row.define.kind == "all_reduce" else ()
+    return tuple(row.define.payload["team"]["workers"]) if row.kind == "all_reduce" else ()
 
 
 def _runs(rows: Sequence[Instruction]) -> dict[tuple[int, ...], list[int]]:
-    """Of each team: how many all-reduces stand side by side, each time. What members do together has to be the same."""
-    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    """By team, the lengths of its runs of all-reduces, in order. They have to be the same for all members of a bucket."""
+    lengths: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for team, group in groupby(rows, key=_team):
         if team:
-            found[team].append(len(list(group)))
-    return found
+            lengths[team].append(len(list(group)))
+    return lengths
 
 
-def _marked(rows: Sequence[Instruction], define: Adding) -> Iterator[Instruction]:
+def _marked(rows: Sequence[Instruction], define: MakeDefinition) -> Iterator[Instruction]:
     for team, group in groupby(rows, key=_team):
-        some = list(group)
-        if team and len(some) > 1:
-            yield Instruction(some[0].seq, define("together", {"count": len(some)}), [])
-        yield from some
+        run = list(group)
+        if team and len(run) > 1:
+            yield Instruction(run[0].seq, define("together", {"count": len(run)}), [])
+        yield from run
 
 
-def _parted(rows: Sequence[Instruction], define: Adding) -> list[Instruction]:
-    """Rows, an op on lists that is the first to need what is reduced last as two: on what does not need that, and the rest."""
-    memory = _memory(rows)
+def _with_optimizer_split(rows: Sequence[Instruction], define: MakeDefinition) -> list[Instruction]:
+    """Rows, with the list op that first needs the last bucket as two ops: over the tensors that do not, and the rest."""
+    memory = _touched_memory(rows)
     late: set[int] = set()
     last = -1
     for n, row in enumerate(rows):
-        if row.define.kind == "all_reduce":
+        if row.kind == "all_reduce":
             late = {*memory[n]} | (late if n == last + 1 else set())
             last = n
     at = next((n for n in range(last + 1, len(rows)) if not late.isdisjoint(memory[n])), None)
     if at is None:
         return [*rows]
-    return [*rows[:at], *_two(rows[at], memory[at], late, define), *rows[at + 1 :]]
+    return [*rows[:at], *_split_list_op(rows[at], memory[at], late, define), *rows[at + 1 :]]
 
 
-def _two(row: Instruction, memory: Sequence[int], late: set[int], define: Adding) -> Iterator[Instruction]:
-    """An op on lists over the indices of which nothing is late, and then over the others, if no index touches what is of both.
+def _split_list_op(row: Instruction, memory: Sequence[int], late: set[int], define: MakeDefinition) -> Iterator[Instruction]:
+    """A list op over the indices without late memory, then over the others, if no index touches memory of both.
 
-    memory: of its tensors; late: what is there late.
+    memory: of its tensors; late: memory that is complete late.
     """
-    payload, operands = row.define.payload, row.operands
-    args = from_wire(payload["args"]) if row.define.kind == "op" and payload["op"].startswith(LISTS) else []
+    payload = row.define.payload
+    args = from_wire(payload["args"]) if row.kind == "op" and payload["op"].startswith(LIST_OPS) else []
     count = len(args[0]) if args and isinstance(args[0], list) else 0
     if not count or payload["outs"]:
         yield row
@@ -95,96 +93,88 @@ def _two(row: Instruction, memory: Sequence[int], late: set[int], define: Adding
     whole = Chosen(range(count), count)
     columns = [arg for arg in (*args, *kwargs.values()) if whole.cuts(arg)]
     touched = [{memory[column[i].index] for column in columns if isinstance(column[i], T)} for i in range(count)]
-    waits = [not late.isdisjoint(some) for some in touched]
-    parts = [set().union(*(some for some, last in zip(touched, waits, strict=True) if last == part)) for part in (False, True)]
+    waits = [not late.isdisjoint(used) for used in touched]
+    parts = [set().union(*(used for used, last in zip(touched, waits, strict=True) if last == part)) for part in (False, True)]
     beside = set(range(payload["tensors"])).difference(hole.index for arg in columns for hole in arg if isinstance(hole, T))
     if not parts[0] or not parts[1] or not parts[0].isdisjoint(parts[1]) or any(memory[i] in late for i in beside):
         yield row
         return
     for last in (False, True):
-        chosen = Chosen([i for i in range(count) if waits[i] == last], count)
-        part = {**payload, "args": [to_wire(chosen(arg)) for arg in args]}
-        part["kwargs"] = {name: to_wire(chosen(arg)) for name, arg in kwargs.items()}
-        part["tensors"], part["values"] = len(chosen.ins), len(chosen.values)
-        taken = [*chosen.ins, *(payload["tensors"] + i for i in chosen.values)]
-        yield Instruction(row.seq, define("op", part), [operands[i] for i in taken])
+        yield _over(row, Chosen([i for i in range(count) if waits[i] == last], count), args, kwargs, define)
+
+
+def _over(row: Instruction, chosen: Chosen, args: list, kwargs: dict, define: MakeDefinition) -> Instruction:
+    """The list op of a row over the chosen indices of its lists."""
+    payload, operands = row.define.payload, row.operands
+    part = {**payload, "args": [to_wire(chosen(arg)) for arg in args]}
+    part["kwargs"] = {name: to_wire(chosen(arg)) for name, arg in kwargs.items()}
+    part["tensors"], part["values"] = len(chosen.ins), len(chosen.values)
+    part["writes"] = [n for n, i in enumerate(chosen.ins) if i in payload["writes"]]
+    taken = [*chosen.ins, *(payload["tensors"] + i for i in chosen.values)]
+    return Instruction(row.seq, define("op", part), [operands[i] for i in taken], row.action, row)
 
 
 def _moved(rows: Sequence[Instruction]) -> Iterator[Instruction]:
     """Rows, each all-reduce behind the last that touches its tensor, or a little later with others."""
-    memory = _memory(rows)
-    ready, size = _ready(rows, memory)
+    memory = _touched_memory(rows)
+    ready, nbytes = _ready(rows, memory)
     waiting: list[Instruction] = []
     held: set[int] = set()  # memory of those
-    nbytes = 0
+    bucket = 0  # bytes of those
     for n, row in enumerate(rows):
-        if row.define.kind != "all_reduce":
+        if row.kind != "all_reduce":
             if not held.isdisjoint(memory[n]):
-                yield from _together(waiting, held)
-                nbytes = 0
+                yield from _released(waiting, held)
+                bucket = 0
             yield row
-        for one in ready.get(n, ()):
-            number, more = size[id(one)]
+        for number in ready.get(n, ()):
             if not held.isdisjoint(memory[number]):  # a sum of sums
-                yield from _together(waiting, held)
-                nbytes = 0
-            waiting.append(one)
+                yield from _released(waiting, held)
+                bucket = 0
+            waiting.append(rows[number])
             held.update(memory[number])
-            nbytes += more
-        if nbytes >= BUCKET:
-            yield from _together(waiting, held)
-            nbytes = 0
-    yield from _together(waiting, held)
+            bucket += nbytes[number]
+        if bucket >= MAX_BUCKET_BYTES:
+            yield from _released(waiting, held)
+            bucket = 0
+    yield from _released(waiting, held)
 
 
-def _together(waiting: list[Instruction], held: set[int]) -> list[Instruction]:
-    """Those of one team side by side; none waits any longer."""
-    found = sorted(waiting, key=_team)
+def _released(waiting: list[Instruction], held: set[int]) -> list[Instruction]:
+    """The waiting rows, those of one team side by side; none waits any longer."""
+    released = sorted(waiting, key=_team)
     waiting.clear()
     held.clear()
-    return found
+    return released
 
 
-def _memory(rows: Sequence[Instruction]) -> list[list[int]]:
+def _touched_memory(rows: Sequence[Instruction]) -> list[list[int]]:
     """The memory that each row touches: of each tensor that it reads or makes."""
-    where: dict[int, int] = {}
-    found = []
-    for n, row in enumerate(rows):
-        reads, makes = row.ids()
-        views = viewed(row)
-        touched = [where.get(i, i) for i in reads]
-        for k, i in enumerate(makes):
-            where[i] = where.get(reads[views[k]], reads[views[k]]) if k in views else -1 - (n << 6) - k
-            touched.append(where[i])
-        found.append(touched)
-    return found
+    return [[*access.reads, *access.makes] for access in accesses(rows)]
 
 
-def _ready(
-    rows: Sequence[Instruction], memory: Sequence[list[int]]
-) -> tuple[dict[int, list[Instruction]], dict[int, tuple[int, int]]]:
-    """By the number of a row: the all-reduces that may follow it. Of each of these, by identity: its own number, and bytes."""
+def _ready(rows: Sequence[Instruction], memory: Sequence[list[int]]) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """By row, the all-reduces that may follow it; by all-reduce, its bytes. All are numbers of rows."""
     last: dict[int, int] = {}  # memory -> the row that touched it last
-    made: dict[int, Spec] = {}
-    found: dict[int, list[Instruction]] = defaultdict(list)
-    size: dict[int, tuple[int, int]] = {}
+    specs: dict[int, Spec] = {}
+    ready: dict[int, list[int]] = defaultdict(list)
+    nbytes: dict[int, int] = {}
     for n, row in enumerate(rows):
-        if row.define.kind == "all_reduce":
-            spec = made.get(row.operands[0])
-            size[id(row)] = n, 0 if spec is None else spec.nbytes
-            found[max((last.get(i, -1) for i in memory[n]), default=-1)].append(row)
-            last.update(dict.fromkeys(memory[n], n))
-            continue
+        if row.kind == "all_reduce":
+            spec = specs.get(row.operands[0])
+            nbytes[n] = 0 if spec is None else spec.nbytes
+            ready[max((last.get(i, -1) for i in memory[n]), default=-1)].append(n)
+        else:
+            specs.update(_specs(row))
         last.update(dict.fromkeys(memory[n], n))
-        made.update(_made(row))
-    found[0] = found.pop(-1, []) + found[0]  # of what was there before
-    return found, size
+    ready[0] = ready.pop(-1, []) + ready[0]  # of tensors from before
+    return ready, nbytes
 
 
-def _made(row: Instruction) -> Iterator[tuple[int, Spec]]:
-    if row.define.kind != "op":
+def _specs(row: Instruction) -> Iterator[tuple[int, Spec]]:
+    if row.kind != "op":
         return
     outs = [out for out in row.define.payload["outs"] if out[0] in ("new", "view")]
-    for i, out in zip(row.ids()[1], outs, strict=True):
+    for i, out in zip(row.makes, outs, strict=True):
         if out[1] is not None:
             yield i, Spec.from_wire(out[1])

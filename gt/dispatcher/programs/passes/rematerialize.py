@@ -1,84 +1,79 @@
-"""Values that are cheap to make are made again where they are next needed, if keeping them until then sets the peak of memory.
+"""The pass that computes cheap values again where they are next needed, if keeping them sets the peak of memory.
 
-GELU's and layer norm's outputs, casts: autograd keeps them for the backward pass beside what they are made of. Each is freed
-after its last use before the peak and made anew, by the same op on the same values, right before its next. Only what lowers the
-peak is made again, and no more than a small part of the step's work.
+Autograd keeps the outputs of GELU, layer norm and casts for the backward pass, beside their inputs. Each is freed after its
+last use before the peak, and computed again by the same op on the same values right before its next use. Only values that
+lower the peak are recomputed, within a small part of the step's work. This is rematerialization as in register allocation
+(Briggs et al. 1992), and selective activation recomputation as in training (Chen et al. 2016; Korthikanti et al. 2022).
+
+Example, where %2 is freed over the peak at `softmax`:
+
+    before:  %1 = mm; %2 = gelu %1; %3 = mm %2; %4 = softmax %3; ...; %9 = mm_backward %8 %2
+    after:   %1 = mm; %2 = gelu %1; %3 = mm %2; FREE %2; %4 = softmax %3; ...; %70 = gelu %1; %9 = mm_backward %8 %70
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from gt.dispatcher.programs.liveness import Liveness, memory
-from gt.dispatcher.programs.passes.stage_costs import Lies
-from gt.dispatcher.programs.recording import Instruction, Recording
-from gt.dispatcher.programs.reorder_check import written
+from gt.dispatcher.programs.passes.context import PassContext
+from gt.dispatcher.programs.passes.stage_costs import costs_of_rows
+from gt.dispatcher.programs.recording import Code, Instruction, Recording
 from gt.dispatcher.state.failures import Planned
+from gt.ir.dataflow import Liveness, liveness
 from gt.ir.ops import GT_OPS, RANDOM
 
-WORTH = 0.98  # of the peak: less is not worth the time
-SMALL = 4096  # a value that is a smaller part of the peak is kept
-MOST = 2048  # values that are looked at
-DEEP = 6  # ops that are done again for one value
-FAR = 400  # ops that are compiled as one at most
-# Beside pointwise ops, with what they take in a compiled step, in parts of nominal time: a norm is a pass of its own, that what
-# reads it cannot be one with (on an H200 32 us for 50 MB; a GELU that its backward pass is fused with, 19 us for 200 MB)
-CHEAP = {
+MAX_PEAK_LEFT = 0.98  # of the peak: a smaller gain is not worth the time
+LEAST_SHARE_OF_PEAK = 4096  # a value of less than 1/4096 of the peak is kept
+MAX_CANDIDATES = 2048  # values
+MAX_CHAIN_OPS = 6  # computed again for one value
+MAX_FUSED_OPS = 400  # compiled as one region at most
+# Beside pointwise ops, with their cost in a compiled step, in parts of nominal time: a norm is a pass over memory of its own,
+# which its readers do not fuse with (on an H200 32 us for 50 MB; a GELU that its backward pass is fused with, 19 us for 200 MB)
+RECOMPUTABLE = {
     "aten._to_copy.default": 1.0,
     **dict.fromkeys(("aten.native_layer_norm.default", "aten.native_group_norm.default", "aten._fused_rms_norm.default"), 3.0),
 }
 
 
-def recompute(
-    tape: Recording,
-    lasting: Iterable[int],
-    homes: Mapping[int, object],
-    lies: Lies,
-    fresh: Callable[[], int],
-    compiled: bool,
-    bounds: Bounds,
-) -> dict[int, list[int]]:
-    """Change the rows of a tape; by worker: how many values are made again, bytes at most before, and then.
+def rematerialize(recording: Recording, context: PassContext) -> Recording:
+    """The recording with cheap values recomputed. context.recomputed: by worker their number, and the peaks before and after.
 
-    lasting: ids that are there afterwards. homes: by what tensors from before share memory. fresh: a new id. compiled: whether
-    what lies between two things that only an instruction does is a compiler's to order. bounds: of what it may cost.
+    A worker whose peak does not get much lower keeps its rows.
     """
-    ops, told = {row.seq: row for row in tape.journal}, {}
-    for worker, code in tape.code.items():
-        rows = [row for row in code if row.define.kind != "upload"]  # constants: they are there before a replay
-        found = memory(worker, rows, ops, lasting, homes, lies)
-        before = int(found.alive.max(initial=0))
-        plan = Rematerialization(rows, ops, found, compiled, bounds)
+    if not context.recompute:
+        return recording
+    ops = {row.seq: row for row in recording.journal}
+    changed: Code = {}
+    for worker, code in recording.code.items():
+        uploads = [row for row in code if row.kind == "upload"]  # constants: they are alive before a replay
+        rows = [row for row in code if row.kind != "upload"]
+        seconds, alive = _lifetimes(worker, rows, context)
+        before = max(alive.alive, default=0)
+        plan = Rematerializer(rows, ops, alive, seconds, context.compiled, BOUNDS[context.recompute])
         plan.choose()
-        pairs = list(plan.written(fresh)) if plan.gaps else []
-        new = [row for row, _ in pairs]
-        after = int(memory(worker, new, ops, lasting, homes, lies).alive.max()) if new else before
-        if after < WORTH * before:
-            _name(pairs, tape.names)
-            tape.code[worker] = [row for row in code if row.define.kind == "upload"] + new
-            told[worker] = [len(plan.gaps), before, after]
-    return told
+        new = list(plan.rewritten(context.fresh)) if plan.gaps else []
+        after = max(_lifetimes(worker, new, context)[1].alive) if new else before
+        if after < MAX_PEAK_LEFT * before:
+            changed[worker] = uploads + new
+            context.recomputed[worker] = [len(plan.gaps), before, after]
+    return replace(recording, code={**recording.code, **changed}) if changed else recording
 
 
-def _name(pairs: Iterable[tuple[Instruction, Instruction]], names: dict[int, str]) -> None:
-    """Rows belong to the action of those that they stand for, or come before."""
-    for row, old in pairs:
-        name = names.get(id(old))
-        if name is None:
-            names.pop(id(row), None)  # of a row that is gone and lay where this does
-        else:
-            names[id(row)] = name
+def _lifetimes(worker: int, rows: Sequence[Instruction], context: PassContext) -> tuple[list[float], Liveness]:
+    """Nominal seconds of each row, and the lifetimes of their memory."""
+    seconds, sizes = costs_of_rows(worker, rows, context.older)
+    return seconds, liveness(rows, sizes, context.lasting, context.homes)
 
 
 class Bounds(NamedTuple):
-    """share: of the step's nominal time, as if nothing was fused, that it may take. gain: parts of the peak that a value
-    has to save for each part of that time.
+    """share: part of the step's nominal time, without fusion, that recomputation may take. gain: parts of the peak that a
+    value has to save for each part of that time.
     """
 
     share: float
@@ -90,8 +85,8 @@ BOUNDS = {1: Bounds(0.03, 4.0), 2: Bounds(0.1, 0.0)}
 
 
 @dataclass(slots=True)
-class Again:
-    """A value is freed after row `last` and made again before row `first`, by `chain`: values in order, it being the last.
+class Recomputation:
+    """A value is freed after row `last` and made again before row `first`, by `chain`: values in order, itself the last.
 
     beside: bytes that are made with it.
     """
@@ -105,41 +100,45 @@ class Again:
 
 
 @dataclass
-class Rematerialization:
-    """What is made again. gaps: by root, `last` and `first` of its Again; copies: by row, roots that are made before it."""
+class Rematerializer:
+    """Chooses the values to recompute. gaps: by root, its dead range, from `last` to `first` of its Recomputation; copies: by
+    row, roots that are made before it. seconds: of each row.
+    """
 
     rows: Sequence[Instruction]
     ops: dict[int, Planned]
     memory: Liveness
+    seconds: Sequence[float]
     compiled: bool
     bounds: Bounds
     gaps: dict[int, tuple[int, int]] = field(default_factory=dict)
     copies: dict[int, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._total = sum(self.memory.seconds)
-        self._borders = list(accumulate((border(row) for row in self.rows), initial=0))
+        self._total = sum(self.seconds)
+        self._peak = max(self.memory.alive, default=0)
+        self._weights = list(accumulate((region_weight(row) for row in self.rows), initial=0))
 
-    # ---- what can be
+    # ---- candidates
 
-    def _cheap(self, root: int) -> bool:
-        """Whether a value may be made twice: by an op that makes new tensors from its inputs alone and costs little."""
+    def _recomputable(self, root: int) -> bool:
+        """True if a value may be made twice: by an op that makes new tensors from its inputs alone and costs little."""
         row = self.rows[self.memory.touched[root][0]]
         payload = row.define.payload
-        if row.define.kind != "op" or payload["random"] is not None or payload["op"] in RANDOM or not payload["tensors"]:
+        if row.kind != "op" or payload["random"] is not None or payload["op"] in RANDOM or not payload["tensors"]:
             return False
         if not payload["outs"] or any(out[0] != "new" or out[1] is None for out in payload["outs"]):
             return False
         op = self.ops.get(row.seq)
         tagged = op is not None and op.known.template.pointwise and op.known.template.op == payload["op"]
-        found = self.memory
-        steady = root not in found.loose and not found.changed.get(root) and root not in found.older
-        return steady and (tagged or payload["op"] in CHEAP) and not [*written(row, self.ops)]
+        memory = self.memory
+        steady = root not in memory.ambiguous and not memory.changed.get(root) and root not in memory.sets.older
+        return steady and (tagged or payload["op"] in RECOMPUTABLE) and not row.define.effects.writes
 
     def _alive(self, root: int, at: int) -> bool:
-        """Whether a value is there before a row, without being kept longer for it."""
+        """True if a value is alive before a row, without being kept longer for it."""
         found = self.memory
-        if root in found.older:
+        if root in found.sets.older:
             return True
         touched = found.touched[root]
         if touched[0] >= at:
@@ -150,50 +149,50 @@ class Rematerialization:
         return root in found.kept or at <= touched[-1]
 
     def _chain(self, root: int, at: int) -> list[int] | None:
-        """What to make again before a row so that a value is there, in order; None if it cannot be."""
+        """The values to make again before a row, in order, so that one is alive there; None if that is impossible."""
         found, chain, waiting = self.memory, set[int](), [root]
         while waiting:
             here = waiting.pop()
             if here in chain:
                 continue
-            if len(chain) == DEEP or not self._cheap(here):
+            if len(chain) == MAX_CHAIN_OPS or not self._recomputable(here):
                 return None
             chain.add(here)
             maker = found.touched[here][0]
-            for other in {found.root(i) for i in self.rows[maker].ids()[0]}:
-                if other in found.loose or any(maker < n < at for n in found.changed.get(other, ())):
+            for other in {found.root(i) for i in self.rows[maker].reads}:
+                if other in found.ambiguous or any(maker < n < at for n in found.changed.get(other, ())):
                     return None
                 if not self._alive(other, at):
                     waiting.append(other)
         return sorted(chain, key=lambda root: found.touched[root][0])
 
-    def _step(self, root: int, last: int, first: int) -> Again | None:
-        """Free a value between two uses, if all that reads it afterwards can be told another name."""
+    def _step(self, root: int, last: int, first: int) -> Recomputation | None:
+        """Free a value between two uses, if all its later readers can have another name for it."""
         found = self.memory
-        if self.compiled and self._borders[first] - self._borders[last + 1] < FAR:
-            return None  # a compiler sees both uses at once, and makes of it what it will
+        if self.compiled and self._weights[first] - self._weights[last + 1] < MAX_FUSED_OPS:
+            return None  # a compiler sees both uses at once, and decides itself
         touched = found.touched[root]
-        if any(self.rows[n].define.kind != "op" for n in touched[bisect_left(touched, first) :]):
+        if any(self.rows[n].kind != "op" for n in touched[bisect_left(touched, first) :]):
             return None
         chain = self._chain(root, first)
         if chain is None:
             return None
         makers = {found.touched[one][0] for one in chain}
-        made = sum(found.sizes[one] for one in {found.root(i) for n in makers for i in self.rows[n].ids()[1]})
-        seconds = sum(found.seconds[n] * CHEAP.get(self.rows[n].define.payload["op"], 1.0) for n in makers)
-        if found.sizes[root] * self._total < self.bounds.gain * seconds * found.alive.max():
+        made = sum(found.sizes[one] for one in {found.root(i) for n in makers for i in self.rows[n].makes})
+        seconds = sum(self.seconds[n] * RECOMPUTABLE.get(self.rows[n].define.payload["op"], 1.0) for n in makers)
+        if found.sizes[root] * self._total < self.bounds.gain * seconds * self._peak:
             return None
-        return Again(root, last, first, chain, seconds, made - found.sizes[root])
+        return Recomputation(root, last, first, chain, seconds, made - found.sizes[root])
 
-    # ---- what is
+    # ---- choice
 
     def choose(self) -> None:
-        """The best of what is not used at the peak, until nothing lowers that."""
+        """Take the best value that is not used at the peak, until none lowers the peak."""
         found = self.memory
-        alive, left = found.alive.copy(), self.bounds.share * self._total
+        alive, left = np.array(found.alive, np.int64), self.bounds.share * self._total
         best = int(alive.max(initial=0))
         some, useful = self._candidates(best), 0
-        steps: list[Again] = []
+        steps: list[Recomputation] = []
         while some:
             peak = int(alive.argmax())
             step = self._next(some, peak, alive, left)
@@ -212,20 +211,20 @@ class Rematerialization:
             self.copies.setdefault(step.first, set()).update(step.chain)
 
     def _candidates(self, peak: int) -> list[int]:
-        """Values by what they save, for how long, at what cost; those of one definition side by side: they compile alike."""
+        """Values by bytes saved, times rows, per second; those of one definition side by side, since they compile alike."""
         found = self.memory
         scores: dict[int, float] = {}
         for root, nbytes in found.sizes.items():
-            if nbytes * SMALL >= peak > 0 and root not in found.kept and self._cheap(root):
+            if nbytes * LEAST_SHARE_OF_PEAK >= peak > 0 and root not in found.kept and self._recomputable(root):
                 touched = found.touched[root]
                 longest = max((b - a for a, b in pairwise(touched)), default=0)
-                scores[root] = nbytes * longest / max(found.seconds[touched[0]], 1e-9)
+                scores[root] = nbytes * longest / max(self.seconds[touched[0]], 1e-9)
         kinds: dict[int, list[int]] = {}
-        for root in sorted(scores, key=scores.__getitem__, reverse=True)[:MOST]:
+        for root in sorted(scores, key=scores.__getitem__, reverse=True)[:MAX_CANDIDATES]:
             kinds.setdefault(self.rows[found.touched[root][0]].define.number, []).append(root)
         return [root for roots in kinds.values() for root in roots]
 
-    def _next(self, some: list[int], peak: int, alive: np.ndarray, left: float) -> Again | None:
+    def _next(self, some: list[int], peak: int, alive: np.ndarray, left: float) -> Recomputation | None:
         """The first of some that may be freed across the peak. It and those before it that may not are struck off."""
         struck, found = [], None
         for root in some:
@@ -242,60 +241,62 @@ class Rematerialization:
             some.remove(root)
         return found
 
-    def _take(self, step: Again) -> None:
-        """From now on what is made again reads there what it is made of."""
+    def _take(self, step: Recomputation) -> None:
+        """Note that the inputs of the recomputation are used where it is."""
         found, at = self.memory, step.first
         self.gaps[step.root] = step.last, at
         makers = {found.touched[root][0] for root in step.chain}
-        for root in {found.root(i) for n in makers for i in self.rows[n].ids()[0]}:
+        for root in {found.root(i) for n in makers for i in self.rows[n].reads}:
             touched = found.touched[root]
             k = bisect_left(touched, at)
             if self._alive(root, at) and touched[k : k + 1] != [at]:
                 insort(touched, at)
 
-    # ---- as rows
+    # ---- rewriting
 
-    def written(self, fresh: Callable[[], int]) -> Iterator[tuple[Instruction, Instruction]]:
-        """The rows, with what is made again, each with the one that it stands for or comes before."""
-        writing = _Writing(self, fresh)
-        for n, row in enumerate(self.rows):
-            for one in writing.row(n):
-                yield one, row
+    def rewritten(self, fresh: Callable[[], int]) -> Iterator[Instruction]:
+        """The rows with the recomputations among them; each new one stands for the row that it repeats or replaces."""
+        rewriter = _Rewriter(self, fresh)
+        for n in range(len(self.rows)):
+            yield from rewriter.row(n)
 
 
-def border(row: Instruction) -> int:
-    """Ops that a row stands for in what is compiled as one: none for a view, FAR where that ends."""
+def region_weight(row: Instruction) -> int:
+    """Ops that a row counts for in a compiled region: none for a view, MAX_FUSED_OPS where the region ends."""
     payload = row.define.payload
-    if row.define.kind != "op":
-        return 0 if row.define.kind == "alias" else FAR
+    if row.kind != "op":
+        return 0 if row.kind == "alias" else MAX_FUSED_OPS
     name = payload["op"]
     if name in GT_OPS or payload["random"] is not None or name in RANDOM or name.startswith("aten._fused_"):
-        return FAR
+        return MAX_FUSED_OPS
     return int(any(out[0] == "new" for out in payload["outs"]))
 
 
-class _Writing:
-    """Rows with what is made again under names of its own. Views from before are made again where they are read."""
+class _Rewriter:
+    """Rows with recomputed values under names of their own. Views of a recomputed value are made again where they are read."""
 
-    def __init__(self, plan: Rematerialization, fresh: Callable[[], int]) -> None:
+    def __init__(self, plan: Rematerializer, fresh: Callable[[], int]) -> None:
         self._plan, self._fresh, self._memory = plan, fresh, plan.memory
-        self._names: dict[int, dict[int, int]] = {}  # by root, of what was made again: new names
-        self._since: dict[int, int] = {}  # and before which row it was
+        self._names: dict[int, dict[int, int]] = {}  # by root that was recomputed: new names
+        self._since: dict[int, int] = {}  # by root: the row before which it was recomputed
         self._out: list[Instruction] = []
+        self._action = ""  # of the row that is rewritten: recomputation before it belongs to the same action
 
     def row(self, n: int) -> list[Instruction]:
-        """A row, with what comes before it."""
+        """A row, with the recomputations before it."""
         plan, self._out = self._plan, []
-        roots = plan.copies.get(n, set())
+        row = plan.rows[n]
+        self._action = row.action
         makers: dict[int, list[int]] = {}
-        for root in roots:
+        for root in plan.copies.get(n, set()):
             makers.setdefault(self._memory.touched[root][0], []).append(root)
         for maker in sorted(makers):
-            self._again(maker, makers[maker], n)
-        row = plan.rows[n]
-        reads = row.ids()[0]
+            self._repeat(maker, makers[maker], n)
+        reads = row.reads
         new = [self._name(i) for i in reads]
-        self._out.append(row if new == reads else Instruction(row.seq, row.define, [*new, *row.operands[len(new) :]]))
+        if new != reads:
+            row = Instruction(row.seq, row.define, [*new, *row.operands[len(new) :]], row.action, row)
+        self._out.append(row)
         return self._out
 
     def _name(self, tensor: int) -> int:
@@ -304,13 +305,13 @@ class _Writing:
             return tensor
         names, maker = self._names[root], self._memory.makers[tensor][0]
         if tensor not in names and maker < self._since[root]:
-            self._again(maker, [], 0)
+            self._repeat(maker, [], 0)
         return names.get(tensor, tensor)
 
-    def _again(self, maker: int, roots: Sequence[int], n: int) -> None:
-        """Make anew what a row makes. roots: memory that it begins, whose names change; none for a view of what was."""
+    def _repeat(self, maker: int, roots: Sequence[int], n: int) -> None:
+        """Make the tensors of a row again. roots: memory it begins, whose names change; none for a view of older memory."""
         row = self._plan.rows[maker]
-        reads, makes = row.ids()
+        reads, makes = row.reads, row.makes
         new = [self._name(i) for i in reads]
         for root in roots:
             self._names[root], self._since[root] = {}, n
@@ -319,4 +320,4 @@ class _Writing:
             if not roots or (root := self._memory.root(i)) in roots:
                 self._names[self._memory.root(i)][i] = name
         between = row.operands[len(reads) : len(row.operands) - len(makes)]
-        self._out.append(Instruction(row.seq, row.define, [*new, *between, *fresh]))
+        self._out.append(Instruction(row.seq, row.define, [*new, *between, *fresh], self._action, row))

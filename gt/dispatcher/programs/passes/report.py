@@ -1,20 +1,22 @@
-"""What the answer to FinishCapture says of a schedule: rows, costs, bubble, and what a better cut into stages would gain."""
+"""The report of a schedule in the answer to FinishCapture: rows, costs, bubble, and the gain of a better cut into stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gt.dispatcher.programs.passes.stage_costs import MICRO, Found
+from gt.dispatcher.programs.passes.stage_costs import MICRO, StageCosts
 from gt.dispatcher.schedule import Schedule, ScheduleRequest, Timeline
 from gt.dispatcher.schedule.balance import balance, said
 from gt.ir.schedules import size
 
 
-def account(made: Schedule, timeline: Timeline, found: Found, names: Sequence[str], request: ScheduleRequest) -> dict:
-    """costs: in microseconds and bytes; said: lines for a reader."""
-    costs, backward = found.costs, request.backward
-    weigh = balance(costs, found.units, request)
-    source = f"{found.measured:.0%} measured" if found.measured else "nominal"
+def schedule_report(
+    made: Schedule, timeline: Timeline, stage_costs: StageCosts, names: Sequence[str], request: ScheduleRequest
+) -> dict:
+    """costs: in microseconds and bytes; said: lines for a reader. names: of the stages."""
+    costs, backward = stage_costs.costs, request.backward
+    weigh = balance(costs, stage_costs.units, request)
+    source = f"{stage_costs.measured:.0%} measured" if stage_costs.measured else "nominal"
     lines = [f"a micro-batch's forward{', and gradients of inputs and of weights' if backward else ''} ({source}):"]
     for n, stage in enumerate(names):
         times = f"{costs.forward[n] / 1e3:.3g} ms"
@@ -27,6 +29,6 @@ def account(made: Schedule, timeline: Timeline, found: Found, names: Sequence[st
     return {
         "name": made.name, "why": "", "stages": len(names), "micro_batches": request.micro_batches, "rows": str(made),
         "bubble": [round(b / timeline.makespan, 4) for b in timeline.bubble], "peak": list(timeline.peak),
-        "makespan": timeline.makespan / MICRO, "costs": costs.wire(), "measured": found.measured, "balance": weigh,
+        "makespan": timeline.makespan / MICRO, "costs": costs.wire(), "measured": stage_costs.measured, "balance": weigh,
         "said": lines,
     }  # fmt: skip

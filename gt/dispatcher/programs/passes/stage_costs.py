@@ -1,7 +1,9 @@
-"""What the stages of a recorded step cost: by what workers measured of its instructions, else by operations and bytes.
+"""Costs of the stages of a recorded step: measured seconds of its instructions where workers sent them, else a roofline model.
 
-Times of Costs are microseconds, memory is bytes of a worker. What was not measured is taken to be as much dearer than
-nominal as what was.
+The model takes the larger of flops and bytes over a nominal GPU's rates. Untimed instructions are scaled by the ratio of
+measured to modelled seconds of the timed ones. Times of Costs are microseconds, memory is bytes of a worker.
+
+Example: mm takes 120 us measured, 100 us modelled; relu is not timed and 10 us modelled. Then relu counts as 12 us.
 """
 
 from __future__ import annotations
@@ -12,24 +14,25 @@ from dataclasses import dataclass
 from math import prod
 
 from gt.dispatcher.programs.passes.epilogue import Epilogue
-from gt.dispatcher.programs.passes.stages import Bases, Parts, ScheduledInstruction, together
+from gt.dispatcher.programs.passes.stages import Parts, ScheduledInstruction, match_collectives
 from gt.dispatcher.programs.recording import Instruction
-from gt.dispatcher.programs.reorder_check import COLLECTIVES, viewed
 from gt.dispatcher.schedule import Costs
 from gt.dispatcher.schedule.balance import Unit
 from gt.dispatcher.sharding import cost
+from gt.ir.instr import COMMUNICATION
 from gt.ir.layout import volume
 from gt.ir.spec import DTYPES
 
-MICRO = 1e6  # microseconds
-LEAST = 1e-6  # of the mean stage: no action takes nothing, so that actions of a worker begin one after the other
-Look = tuple[tuple[int, ...], int]  # local shape, bytes of an element
-Lies = Callable[[int, int], "Look | None"]  # worker, id -> how a tensor from before lies there
-NOTHING: Look = ((), 0)
+MICRO = 1e6  # microseconds of a second
+LEAST_SHARE = 1e-6  # of the mean stage: no action takes nothing, so that actions of a worker begin one after the other
+Shape = tuple[tuple[int, ...], int]  # local shape, bytes of an element
+OlderShapes = Callable[[int, int], "Shape | None"]  # worker, id -> the shape there of a tensor from before
+UNKNOWN: Shape = ((), 0)
+Stretch = tuple  # instructions that a compiler may fuse: an action, whether of weights, and the communication before it
 
 
 @dataclass
-class Found:
+class StageCosts:
     """costs; measured: part of the work, 0 to 1; units: of each stage, ops of its first forward."""
 
     costs: Costs
@@ -38,177 +41,207 @@ class Found:
 
 
 @dataclass
-class Prices:
-    """Seconds of parts, by their identity, and which were measured. sizes: bytes that a part made, by part and id."""
+class InstructionTimes:
+    """Seconds of parts, and those that were measured. sizes: bytes of each tensor that a part makes."""
 
-    seconds: dict[int, float]
-    measured: set[int]
-    sizes: dict[tuple[int, int], int]
+    seconds: dict[ScheduledInstruction, float]
+    measured: set[ScheduledInstruction]
+    sizes: dict[ScheduledInstruction, list[int]]
 
 
-def price(parts: Parts, times: dict[int, float], lies: Lies, memory: dict[int, Bases] | None = None) -> Prices:
-    """What parts take: as measured of their definition, and nominally for what one has more than the smallest.
+def time_instructions(parts: Parts, times: dict[int, float], older: OlderShapes, fuses: bool = False) -> InstructionTimes:
+    """Seconds of parts: as measured of their definition, and modelled for what a part has more than the smallest of it.
 
-    memory: where a compiler makes one of what can be one, of each worker; then that takes what is left of it.
+    times: measured seconds by definition. fuses: whether a compiler fuses ops; then a part takes the traffic left to it.
     """
-    nominal: dict[int, float] = {}  # by part
+    modelled: dict[ScheduledInstruction, float] = {}
     smallest: dict[int, float] = {}  # of a definition's parts
     count: dict[int, int] = defaultdict(int)
-    sizes: dict[tuple[int, int], int] = {}
-    left: dict[int, float] = {}
+    sizes: dict[ScheduledInstruction, list[int]] = {}
+    traffic: dict[ScheduledInstruction, float] = {}
     for worker, rows in parts.items():
-        seen: dict[int, Look] = {}
-        looked = []
+        known: dict[int, Shape] = {}
+        row_shapes = []
         for part in rows:
-            ins, outs = looks(worker, part.row, seen, lies)
-            looked.append((ins, outs))
-            sizes.update(((id(part), i), prod(shape) * size) for i, (shape, size) in outs.items())
-            number, took = part.row.define.number, nominally(part.row, ins, list(outs.values()))
-            nominal[id(part)] = took
-            smallest[number] = min(took, smallest.get(number, took))
+            ins, outs = shapes(worker, part.row, known, older)
+            row_shapes.append((ins, outs))
+            sizes[part] = [nbytes(shape) for shape in outs]
+            number, seconds = part.row.define.number, nominal_seconds(part.row, ins, outs)
+            modelled[part] = seconds
+            smallest[number] = min(seconds, smallest.get(number, seconds))
             count[number] += 1
-        if memory is not None:
-            left.update(_left(rows, looked, memory[worker]))
-    known = _agreed({number: took for number, took in times.items() if number in smallest}, parts)
-    both = [number for number in known if smallest[number]]
+        if fuses:
+            traffic.update(_traffic_after_fusion(rows, row_shapes))
+    measured = _agreed({number: seconds for number, seconds in times.items() if number in smallest}, parts)
+    both = [number for number in measured if smallest[number]]
     would = sum(smallest[number] * count[number] for number in both)
-    ratio = sum(known[number] * count[number] for number in both) / would if would else 1.0
-    found = Prices({}, set(), sizes)
+    ratio = sum(measured[number] * count[number] for number in both) / would if would else 1.0
+    result = InstructionTimes({}, set(), sizes)
     for part in (part for rows in parts.values() for part in rows):
-        number, took = part.row.define.number, nominal[id(part)]
-        if number in known:
-            found.measured.add(id(part))
-            found.seconds[id(part)] = known[number] + ratio * (took - smallest[number])
+        number, seconds = part.row.define.number, modelled[part]
+        if number in measured:
+            result.measured.add(part)
+            result.seconds[part] = measured[number] + ratio * (seconds - smallest[number])
         else:
-            found.seconds[id(part)] = ratio * took
-        found.seconds[id(part)] *= left.get(id(part), 1.0)
-    return found
+            result.seconds[part] = ratio * seconds
+        result.seconds[part] *= traffic.get(part, 1.0)
+    return result
 
 
-def _left(
-    rows: Sequence[ScheduledInstruction], looked: Sequence[tuple[list[Look], dict[int, Look]]], memory: Bases
-) -> dict[int, float]:
-    """Of ops that a compiler makes one of: what is left, 0 to 1, of the bytes that each reads and writes.
+def _traffic_after_fusion(
+    rows: Sequence[ScheduledInstruction], row_shapes: Sequence[tuple[list[Shape], list[Shape]]]
+) -> dict[ScheduledInstruction, float]:
+    """The part, 0 to 1, that is left of the bytes that each fused op reads and writes.
 
-    What one gives another in a stretch of an action, between transfers and collectives, is never in memory; what several of
-    them read is read once.
+    A value that one op passes to another in a stretch is never in memory; a value that several of them read is read once.
     """
-    stretch: dict[int, tuple] = {}  # of each part that can be one with others
+    stretches: dict[ScheduledInstruction, Stretch] = {}
     maker: dict[int, ScheduledInstruction] = {}
-    takers: dict[int, list[ScheduledInstruction]] = defaultdict(list)
+    readers: dict[int, list[ScheduledInstruction]] = defaultdict(list)
     cuts = 0
     for part in rows:
-        reads, makes = part.row.ids()
-        cuts += part.moves or part.row.define.kind in COLLECTIVES
+        cuts += part.row.kind in COMMUNICATION
         if _fuses(part.row):
-            stretch[id(part)] = part.key, part.weight, cuts
-        for i in reads:
-            takers[memory[id(part), i]].append(part)
-        views = viewed(part.row)
-        maker.update((memory[id(part), i], part) for n, i in enumerate(makes) if n not in views)
-    found: dict[int, float] = {}
+            stretches[part] = part.key, part.weight, cuts
+        for base in part.memory.reads:
+            readers[base].append(part)
+        views = part.row.define.effects.views
+        maker.update((base, part) for n, base in enumerate(part.memory.makes) if n not in views)
+    left: dict[ScheduledInstruction, float] = {}
     known: set[tuple] = set()  # memory that a stretch has read
-    for part, (ins, outs) in zip(rows, looked):
-        here = stretch.get(id(part))
-        reads, _ = part.row.ids()
-        whole = sum(prod(shape) * size for shape, size in (*ins, *outs.values()))
+    for part, (ins, outs) in zip(rows, row_shapes):
+        here = stretches.get(part)
+        whole = sum(map(nbytes, (*ins, *outs)))
         if here is None or not whole:
             continue
         rest = 0
-        for i, (shape, size) in zip(reads, ins):
-            base = memory[id(part), i]
-            made = maker.get(base)
-            if (here, base) not in known and (made is None or stretch.get(id(made)) != here):
-                rest += prod(shape) * size
+        for base, shape in zip(part.memory.reads, ins):
+            source = maker.get(base)
+            if (here, base) not in known and (source is None or stretches.get(source) != here):
+                rest += nbytes(shape)
                 known.add((here, base))
-        for i, (shape, size) in outs.items():
-            if any(not _views(t.row) and stretch.get(id(t)) != here for t in takers[memory[id(part), i]]):
-                rest += prod(shape) * size
-        found[id(part)] = rest / whole
-    return found
+        for base, shape in zip(part.memory.makes, outs):
+            if any(not _only_views(reader.row) and stretches.get(reader) != here for reader in readers[base]):
+                rest += nbytes(shape)
+        left[part] = rest / whole
+    return left
 
 
-def _views(row: Instruction) -> bool:
-    """Whether it makes nothing but views."""
-    makes = row.ids()[1]
-    return bool(makes) and len(viewed(row)) == len(makes)
+def _only_views(row: Instruction) -> bool:
+    """True if it makes nothing but views."""
+    return bool(row.makes) and len(row.define.effects.views) == len(row.makes)
 
 
 def _fuses(row: Instruction) -> bool:
-    """Whether a compiler makes one of an op and others beside it: what is no matmul, convolution, attention or list op."""
-    if row.define.kind != "op":
-        return row.define.kind == "shard"
+    """True if a compiler fuses an op with those beside it: no matmul, convolution, attention or list op."""
+    if row.kind != "op":
+        return row.kind == "shard"
     name = row.define.payload["op"]
-    return not _views(row) and not cost.heavy(name) and not name.startswith(("aten._fused_", "aten._foreach_", "gt."))
+    return not _only_views(row) and not cost.heavy(name) and not name.startswith(("aten._fused_", "aten._foreach_", "gt."))
 
 
 def _agreed(known: dict[int, float], parts: Parts) -> dict[int, float]:
-    """A collective takes what the member says that came last: the others have waited for it."""
-    for numbers in {tuple(sorted({part.row.define.number for part in team})) for team in together(parts)}:
-        took = [known[number] for number in numbers if number in known]
-        known.update((number, min(took)) for number in numbers if took)
+    """A collective takes the least of its members' seconds: the member that arrived last has not waited for others."""
+    for numbers in {tuple(sorted({part.row.define.number for part in team})) for team in match_collectives(parts)}:
+        seconds = [known[number] for number in numbers if number in known]
+        known.update((number, min(seconds)) for number in numbers if seconds)
     return known
 
 
-def looks(worker: int, row: Instruction, seen: dict[int, Look], lies: Lies) -> tuple[list[Look], dict[int, Look]]:
-    """Of what a row reads and, by id, of what it makes."""
-    reads, makes = row.ids()
+# ---- one instruction
+
+
+def nbytes(shape: Shape) -> int:
+    return prod(shape[0]) * shape[1]
+
+
+def shapes(worker: int, row: Instruction, known: dict[int, Shape], older: OlderShapes) -> tuple[list[Shape], list[Shape]]:
+    """Shapes of the tensors that a row reads and makes. known: by id, of the rows before it; those of this row are added."""
+    reads, makes = row.reads, row.makes
     for i in reads:
-        if i not in seen:
-            seen[i] = lies(worker, i) or NOTHING
-    ins, made = [seen[i] for i in reads], {}
-    if row.define.kind == "op":
+        if i not in known:
+            known[i] = older(worker, i) or UNKNOWN
+    ins = [known[i] for i in reads]
+    outs: list[Shape] = []
+    if row.kind == "op":
         specs = [out[1] for out in row.define.payload["outs"] if out[0] in ("new", "view")]
-        made = {i: (tuple(s[0]), DTYPES[s[3]][0]) if s else NOTHING for i, s in zip(makes, specs)}
+        outs = [(tuple(s[0]), DTYPES[s[3]][0]) if s else UNKNOWN for s in specs]
     elif makes:
-        made = {makes[0]: _moved(row, ins[0] if ins else NOTHING)}
-    seen.update(made)
-    return ins, made
+        outs = [_moved_shape(row, ins[0] if ins else UNKNOWN)]
+    known.update(zip(makes, outs))
+    return ins, outs
 
 
-def _moved(row: Instruction, source: Look) -> Look:
-    """Of the result of a collective, transfer or local change of layout."""
+def _moved_shape(row: Instruction, source: Shape) -> Shape:
+    """The shape of the result of a collective, transfer or local change of layout."""
     payload = row.define.payload
     size = DTYPES[payload["dtype"]][0] if "dtype" in payload else source[1]
     for kind, key in (("reduce_scatter", "boxes"), ("all_to_all", "want")):
-        if row.define.kind == kind:
+        if row.kind == kind:
             return (sum(map(volume, payload[key][payload["team"]["rank"]])),), size
     return tuple(payload["shape"]) if "shape" in payload else source[0], size
 
 
-def nominally(row: Instruction, ins: Sequence[Look], outs: Sequence[Look]) -> float:
+def nominal_seconds(row: Instruction, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
     """Seconds of a nominal GPU."""
-    kind = row.define.kind
-    if kind == "send":
+    if row.kind == "send":
         return sum(map(volume, row.define.payload["boxes"])) * ins[0][1] / cost.LINK
-    nbytes = sum(prod(shape) * size for shape, size in (*ins, *outs))
-    if kind in COLLECTIVES or kind in ("recv", "merge"):
-        return nbytes / cost.LINK
-    if kind == "alias" or (outs and len(viewed(row)) == len(outs)):
+    traffic = sum(map(nbytes, (*ins, *outs)))
+    if row.kind in COMMUNICATION:
+        return traffic / cost.LINK
+    if row.kind == "alias" or (outs and len(row.define.effects.views) == len(outs)):
         return 0.0
-    if kind != "op":
-        return nbytes / cost.BYTES
-    return cost.seconds(cost.flops(row.define.payload["op"], [look[0] for look in ins], [look[0] for look in outs]), nbytes)
+    if row.kind != "op":
+        return traffic / cost.BYTES
+    flops = cost.flops(row.define.payload["op"], [shape[0] for shape in ins], [shape[0] for shape in outs])
+    return cost.seconds(flops, traffic)
+
+
+def costs_of_rows(worker: int, rows: Sequence[Instruction], older: OlderShapes) -> tuple[list[float], list[list[int]]]:
+    """Nominal seconds of each row of a worker, and bytes of each tensor that it makes."""
+    known: dict[int, Shape] = {}
+    constant: dict[int, tuple[float, list[Shape], list[int]]] = {}  # of an op's definition, whose shapes are constant
+    seconds, sizes = [], []
+    for row in rows:
+        number = row.define.number
+        if number in constant:
+            took, outs, made = constant[number]
+            known.update(zip(row.makes, outs))
+        else:
+            ins, outs = shapes(worker, row, known, older)
+            made = [nbytes(shape) for shape in outs]
+            if UNKNOWN in ins or UNKNOWN in outs:  # a constant, or a shape that depends on values
+                took = cost.seconds(0, sum(map(nbytes, ins)) + sum(made))
+            else:
+                took = nominal_seconds(row, ins, outs)
+            if row.kind == "op":
+                constant[number] = took, outs, made
+        seconds.append(took)
+        sizes.append(made)
+    return seconds, sizes
 
 
 # ---- stages
 
 
 def stage_costs(
-    parts: Parts, meshes: Sequence[tuple[int, ...]], micro: int, prices: Prices, memory: dict[int, Bases], end: Epilogue
-) -> Found:
-    """A stage takes what the slowest of its workers in `parts` takes, for a micro-batch on the average."""
-    seconds = prices.seconds
+    parts: Parts, meshes: Sequence[tuple[int, ...]], micro: int, times: InstructionTimes, end: Epilogue
+) -> StageCosts:
+    """A stage takes the time of the slowest of its workers in `parts`, for a micro-batch on the average.
+
+    micro: how many micro-batches there are.
+    """
+    seconds = times.seconds
     took: dict[tuple, float] = defaultdict(float)  # worker, stage, letter -> seconds of a step
     work = measured = 0.0
     for worker, rows in parts.items():
         for part in rows:
             action = part.action(True)
             if action is not None and not part.moves:
-                one = seconds[id(part)]
+                one = seconds[part]
                 took[worker, action[0], action[1]] += one
                 work += one
-                measured += one if id(part) in prices.measured else 0.0
+                measured += one if part in times.measured else 0.0
     every = range(len(meshes))
 
     def each(letter: str) -> list[float]:
@@ -219,48 +252,47 @@ def stage_costs(
         return tuple(time * micro + floor if some else None for time, some in zip(each(letter), has)) if any(has) else ()
 
     forward, input, weight = each("F"), each("I"), each("W")
-    floor = (sum(forward) + sum(input) + sum(weight)) / len(meshes) * LEAST or 1.0
-    activation, kept = _activations(parts, meshes, prices, memory)
+    floor = (sum(forward) + sum(input) + sum(weight)) / len(meshes) * LEAST_SHARE or 1.0
+    activation, kept = _activations(parts, meshes, times)
     transfer = tuple(_transfer(parts, meshes, n, seconds) * MICRO / micro for n in every[:-1])
-    forward, input, weight = ([max(time, floor) for time in times] for times in (forward, input, weight))
+    forward, input, weight = ([max(time, floor) for time in row] for row in (forward, input, weight))
     costs = Costs(
         tuple(forward), tuple(input), tuple(weight), transfer, activation, kept,
         once("L"), once("R"), once("O"), overlap=False, joint=end.joint, own=end.own,
     )  # fmt: skip
     firsts = [next(worker for worker in mesh if worker in parts) for mesh in meshes]
-    return Found(costs, measured / work if work else 0.0, [_units(parts[firsts[n]], n, seconds) for n in every])
+    return StageCosts(costs, measured / work if work else 0.0, [_units(parts[firsts[n]], n, seconds) for n in every])
 
 
-def _transfer(parts: Parts, meshes: Sequence[tuple[int, ...]], n: int, seconds: dict[int, float]) -> float:
+def _transfer(parts: Parts, meshes: Sequence[tuple[int, ...]], n: int, seconds: dict[ScheduledInstruction, float]) -> float:
     """Between stages n and n + 1, by what the busiest worker sends, the one way or the other."""
     if meshes[n] == meshes[n + 1]:
         return 0.0
     most = 0.0
     for stage, other, backward in ((n, n + 1, False), (n + 1, n, True)):
         for worker in meshes[stage]:
-            sends = (p for p in parts.get(worker, ()) if p.row.define.kind == "send" and p.key is not None)
+            sends = (p for p in parts.get(worker, ()) if p.row.kind == "send" and p.key is not None)
             own = (p for p in sends if (p.key.stage, p.key.backward) == (stage, backward))  # type: ignore[union-attr]
-            most = max(most, sum(seconds[id(p)] for p in own if p.row.define.payload["channel"]["peer"] in meshes[other]))
+            most = max(most, sum(seconds[p] for p in own if p.row.define.payload["channel"]["peer"] in meshes[other]))
     return most
 
 
 def _activations(
-    parts: Parts, meshes: Sequence[tuple[int, ...]], prices: Prices, memory: dict[int, Bases]
+    parts: Parts, meshes: Sequence[tuple[int, ...]], times: InstructionTimes
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Bytes that a micro-batch's forward leaves for its backward in each stage, and that its I leaves for its W."""
     held: dict[tuple, int] = defaultdict(int)  # worker, stage, micro-batch, whether W reads it
     for worker, rows in parts.items():
         last: dict[int, tuple[ScheduledInstruction, bool]] = {}  # memory -> a backward part that reads it, and whether a W does
         for part in rows:
-            if part.key is not None and part.key.backward and not (part.moves and part.row.define.kind != "send"):
-                for i in part.row.ids()[0]:
-                    base = memory[worker][id(part), i]
+            if part.key is not None and part.key.backward and not (part.moves and part.row.kind != "send"):
+                for base in part.memory.reads:
                     last[base] = part, part.weight or (base in last and last[base][1])
         for part in rows:
-            for i in part.row.ids()[1] if part.key is not None else ():
-                base = memory[worker][id(part), i]
-                if base == -id(part) * 64 - part.row.ids()[1].index(i) and base in last:
-                    _hold(held, worker, part, last[base], prices.sizes[id(part), i])
+            views = part.row.define.effects.views
+            for n, base in enumerate(part.memory.makes if part.key is not None else ()):
+                if n not in views and base in last:
+                    _hold(held, worker, part, last[base], times.sizes[part][n])
     most = [[0.0, 0.0] for _ in meshes]
     for (worker, stage, _, late), nbytes in held.items():
         if worker in meshes[stage]:
@@ -282,11 +314,11 @@ def _hold(
         held[worker, made.stage, made.micro, True] += nbytes
 
 
-def _units(rows: Iterable[ScheduledInstruction], stage: int, seconds: dict[int, float]) -> list[Unit]:
+def _units(rows: Iterable[ScheduledInstruction], stage: int, seconds: dict[ScheduledInstruction, float]) -> list[Unit]:
     """Ops of a stage's first forward, each with its time and where it is from."""
     found = []
     for part in rows:
-        took = seconds[id(part)]
+        took = seconds[part]
         if part.key == (stage, False, 0) and not part.moves and took:
             origin = part.op.origin
             name = part.op.known.template.op.removesuffix(".default")

@@ -1,20 +1,26 @@
-"""A recorded step's instructions with their places in a schedule: whose action each is, what belongs together."""
+"""A recorded step's instructions with their places in a schedule: the action of each, and the instructions that meet.
+
+Example, worker 0 of two stages, before and after `gt.dispatcher.programs.passes.pipeline` has filled in the places:
+
+    %5 = mm %0 %1     op of a group in micro-batch 1       key = (stage 0, forward, 1)
+    send %5           a transfer: `moves`                  key = (stage 0, forward, 1), at the end of that action
+    all_reduce %9     after all micro-batches: `tail`      once = (stage 0, R)
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gt.dispatcher.programs.recording import Instruction
-from gt.dispatcher.programs.reorder_check import COLLECTIVES, viewed
 from gt.dispatcher.state.failures import Planned
+from gt.ir.dataflow import MemoryAccess
+from gt.ir.instr import COLLECTIVES
 
 LATE = (float("inf"), 0)  # after all actions
 EARLY = (-1.0, 0)  # before them
 Parts = dict[int, list["ScheduledInstruction"]]  # of each worker
-Bases = dict[tuple[int, int], int]  # (a part's identity, id that it reads or makes) -> the memory
 
 
 class Key(NamedTuple):
@@ -27,7 +33,7 @@ class Key(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledInstruction:
-    """A row with its place: which action it belongs to, or None; `when` orders it among all of its worker's."""
+    """A row with its place: the action that it belongs to, or None; `when` orders it among all of its worker's."""
 
     row: Instruction
     number: int
@@ -38,6 +44,7 @@ class ScheduledInstruction:
     weight: bool = False  # of the gradients of weights only
     tail: bool = False  # comes after all micro-batches
     once: tuple[int, str] | None = None  # stage and letter, if it is done once a step
+    memory: MemoryAccess = field(default_factory=lambda: MemoryAccess([], []))
 
     def action(self, split: bool) -> tuple[int, str, int] | None:
         """Stage, letter and micro-batch, as in rows of actions."""
@@ -46,15 +53,20 @@ class ScheduledInstruction:
         stage, backward, micro = self.key
         return stage, ("W" if self.weight else "I") if backward and split else "B" if backward else "F", micro
 
+    @property
+    def written(self) -> list[int]:
+        """Memory that it changes in place."""
+        return [self.memory.reads[k] for k in self.row.define.effects.writes]
 
-def pairs(parts: Parts) -> list[tuple[ScheduledInstruction, ScheduledInstruction]]:
-    """Sends with what receives them: the n-th on a channel with the n-th. A worker that is not in `parts` receives nothing."""
+
+def match_transfers(parts: Parts) -> list[tuple[ScheduledInstruction, ScheduledInstruction]]:
+    """Sends with their receives: the n-th on a channel with the n-th. A worker that is not in `parts` receives nothing."""
     sends: dict[tuple[int, int], list[ScheduledInstruction]] = defaultdict(list)
     receives: dict[tuple[int, int], list[ScheduledInstruction]] = defaultdict(list)
     for worker, rows in parts.items():
         for part in rows:
             payload = part.row.define.payload
-            if part.row.define.kind == "send":
+            if part.row.kind == "send":
                 sends[worker, payload["channel"]["peer"]].append(part)
             elif part.moves:
                 for channel, _ in payload["parts"]:
@@ -62,28 +74,14 @@ def pairs(parts: Parts) -> list[tuple[ScheduledInstruction, ScheduledInstruction
     return [pair for way, rows in sends.items() for pair in zip(rows, receives[way], strict=way[1] in parts)]
 
 
-def together(parts: Parts) -> list[list[ScheduledInstruction]]:
+def match_collectives(parts: Parts) -> list[list[ScheduledInstruction]]:
     """Rows that are one collective: of one op, by their number among the team's of that op."""
-    found: dict[tuple, list[ScheduledInstruction]] = defaultdict(list)
+    collectives: dict[tuple, list[ScheduledInstruction]] = defaultdict(list)
     for rows in parts.values():
         count: dict[tuple, int] = defaultdict(int)
         for part in rows:
-            if part.row.define.kind in COLLECTIVES:
+            if part.row.kind in COLLECTIVES:
                 team = part.row.seq, tuple(part.row.define.payload["team"]["workers"])
-                found[team, count[team]].append(part)
+                collectives[team, count[team]].append(part)
                 count[team] += 1
-    return list(found.values())
-
-
-def bases(rows: Sequence[ScheduledInstruction]) -> Bases:
-    """The memory of what each part reads or makes."""
-    memory: dict[int, int] = {}
-    found: Bases = {}
-    for part in rows:
-        reads, makes = part.row.ids()
-        found.update({(id(part), i): memory.get(i, i) for i in reads})
-        views = viewed(part.row)
-        for n, i in enumerate(makes):
-            memory[i] = memory.get(reads[views[n]], reads[views[n]]) if n in views else -id(part) * 64 - n
-            found[id(part), i] = memory[i]
-    return found
+    return list(collectives.values())

@@ -1,0 +1,38 @@
+"""The pass manager: the passes over a captured step, in order. One verifier checks the result of each.
+
+    recording -> apply_schedule -> bucket_all_reduces -> rematerialize -> hoist_transfers -> a program's code
+
+A pass that has nothing to do returns its argument. A result that the verifier refuses is not taken: the pass before it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gt.dispatcher.programs.passes.bucket_all_reduces import bucket_all_reduces
+from gt.dispatcher.programs.passes.context import PassContext
+from gt.dispatcher.programs.passes.hoist_transfers import hoist_transfers
+from gt.dispatcher.programs.passes.pipeline import apply_schedule
+from gt.dispatcher.programs.passes.rematerialize import rematerialize
+from gt.dispatcher.programs.recording import Recording
+from gt.dispatcher.programs.reorder_check import CannotReorder, verify
+
+Pass = Callable[[Recording, PassContext], Recording]
+
+PASSES: tuple[Pass, ...] = (apply_schedule, bucket_all_reduces, rematerialize, hoist_transfers)
+
+
+def run_passes(recording: Recording, context: PassContext, passes: Sequence[Pass]) -> Recording:
+    """The recording that the passes make, each verified; `context` has their reports."""
+    ops = {row.seq: row for row in recording.journal}
+    for apply in passes:
+        result = apply(recording, context)
+        if result is recording:
+            continue
+        try:
+            verify(recording.code, result.code, ops)
+        except CannotReorder as error:
+            context.reject(apply.__name__, str(error))
+        else:
+            recording = result
+    return recording

@@ -1,0 +1,55 @@
+"""The context of the passes over a captured step: the request, what a pass may ask for, and the reports of the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gt.ir.instr import Define
+
+if TYPE_CHECKING:
+    from gt.dispatcher.programs.passes.stage_costs import OlderShapes
+
+MakeDefinition = Callable[[str, dict], Define]  # the definition of a kind with this payload, which all workers will know
+
+
+@dataclass
+class PassContext:
+    """Inputs and reports of the passes over one recording.
+
+    asked: text of the schedule, "" for none. compiled: whether a compiler fuses ops between borders. graphs: whether workers
+    replay device graphs. recompute: as FinishCapture.recompute. times: measured seconds by definition. older: shapes of tensors
+    from before. lasting: tensors alive afterwards. homes: by what tensors from before share memory. fresh: a new tensor id.
+    """
+
+    asked: str
+    compiled: bool
+    graphs: bool
+    recompute: int
+    times: dict[int, float]
+    older: OlderShapes
+    lasting: set[int]
+    homes: Mapping[int, object]
+    fresh: Callable[[], int]
+    define: MakeDefinition
+    schedule: dict[str, Any] = field(default_factory=dict)  # the report of the schedule, {} where none was asked for
+    recomputed: dict[int, list[int]] = field(default_factory=dict)  # by worker: values, bytes at the peak before and after
+    rejected: dict[str, str] = field(default_factory=dict)  # passes whose result was not verified, and why
+
+    @property
+    def scheduled(self) -> bool:
+        """True if the rows are in the order of a schedule."""
+        return bool(self.schedule) and not self.schedule["why"]
+
+    def reject(self, name: str, why: str) -> None:
+        """The result of a pass is not taken."""
+        self.rejected[name] = why
+        if name == "apply_schedule":
+            self.reject_schedule(why)
+        elif name == "rematerialize":
+            self.recomputed = {}
+
+    def reject_schedule(self, why: str, pipeline: bool = True) -> None:
+        """pipeline: whether the step is a pipeline at all; if not, a config's schedule is no mistake."""
+        self.schedule = {"name": self.asked.partition(":")[0], "why": why, "pipeline": pipeline}
