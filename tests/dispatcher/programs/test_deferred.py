@@ -106,9 +106,9 @@ def test_a_replayed_device_has_the_same_bits(connect: Callable, monkeypatch: pyt
     device, opened = Played(), TorchEngine.compiler
 
     class OnDevice(Graphs):
-        def program(self, held: dict, *rest: Any) -> Any:
-            device.held = held
-            return super().program(held, *rest)
+        def program(self, runner: Any, *rest: Any) -> Any:
+            device.held = runner.tensors
+            return super().program(runner, *rest)
 
     monkeypatch.setattr(TorchEngine, "compiler", lambda self, backend: (OnDevice(opened(self, "inductor")[0], device), ""))
     run, got = trained(WHOLE, steps=8)
