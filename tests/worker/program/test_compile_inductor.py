@@ -311,7 +311,6 @@ def small(layers: int) -> nn.Module:
     return mini(gt.signal.groups(), num_layers=layers, hidden_size=32, num_heads=4, intermediate_size=64)
 
 
-
 def trained(model: nn.Module, optimizer: Callable, compile: Callable, parts: int, steps: int) -> tuple[Any, list[torch.Tensor]]:
     """The step, then losses and weights."""
     torch.manual_seed(0)
@@ -364,7 +363,9 @@ def test_a_data_parallel_step_is_the_same_with_its_optimizer_in_two(monkeypatch:
     monkeypatch.setattr(bucket_all_reduces, "MAX_BUCKET_BYTES", 1 << 14)
     counts: list[int] = []
     two = bucket_all_reduces._split_list_op
-    monkeypatch.setattr(bucket_all_reduces, "_split_list_op", lambda *args: (rows := list(two(*args)), counts.append(len(rows)))[0])
+    monkeypatch.setattr(
+        bucket_all_reduces, "_split_list_op", lambda *args: (rows := list(two(*args)), counts.append(len(rows)))[0]
+    )
     with serving(2, backend="torch") as server:
         gt.connect(server.address, config=str(CONFIGS / "dp2.yaml"))
         try:
