@@ -21,6 +21,11 @@ WORKERS = 8
 os.environ[MARK] = uuid.uuid4().hex  # each process of xdist has its own
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that run backward of local CUDA tensors go first: torch refuses it in a process that has named `remote`."""
+    items.sort(key=lambda item: item.get_closest_marker("local_cuda") is None)
+
+
 # ---- nothing is left behind
 
 

@@ -18,7 +18,11 @@ from gt.worker.instructions.pieces import as_boxes, local
 from tests.helpers.limits import limit
 from tests.helpers.worker_parts import Bench, new, op
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.local_cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 DRAW = {"seed": 1, "counter": 2}
 
 
@@ -164,12 +168,12 @@ def test_progress_within_the_work_given():
         x @ x
     for _ in range(3):
         engine.progress.note()
-    assert engine.progress.come() == 0
+    assert engine.progress.completed() == 0
     torch.cuda.synchronize()
     end = time.monotonic() + limit(30)
-    while engine.progress.come() < 3:
+    while engine.progress.completed() < 3:
         assert time.monotonic() < end
-    assert engine.progress.come() == 3
+    assert engine.progress.completed() == 3
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -188,7 +192,7 @@ def test_progress_while_a_value_is_fetched(waits):
     longest = 0.0
     while fetching.is_alive():
         asked = time.monotonic()
-        engine.progress.come()
+        engine.progress.completed()
         longest = max(longest, time.monotonic() - asked)
         fetching.join(0.01)
     assert longest < (time.monotonic() - start) / 4
