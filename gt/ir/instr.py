@@ -115,7 +115,7 @@ class Define:
 
     @cached_property
     def operands(self) -> int:
-        """The count of numbers that follow number and seq in the stream in the stream."""
+        """The count of numbers that follow number and seq in the stream."""
         if self.kind != "op":
             return len(KINDS[self.kind][0])
         outs = sum(out[0] in ("new", "view") for out in self.payload["outs"])

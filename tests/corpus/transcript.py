@@ -99,7 +99,8 @@ def instructions(code: Sequence, base: int, known: dict[int, Define], actions: d
         number, seq = code[at], base + code[at + 1]
         if number < FIRST:
             stop = at + 3 + code[at + 2]
-            names = " ".join(f"%{i & MASK}" if number == FREE else str(i) for i in code[at + 3 : stop])
+            ids = code[at + 3 : stop]  # tensors that die together do so in the order in which an autograd graph ends
+            names = " ".join(f"%{i & MASK}" for i in sorted(ids)) if number == FREE else " ".join(map(str, ids))
             yield f"{seq} {SHORT.get(number, f'special {number}')} {names}"
         else:
             define = known[number]
