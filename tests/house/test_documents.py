@@ -179,19 +179,19 @@ def test_server_worker_and_program_with_a_token(tmp_path: Path) -> None:
         return subprocess.Popen(["bash", "-c", f"exec env {line}"], cwd=tmp_path, env=environment(), text=True, **pipes)
 
     made = shell(key.replace("gt key", "python -c 'import sys; from gt.cli import main; sys.exit(main())' key"), stdout=-3)
-    assert made.wait(60) == 0 and (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    assert made.wait(limit(60)) == 0 and (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     serving = shell(server, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         port = serving.stdout.readline().strip().rpartition(":")[2]
         working = shell(worker, stderr=subprocess.PIPE)
-        done = shell(client, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate(timeout=60)
+        done = shell(client, stdout=subprocess.PIPE, stderr=subprocess.PIPE).communicate(timeout=limit(60))
         assert done == ("4.0\n", "")
-        without = shell(client.replace("GT_TOKEN=", "GT_UNSET="), stdout=-3, stderr=subprocess.PIPE).communicate(timeout=60)[1]
-        assert "wants a token: set GT_TOKEN" in without
+        without = shell(client.replace("GT_TOKEN=", "GT_UNSET="), stdout=-3, stderr=subprocess.PIPE)
+        assert "wants a token: set GT_TOKEN" in without.communicate(timeout=limit(60))[1]
     finally:
         serving.terminate()
-        assert serving.communicate(timeout=20) == ("", "")
-    assert working.wait(20) == 0
+        assert serving.communicate(timeout=limit(20)) == ("", "")
+    assert working.wait(limit(20)) == 0
     working.stderr.close()
 
 

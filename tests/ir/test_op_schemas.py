@@ -22,6 +22,7 @@ from gt.worker.engine.torch.overloads import OVERLOADS, line
 from tests.helpers import ROOT
 from tests.helpers.core_bench import CoreBench
 from tests.helpers.hostile import row, spec
+from tests.helpers.limits import limit
 from tests.helpers.worker_parts import Bench, new, op, world
 from tools import op_denied, op_schemas
 
@@ -122,7 +123,7 @@ def test_gt_ops_writes_a_line_that_gt_ops_in_the_environment_adds(tmp_path, caps
     code = "from gt.ir.schema import TABLE; print('prims.sin.default' in TABLE, 'aten.add.Tensor' in TABLE)"
     done = subprocess.run(
         [sys.executable, "-c", code], env={"GT_OPS": str(tmp_path / "ops.txt"), "PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, check=True, timeout=60,
+        text=True, check=True, timeout=limit(60),
     )  # fmt: skip
     assert done.stdout.split() == ["True", "True"]
     assert gt_command(["ops", "aten.no_such_op.default"]) == 1 and "has no aten.no_such_op" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from tests.helpers.limits import limit
 def said(*command: str, code: int = 2, **env: str) -> str:
     """The one line on stderr (usage aside) of a command that fails with this exit code."""
     done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", *command], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=limit(60)
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr

@@ -20,6 +20,7 @@ import pytest
 from gt import errors
 from gt.client.session import Session
 from gt.server import main as server_main
+from tests.helpers.limits import limit
 from tests.helpers.processes import of_the_server, started, wait_until
 
 SECRET = "a token of this test's own"
@@ -93,10 +94,10 @@ def site(tmp_path: Path, *names: str, options: tuple[str, ...] = ()) -> Iterator
         yield here
     finally:
         server.terminate()
-        server.communicate(timeout=20)
+        server.communicate(timeout=limit(20))
         for worker in here.workers.values():
             worker.terminate()
-            worker.wait(20)
+            worker.wait(limit(20))
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +167,7 @@ def test_two_programs_at_once_have_disjoint_workers_and_a_crash_is_ones_own(pair
         assert number == "4" and {mine, theirs} == {"a", "b"}
         crashed = pair.workers[theirs]
         os.kill(crashed.pid, signal.SIGSEGV)
-        crashed.wait(10)
+        crashed.wait(limit(10))
         assert say(other).startswith(f"lost worker {theirs} is lost")
         assert (x * 2).sum().item() == 32
         pair.start(theirs)
@@ -202,7 +203,7 @@ def test_the_queue_tells_places_and_who_is_killed_in_it_or_served_leaves_nothing
         first.close()
         assert served.stdout.readline() == "welcome\n"
         served.kill()
-        last.join(30)
+        last.join(limit(30))
         assert sorted(got[0].workers) == ["a", "b"], "those of the killed one came back"
         got[0].close()
     finally:
@@ -231,7 +232,7 @@ def test_ctrl_c_leaves_the_queue(pair, caplog):
     waiting.start()
     assert wait_until(lambda: "place 1" in caplog.text, 20) and "place 2" not in caplog.text
     holder.close()
-    waiting.join(30)
+    waiting.join(limit(30))
     assert not waiting.is_alive()
 
 
@@ -273,7 +274,7 @@ def test_a_worker_that_is_told_to_end_in_the_middle_of_an_op_does_not_start_afre
     pair.workers[name].send_signal(signal.SIGTERM)
     del x, y
     gt.shutdown()
-    assert pair.workers[name].wait(20) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+    assert pair.workers[name].wait(limit(20)) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
     pair.start(name)
     both = pair.session(2)
     assert sorted(both.workers) == ["a", "b"]

@@ -21,6 +21,7 @@ from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.link import hello
 from gt.wire.messages import Reject
 from tests.helpers import zmtp
+from tests.helpers.limits import limit
 from tests.helpers.toy_core import ToyCore
 
 LOCAL, AWAY = "127.0.0.1", "10.1.2.3"
@@ -238,7 +239,7 @@ def test_a_worker_waits_for_a_server_and_finds_the_next_ones_secret(folder, monk
     link = Dealer(first.address, lambda *_: heard.set(), lambda reason: lost.set(), timeouts=LinkTimeouts(connect=None))
     link.send(hello("client"))
     with Running(port=port):
-        assert heard.wait(10) and not lost.is_set()
+        assert heard.wait(limit(10)) and not lost.is_set()
         link.close()
 
 
@@ -253,7 +254,7 @@ def test_a_refused_worker_is_told_once_and_for_all(folder):
             timeouts=LinkTimeouts(connect=None),
             token="wrong",
         )
-        assert over.wait(10)
+        assert over.wait(limit(10))
         link.close()
     assert [type(message) for message in told] == [Reject] and "another token" in told[0].error["message"]
 

@@ -183,7 +183,7 @@ def test_a_worker_of_one_session_starts_afresh_at_once_when_that_has_ended(dispa
         dispatcher.greet()
         dispatcher.send(Run(0, 0, [UPLOAD], [17, 4, 1, 5]))
         dispatcher.send(Renew("its session has ended"))
-        thread.join(10)
+        thread.join(limit(10))
         assert not thread.is_alive() and renewed.is_set() == able and why == ["its session has ended"]
 
 
@@ -195,7 +195,7 @@ def test_a_worker_whose_device_cannot_be_used_any_more_starts_afresh_if_it_can(d
     thread.start()
     dispatcher.greet()
     dispatcher.send(Run(0, 10, [ADD], [18, 0, 1, 1, 2]))
-    thread.join(10)
+    thread.join(limit(10))
     assert renewed == ["w0"] and "cannot be used any more" in dispatcher.next(Goodbye)[0].reason
 
 

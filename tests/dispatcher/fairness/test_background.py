@@ -14,6 +14,7 @@ from gt.ir.instr import DISCARD, RECORD
 from gt.wire.link import hello
 from gt.wire.messages import FinishCapture, Inspect, Ops, Report
 from tests.helpers.hostile import TEMPLATES
+from tests.helpers.limits import limit
 
 UPLOAD, NEG = TEMPLATES[0], TEMPLATES[3]
 
@@ -34,14 +35,14 @@ class Gate:
 
     def _wait(self, *_) -> None:
         self.inside.set()
-        assert self.open.wait(20)
+        assert self.open.wait(limit(20))
 
     def give(self, peer: bytes, message, frames: tuple = ()) -> list:
         return self.sent(self.core.handle(Received(peer, message, frames)))
 
     def turn(self) -> list:
         """Messages that follow once a thread wants the baton."""
-        assert self.called.wait(20)
+        assert self.called.wait(limit(20))
         self.called.clear()
         actions = self.core.handle(Turn(0.0))
         self.core.check()
@@ -70,7 +71,7 @@ def record(gate: Gate, peer: bytes) -> None:
 def test_others_are_served_while_a_program_is_sealed(gate):
     record(gate, b"c")
     assert not gate.give(b"c", FinishCapture(1, 0, "", "eager", [], 0, 0, 0))
-    assert gate.inside.wait(20)
+    assert gate.inside.wait(limit(20))
     assert not gate.give(b"c", Inspect(2, 1))  # after its seal
     gate.give(b"d", Ops(0, [[16, UPLOAD]], [], [16, 0, 0, 1]), (bytes(64),))
     assert [m.request for m in gate.give(b"d", Inspect(7, 1))] == [7]
@@ -85,7 +86,7 @@ def test_others_are_served_while_a_program_is_sealed(gate):
 def test_a_client_that_leaves_meanwhile_leaves_nothing(gate):
     record(gate, b"c")
     gate.give(b"c", FinishCapture(1, 0, "", "eager", [], 0, 0, 0))
-    assert gate.inside.wait(20)
+    assert gate.inside.wait(limit(20))
     gate.core.handle(PeerLost(b"c", "gone"))
     gate.open.set()
     assert not [m for m in gate.turn() if isinstance(m, Report)]
@@ -95,7 +96,7 @@ def test_a_client_that_leaves_meanwhile_leaves_nothing(gate):
 def test_a_worker_lost_meanwhile_makes_it_no_program(gate):
     record(gate, b"c")
     gate.give(b"c", FinishCapture(1, 0, "", "eager", [], 0, 0, 0))
-    assert gate.inside.wait(20)
+    assert gate.inside.wait(limit(20))
     gate.core.handle(PeerLost(b"w0", "gone"))
     gate.open.set()
     (report,) = [m for m in gate.turn() if isinstance(m, Report)]
@@ -126,7 +127,7 @@ def test_a_recording_that_is_held_back_ends_beside_the_loop(gate, monkeypatch):
     held = [*RECORDED[:10], 1, *RECORDED[11:]]
     gate.give(b"c", Ops(0, [[16, UPLOAD], [17, NEG]], [], [*held, DISCARD, 17, 0, 1, 3]), (bytes(64),))
     gate.core.handle(Turn(0.0))
-    assert gate.inside.wait(20) and gate.core.sessions[b"c"].stalled
+    assert gate.inside.wait(limit(20)) and gate.core.sessions[b"c"].stalled
     gate.give(b"d", Ops(0, [[16, UPLOAD]], [], [16, 0, 0, 1]), (bytes(64),))
     assert [m.request for m in gate.give(b"d", Inspect(7, 1))] == [7]
     gate.open.set()
@@ -155,7 +156,7 @@ def test_one_thread_at_a_time_has_the_baton():
         if background.pending:
             background.go_on()
         else:
-            wake.wait(0.01)
+            wake.wait(limit(0.01))
     assert len(order) == 40 * MOST
     background.close()
 
@@ -166,7 +167,7 @@ def test_what_is_apart_when_the_server_ends_ends_with_it():
 
     def call() -> None:
         with background.apart(lambda: False):
-            go.wait(20)
+            go.wait(limit(20))
         after.append(1)
 
     background.begin(call)

@@ -20,6 +20,7 @@ from gt.wire.dealer import Dealer
 from gt.wire.link import hello
 from gt.wire.messages import Query, Report, Welcome
 from gt.wire.process_settings import more_descriptors
+from tests.helpers.limits import limit
 
 LIMIT = 64
 
@@ -36,7 +37,7 @@ def few():
         yield re.search(r"on (\S+)\n", process.stdout.readline())[1], said
     finally:
         process.terminate()
-        said.append(process.communicate(timeout=20)[1])
+        said.append(process.communicate(timeout=limit(20))[1])
 
 
 def worker(address: str) -> Dealer:

@@ -46,17 +46,17 @@ def test_a_gpu_worker_starts_afresh_with_an_empty_gpu():
         taken = []
         for _ in range(3):
             line = [sys.executable, "-c", PROGRAM, address, str(count)]
-            done = subprocess.run(line, capture_output=True, text=True, timeout=200, env=environment)
+            done = subprocess.run(line, capture_output=True, text=True, timeout=limit(200), env=environment)
             assert done.returncode == 0, done.stderr[-4000:]
             taken.append(int(done.stdout))
         assert all(worker.poll() is None for worker in workers), "the same processes"
         assert max(taken) - taken[0] < 512 << 20, f"memory of programs that have ended is still taken: {taken}"
     finally:
         server.terminate()
-        server.communicate(timeout=30)
+        server.communicate(timeout=limit(30))
         for worker in workers:
             worker.terminate()
-            worker.wait(30)
+            worker.wait(limit(30))
 
 
 QUEUE = """
