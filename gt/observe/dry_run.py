@@ -25,9 +25,9 @@ from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import Emitter
 from gt.dispatcher.state.failures import Failures, OpJournal, Planned
+from gt.dispatcher.state.records import Bound
 from gt.errors import UnsupportedOp
 from gt.ir.heap import sizes
-from gt.ir.instr import Define
 from gt.ir.layout import Layout
 from gt.ir.spec import DTYPES, Spec
 from gt.ir.text import PlanLine
@@ -65,9 +65,10 @@ class _Emitter(Emitter):
     dry: Dry
     followed: frozenset[int] = frozenset()
 
-    def write(self, worker: Any, define: Define, operands: Sequence) -> None:
-        if worker.index in self.followed:
-            super().write(worker, define, operands)
+    def write_all(self, bound: Sequence[Bound], operands: Sequence) -> None:
+        followed = [row for row in bound if row[0].index in self.followed]
+        super().write_all(followed, operands)
+        for worker, define in followed:
             if define.kind not in QUESTIONS:
                 self.dry.code[worker.index].append(Instruction(self.seq, define, list(operands)))
 

@@ -262,10 +262,23 @@ def _without_out(info: OpInfo) -> Any:
     return min(candidates, key=lambda pair: pair[0])[1]
 
 
+# Ops whose CPU kernels, and no shape rules, refuse an out= that shares memory with an input
+NO_OVERLAP = {"aten.complex.out", "aten.kthvalue.values", "aten.masked_select.out", "aten.take.out"}
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
 def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
     """Copy results into out= tensors. One of another shape gets new memory under the same Python object."""
     named = [kwargs[name] for name in info.outs]
     targets, rest = _tensors(named), {name: a for name, a in kwargs.items() if name not in info.outs}
+    if info.name in NO_OVERLAP and any(_root(a) is _root(b) for a in targets for b in _tensors((args, rest))):
+        raise RuntimeError(
+            "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
+            "location. Please clone() the tensor before performing the operation."
+        )
     op = _without_out(info)
     for name, value in (("dtype", targets[0].dtype if targets else None), ("device", LAZY)):
         if name in info_of(op).named and rest.get(name) is None:

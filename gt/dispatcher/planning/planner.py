@@ -154,12 +154,11 @@ class Planner:
             operands = [*[offset + i for i in brought], *values, *[offset + i for i in outs]]
         else:
             operands = [*brought, *values, *outs]
-        for worker, define in plan.bound:
-            emitter.write(worker, define, operands)
+        emitter.write_all(plan.bound, operands)
         table, news = self._table, iter(outs)
         for index, (out, layout) in enumerate(zip(known.template.outs, plan.outs, strict=True)):
             if out.kind == "new":
-                table.new(next(news), out.spec, layout, self._context.origin)
+                table.new(next(news), out.spec, layout, emitter.origin)
             elif out.kind == "view":
                 table.view(next(news), out.spec, ins[out.of], layout, (known, values, index))
 

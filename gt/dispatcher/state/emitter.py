@@ -106,19 +106,25 @@ class Emitter:
 
     def write(self, worker: Worker, define: Define, operands: Sequence) -> None:
         """Append one instruction; ids among the operands must have been mapped."""
-        number = define.number
-        if len(worker.code) > MOST or worker.weight > MOST:
-            worker.cut()
-        if number not in worker.known:
-            worker.define(define)
-            self.used.add(worker.index)
-        worker.code += (number, self.seq - self.base, *operands)
-        self.sent += 1
-        if number in self.costs:
-            worker.seconds += self.costs[number]
-            self.seconds = max(self.seconds, worker.seconds)
-        if self.kept is not None:
-            self.kept[number] = define
+        self.write_all([(worker, define)], operands)
+
+    def write_all(self, bound: Sequence[Bound], operands: Sequence) -> None:
+        """Append one instruction for each of several workers, with the same operands."""
+        at, costs, kept = self.seq - self.base, self.costs, self.kept
+        for worker, define in bound:
+            number = define.number
+            if len(worker.code) > MOST or worker.weight > MOST:
+                worker.cut()
+            if number not in worker.known:
+                worker.define(define)
+                self.used.add(worker.index)
+            worker.code += (number, at, *operands)
+            if number in costs:
+                worker.seconds += costs[number]
+                self.seconds = max(self.seconds, worker.seconds)
+            if kept is not None:
+                kept[number] = define
+        self.sent += len(bound)
 
     def estimate(self, define: Define, seconds: float) -> None:
         """Have a definition count for what it takes."""
