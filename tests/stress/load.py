@@ -98,7 +98,8 @@ def run(names: list[str], args: argparse.Namespace, report: Path) -> int:
             process.wait()
         load = os.getloadavg()[0]
     took = (time.monotonic() - start) / 60
-    said = f"{len(names)} files beside {args.loops} busy loops on {len(os.sched_getaffinity(0))} cores (load {load:.0f}): {took:.1f} minutes"
+    cores = len(os.sched_getaffinity(0))
+    said = f"{len(names)} files beside {args.loops} busy loops on {cores} cores (load {load:.0f}): {took:.1f} minutes"
     if code == 124:
         said += "\nit took too long and was ended"
     if report.exists():
