@@ -266,15 +266,23 @@ def _without_out(info: OpInfo) -> Any:
 NO_OVERLAP = {"aten.complex.out", "aten.kthvalue.values", "aten.masked_select.out", "aten.take.out"}
 
 
-def _root(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor._base is None else tensor._base
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if two tensors have one storage and their ranges of bytes in it meet, as torch's own check has it."""
+    if (a if a._base is None else a._base) is not (b if b._base is None else b._base) or not (a.numel() and b.numel()):
+        return False
+    ranges = []
+    for tensor in (a, b):
+        start = tensor.storage_offset()
+        last = start + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+        ranges.append((start * tensor.itemsize, (last + 1) * tensor.itemsize))
+    return ranges[0][0] < ranges[1][1] and ranges[1][0] < ranges[0][1]
 
 
 def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
     """Copy results into out= tensors. One of another shape gets new memory under the same Python object."""
     named = [kwargs[name] for name in info.outs]
     targets, rest = _tensors(named), {name: a for name, a in kwargs.items() if name not in info.outs}
-    if info.name in NO_OVERLAP and any(_root(a) is _root(b) for a in targets for b in _tensors((args, rest))):
+    if info.name in NO_OVERLAP and any(_overlap(a, b) for a in targets for b in _tensors((args, rest))):
         raise RuntimeError(
             "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
             "location. Please clone() the tensor before performing the operation."

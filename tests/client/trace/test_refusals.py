@@ -58,6 +58,13 @@ def test_a_mistake_has_the_text_that_it_has_on_the_cpu(name: str, session: Calla
     assert remote == here
 
 
+def test_out_may_be_another_part_of_an_inputs_memory(session: Callable) -> None:
+    session()
+    x = torch.arange(6.0).to("remote")
+    assert torch.take(x[:3], torch.tensor([2, 0, 1]).to("remote"), out=x[3:]).tolist() == [2, 0, 1]
+    assert x.tolist() == [0, 1, 2, 2, 0, 1]
+
+
 def test_a_mistake_leaves_the_random_numbers_of_the_host_alone(session: Callable) -> None:
     session()
     before = torch.get_rng_state()
