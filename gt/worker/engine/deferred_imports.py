@@ -64,7 +64,7 @@ def execute(module: ModuleType) -> None:
         loader = getattr(module.__spec__, "loader", None)
         if type(module) is not DeferredModule or not isinstance(loader, _DeferredLoader):
             return
-        module.__class__ = ModuleType  # it may use itself  # type: ignore[assignment]
+        module.__class__ = ModuleType  # type: ignore[assignment]  # it may use itself
         try:
             loader.loader.exec_module(module)
         except BaseException:
