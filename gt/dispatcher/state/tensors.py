@@ -30,7 +30,9 @@ class RecipeStep:
 class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
-    __slots__ = ("data", "default", "failed", "made_by", "origin", "param", "recipe", "slots", "tensors", "unallocated", "version")
+    __slots__ = (
+        "data", "default", "failed", "made_by", "origin", "param", "recipe", "slots", "tensors", "unallocated", "version",
+    )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
         self.origin = origin  # of the op that made it
