@@ -112,7 +112,7 @@ def _schedule(pipe: PricedPipeline, step: PlannedStep, costs: Costs) -> Reported
         rows = _as_written(pipe, step)
         if stages.backward:
             schedule.check(rows)
-        return ReportedSchedule("as written", schedule.finish(rows, costs))
+        return ReportedSchedule("as written", schedule.insert_epilogue(rows, costs))
     except NoRoom as error:
         return ReportedSchedule(step.schedule, None, error.said(size))
     except (ConfigError, ValueError) as error:

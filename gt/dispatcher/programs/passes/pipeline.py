@@ -19,8 +19,7 @@ from gt.dispatcher import schedule
 from gt.dispatcher.programs.passes.context import PassContext
 from gt.dispatcher.programs.passes.epilogue import place_epilogue
 from gt.dispatcher.programs.passes.report import schedule_report
-from gt.dispatcher.programs.passes.stage_costs import OlderShapes, StageCosts, stage_costs, time_instructions
-from gt.dispatcher.programs.passes.stages import (
+from gt.dispatcher.programs.passes.scheduled_instruction import (
     EARLY,
     LATE,
     Key,
@@ -29,6 +28,7 @@ from gt.dispatcher.programs.passes.stages import (
     match_collectives,
     match_transfers,
 )
+from gt.dispatcher.programs.passes.stage_costs import OlderShapes, StageCosts, stage_costs, time_instructions
 from gt.dispatcher.programs.recording import Code, Instruction, Recording
 from gt.dispatcher.programs.reorder_check import CannotReorder
 from gt.dispatcher.schedule.auto import NoRoom

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from gt.dispatcher.programs.passes.epilogue import Epilogue
-from gt.dispatcher.programs.passes.stages import Parts, ScheduledInstruction, match_collectives
+from gt.dispatcher.programs.passes.scheduled_instruction import Parts, ScheduledInstruction, match_collectives
 from gt.dispatcher.programs.recording import Instruction
 from gt.dispatcher.schedule import Costs
 from gt.dispatcher.schedule.balance import Unit
