@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from gt.dispatcher.sharding.redistribute import RedistributionStep
+from gt.ir.instr import Define
 from gt.ir.layout import Layout, Partial, boxes, read_boxes, write_boxes
 from gt.worker.engine.base import IDENTITY
 
@@ -65,7 +66,6 @@ def carry_out(step: RedistributionStep, pieces: dict[int, np.ndarray]) -> tuple[
         mine, p = pieces.get(order.worker), order.payload
         if order.kind == "shard":
             after[order.worker] = read_boxes(mine, p["boxes"])
-            assert after[order.worker].shape == tuple(p["shape"])
         elif order.kind == "partial":
             after[order.worker] = mine if p["keep"] else np.zeros_like(mine)
         elif order.kind in ("all_gather", "all_to_all"):
@@ -86,6 +86,9 @@ def carry_out(step: RedistributionStep, pieces: dict[int, np.ndarray]) -> tuple[
                     moved += data.size
                     out[_slices(box)] = data
             after[order.worker] = out
+        if order.kind != "send":
+            shape = Define(0, order.kind, p).result_shape
+            assert after[order.worker].shape == (mine.shape if shape is None else shape)
     assert not any(posted.values()), "something was sent that nobody receives"
     return after, moved
 
