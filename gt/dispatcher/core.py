@@ -297,7 +297,7 @@ class Core:
     def _upload_chunk(self, peer: Peer, message: UploadChunk, frames: tuple) -> None:
         session = self._session(peer)
         session.uploads.host(message, frames)
-        session.release()
+        session.send_held()
 
     # ---- workers
 

@@ -161,7 +161,7 @@ class Server:
             self._router.send(gone.peer, Exit(gone.reason))  # should it be heard again
             self._take(gone)
         self._handle(Tick(self._now()))
-        self._reserve.look(self._now())
+        self._reserve.poll(self._now())
         if self._journal is not None:
             self._journal.flush()
 

@@ -59,10 +59,10 @@ class ClientSession:
         """Sends the client a message."""
         return self.context.send
 
-    def release(self) -> None:
+    def send_held(self) -> None:
         """Send what was held back, if all uploads that it waits for are here."""
         if self.outbox.held and not self.uploads.awaited:
-            self.outbox.release()
+            self.outbox.send_held()
             self.op_stream.acknowledge()
 
     # ---- lost workers, and the end
@@ -73,7 +73,7 @@ class ClientSession:
         self.cluster.send_all()
         self.uploads.lose(worker.index)
         if worker.index not in self.emitter.used:
-            self.release()
+            self.send_held()
             return
         self.failures.troubled = True
         cause = self.failures.cause_of_loss(worker)
@@ -87,7 +87,7 @@ class ClientSession:
         self.failures.unreported.append(cause)
         self.fetches.fail_all(cause)
         self.programs.deferred.flush()
-        self.outbox.release()  # planned with the old process in mind: peers must meet its end, not its successor
+        self.outbox.send_held()  # planned with the old process in mind: peers must meet its end, not its successor
         self.op_stream.acknowledge()
 
     def regain(self, worker: Worker) -> None:

@@ -38,7 +38,7 @@ def describe(dry: Dry, step: PlannedStep) -> dict[str, Any]:
     """Schedule, bubble and balance of a step; {} if it is no pipeline."""
     journal, code = (step.journal, step.code) if step.answer else _last_pass(step)
     try:
-        pipe = price_pipeline(journal, code, {}, step.look)
+        pipe = price_pipeline(journal, code, {}, step.shape_of)
     except NoPipeline:
         return {}
     except CannotReorder as error:

@@ -82,7 +82,7 @@ class SimulatedWorker:
         if held is not None:
             held.block.kind, held.block.name = kind, name
 
-    def mark(self) -> SimulatedInterval:
+    def end_interval(self) -> SimulatedInterval:
         """End an interval. Blocks that are alive are the start of the next."""
         ended, self.now = self.now, SimulatedInterval()
         self._names.clear()

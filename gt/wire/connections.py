@@ -114,7 +114,7 @@ class Connections:
                 return connection
         return None
 
-    def settle(self) -> list[bytes]:
+    def collect_ended(self) -> list[bytes]:
         """Peers whose connections have ended, after all of their messages were received."""
         ended = [connection for row in self._ended.values() for connection in row if connection.peer]
         self._ended.clear()

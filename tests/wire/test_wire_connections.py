@@ -101,7 +101,7 @@ class World:
             one["met"], one["peer"] = True, b"%d" % self.number
             assert self.ours.meet(one["peer"], one["fd"], one["ticket"]) is not None, one
         ended = {one["peer"] for one in self.late if one["met"]}
-        assert set(self.ours.settle()) == ended
+        assert set(self.ours.collect_ended()) == ended
         for one in self.open.values():
             connection = self.ours.of(one.get("peer", b""))
             assert (connection is not None) == one["met"] and (not connection or self.ours.holds(connection))

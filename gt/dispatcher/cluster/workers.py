@@ -65,8 +65,8 @@ class Worker:
             self.weight += weight(definition.payload)
         return number
 
-    def tell(self, definition: Define) -> None:
-        """Have it know of what a program will name, whether or not what this event writes is sent."""
+    def announce(self, definition: Define) -> None:
+        """Send it a definition that a program will name, even if the instructions of this event are discarded."""
         if definition.number not in self.known:
             self.known.add(definition.number)
             self.told.append(definition.wire())

@@ -179,7 +179,7 @@ class Programs:
         else:
             for define in added.values():
                 for worker in tape.code:
-                    self._emitter.tell(self._cluster.workers[worker], define)
+                    self._emitter.announce(self._cluster.workers[worker], define)
             self._make(tape, pairs, message, parts)
             self.all[message.program].order = context.schedule
         self._outbox.cut()

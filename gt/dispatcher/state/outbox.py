@@ -127,7 +127,7 @@ class Outbox:
             runs.clear()
             runs.update(reach)
 
-    def release(self) -> None:
+    def send_held(self) -> None:
         """Send what was held back."""
         held, self.held = self.held, []
         for buffered in held:
