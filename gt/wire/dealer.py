@@ -272,7 +272,7 @@ class Dealer:
             self._queue.clear()
             self._approach.close(int(LINGER * 1000) if self._closing and not self._deaf else 0)
             terminate(context)
-            self._forget()
+            self._stop_helper()
         if reason and not self._closing:
             self._on_lost(reason)
 
@@ -289,7 +289,7 @@ class Dealer:
             if led:
                 os.close(self._call)
 
-    def _forget(self) -> None:
+    def _stop_helper(self) -> None:
         """Stop pyzmq's helper thread for uncopied frames with the last link. It is started again when needed."""
         _open_dealers.discard(id(self))
         if not _open_dealers and garbage.gc.thread is not None and not garbage.gc.refs:

@@ -139,7 +139,7 @@ class Router:
         """Peers whose host has acknowledged nothing for a heartbeat."""
         found = [(peer, how) for peer, cable in self._cables.items() if (how := cable.poll())]
         for peer, _ in found:
-            self.forget(peer)
+            self.disconnect(peer)
         return [Gone(peer, f"its connection ended: {how}") for peer, how in found]
 
     def descriptors(self, peers: Iterable[bytes]) -> set[int]:
@@ -156,11 +156,11 @@ class Router:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
 
-    def forget(self, peer: bytes) -> None:
+    def disconnect(self, peer: bytes) -> None:
         """Drop further messages of this peer, and end its connection soon. The end is still reported."""
         self._bury(peer, True)
         self._cables.pop(peer, None)
-        self._connections.leave(peer, time.monotonic())
+        self._connections.disconnect(peer, time.monotonic())
 
     def close(self) -> None:
         """Send what is queued, for at most LINGER seconds, and free the port."""
@@ -179,7 +179,7 @@ class Router:
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
         ask(self._sock, auth.lock(entry, access.token, ip, port))
         self._porter.bind("inproc://zeromq.zap.01")
-        bound = self._bind(host, ip, port)
+        bound = self._listen(host, ip, port)
         self._lock = auth.lock(entry, access.token, ip, bound)
         self._sealed = entry.mechanism == auth.CURVE
         self._client = public(self._lock.client) if self._lock.client else b""
@@ -191,7 +191,7 @@ class Router:
             log.info("%s", refusal)  # no file is needed: peers have the secret or the token
         return bound
 
-    def _bind(self, host: str, ip: str, port: int) -> int:
+    def _listen(self, host: str, ip: str, port: int) -> int:
         try:
             self._sock.bind(f"tcp://{ip}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -265,7 +265,7 @@ class Router:
             connection.taken += on_wire(len(body), self._sealed)
             for frame in frames:
                 connection.taken += on_wire(len(frame), self._sealed)
-            whole = connection.join(body, frames)
+            whole = connection.assemble(body, frames)
             if isinstance(whole, str):
                 found.append(Arrived(peer, b"", (), whole))
             elif whole is not None:

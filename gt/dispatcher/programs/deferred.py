@@ -33,7 +33,7 @@ class StreamEnds:
     made: dict[int, None] = field(default_factory=dict)
     forgotten: list[int] = field(default_factory=list)
 
-    def take(self, code: Sequence, defines: dict[int, Define]) -> list:
+    def follow(self, code: Sequence, defines: dict[int, Define]) -> list:
         """Follow a stream. Returned are its uploads alone: constants, which are sent ahead of a program."""
         uploads: list = []
         for at, define, operands in decode(code, defines.__getitem__):
@@ -127,7 +127,7 @@ class DeferredRuns:
 
     @staticmethod
     def _only_uploads(one: BufferedInstructions, tape: Recording, ends: dict[int, StreamEnds]) -> BufferedInstructions:
-        rows = [(w, life, defines, ends[w.index].take(code, tape.defines)) for w, life, defines, code in one.rows]
+        rows = [(w, life, defines, ends[w.index].follow(code, tape.defines)) for w, life, defines, code in one.rows]
         return replace(one, rows=[row for row in rows if row[2] or row[3]], runs={})
 
     def _parts(self, tape: Recording, base: int, ends: dict[int, StreamEnds]) -> dict[int, tuple[list[dict], list[int]]]:
