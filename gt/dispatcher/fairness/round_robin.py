@@ -117,7 +117,7 @@ class RoundRobin:
         if not session.stalled and not isinstance(message, Ops):
             self._core.attempt(peer, "Ops", session.op_stream.finish)
             if not isinstance(message, FinishCapture) and not session.op_stream.busy:
-                session.programs.deferred.flush()
+                session.outbox.send_deferred()
         return session.stalled
 
     def check(self) -> None:
