@@ -213,7 +213,7 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 os.write(2, data)
 
-    def _report(self, **what: Any) -> None:
+    def _report(self, **facts: Any) -> None:
         with contextlib.suppress(OSError):  # the program is gone: the end of stdin shows it too
             os.write(1, json.dumps(facts).encode() + b"\n")
 
