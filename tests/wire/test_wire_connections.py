@@ -325,4 +325,4 @@ def test_a_message_in_parts_is_bounded():
     assert "came in parts of" in said and sent <= PARTED + CHUNK
     connection = Connection(3, 1, 0.0, heard=True)
     assert f"at most {PARTED} and {PARTS}" in connection.assemble(connections.PART, (b"",) * (PARTS + 1))
-    assert f"the first message has {FIRST + 1} bytes" in Connection(3, 1, 0.0).join(bytes(FIRST + 1), ())
+    assert f"the first message has {FIRST + 1} bytes" in Connection(3, 1, 0.0).assemble(bytes(FIRST + 1), ())

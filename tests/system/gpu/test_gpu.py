@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.helpers import ROOT, gpu_programs
+from tests.helpers import ROOT
+from tests.helpers.processes import run_program
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
@@ -40,7 +41,7 @@ def close(a, b):
 """
 
 
-run = partial(gpu_programs.run, PRELUDE, seconds=300)
+run = partial(run_program, PRELUDE, seconds=300)
 
 
 def test_local_cuda_training_works_beside_remote_where_the_name_is_left_out():

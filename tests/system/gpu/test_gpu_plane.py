@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.helpers import ROOT, gpu_programs
+from tests.helpers import ROOT
+from tests.helpers.processes import run_program
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
@@ -49,7 +50,7 @@ def close(a, b, most=1e-3):
 """
 
 
-run = partial(gpu_programs.run, PRELUDE, seconds=200)
+run = partial(run_program, PRELUDE, seconds=200)
 
 
 @pytest.mark.parametrize("transport", ["nvshmem", "nccl"])
