@@ -30,6 +30,7 @@ class Recorder:
 
     def __init__(self, session: Any, on_clear: Callable[[], None]) -> None:
         self.session, self.on_clear = session, on_clear
+        self.new_id: Callable[[], int] = _ids.__next__
         self.first = self.new_id()  # tensors of sessions before this one have lower ids
         self.code: list = []
         self.batch = MIN_BATCH_NUMBERS  # numbers before the hand-over; few while workers are idle and would wait for all
@@ -45,9 +46,6 @@ class Recorder:
         self.tape: Any = None  # a CallRecording while a call is recorded; it gets every batch
         self._lock = threading.Lock()
         session.on_idle = self.flush_stale
-
-    def new_id(self) -> int:
-        return next(_ids)
 
     def define(self, template: Template) -> int:
         """Number of a new template, valid until the table is cleared."""

@@ -13,7 +13,7 @@ import torch
 from gt.client import current_session
 from gt.client.device import meta as metas
 from gt.client.device.meta import Meta, dtype_name
-from gt.client.device.remote_tensor import RemoteTensor, Shown
+from gt.client.device.remote_tensor import RemoteTensor, Shown, wrapper_of
 from gt.client.trace import refusals
 from gt.client.trace.meta_kernels import spare_dynamo
 from gt.client.trace.op_info import ASK, CONST, FIRST, INTO, LONG, ONE, TENSOR, TENSORS, VALUE, VALUES, Entry, OpInfo
@@ -291,6 +291,7 @@ def _outs(info: OpInfo, entry: Entry, result: Any, known: bool, positions: dict[
         entry.mode = ASK
     elif single and entry.result == ("new", 0):
         entry.mode = ONE
+        entry.wrapper = wrapper_of(entry.metas[0])
     elif single and entry.result == ("arg", 0) and positions[info.names[0]] == [0]:
         entry.mode = FIRST
     return outs
