@@ -280,16 +280,15 @@ def _work(order: dict[str, Any], port: int, gpu: str) -> None:
 
 def _preload(backend: str) -> list[str]:
     """Import the modules that all workers share, and return the usable GPUs."""
-    import gt.worker.loop
-    from gt.worker.engine.registry import ENGINES, open_engine
+    import gt.worker.loop  # noqa: F401
+    from gt.worker.engine.registry import ENGINES, import_torch_engine, open_engine
 
     if backend != "torch":
         if backend in ENGINES:
             open_engine(backend, "cpu")  # for its modules, which the workers then share
         return []
+    import_torch_engine()
     import torch
-
-    import gt.worker.engine.torch  # noqa: F401
 
     return machine.gpus() if torch.backends.cuda.is_built() else []
 
