@@ -31,7 +31,9 @@ class RecipeStep:
 class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
-    __slots__ = ("default", "failed", "home", "made_by", "origin", "param", "recipe", "slots", "tensors", "undecided", "version")
+    __slots__ = (
+        "default", "failed", "home", "made_by", "origin", "param", "recipe", "slots", "tensors", "undecided", "version",
+    )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
         self.origin = origin  # of the op that made it
