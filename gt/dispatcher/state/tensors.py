@@ -51,13 +51,17 @@ class Storage:
     def declare_parameter(self) -> None:
         """It is a weight. One that is whole on its workers already is split by its first use in a group, as a new one is."""
         self.param = True
-        layout = next(iter(self.tensors.values())).layout
-        self.undecided = layout is not None and layout.replicated
+        self.undecided = self._whole_on_several()
 
     def note_placed(self, grouped: bool) -> None:
         """It was placed by an op in a group, or for want of one."""
         self.default = not grouped
-        self.undecided = self.undecided or (self.param and not grouped)
+        self.undecided = self.undecided or (self.param and not grouped and self._whole_on_several())
+
+    def _whole_on_several(self) -> bool:
+        """True if each of several workers has all of it, which a use in their group may cut."""
+        layout = next(iter(self.tensors.values())).layout
+        return layout is not None and len(layout.mesh.workers) > 1 and layout.replicated
 
 
 class Tensor:
