@@ -29,7 +29,8 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
     )
     from gt.client.groups import signal as signal
     from gt.config.registry import (
-        ShardConfig as ShardConfig, SignalConfig as SignalConfig, load_config as load_config, register_config as register_config,
+        ShardConfig as ShardConfig, SignalConfig as SignalConfig, load_config as load_config,
+        register_config as register_config,
     )
     from gt.client.capture.compiled_function import compile as compile
     from gt.client.groups.signal import microbatches as microbatches

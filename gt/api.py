@@ -165,16 +165,12 @@ def start() -> None:
         connect(address)
         return
     gpus = torch.cuda.device_count()
-    wanted = max(_workers_of_config(), gpus, 1)
+    wanted = max(workers_named(source(None, env.get("GT_CONFIG"))), gpus, 1)
     _start_local(wanted, 0 < wanted <= gpus, None, True)
 
 
-def _workers_of_config() -> int:
-    """Number of workers that the default config's groups name."""
-    return _named(source(None, env.get("GT_CONFIG")))
-
-
-def _named(config: tuple[str, str]) -> int:
+def workers_named(config: tuple[str, str]) -> int:
+    """Number of workers that a config's groups name. config: text and path."""
     return max([w + 1 for group in load(*config).groups.values() for w in group.flat], default=0)
 
 
@@ -280,7 +276,7 @@ def planning(workers: int = 0, config: Config = None) -> Iterator[Callable[[str]
     def begin(asked: Config, wanted: int) -> None:
         text, path = source(asked if config is None else config, env.get("GT_CONFIG"))
         device_.register()
-        sessions.append(Dry(text, path, workers or wanted or _named((text, path)) or 1))
+        sessions.append(Dry(text, path, workers or wanted or workers_named((text, path)) or 1))
         sessions[-1].living = lambda: list(tensor_roles.weights(weight_names()))
         current_session.connect(sessions[-1], text, path)
         for doubt in doubts(load(text, path)):

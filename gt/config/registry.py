@@ -86,8 +86,8 @@ def _given(config: str | Mapping[str, Any]) -> tuple[str, str]:
 def _group(config: SignalConfig) -> dict[str, Any]:
     group: dict[str, Any] = {}
     if config.shard is not None:
-        shard = dataclasses.asdict(config.shard)
-        group["shard"] = {key: value for key, value in shard.items() if key == "workers" or (value is not None and value is not False)}
+        said = dataclasses.asdict(config.shard).items()
+        group["shard"] = {"workers": None, **{key: value for key, value in said if value is not None and value is not False}}
     for key in ("backward", "compile"):
         if getattr(config, key):
             group[key] = getattr(config, key)

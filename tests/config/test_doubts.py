@@ -11,7 +11,7 @@ from tests.helpers import CONFIGS, EXAMPLES
 STAGE = "s: {workers: [0, 1]}\ns_colpar: {workers: [0, 1]}\ns_rowpar: {workers: [0, 1]}\n"
 
 
-@pytest.mark.parametrize("name", ["pp_stage0_colpr", "s_col_par", "s_COLPAR", "s-colpar", "colpars", "s_colparallel", "s_rowpra"])
+@pytest.mark.parametrize("name", ["pp_0_colpr", "s_col_par", "s_COLPAR", "s-colpar", "colpars", "s_colparallel", "s_rowpra"])
 def test_a_name_that_ends_almost_in_a_suffix(name: str) -> None:
     (doubt,) = doubts(load(f"{name}: {{workers: [0, 1]}}", "sharding.yaml"))
     suffix = "*_rowpar" if "row" in name else "*_colpar"

@@ -88,6 +88,7 @@ def _bring_home(redistributor: Redistributor, known: OpSchema, meaning: Meaning,
         if t.storage.param and t.storage.default and known.name not in VIEWS and index not in known.template.writes:
             redistributor.relayout(t.storage, root_layout(t, meaning.parameter(len(t.spec.shape), None)))
             t.storage.default = False
+            t.storage.declare_parameter()  # now it is whole here, and this use may cut it
 
 
 def _move_home(redistributor: Redistributor, t: Tensor, want: Layout) -> None:
