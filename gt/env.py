@@ -23,6 +23,7 @@ VARIABLES = (
     Variable("GT_TOKEN", "", "secret of server, workers and clients; needed off loopback (`gt key FILE` makes one)"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (on CPUs, without torch)"),
     Variable("GT_TRANSPORT", "", "transport between workers: nvshmem or nccl (GPUs), shm (host memory); empty: GT chooses"),
+    Variable("GT_EXACT_ATTENTION_DROPOUT", "", "1: on GPUs too, attention's dropout has one mask for every split; slower"),
     Variable("GT_OPS", "", "path of a file of op schemas, made by `gt ops`, for ops that GT's table lacks"),
     Variable("GT_HEAP_SIZE", "", "a worker's memory for exchange with others, as 512MiB; default 256MiB on CPUs, 2GiB on GPUs"),
     Variable("GT_MEMORY_LIMIT", "", "memory limit of a worker, as 4GiB; empty: its CPU workers share 90% of the host's memory"),

@@ -106,7 +106,7 @@ class _Reader:
         where = f"{group:.80} ({file}:{line})" if group else f"{file}:{line}"
         raise ConfigError(f"{where}: {message}")
 
-    def take(self, node: yaml.Node) -> None:
+    def count_entry(self, node: yaml.Node) -> None:
         """Count one more key or value."""
         self.count += 1
         if self.count > MOST_VALUES:
@@ -132,7 +132,7 @@ class _Reader:
         seen: dict[str, int] = {}
         rows: list[tuple[str, yaml.Node, yaml.Node]] = []
         for key, value in node.value:
-            self.take(key)
+            self.count_entry(key)
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 self.fail(group, _line(key), f"{what} has the key {self.show(key)}, want a name")
             if key.value in seen:
@@ -154,7 +154,7 @@ class _Reader:
     def value(self, node: yaml.Node, kind: type, key: str, want: str, group: str = "") -> Any:
         """A scalar of exactly this type: true is not 1."""
         value = None
-        self.take(node)
+        self.count_entry(node)
         if kind is int and _plain_number(node):
             return int(node.value)
         if isinstance(node, yaml.ScalarNode):

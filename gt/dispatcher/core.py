@@ -198,14 +198,14 @@ class Core:
         if event.peer in self.lending.renewing:
             return
         if event.peer not in self.sessions:
-            self.take(event.peer, event.message, event.frames)
+            self.handle_message(event.peer, event.message, event.frames)
         elif not self.round_robin.waits(event):
-            self.take(event.peer, event.message, event.frames)
+            self.handle_message(event.peer, event.message, event.frames)
             session = self.sessions.get(event.peer)
             if session is not None and (session.inbox or session.op_stream.busy):
                 self.round_robin.resume(event.peer)
 
-    def take(self, peer: Peer, message: Message, frames: tuple) -> None:
+    def handle_message(self, peer: Peer, message: Message, frames: tuple) -> None:
         """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
         handler = self._on.get(type(message))
         if handler is None:
@@ -297,7 +297,7 @@ class Core:
     def _upload_chunk(self, peer: Peer, message: UploadChunk, frames: tuple) -> None:
         session = self._session(peer)
         session.uploads.host(message, frames)
-        session.release()
+        session.send_held()
 
     # ---- workers
 

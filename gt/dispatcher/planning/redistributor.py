@@ -260,7 +260,7 @@ class Redistributor:
             self.drop_copies(sums)
             self._emitter.free(sums.layout.mesh.workers, [sums.id])  # type: ignore[union-attr]
 
-    def release(self, ids: list[int]) -> None:
+    def free(self, ids: list[int]) -> None:
         """The client has freed these: copies go at once, a base only with its last view."""
         gone: dict[Mesh, list[int]] = {}
         rows = self._table.rows

@@ -32,7 +32,8 @@ class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
     __slots__ = (
-        "default", "failed", "home", "made_by", "origin", "param", "recipe", "slots", "tensors", "undecided", "version",
+        "default", "failed", "home", "made_by", "origin", "param", "recipe", "slots", "tensors", "unallocated", "undecided",
+        "version",
     )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
@@ -41,6 +42,7 @@ class Storage:
         self.version = 0
         self.param = False
         self.failed: Cause | None = None
+        self.unallocated = False  # no room was found for it, nor for a placeholder: an overwrite cannot heal it
         self.recipe: list[RecipeStep] | None = None  # not placed yet
         self.home: Meaning | None = None  # the group that made it, where it is placed if no op in a group uses it first
         self.slots: dict[int, int] = {}  # tensor id -> position among the recipe's values

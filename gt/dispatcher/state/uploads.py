@@ -17,8 +17,7 @@ from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.context import SessionContext
 from gt.errors import ProtocolError
-from gt.ir.boxes import shape, take
-from gt.ir.layout import Box
+from gt.ir.layout import Box, piece_shape, read_boxes
 from gt.ir.spec import Spec
 from gt.wire.messages import CHUNK, Data, UploadChunk, UploadRequest, WindowUpdate
 
@@ -79,12 +78,12 @@ class Uploads:
         self._context.uploaded += spec.nbytes
         self.unsent.append((key, workers))
         if kind == "host":
-            total = prod(shape(parts)) * spec.itemsize
+            total = prod(piece_shape(parts)) * spec.itemsize
             living = [w.index for w in workers if not w.lost]
             self.expect(key, data, [[list(span) for span in box] for box in parts], total, living)
             return key
         flat = np.frombuffer(data, dtype=np.uint8).view(f"V{spec.itemsize}") if spec.nbytes else np.empty(0, "V1")
-        piece = take(flat.reshape(spec.shape), parts).reshape(-1) if spec.nbytes else flat
+        piece = read_boxes(flat.reshape(spec.shape), parts).reshape(-1) if spec.nbytes else flat
         raw = memoryview(piece.view(np.uint8)).cast("B") if spec.nbytes else memoryview(b"")
         for worker in workers:
             for offset in range(0, 0 if worker.lost else max(len(raw), 1), CHUNK):

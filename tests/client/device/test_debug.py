@@ -17,10 +17,10 @@ from gt.server import parser
 def test_worker_stats_are_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     (torch.ones(3, device="remote") + 1).sum().item()
     stats = gt.debug.get_worker_stats()
-    assert len(stats) == 8 and sum(worker["ops"] for worker in stats.values()) > 0
+    assert len(stats) == 8 and sum(worker["instructions"] for worker in stats.values()) > 0
     gt.debug.print_worker_stats()
     out = capsys.readouterr().out
-    assert all(f"{name}\n" in out for name in stats) and "  ops" in out
+    assert all(f"{name}\n" in out for name in stats) and "  instructions" in out
 
 
 def test_a_doubt_about_the_config_is_logged(session: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
