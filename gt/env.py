@@ -34,12 +34,19 @@ VARIABLES = (
     Variable("GT_DEBUG_DISPATCHER", "", "1: debug log of the dispatcher"),
     Variable("GT_DEBUG_WORKER", "", "1: debug log of the workers"),
 )
+BACKEND_ALIASES = {"pytorch": "torch"}  # other spellings of GT_BACKEND and --backend
 _NAMES = {v.name: v for v in VARIABLES}
 
 
 def get(name: str) -> str:
     """Value of a variable in VARIABLES, or its default."""
     return os.environ.get(name, "") or _NAMES[name].default
+
+
+def backend(name: str | None = None) -> str:
+    """The engine of workers: `name`, else GT_BACKEND."""
+    name = name or get("GT_BACKEND")
+    return BACKEND_ALIASES.get(name, name)
 
 
 def token(file: Path | None) -> str:

@@ -198,7 +198,7 @@ class OpStream:
                 return at
             return at + 2 + operand
         if number == PARAM:
-            self._context.row(operand).storage.param = True
+            self._context.row(operand).storage.declare_parameter()
             return at + 2
         return self._program(number, code, at)
 

@@ -241,8 +241,9 @@ class Programs:
                 continue
             root = next(t for t in storage.tensors.values() if t.base is None)
             if storage.recipe is not None:
-                self._redistributor.place(storage, replicated(self._context.default_mesh()))
-                storage.default = True
+                home = storage.home.mesh if storage.home is not None else self._context.default_mesh()
+                self._redistributor.place(storage, replicated(home))
+                storage.note_placed(False)
             elif not root.spec.shape and root.layout and root.layout.partial and carried.isdisjoint(storage.tensors):
                 self._redistributor.reduce_partial(storage)
         self._outbox.cut()
