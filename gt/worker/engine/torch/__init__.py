@@ -26,6 +26,7 @@ from gt.worker.engine.torch.dtypes import CONSTANTS, DTYPE, NAME, UNLESS, check_
 from gt.worker.engine.torch.gpu.cuda import Cuda, Events
 from gt.worker.engine.torch.gpu.direct import direct
 from gt.worker.engine.torch.gpu.graphs import Graphs
+from gt.worker.engine.torch.gpu.pinned import PinnedCopies
 from gt.worker.engine.torch.inductor import Inductor
 from gt.worker.engine.torch.overloads import OVERLOADS
 
@@ -43,6 +44,7 @@ class TorchEngine:
         self.clock = perf_counter if self.host else None
         self.progress = None if self.host else Events(self._mark)
         self.direct = direct(self, COMBINE)
+        self.copies = None if self.host else PinnedCopies(self.device)
         self.seeds = None if self.host else self._seeds()
         self.key = None if self.seeds is None else self.seeds.key
         self._inductor: Inductor | None = None
