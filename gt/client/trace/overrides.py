@@ -9,8 +9,8 @@ import torch
 
 from gt.client.current_session import Current
 from gt.client.device.random import draw
-from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
-from gt.client.trace import host_ops, op_info
+from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, new_view, rebind
+from gt.client.trace import fake_quantization, host_ops, op_info, sequences
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
@@ -24,7 +24,7 @@ def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     """detach: another Python object for the same view. Nothing is sent."""
     ref = args[0]._ref
     Current.fresh = None
-    return make(ref.meta, Alias(ref))
+    return make(ref.meta, Alias(ref), new_view)
 
 
 def itself(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
@@ -142,6 +142,10 @@ _ROWS: dict[str, Handler | None] = {
     "aten.empty_strided.default": host_ops.new_empty,
     "aten.resize_.default": host_ops.resize,
     "aten.resize_as_.default": host_ops.resize,
+    "aten._pack_padded_sequence.default": sequences.pack,
+    "aten._ctc_loss.Tensor": sequences.ctc_loss,
+    "aten._ctc_loss_backward.Tensor": sequences.ctc_loss,
+    "aten._fused_moving_avg_obs_fq_helper.default": fake_quantization.observe_and_quantize,
     "aten.is_pinned.default": is_pinned,
     "aten.record_stream.default": ignore,
     "aten._efficientzerotensor.default": instead(aten.zeros.default),  # has no memory that could be sent
