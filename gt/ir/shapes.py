@@ -234,10 +234,10 @@ def _observed(call: OpArguments) -> bool:
     """Ranges, scales and zero points have an element for each channel, or one. The switches have one."""
     x, axis = call["self"], call["ch_axis"]
     by_channel = bool(call["per_row_fake_quant"])
-    buffers = {call[name] for name in ("running_min", "running_max", "scale", "zero_point")}
-    size = x[axis] if by_channel else 1
+    buffers = [call[name] for name in ("running_min", "running_max", "scale", "zero_point")]
+    sized = all(shape == (x[axis],) if by_channel else prod(shape) == 1 for shape in buffers)
     switches = all(prod(call[name]) == 1 for name in ("observer_on", "fake_quant_on"))
-    return 0 <= axis < len(x) and prod(x) > 0 and switches and buffers <= {(size,), () if size == 1 and not by_channel else (size,)}
+    return axis < len(x) and (axis >= 0 or not by_channel) and prod(x) > 0 and switches and sized
 
 
 def _attended(call: OpArguments) -> bool:

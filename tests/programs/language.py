@@ -72,9 +72,9 @@ def language_model(device: str) -> Program:
 
 
 def masked_language_model(device: str) -> Program:
-    """Tokens under a mask, by torch's own encoder with a padding mask."""
+    """Tokens under a mask, by torch's own encoder with a padding mask. A bias of keys has no gradient but rounding."""
     embed, head = nn.Embedding(40, 16, padding_idx=0), nn.Linear(16, 40)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, activation="gelu", norm_first=True)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True, norm_first=True, bias=False)
     model = nn.ModuleList([embed, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), head]).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, grad_and_value, jacrev, stack_module_state, vmap
+from torch.nn.utils import prune
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset, random_split
@@ -226,7 +227,7 @@ def custom_function(device: str) -> Program:
     model[0].register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].norm()))
 
     def step(x, y):
-        h = F.linear(x, Rounded.apply(model[0].weight, scale), model[0].bias)
+        h = F.linear(x.requires_grad_(), Rounded.apply(model[0].weight, scale), model[0].bias)
         h = checkpoint(lambda t: torch.tanh(model[1](t)), torch.tanh(h) + 0 * model[0](x).sum(), use_reentrant=False)
         return train(F.cross_entropy(model[2](h), y), optimizer)
 
@@ -283,7 +284,7 @@ def pruned_and_orthogonal(device: str) -> Program:
         nn.utils.parametrizations.orthogonal(nn.Linear(12, 12)), nn.Tanh(), nn.utils.parametrizations.weight_norm(nn.Linear(12, 16)),
         nn.Softplus(), nn.Linear(16, 5),
     )  # fmt: skip
-    nn.utils.prune.l1_unstructured(model[4], "weight", 0.3)
+    prune.l1_unstructured(model[4], "weight", 0.3)
     dry = model(torch.ones(2, 12))
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

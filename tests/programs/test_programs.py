@@ -21,7 +21,11 @@ RECURRENT = frozenset({"translation", "sentence_tagger", "speech_recognition"})
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 CONFIG = "data: {workers: [0, 1]}\n"
 
-pytestmark = pytest.mark.usefixtures("plain_threads")
+pytestmark = [
+    pytest.mark.usefixtures("plain_threads"),
+    pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning"),
+]
 
 
 def outcome(make: Make, device: str, place: Callable[[Program], Any] = contextlib.nullcontext) -> dict[str, Any]:
@@ -34,7 +38,7 @@ def outcome(make: Make, device: str, place: Callable[[Program], Any] = contextli
             parts = [part.to(device) if isinstance(part, torch.Tensor) else part for part in batch]
             losses.append(float(program.step(*parts)))
     weights = {
-        f"{n}.{name}": tensor.detach().cpu()
+        f"{n}.{name}": tensor.detach().cpu().clone()
         for n, module in enumerate(program.modules)
         for name, tensor in module.state_dict().items()
         if isinstance(tensor, torch.Tensor)
@@ -44,7 +48,7 @@ def outcome(make: Make, device: str, place: Callable[[Program], Any] = contextli
 
 def _on_cpu(value: Any) -> list[torch.Tensor]:
     values = value if isinstance(value, (list, tuple)) else [value]
-    return [v.detach().cpu() for v in values]
+    return [v.detach().cpu().clone() for v in values]
 
 
 @contextlib.contextmanager

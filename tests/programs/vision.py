@@ -94,7 +94,7 @@ class PatchClassifier(nn.Module):
         super().__init__()
         self.patch, self.head = nn.Conv2d(3, width, 4, 4), nn.Linear(width, 5)
         self.token, self.place = nn.Parameter(torch.zeros(1, 1, width)), nn.Parameter(torch.randn(1, 5, width) / 4)
-        self.attention, self.norm = nn.MultiheadAttention(width, 2, batch_first=True), nn.LayerNorm(width)
+        self.attention, self.norm = nn.MultiheadAttention(width, 2, bias=False, batch_first=True), nn.LayerNorm(width)
         self.body = mlp(width, 32, width, activation=nn.GELU)
 
     def forward(self, x):
@@ -219,7 +219,7 @@ def style_transfer(device: str) -> Program:
             loss.backward()
             return loss
 
-        loss = optimizer.step(closure)
+        loss = optimizer.step(closure).detach()
         with torch.no_grad():
             picture.clamp_(0, 1)
         return loss

@@ -24,6 +24,7 @@ from gt.client.trace import long_lists, overrides, refusals
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
 from gt.client.trace.host_ops import tensor_split
+from gt.client.trace.sequences import ctc_loss
 
 NAME = "remote"
 _libraries: list[torch.library.Library] = []  # kernels live as long as these
@@ -134,6 +135,7 @@ def prepare() -> None:
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("scaled_dot_product_attention", attention, "AutogradLazy")
     aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradLazy")
+    aten.impl("ctc_loss.Tensor", ctc_loss, "AutogradLazy")
     _libraries.append(aten)
     _extend_feature_lists()
     _patch_capture_query()

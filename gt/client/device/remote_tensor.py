@@ -244,6 +244,6 @@ def make(meta: Meta, ref: Ref | Alias, new: Callable[..., Any] = new_tensor) -> 
 
 def rebind(target: RemoteTensor, value: RemoteTensor) -> None:
     """Make `target` name the memory of `value`, for `p.data = y`, in-place view ops and out= that resizes."""
-    shell = make(value._ref.meta, value._ref, new_view)
+    shell = make(value._ref.meta, value._ref, new_tensor if target.is_inference() else new_view)
     _base.data.__set__(target, shell)
     target._ref = Alias(value._ref)

@@ -46,7 +46,7 @@ def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     generator = None
     if any(isinstance(a, torch.Generator) for a in args):
         generator = next(a for a in args if isinstance(a, torch.Generator))
-        args = tuple(None if a is generator else a for a in args)
+        args = tuple(a for a in args if a is not generator)  # it is the last one, and optional
     generator = kwargs.pop("generator", generator)
     kwargs.pop("pin_memory", None)
     if not is_remote(kwargs.get("device")):
@@ -143,8 +143,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.resize_.default": host_ops.resize,
     "aten.resize_as_.default": host_ops.resize,
     "aten._pack_padded_sequence.default": sequences.pack,
-    "aten._ctc_loss.Tensor": sequences.ctc_loss,
-    "aten._ctc_loss_backward.Tensor": sequences.ctc_loss,
+    "aten.ctc_loss.Tensor": lambda info, args, kwargs: sequences.ctc_loss(*args, **kwargs),
     "aten._fused_moving_avg_obs_fq_helper.default": fake_quantization.observe_and_quantize,
     "aten.is_pinned.default": is_pinned,
     "aten.record_stream.default": ignore,

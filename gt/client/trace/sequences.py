@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from gt.client.device.remote_tensor import RemoteTensor
-from gt.client.trace.dispatch import call
-from gt.client.trace.op_info import OpInfo, info_of
+from gt.client.trace.op_info import OpInfo
 
 aten = torch.ops.aten
 
@@ -38,13 +37,11 @@ def pack(info: OpInfo, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.T
     return torch.cat(parts), sizes
 
 
-def ctc_loss(info: OpInfo, args: tuple, kwargs: dict) -> Any:
-    """_ctc_loss and its backward with lengths on the CPU: the overload with lists. Lengths on workers stay there."""
-    named = dict(zip(info.names, args), **kwargs)
-    lengths = [named["input_lengths"], named["target_lengths"]]
+def ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor, target_lengths: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """ctc_loss with lengths in tensors. Those of the CPU become lists, as on CUDA; its mean divides by the lengths."""
+    overload, lengths = aten.ctc_loss.Tensor, (input_lengths, target_lengths)
     if all(isinstance(length, RemoteTensor) for length in lengths):
-        return call(info, args, kwargs)
-    for name, length in zip(("input_lengths", "target_lengths"), lengths):
-        named[name] = length.tolist()
-    listed = info_of(getattr(aten, info.name.split(".")[1]).default)
-    return call(listed, tuple(named[name] for name in listed.names if name in named))
+        return overload.decompose(log_probs, targets, *lengths, *rest)
+    return aten.ctc_loss.IntList(log_probs, targets, *(length.tolist() for length in lengths), *rest)

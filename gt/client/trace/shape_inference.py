@@ -72,11 +72,34 @@ def _as_mul(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) -> to
 
 
 def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Strides of the CPU's and the GPU's kernels: channels last if the input's or the weight's are."""
+    """Strides of the CPU's kernels: channels last if the input's or the weight's are; of three dims in low precision alone."""
     result = torch.ops.aten.convolution.default(x, weight, *rest)
     formats = {suggest_memory_format(x), suggest_memory_format(weight)}
-    last = formats & {torch.channels_last, torch.channels_last_3d}
-    return result.contiguous(memory_format=last.pop()) if last else result
+    if x.dtype in (torch.float32, torch.float64):
+        formats -= {torch.channels_last_3d}
+    last = formats - {torch.contiguous_format}
+    return torch.empty_like(result, memory_format=last.pop()) if last else result
+
+
+def _group_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> tuple:
+    """The input's gradient has the input's memory format."""
+    first, *others = torch.ops.aten.native_group_norm_backward.default(grad, x, *rest)
+    return (first if first is None else torch.empty_like(first, memory_format=suggest_memory_format(x))), *others
+
+
+def _as_input(name: str) -> Callable[..., Any]:
+    """A meta kernel that gives the op's first result the memory format of its input, as the CPU's kernel does."""
+    op = getattr(torch.ops.aten, name).default
+
+    def meta(x: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        result = op(x, *rest, **named)
+        if x.dim() != 4 or suggest_memory_format(x) != torch.channels_last:
+            return result
+        if isinstance(result, torch.Tensor):
+            return torch.empty_like(result, memory_format=torch.channels_last)
+        return torch.empty_like(result[0], memory_format=torch.channels_last), *result[1:]
+
+    return meta
 
 
 def _ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, inputs: Any, lengths: Any, *rest: Any) -> tuple:
@@ -85,11 +108,19 @@ def _ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, inputs: Any, lengt
     return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * max(lengths, default=0) + 1)
 
 
-# Ops whose meta kernels differ from their real ones
+def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
+# Ops whose meta kernels differ from their real ones, or are missing
 _META: dict[str, Callable] = {
     "aten._grouped_mm.default": _grouped_mm,
     "aten.convolution.default": _convolution,
     "aten._ctc_loss.default": _ctc_loss,
+    **dict.fromkeys(("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor"), _ctc_loss_backward),
+    "aten.native_group_norm_backward.default": _group_norm_backward,
+    **{f"aten.{name}.default": _as_input(name)
+       for name in ("native_group_norm", "pixel_shuffle", "reflection_pad2d", "replication_pad2d")},
     **dict.fromkeys(
         (f"aten.{name}_backward.default" for name in ("softplus", "hardswish", "hardtanh", "hardsigmoid", "logit")), _as_mul
     ),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-pytestmark = pytest.mark.usefixtures("one", "plain_threads")
+pytestmark = pytest.mark.usefixtures("plain_threads", "one")
 
 
 def network() -> nn.Sequential:
@@ -35,6 +35,18 @@ def test_a_module_moves_while_its_graph_is_alive() -> None:
     with pytest.raises(RuntimeError, match="moved to another device since the forward pass"):
         dry.sum().backward()
     assert dry.shape == (2, 2)
+
+
+@pytest.mark.parametrize("device", ["cpu", "remote"])
+def test_a_dtype_changes_while_a_graph_is_alive(device: str) -> None:
+    x = torch.randn(2, 2, 4, 4, dtype=torch.float64)
+    model, plain = network().to(device), network()
+    kept = model(x.float().to(device))
+    for one, data in ((model.double(), x.to(device)), (plain.double(), x)):
+        one(data).square().sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert a.dtype == torch.float64 and torch.equal(a.grad.cpu(), b.grad)
+    assert kept.shape == (2, 2)
 
 
 def test_gradients_and_ties_move_too_and_back() -> None:

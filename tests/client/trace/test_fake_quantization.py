@@ -7,11 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.ao.quantization as quantization
+from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 from torch import nn
 
 pytestmark = [
-    pytest.mark.usefixtures("one", "plain_threads"),
+    pytest.mark.usefixtures("plain_threads", "one"),
     pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning"),
 ]
 Fake = quantization.FakeQuantize
 Fused = quantization.FusedMovingAvgObsFakeQuantize
@@ -25,7 +27,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "by channel": lambda: quantization.default_per_channel_weight_fake_quant(),
     "histogram": lambda: quantization.default_histogram_fake_quant(),
     "fixed": lambda: quantization.default_fixed_qparams_range_0to1_fake_quant(),
-    "learned": lambda: quantization._learnable_fake_quantize._LearnableFakeQuantize(
+    "learned": lambda: _LearnableFakeQuantize(
         quantization.MovingAverageMinMaxObserver, 0, 255, use_grad_scaling=True
     ),
 }
@@ -40,11 +42,11 @@ def test_fake_quantisation_has_the_bits_of_the_cpu(name: str) -> None:
             x = (torch.randn(3, 4, 2, 2) * scale).to(device).requires_grad_()
             out = fake(x)
             out.square().sum().backward()
-            seen += [out, x.grad, *(b.clone() for b in fake.buffers())]
+            seen += [out, x.grad, *(b.clone() for _, b in fake.named_buffers(remove_duplicate=False))]
         fake.apply(quantization.disable_observer)
         fake.apply(quantization.disable_fake_quant)
         x = torch.randn(3, 4, 2, 2).to(device)
-        return [t.detach().cpu() for t in (*seen, fake(x), *fake.buffers())]
+        return [t.detach().cpu() for t in (*seen, fake(x), *(b for _, b in fake.named_buffers(remove_duplicate=False)))]
 
     for got, want in zip(run("remote"), run("cpu"), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)

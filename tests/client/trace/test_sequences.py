@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 
 import gt
 
-pytestmark = pytest.mark.usefixtures("one", "plain_threads")
+pytestmark = pytest.mark.usefixtures("plain_threads", "one")
 LENGTHS: dict[str, Any] = {
     "a list": [5, 3, 2], "a tensor": torch.tensor([5, 3, 2]), "equal": [4, 4, 4], "int32": torch.tensor([5, 5, 1], dtype=torch.int32),
 }  # fmt: skip
@@ -121,7 +121,8 @@ def test_a_captured_step_has_a_ctc_loss() -> None:
     @gt.compile
     def step(x: torch.Tensor) -> torch.Tensor:
         model.zero_grad()
-        loss = F.ctc_loss(model(x).log_softmax(-1), labels, torch.tensor([8, 6, 7]), [3, 2, 3])
+        loss = F.ctc_loss(model(x).log_softmax(-1), labels, [8, 6, 7], [3, 2, 3])
+        loss = loss + F.ctc_loss(model(x).log_softmax(-1), labels, torch.tensor([8, 6, 7]), torch.tensor([3, 2, 3]))
         loss.backward()
         return loss
 
