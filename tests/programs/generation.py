@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from tests.programs.program import Program, batches, mlp, train
 
@@ -23,7 +24,8 @@ def variational_autoencoder(device: str) -> Program:
         mean, log_variance = encoder(x).chunk(2, -1)
         decoded = decoder(mean + noise * torch.exp(log_variance / 2))
         divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(-1)
-        return train((F.binary_cross_entropy_with_logits(decoded, x.sigmoid(), reduction="none").sum(-1) + divergence).mean(), optimizer)
+        seen = F.binary_cross_entropy_with_logits(decoded, x.sigmoid(), reduction="none").sum(-1)
+        return train((seen + divergence).mean(), optimizer)
 
     return Program(step, _points(4, 12, 4), [encoder, decoder])
 
@@ -52,7 +54,7 @@ def adversarial(device: str) -> Program:
     """A generator and a discriminator with spectral and weight norm, in turns."""
     generator = mlp(4, 16, 6, activation=nn.ReLU).to(device)
     judge = nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 16)), nn.LeakyReLU(0.2), nn.utils.parametrizations.weight_norm(nn.Linear(16, 1))
+        parametrizations.spectral_norm(nn.Linear(6, 16)), nn.LeakyReLU(0.2), parametrizations.weight_norm(nn.Linear(16, 1))
     ).to(device)
     optimizers = [torch.optim.Adam(module.parameters(), lr=1e-2, betas=(0.5, 0.9)) for module in (generator, judge)]
 
@@ -139,7 +141,8 @@ def energy(device: str) -> Program:
             sample = sample.detach().requires_grad_(True)
             sample = sample - 0.1 * torch.autograd.grad(model(sample).sum(), sample)[0]
         sample = sample.detach()
-        return train(model(x).mean() - model(sample).mean() + 0.1 * (model(x).square() + model(sample).square()).mean(), optimizer)
+        low, high = model(x), model(sample)
+        return train(low.mean() - high.mean() + 0.1 * (low.square() + high.square()).mean(), optimizer)
 
     return Program(step, _points(4, 4, 4), [model])
 
@@ -159,7 +162,8 @@ def mixture_density(device: str) -> Program:
 
 def speech_recognition(device: str) -> Program:
     """CTC over a convolution and a recurrent layer; lengths as CPU tensors, as lists and on the device."""
-    model = nn.ModuleList([nn.Conv1d(5, 8, 3, padding=1), nn.GRU(8, 8, batch_first=True, bidirectional=True), nn.Linear(16, 6)]).to(device)
+    recurrent = nn.GRU(8, 8, batch_first=True, bidirectional=True)
+    model = nn.ModuleList([nn.Conv1d(5, 8, 3, padding=1), recurrent, nn.Linear(16, 6)]).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
     def step(x, labels):

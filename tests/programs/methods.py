@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, grad_and_value, jacrev, stack_module_state, vmap
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset, random_split
@@ -41,7 +41,8 @@ def proximal_policy(device: str) -> Program:
             for draw in draws.unbind(0):
                 logits, value, state = policy(game.state), critic(game.state).squeeze(-1), game.state
                 action = (logits.softmax(-1).cumsum(-1) < draw[:, None]).sum(-1).clamp(max=2)
-                rows.append((state, action, torch.distributions.Categorical(logits=logits).log_prob(action), value, game.step(action)))
+                chance = torch.distributions.Categorical(logits=logits).log_prob(action)
+                rows.append((state, action, chance, value, game.step(action)))
             last, advantage, advantages = critic(game.state).squeeze(-1), 0.0, []
             for _, _, _, value, reward in reversed(rows):
                 advantage = reward + 0.9 * last - value + 0.8 * advantage
@@ -281,7 +282,7 @@ def private_gradients(device: str) -> Program:
 def pruned_and_orthogonal(device: str) -> Program:
     """Parametrizations, a pruned layer and a dry run on the CPU before the module moves."""
     model = nn.Sequential(
-        nn.utils.parametrizations.orthogonal(nn.Linear(12, 12)), nn.Tanh(), nn.utils.parametrizations.weight_norm(nn.Linear(12, 16)),
+        parametrizations.orthogonal(nn.Linear(12, 12)), nn.Tanh(), parametrizations.weight_norm(nn.Linear(12, 16)),
         nn.Softplus(), nn.Linear(16, 5),
     )  # fmt: skip
     prune.l1_unstructured(model[4], "weight", 0.3)

@@ -119,7 +119,10 @@ def fourier_operator(device: str) -> Program:
         h = F.gelu(h + torch.fft.irfft(F.pad(low, (0, spectrum.size(-1) - 4)), n=x.size(-1)))
         return train((drop(h) - y).flatten(1).norm(dim=1).mean(), optimizer)
 
-    return Program(step, batches(3, lambda g: tuple(torch.randn(4, 1, 16, generator=g) for _ in range(2))), [lift, drop, modes])
+    def draw(g):
+        return torch.randn(4, 1, 16, generator=g), torch.randn(4, 1, 16, generator=g)
+
+    return Program(step, batches(3, draw), [lift, drop, modes])
 
 
 def kalman_filter(device: str) -> Program:
@@ -130,7 +133,7 @@ def kalman_filter(device: str) -> Program:
     look = torch.tensor([[1.0, 0.0]], dtype=torch.float64).to(device)
 
     def step(path):
-        mean, spread = torch.zeros(2, 1, device=path.device, dtype=path.dtype), torch.eye(2, device=path.device, dtype=path.dtype)
+        mean, spread = path.new_zeros(2, 1), torch.eye(2, device=path.device, dtype=path.dtype)
         loss = 0.0
         for seen in path.unbind(0):
             mean, spread = move @ mean, move @ spread @ move.T + torch.diag(noises[0].exp())
@@ -224,7 +227,8 @@ def graph_network(device: str) -> Program:
         return train(F.cross_entropy(model(x, edges)[y >= 0], y[y >= 0]), optimizer)
 
     def draw(g):
-        return torch.randn(10, 8, generator=g), torch.randint(10, (2, 30), generator=g), torch.randint(-1, 3, (10,), generator=g)
+        edges, labels = torch.randint(10, (2, 30), generator=g), torch.randint(-1, 3, (10,), generator=g)
+        return torch.randn(10, 8, generator=g), edges, labels
 
     return Program(step, batches(3, draw), [model])
 
@@ -240,7 +244,8 @@ def recommender(device: str) -> Program:
         parts = torch.stack([dense(x), *(bag(i, offsets) for bag, i in zip(bags, ids, strict=True))], 1)
         products = torch.bmm(parts, parts.transpose(1, 2))[:, rows, columns]
         logit = top(torch.cat([parts[:, 0], products], -1)).squeeze(-1)
-        return train(F.binary_cross_entropy_with_logits(logit, clicked, pos_weight=torch.tensor(2.0, device=x.device)), optimizer)
+        weight = torch.tensor(2.0, device=x.device)
+        return train(F.binary_cross_entropy_with_logits(logit, clicked, pos_weight=weight), optimizer)
 
     def draw(g):
         ids = torch.randint(30, (3, 18), generator=g)

@@ -27,7 +27,8 @@ class Residual(nn.Module):
 
 
 def _resnet() -> nn.Sequential:
-    return nn.Sequential(Residual(3, 8), nn.MaxPool2d(2), Residual(8, 8, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    return nn.Sequential(Residual(3, 8), nn.MaxPool2d(2), Residual(8, 8, 2), *head)
 
 
 def residual_network(device: str) -> Program:
@@ -204,7 +205,8 @@ def two_views(device: str) -> Program:
 
 def style_transfer(device: str) -> Program:
     """LBFGS over a picture, whose Gram matrices follow another picture's."""
-    features = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(6, 6, 3)).to(device).requires_grad_(False)
+    features = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(6, 6, 3))
+    features.to(device).requires_grad_(False)
     picture = nn.Parameter(torch.rand(1, 3, 10, 10, generator=torch.Generator().manual_seed(2)).to(device))
     optimizer = torch.optim.LBFGS([picture], max_iter=5, line_search_fn="strong_wolfe")
 
@@ -244,7 +246,8 @@ def quantized_training(device: str) -> Program:
     """Quantisation-aware training: fake quantisation by tensor and by channel, fused and from parts."""
     model = Quantized().train()
     fused = quantization.get_default_qat_qconfig("fbgemm")
-    parts = quantization.QConfig(activation=quantization.default_fake_quant, weight=quantization.default_per_channel_weight_fake_quant)
+    by_channel = quantization.default_per_channel_weight_fake_quant
+    parts = quantization.QConfig(activation=quantization.default_fake_quant, weight=by_channel)
     model.qconfig, model.head.qconfig = fused, parts
     quantization.fuse_modules_qat(model, [["conv", "norm", "relu"]], inplace=True)
     model = quantization.prepare_qat(model).to(device)

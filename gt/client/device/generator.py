@@ -11,10 +11,10 @@ import torch
 
 from gt.client.device.remote_tensor import Shown
 
-_Plain = torch._C.Generator
+_Plain: Any = torch._C.Generator
 
 
-class _GeneratorType(type(_Plain)):  # type: ignore[misc]
+class _GeneratorType(type):
     """Makes generators of every device, and counts those that torch made as instances."""
 
     def __call__(cls, device: Any = "cpu") -> torch.Generator:
@@ -32,11 +32,11 @@ class _GeneratorType(type(_Plain)):  # type: ignore[misc]
         return issubclass(kind, _Plain)
 
 
-class RemoteGenerator(_Plain):
+class RemoteGenerator(torch._C.Generator):
     """A generator that says that it is on the remote device."""
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:  # type: ignore[override,misc]
         return Shown.device
 
     def clone_state(self) -> torch.Generator:

@@ -87,7 +87,7 @@ def _extend_feature_lists() -> None:
             if original is not None:
                 setattr(holder, getter, wrapped.setdefault(id(original), _with_remote(original)))
     for optimizer in ("asgd", "nadam", "radam"):
-        module = importlib.import_module(f"torch.optim.{optimizer}")
+        module: Any = importlib.import_module(f"torch.optim.{optimizer}")
         module._default_to_fused_or_foreach = _loop_by_default(module._default_to_fused_or_foreach)
 
 
@@ -136,6 +136,7 @@ def prepare() -> None:
     aten.impl("scaled_dot_product_attention", attention, "AutogradLazy")
     aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradLazy")
     aten.impl("ctc_loss.Tensor", ctc_loss, "AutogradLazy")
+    aten.impl("group_norm", overrides.group_norm, "AutogradLazy")
     _libraries.append(aten)
     _extend_feature_lists()
     _patch_capture_query()

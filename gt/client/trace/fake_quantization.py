@@ -1,4 +1,4 @@
-"""Fake quantisation with a moving average of the range: sizes of its buffers, which the CPU's kernel makes at the first call."""
+"""Fake quantisation with a moving average of the range: its buffers, which the CPU's kernel sizes at the first call."""
 
 from __future__ import annotations
 

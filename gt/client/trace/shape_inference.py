@@ -25,7 +25,8 @@ from gt.wire.signals import uninterrupted
 
 # In-place ops over lists without a meta kernel: their outputs are their inputs
 _NO_META = (
-    "aten._fused_adam_.", "aten._fused_adamw_.", "aten._fused_sgd_.", "aten._fused_adagrad_.", "aten._amp_", "aten._foreach_copy_",
+    "aten._fused_adam_.", "aten._fused_adamw_.", "aten._fused_sgd_.", "aten._fused_adagrad_.",
+    "aten._amp_", "aten._foreach_copy_",
 )  # fmt: skip
 # Ops whose meta kernels do not check dtypes as the real ones do: names of arguments that must have one dtype
 _ONE_DTYPE: dict[str, tuple[str, ...]] = {

@@ -182,7 +182,7 @@ class Failures:
         return bool(self._losses)
 
     def harm(self, rows: Iterable[Planned]) -> str:
-        """Why these ops compute nothing of value: a worker is lost, or one of the ops uses a failed value; "" if neither holds."""
+        """Why these ops give no values: a worker is lost, or one of the ops uses a failed value; "" if neither holds."""
         if not self.troubled:
             return ""
         if self._losses:

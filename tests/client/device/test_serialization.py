@@ -38,7 +38,8 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_tensors_are_where_they_were(weights_only: bool, how: dict) -> None:
     model, optimizer = trained()
-    thing = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "host": torch.ones(2), "row": (torch.arange(3), 7)}
+    thing = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    thing |= {"host": torch.ones(2), "row": (torch.arange(3), 7)}
     loaded = torch.load(file_of(thing, **how), weights_only=weights_only)
     assert {t.device.type for t in loaded["model"].values()} == {"remote"}
     assert loaded["host"].device.type == loaded["row"][0].device.type == "cpu"
@@ -62,9 +63,10 @@ def test_a_whole_model_is_remote_again() -> None:
 @pytest.mark.parametrize(
     ("location", "want"),
     [
-        (None, ("remote", "cpu")), ("cpu", ("cpu", "cpu")), (torch.device("cpu"), ("cpu", "cpu")), ("remote", ("remote", "remote")),
-        (torch.device("remote", 0), ("remote", "remote")), ({"remote:0": "cpu"}, ("cpu", "cpu")),
-        ({"cpu": "remote"}, ("remote", "remote")), (lambda storage, place: storage if place == "cpu" else None, ("remote", "cpu")),
+        (None, ("remote", "cpu")), ("cpu", ("cpu", "cpu")), (torch.device("cpu"), ("cpu", "cpu")),
+        ("remote", ("remote", "remote")), (torch.device("remote", 0), ("remote", "remote")),
+        ({"remote:0": "cpu"}, ("cpu", "cpu")), ({"cpu": "remote"}, ("remote", "remote")),
+        (lambda storage, place: storage if place == "cpu" else None, ("remote", "cpu")),
         (lambda storage, place: storage, ("cpu", "cpu")),
     ],
 )  # fmt: skip

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.ao.quantization as quantization
-from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 from torch import nn
+from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 
 pytestmark = [
     pytest.mark.usefixtures("plain_threads", "one"),

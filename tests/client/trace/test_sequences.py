@@ -14,8 +14,11 @@ import gt
 
 pytestmark = pytest.mark.usefixtures("plain_threads", "one")
 LENGTHS: dict[str, Any] = {
-    "a list": [5, 3, 2], "a tensor": torch.tensor([5, 3, 2]), "equal": [4, 4, 4], "int32": torch.tensor([5, 5, 1], dtype=torch.int32),
-}  # fmt: skip
+    "a list": [5, 3, 2],
+    "a tensor": torch.tensor([5, 3, 2]),
+    "equal": [4, 4, 4],
+    "int32": torch.tensor([5, 5, 1], dtype=torch.int32),
+}
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

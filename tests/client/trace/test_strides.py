@@ -49,7 +49,7 @@ OPS: dict[str, Op] = {
     "add": lambda x: x + x[:, :1],
     "where": lambda x: torch.where(x > 0, x, 0.0),
     "prelu": lambda x: F.prelu(x, torch.full((4,), 0.1, device=x.device, dtype=x.dtype)),
-    "grid_sample": lambda x: F.grid_sample(x, torch.zeros(len(x), 3, 3, 2, device=x.device, dtype=x.dtype), align_corners=False),
+    "grid_sample": lambda x: F.grid_sample(x, x.new_zeros(len(x), 3, 3, 2), align_corners=False),
 }
 INPUTS: dict[str, Callable[[], torch.Tensor]] = {
     "last": lambda: torch.randn(2, 4, 6, 6).contiguous(memory_format=torch.channels_last),
