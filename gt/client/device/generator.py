@@ -14,7 +14,7 @@ from gt.client.device.remote_tensor import Shown
 _Plain: Any = torch._C.Generator
 
 
-class _GeneratorType(type):
+class _GeneratorType(type(_Plain)):  # type: ignore[misc]
     """Makes generators of every device, and counts those that torch made as instances."""
 
     def __call__(cls, device: Any = "cpu") -> torch.Generator:
