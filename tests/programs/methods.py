@@ -86,7 +86,7 @@ def deep_q_learning(device: str) -> Program:
         for kept, new in zip(memory, (state, action, reward, game.state), strict=True):
             kept[place] = new
         size[0] += len(angles)
-        state, action, reward, after = (kept[rows % size[0]] for kept in memory)
+        state, action, reward, after = (kept[rows % min(size[0], 32)] for kept in memory)
         with torch.no_grad():
             best = target(after).gather(1, net(after).argmax(-1, keepdim=True)).squeeze(1)
         loss = F.smooth_l1_loss(net(state).gather(1, action[:, None]).squeeze(1), reward + 0.9 * best)

@@ -94,7 +94,7 @@ def physics_informed(device: str) -> Program:
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
 
     def step(points):
-        points.requires_grad_(True)
+        points = points.detach().requires_grad_(True)
         u = net(points)
         (slopes,) = torch.autograd.grad(u, points, torch.ones_like(u), create_graph=True)
         dx, dt = slopes.split(1, -1)

@@ -19,6 +19,13 @@ ALL: tuple[Make, ...] = tuple(make for room in (language, vision, generation, sc
 # Recurrent layers run cell by cell, where the CPU has kernels for whole layers
 RECURRENT = frozenset({"translation", "sentence_tagger", "speech_recognition"})
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+# Steps that are captured. The others read values, count in Python or have shapes that depend on values
+CAPTURED = frozenset(
+    ["masked_language_model", "sentence_tagger", "padded_sequences", "mixture_of_experts", "low_rank_adaptation",
+     "distillation", "residual_network", "diffusion", "siamese", "two_views", "variational_autoencoder", "adversarial", "gradient_penalty",
+     "energy", "mixture_density", "transducer", "gaussian_process", "neural_ode", "physics_informed", "fourier_operator",
+     "kalman_filter", "hidden_markov", "clustering", "ensemble", "private_gradients", "pruned_and_orthogonal"]
+)  # fmt: skip
 CONFIG = "data: {workers: [0, 1]}\n"
 
 pytestmark = [
@@ -70,3 +77,17 @@ def test_one_worker_has_the_bits_of_the_cpu(make: Make, one: None) -> None:
 def test_two_workers_have_the_values_of_the_cpu(make: Make, session: Callable[..., None]) -> None:
     session(CONFIG)
     torch.testing.assert_close(outcome(make, "remote", data_parallel), outcome(make, "cpu"), equal_nan=True, **TOLERANCE)
+
+
+@pytest.mark.parametrize("make", [make for make in ALL if make.__name__ in CAPTURED], ids=lambda make: make.__name__)
+def test_a_captured_step_has_the_losses_of_an_eager_one(make: Make, one: None) -> None:
+    losses: dict[bool, list[float]] = {}
+    for captured in (False, True):
+        torch.manual_seed(0)
+        program = make("remote")
+        step = gt.compile(program.step) if captured else program.step
+        rows = [tuple(part.to("remote") for part in batch if isinstance(part, torch.Tensor)) for batch in program.batches[:2]]
+        losses[captured] = [float(step(*rows[n % len(rows)])) for n in range(5)]
+        if captured:
+            assert step.explain().splitlines()[0].endswith(": 1 program"), step.explain()
+    torch.testing.assert_close(losses[True], losses[False], **TOLERANCE)
