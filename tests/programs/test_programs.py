@@ -22,7 +22,8 @@ TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 # Steps that are captured. The others read values, count in Python or have shapes that depend on values
 CAPTURED = frozenset(
     ["masked_language_model", "sentence_tagger", "padded_sequences", "mixture_of_experts", "low_rank_adaptation",
-     "distillation", "residual_network", "diffusion", "siamese", "two_views", "variational_autoencoder", "adversarial", "gradient_penalty",
+     "distillation", "residual_network", "diffusion",
+     "siamese", "two_views", "variational_autoencoder", "adversarial", "gradient_penalty",
      "energy", "mixture_density", "transducer", "gaussian_process", "neural_ode", "physics_informed", "fourier_operator",
      "kalman_filter", "hidden_markov", "clustering", "ensemble", "private_gradients", "pruned_and_orthogonal"]
 )  # fmt: skip
