@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from gt.client.capture.user_code import LIBRARIES, STATEFUL, has_library_base, is_installed, is_library, is_own, is_stateless
-from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.device.remote_tensor import RemoteTensor, Shown
 
 MAX_ITEMS = 200_000  # of one snapshot
 MAX_COMPARED_BYTES = 1 << 16  # of an array or CPU tensor that is compared by value
@@ -366,7 +366,7 @@ def fingerprint(thing: Any) -> Any:
     if isinstance(thing, random.Random):
         return thing.getstate()
     if isinstance(thing, torch.Generator):
-        return bytes(thing.get_state().numpy()) if thing.device.type == "cpu" else None
+        return bytes(thing.get_state().numpy()) if thing.device.type in ("cpu", *Shown.types) else None
     if isinstance(thing, (np.random.Generator, np.random.RandomState)):
         bits = thing.bit_generator if isinstance(thing, np.random.Generator) else thing._bit_generator  # type: ignore[attr-defined]
         return repr(bits.state)

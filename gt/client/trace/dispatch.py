@@ -39,7 +39,6 @@ from gt.ir.instr import PARAM
 
 # Mode of an entry -> the function that carries such a call out as several ops; modules register theirs
 SEVERAL_OPS: dict[int, Callable[[OpInfo, Entry, tuple, dict], Any]] = {}
-_wrap = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 _known = _infos.get
 
@@ -105,7 +104,7 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
         if meta.large and recorder.live_tensors.ended:
             recorder.free_ended()
         code.extend((entry.number, origin, *ids, *values, number))
-        tensor = _wrap(
+        tensor = entry.new(
             RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, _strided, LAZY, False, False, None,
             False, False, _AUTOCAST,
         )  # fmt: skip
@@ -208,7 +207,8 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
         output_metas = [metas.of_spec(spec) for spec in recorder.session.describe(numbers)]
     else:
         output_metas = entry.metas
-    outputs = [make(m, Ref(n, m, origin, recorder.live_tensors)) for n, m in zip(numbers, output_metas, strict=True)]
+    live = recorder.live_tensors
+    outputs = [make(m, Ref(n, m, origin, live), entry.new) for n, m in zip(numbers, output_metas, strict=True)]
     if len(recorder.code) > recorder.batch:
         recorder.end_batch()
     operands = _tensors((args, kwargs)) if entry.written else ()

@@ -32,7 +32,6 @@ from gt.wire.messages import FinishCapture
 
 MAX_PROGRAMS_PER_SESSION = 64
 MAX_HINTED_SLOTS = 4096  # functions whose inputs' layouts are remembered
-TROUBLED = "an op failed, or a worker is lost"
 
 
 @dataclass(slots=True)
@@ -89,7 +88,7 @@ class Programs:
         hints = self._hints.get(slot)
         for n, tensor in enumerate(inputs if hints is not None else ()):
             dims, layout = hints[n] if hints is not None and n < len(hints) else (-1, None)
-            if tensor.layout is None and not self._failures.troubled:
+            if tensor.layout is None and not self._failures.missing:
                 fits = layout is not None and dims == len(tensor.spec.shape)
                 wanted = layout if layout is not None and fits else replicated(self._context.default_mesh())
                 self._redistributor.place(tensor.storage, root_layout(tensor, wanted))
@@ -159,7 +158,7 @@ class Programs:
                 tape = run_passes(tape, context, PASSES)
                 parts = self._write(tape, message)
         self._emitter.begin_run()
-        why = why or (TROUBLED if self._failures.troubled else "")  # it may be since
+        why = why or self._failures.harm(tape.journal)  # one may be reported since
         if why:
             self._free(tape.constants)
         else:
@@ -234,7 +233,7 @@ class Programs:
         A scalar's terms are added up, since a loss is read after most replays. Gradients may go on being accumulated.
         """
         tape = self._context.tape
-        if tape is None or self._failures.troubled:
+        if tape is None or self._failures.missing:
             return
         for storage in dict.fromkeys(t.storage for i, t in self._table.rows.items() if i not in tape.before):
             if any(i in tape.before for i in storage.tensors):
@@ -257,8 +256,8 @@ class Programs:
             return "it defers an op on a tensor that is not placed yet"
         if not tape.journal:
             return "the function did no op"
-        if self._failures.troubled:
-            return TROUBLED
+        if harm := self._failures.harm(tape.journal):
+            return harm
         for tensor_id, layout in tape.before.items():
             tensor = self._table.rows.get(tensor_id)
             if tensor is not None and tensor.layout != layout:
