@@ -20,6 +20,7 @@ from gt.client.device import lazy_modules, torch_remote
 from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
 from gt.client.device.serialization import extend_load
+from gt.client.frameworks import accelerate, after_import, lightning
 from gt.client.trace import long_lists, overrides, refusals
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
@@ -128,6 +129,7 @@ def prepare() -> None:
     extend_load()
     lazy_modules.prepare()
     refusals.prepare()
+    after_import.watch({**lightning.calls(register), "accelerate.state": accelerate.prefer_remote})
     if not _cuda():
         register()
 
@@ -136,8 +138,10 @@ def register() -> None:
     """Register the name `remote`. Backward of local CUDA tensors no longer works in this process afterwards."""
     if Shown.device is not LAZY:
         return
-    torch.utils.rename_privateuse1_backend(NAME)
     remote = torch_remote.make()
+    if (autoload := sys.modules.get("gt_autoload")) is not None:  # torch has called it, where the package is installed
+        autoload.hand_over(fallback, remote)
+    torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, remote)
     torch_remote.serve_accelerator(remote)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)  # x.remote(), model.remote(), x.is_remote

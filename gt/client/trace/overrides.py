@@ -10,7 +10,7 @@ import torch
 from gt.client.current_session import Current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
-from gt.client.trace import host_ops, op_info
+from gt.client.trace import host_ops, library_ops, op_info
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
@@ -176,6 +176,7 @@ def _returns_no_tensor(info: OpInfo) -> bool:
 # Ops without a row above: the first condition that holds decides
 _CONDITIONS: list[tuple[Condition, Handler]] = [
     (lambda info: info.composite, decompose),
+    (library_ops.foreign, library_ops.run),
     (_returns_no_tensor, from_shapes),
     (lambda info: info.name.startswith("aten.set_."), host_ops.set_),
     (lambda info: torch.Tag.inplace_view in info.func.tags, view_in_place),

@@ -15,7 +15,7 @@ import torch
 
 from gt.errors import ConfigError
 from gt.ir.ops import RANDOM
-from gt.ir.schema import Schema
+from gt.ir.schema import OWN, Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Combine, Compiler
@@ -27,6 +27,7 @@ from gt.worker.engine.torch.gpu.cuda import Cuda, Events
 from gt.worker.engine.torch.gpu.direct import direct
 from gt.worker.engine.torch.gpu.graphs import Graphs
 from gt.worker.engine.torch.inductor import Inductor
+from gt.worker.engine.torch.libraries import load
 from gt.worker.engine.torch.overloads import OVERLOADS
 
 
@@ -73,6 +74,9 @@ class TorchEngine:
         if self.key is not None:
             self.key.set(seed, counter)
 
+    def load(self, libraries: Sequence[str]) -> list[str]:
+        return load(libraries, self.kind)
+
     def guard(self) -> AbstractContextManager:
         return torch.no_grad()
 
@@ -99,7 +103,9 @@ class TorchEngine:
         if name == "gt.move.default":
             return torch.ops.aten.clone.default
         op: Callable = OVERLOADS[name]._op
-        base = name.split(".")[1]
+        space, base, _ = name.split(".")
+        if space not in OWN:
+            return op
         op = ALIKE[base](op) if base in ALIKE else op
         op = op if self.host and memory.switch() is not None else memory.cleared(base, op)
         if self.host:
