@@ -143,7 +143,7 @@ def register() -> None:
         autoload.hand_over(fallback, remote)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, remote)
-    torch_remote.serve_accelerator(remote)
+    torch_remote.serve_accelerator()
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)  # x.remote(), model.remote(), x.is_remote
     torch._C._acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
     _kernels("PrivateUse1")

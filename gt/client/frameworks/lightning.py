@@ -29,14 +29,10 @@ def calls(register: Callable[[], None]) -> dict[str, Callable[[Any], None]]:
             f"{name}.strategies.single_device": _single_device
             for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
         },
-        **{
-            f"{name}.amp": _mixed_precision
-            for name in (
-                "lightning.pytorch.plugins.precision", "pytorch_lightning.plugins.precision",
-                "lightning.fabric.plugins.precision", "lightning_fabric.plugins.precision",
-            )
-        },
-    }  # fmt: skip
+        "lightning.pytorch.trainer.connectors.accelerator_connector": _precision,
+        "pytorch_lightning.trainer.connectors.accelerator_connector": _precision,
+        **{f"{name}.connector": _precision for name in ("lightning.fabric", "lightning_fabric")},
+    }
 
 
 def _accelerator(base: type, register: Callable[[], None]) -> type:
@@ -98,5 +94,17 @@ def _single_device(module: Any) -> None:
     strategy.root_device = property(root_device)
 
 
-def _mixed_precision(module: Any) -> None:
-    """Lightning takes an accelerator that it does not know for CUDA; a scaler follows the device of what it scales."""
+def _precision(module: Any) -> None:
+    """Lightning gives autocast and scaler of an accelerator that it does not know CUDA as their device."""
+    connector = getattr(module, "_AcceleratorConnector", None) or module._Connector
+    original = connector._check_and_init_precision
+
+    def check_and_init_precision(self: Any) -> Any:
+        precision = original(self)
+        if getattr(self.accelerator, "is_remote", False) and getattr(precision, "device", "") == "cuda":
+            precision.device = NAME
+            if precision.scaler is not None:
+                precision.scaler = torch.amp.GradScaler(NAME)
+        return precision
+
+    connector._check_and_init_precision = check_and_init_precision
