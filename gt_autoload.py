@@ -17,7 +17,7 @@ from typing import Any
 NAME = "remote"
 GPUS = ("/dev/nvidiactl", "/dev/kfd")  # of CUDA and ROCm: torch would take milliseconds to look
 ASKED = ("GT_SERVER", "GT_CONFIG")  # whoever sets one of these wants remote as the accelerator
-_watched: list[tuple[Any, str, Any]] = []  # holder, name of a function in it, the function
+_watched: list[tuple[Any, str, Any, Any]] = []  # holder, name of a function in it, what watches it, the function
 _libraries: list[Any] = []  # kernels live as long as these
 _kernel: Callable[..., Any] | None = None  # GT's
 
@@ -51,6 +51,7 @@ def _gpu(torch: Any) -> bool:
 
 def load() -> None:
     """Import gt, which takes the device over."""
+    _unwatch()  # before gt extends the same functions
     import gt  # noqa: F401
 
 
@@ -62,9 +63,7 @@ def hand_over(kernel: Callable[..., Any], module: types.ModuleType) -> None:
     if not _libraries or _kernel is not None:
         return
     _kernel = kernel
-    for holder, name, original in _watched:
-        setattr(holder, name, original)
-    _watched.clear()
+    _unwatch()
     vars(getattr(torch, NAME)).update(vars(module))  # for whoever holds it, such as the cache of torch.get_device_module
     delattr(torch, NAME)
     del sys.modules[f"torch.{NAME}"]
@@ -84,13 +83,21 @@ def _watch(holder: Any, name: str) -> None:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(map(_is_remote, (*args, *kwargs.values()))):
+        if _kernel is None and any(map(_is_remote, (*args, *kwargs.values()))):
             load()
             return getattr(holder, name)(*args, **kwargs)
         return original(*args, **kwargs)
 
     setattr(holder, name, call)
-    _watched.append((holder, name, original))
+    _watched.append((holder, name, call, original))
+
+
+def _unwatch() -> None:
+    """Put the functions back, but for one that has been extended meanwhile."""
+    for holder, name, call, original in _watched:
+        if getattr(holder, name) is call:
+            setattr(holder, name, original)
+    _watched.clear()
 
 
 def _is_remote(argument: Any) -> bool:
