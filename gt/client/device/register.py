@@ -21,7 +21,7 @@ from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
 from gt.client.device.serialization import extend_load
 from gt.client.frameworks import accelerate, after_import, lightning
-from gt.client.trace import long_lists, overrides, refusals
+from gt.client.trace import long_lists, overrides, refusals, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
 from gt.client.trace.host_ops import tensor_split
@@ -147,6 +147,7 @@ def register() -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)  # x.remote(), model.remote(), x.is_remote
     torch._C._acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
     _kernels("PrivateUse1")
+    _libraries.append(sparse_ops.factories("SparsePrivateUse1"))
     if not _cuda():
         _unpin()
     libraries = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
