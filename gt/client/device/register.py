@@ -129,7 +129,13 @@ def prepare() -> None:
     extend_load()
     lazy_modules.prepare()
     refusals.prepare()
-    after_import.watch({**lightning.calls(register), "accelerate.state": accelerate.prefer_remote})
+    after_import.watch(
+        {
+            **lightning.calls(register),
+            "accelerate.state": accelerate.prefer_remote,
+            "torch.nested._internal.nested_tensor": refusals.nested_tensors,
+        }
+    )
     if not _cuda():
         register()
 
@@ -148,6 +154,9 @@ def register() -> None:
     torch._C._acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
     _kernels("PrivateUse1")
     _libraries.append(sparse_ops.factories("SparsePrivateUse1"))
+    strided_nested = torch.library.Library("aten", "IMPL")
+    strided_nested.impl("_to_copy", refusals.nested, "NestedTensorPrivateUse1")
+    _libraries.append(strided_nested)
     if not _cuda():
         _unpin()
     libraries = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")

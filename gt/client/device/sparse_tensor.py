@@ -1,7 +1,7 @@
 """RemoteSparse: a sparse tensor of this process whose indices and values are remote tensors.
 
-Workers know dense tensors alone: an op on a sparse one is recorded as ops on its parts (gt.client.trace.sparse_ops). So sharding,
-capture and failures need no second kind of tensor, and a gradient keeps the rows that it has, which SparseAdam depends on.
+Workers know dense tensors alone: an op on a sparse one is recorded as ops on its parts (gt.client.trace.sparse_ops). So
+sharding, capture and failures need no second kind of tensor. A gradient keeps the rows that it has, which SparseAdam needs.
 """
 
 from __future__ import annotations

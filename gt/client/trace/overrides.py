@@ -10,7 +10,7 @@ import torch
 from gt.client.current_session import Current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
-from gt.client.trace import host_ops, library_ops, op_info, sparse_ops
+from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
@@ -157,6 +157,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.arange.start_out": factory(aten.arange.start_step),
     "aten.linspace.out": factory(aten.linspace.default),
     "aten.logspace.out": factory(aten.logspace.default),
+    "aten._nested_view_from_jagged.default": refusals.nested,
     "aten.eye.out": factory(aten.eye.default),
     "aten.eye.m_out": factory(aten.eye.m),
     "aten.randperm.out": factory(aten.randperm.default),

@@ -59,6 +59,26 @@ def _zeros(leaf: Any) -> Any:
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
+# ---- nested tensors
+
+
+def nested(*args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedOp(
+        "remote has no nested tensors: pad the parts, as torch.nn.utils.rnn.pad_sequence does, and give attention a mask; or "
+        "concatenate them and keep the offsets"
+    )
+
+
+def nested_tensors(module: Any) -> None:
+    """Refuse a jagged tensor of remote parts when it is made, and not in its backward."""
+    original = module.NestedTensor.__new__
+
+    def new(cls: type, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return nested() if isinstance(values, RemoteTensor) else original(cls, values, *args, **kwargs)
+
+    module.NestedTensor.__new__ = staticmethod(new)
+
+
 # ---- torch's own compiler and data parallelism
 
 

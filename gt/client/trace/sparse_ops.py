@@ -69,7 +69,7 @@ def _empty(size: Any, **options: Any) -> torch.Tensor:
 def _csr_of_parts(crow: Any, columns: Any, values: Any, size: Any, **options: Any) -> torch.Tensor:
     _refuse_capture()
     if options.get("layout") not in (None, torch.sparse_csr) or values.dim() != 1:
-        raise UnsupportedOp(f"a {options.get('layout')} tensor of {values.dim()}-dim values: remote has COO, and CSR of numbers")
+        raise UnsupportedOp(f"a {options.get('layout')} tensor of {values.dim()}-dim values: want COO, or CSR of numbers")
     return csr(crow, columns, values, size)
 
 
