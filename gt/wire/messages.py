@@ -34,7 +34,7 @@ class Hello(Message):
     "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many workers it
     wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one, "pid", "host",
     "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof": see
-    gt.wire.access.proof}.
+    gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.library_ops}.
     """
 
     version: int
@@ -175,7 +175,8 @@ class Welcome(Message):
     """Dispatcher -> client or worker, answers Hello.
 
     workers: their names, in order of index. groups: names of the signal groups, in order. process: [pid, home] of the
-    dispatcher, see wire.liveness; peers on its host see whether it is stopped.
+    dispatcher, see wire.liveness; peers on its host see whether it is stopped. ops: for a client, lines of the schemas of the
+    libraries' ops that all of its workers have.
     """
 
     session: int
@@ -184,6 +185,7 @@ class Welcome(Message):
     groups: list
     credit: int
     process: list = field(default_factory=list)
+    ops: list = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,9 @@ _INDICES: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
 # Ops whose meta kernels return the statistics that GPUs save even in evaluation; the CPU saves none, and none are needed
 _SAVES_NOTHING = ("aten.native_batch_norm.default", "aten._native_batch_norm_legit.default")
 
+# In errors of meta kernels that cannot tell a shape: of torch, and of other libraries' ops
+_NO_SHAPE = ("meta tensor", "with meta Tensors", "no fake impl")
+
 
 def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
     """Shape of aten._grouped_mm, whose groups of rows, columns or inner dims end at `offs`.
@@ -173,7 +176,7 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
 
     UnsupportedOp for an op that workers do not execute; torch's own errors for wrong shapes and dtypes.
     """
-    if info.name not in TABLE and not info.outs:
+    if info.name not in TABLE and not info.outs and info.name not in current_session.current().library_ops:
         raise UnsupportedOp(f"{TABLE.refusal(info.name)}; or compute it on the CPU and move the result with .to('remote')")
     encoder = _Encoder()
     pairs = [encoder.encode(kind, a) for kind, a in zip(info.kinds, args, strict=False)]
@@ -267,7 +270,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
     except NotImplementedError:
         return None, False
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
-        if "meta tensor" in str(error):
+        if any(text in str(error) for text in _NO_SHAPE):
             return None, False
         raise refusals.as_on_cpu(info, args, kwargs, error) from None
 

@@ -143,7 +143,8 @@ class Membership:
             self._announce_world(lease, members)
         self._core.log_line("CONNECT", self._core.name(client.peer), f"client with {len(config.groups)} groups")
         names, name, groups = [w.name for w in cluster.workers], self._core.name(client.peer), list(config.groups)
-        self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process))
+        ops = [schema.line for schema in context.ops.libraries.values()]
+        self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process, ops))
 
     def goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
         self.remove(peer, plain(message.reason, MAX_REASON_CHARACTERS) or GOODBYE)
