@@ -25,7 +25,19 @@ from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import link, messages
 from gt.wire.dealer import Dealer, LinkTimeouts
-from gt.wire.messages import THROUGH, Describe, Fetch, FinishCapture, Goodbye, Inspect, Message, Ops, Stats, UploadChunk
+from gt.wire.messages import (
+    THROUGH,
+    Describe,
+    Fetch,
+    FinishCapture,
+    Goodbye,
+    Inspect,
+    InspectFragments,
+    Message,
+    Ops,
+    Stats,
+    UploadChunk,
+)
 
 log = logging.getLogger("gt.client")
 
@@ -186,6 +198,10 @@ class Session:
     def inspect(self, tensor: int) -> dict[str, Any]:
         """Layout, mesh and pieces of a tensor. Waits."""
         return self._ask(lambda request: Inspect(request, tensor))
+
+    def inspect_fragments(self, slot: int) -> dict[str, Any]:
+        """Counts of a function's ops and of those that programs carried out. Waits."""
+        return self._ask(lambda request: InspectFragments(request, slot))
 
     def stats(self, program: int = -1) -> dict[str, Any]:
         """Counters of the dispatcher and the workers, and of this link under "client". program: see messages.Stats. Waits."""

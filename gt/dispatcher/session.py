@@ -78,6 +78,7 @@ class ClientSession:
         self.failures.troubled = True
         cause = self.failures.cause_of_loss(worker)
         self.programs.lose(worker.index, cause)
+        self.op_stream.fragments.clear()
         for tensor in self.table.rows.values():
             if tensor.layout is not None and worker.index in tensor.layout.mesh.workers:
                 tensor.storage.failed = cause
@@ -102,6 +103,7 @@ class ClientSession:
         takes = [buffered.uploads for buffered in (*self.programs.deferred.drop(), *outbox.held)]
         takes += [unit.uploads for unit in self.cluster.queue.leave(self.number)]
         self.programs.discard()
+        self.op_stream.fragments.close()
         outbox.discard()
         context.ended = True  # what follows frees, for which workers need no switches
         self.fetches.close()

@@ -26,6 +26,7 @@ from gt.wire.messages import (
     Goodbye,
     Hello,
     Inspect,
+    InspectFragments,
     Message,
     Notice,
     OpError,
@@ -54,7 +55,9 @@ RELEASE = "0.1.0"  # for people; VERSION decides
 # role -> (messages that it may send after Hello, messages that it may receive)
 MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
     "client": (
-        frozenset({Ops, Fetch, Describe, Inspect, FinishCapture, Stats, UploadChunk, UploadProgress, Goodbye}),
+        frozenset(
+            {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, UploadChunk, UploadProgress, Goodbye}
+        ),
         frozenset(
             {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice, Exit}
         ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 Numbers = list  # a stream: numbers only
 
-VERSION = 5
+VERSION = 6
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
 TIMES = 4096  # definitions in one Done, at most
@@ -113,6 +113,18 @@ class Inspect(Message):
 
     request: int
     tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class InspectFragments(Message):
+    """Client -> dispatcher: asks how much of a function's calls programs carried out. Answered by Report.
+
+    slot: of the function, as in the FRAGMENTs of its stream. Report.body: {"programs": count, "ops": of all calls, "carried":
+    those of them that programs carried out, "last_ops", "last_carried": of the last call, "why": [[ops, reason], ...]}.
+    """
+
+    request: int
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +251,7 @@ class Described(Message):
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Dispatcher -> client, answers Inspect, Stats and FinishCapture. Worker -> dispatcher, answers Query."""
+    """Dispatcher -> client, answers Inspect, InspectFragments, Stats and FinishCapture. Worker -> dispatcher, answers Query."""
 
     request: int
     body: dict
@@ -403,5 +415,5 @@ class UploadProgress(Message):
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
-    UploadProgress, FinishCapture, Notice, Renew,
+    UploadProgress, FinishCapture, Notice, Renew, InspectFragments,
 )  # fmt: skip

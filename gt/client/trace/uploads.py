@@ -40,7 +40,7 @@ def upload(host: torch.Tensor) -> RemoteTensor:
         recorder.emit_with_frame(row, data.tobytes(), 2)
     else:
         recorder.session.keep(number, data.copy(order="C").view(f"V{data.itemsize}"))
-        recorder.code.extend(row)
+        recorder.emit_large_upload(row)
     recorder.ops += 1
     return make(meta, Ref(number, meta, origin, recorder.live_tensors))
 
