@@ -147,10 +147,16 @@ class CompiledFunction:
                 return program.replay(leaves)
         if self._programs:
             self._why = mismatch or why_key_differs(self._programs[0].key, key)
-        if self._eager_calls:
-            self._eager_calls -= 1
-            return self._run_in_fragments(recorder, leaves, tree)
-        return self._record(recorder, key, leaves, tree)
+        if not recorder.capturing.acquire(blocking=False):  # another thread has begun a call that is recorded
+            args, kwargs = tree_unflatten(prepare_inputs(leaves, None)[0], tree)
+            return tree_map(detach, self.fn(*args, **kwargs))
+        try:
+            if self._eager_calls:
+                self._eager_calls -= 1
+                return self._run_in_fragments(recorder, leaves, tree)
+            return self._record(recorder, key, leaves, tree)
+        finally:
+            recorder.capturing.release()
 
     def explain(self) -> str:
         """Describe the captured programs as text: why each was recorded, its schedule and backend, and why calls had none.

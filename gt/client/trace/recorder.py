@@ -44,6 +44,7 @@ class Recorder:
         self.templates: dict[int, Template] = {}  # by number
         # A CallRecording or FragmentTape while a compiled function runs: it gets every batch, and says when one is long enough
         self.tape: Any = None
+        self.capturing = threading.Lock()  # held by the thread whose call has the tape
         self._lock = threading.Lock()
         session.on_idle = self.flush_stale
 

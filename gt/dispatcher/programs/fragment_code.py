@@ -40,42 +40,56 @@ class FragmentBounds:
 
 @dataclass(slots=True)
 class FragmentCode:
-    """The programs of one fragment. constants: places of scalars that planning has used, with the scalar as text."""
+    """The programs of one fragment. rebound: numbers of tensors from before that get other memory, and so are results too.
+
+    constants: places of scalars that planning has used, with the scalar as text.
+    """
 
     workers: dict[int, WorkerCode]
     uses: list[Define]
+    rebound: list[int]
     constants: dict[int, str]
 
 
 class _Scalars:
-    """Places of a fragment's scalars: in the client's code, and in the instructions that carry them as they are."""
+    """Places of a fragment's scalars: in the client's code, and in the instructions that carry them as they are.
+
+    An instruction has all scalars of its op in their order, or some of them (of an op on lists that is carried out in parts).
+    The latter are recognised by identity: each number of a message but the small integers is an object of its own.
+    """
 
     def __init__(self, pattern: FragmentPattern, call: FragmentCall, numbers: Sequence[int]) -> None:
         self._pattern, self._code = pattern, call.code
         self._op_of = {number: n for n, number in enumerate(numbers)}
-        self._carried: set[int] = set()  # ops whose scalars are in instructions, all of them as they are
+        self._carried: set[int] = set()  # places of scalars that are in instructions
         self._changed: set[int] = set()  # ops with an instruction that has other scalars
 
-    def of(self, row: Instruction) -> range:
+    def of(self, row: Instruction) -> Sequence[int]:
         """Places in the client's code of an instruction's scalars, in their order; none if they are others."""
         n = self._op_of.get(row.seq, -1)
         if n < 0 or row.kind != "op" or not self._pattern.ops[n].values:
-            return range(0)
+            return ()
         op, payload = self._pattern.ops[n], row.define.payload
-        first = payload["tensors"]
-        own = row.operands[first : first + len(op.values)]
-        same = payload["op"] == op.known.template.op and payload["values"] == op.known.values
-        if same and [text(value) for value in own] == [text(self._code[place]) for place in op.values]:
-            self._carried.add(n)
-            return op.values
-        if payload["values"] or payload["op"] != op.known.template.op:
+        first, count = payload["tensors"], payload["values"]
+        if payload["op"] != op.known.template.op:
             self._changed.add(n)
-        return range(0)
+            return ()
+        places: Sequence[int] = op.values
+        own = row.operands[first : first + len(op.values)]
+        if count != op.known.values or [text(value) for value in own] != [text(self._code[place]) for place in places]:
+            identities = {id(self._code[place]): place for place in op.values}
+            own = row.operands[first : first + count]
+            places = [identities[id(value)] for value in own if id(value) in identities]
+            if len(identities) != len(op.values) or len(places) != count:
+                self._changed.add(n)
+                return ()
+        self._carried.update(places)
+        return places
 
     def constants(self) -> dict[int, str]:
         """Places of scalars that no instruction carries, or not all: planning may have used their value."""
         ops = enumerate(self._pattern.ops)
-        fixed = [op for n, op in ops if op.values and (n not in self._carried or n in self._changed)]
+        fixed = [op for n, op in ops if n in self._changed or not self._carried.issuperset(op.values)]
         return {place: text(self._code[place]) for op in fixed for place in op.values}
 
 
@@ -86,7 +100,11 @@ def write_fragment(
     """The programs of a recorded fragment, or why there are none. numbers: of its ops, as instructions have them."""
     tape = run_passes(tape, context, PASSES)
     names: defaultdict[int, int] = defaultdict(context.fresh)
-    ins, outs = [names[i] for i in bounds.ins], [names[i] for i in bounds.outs]
+    made = {i for rows in tape.code.values() for row in rows for i in row.makes}
+    rebound = [n for n, i in enumerate(bounds.ins) if i in made]
+    bounds.moved = [n for n in bounds.moved if n not in rebound]
+    ins = [names[i] for i in bounds.ins]
+    outs = [*(names[i] for i in bounds.outs), *(ins[n] for n in rebound)]
     scalars = _Scalars(pattern, call, numbers)
     backend = "inductor" if context.compiled else "eager"  # a graph would need its inputs at the same addresses
     seal = FinishCapture(0, 0, "", backend, [], call.seed, call.counter, 0)
@@ -108,7 +126,7 @@ def write_fragment(
         return "no worker does anything for it"
     uses = dict.fromkeys(row.define for rows in tape.code.values() for row in rows)
     constants = scalars.constants()
-    return FragmentCode(workers, [*uses], constants)
+    return FragmentCode(workers, [*uses], rebound, constants)
 
 
 def _closed(rows: Sequence[Instruction], known: set[int]) -> bool:
@@ -127,7 +145,7 @@ def _renamed(row: Instruction, names: defaultdict[int, int]) -> Instruction:
     return Instruction(row.seq, row.define, operands, row.action)
 
 
-def _place_scalars(payload: dict[str, Any], rows: Sequence[Instruction], places: Sequence[range]) -> list[int]:
+def _place_scalars(payload: dict[str, Any], rows: Sequence[Instruction], places: Sequence[Sequence[int]]) -> list[int]:
     """Note in the payload where its code has the scalars of rows; their places in the client's code, in the same order."""
     defines = {row.define.number: row.define for row in rows}
     written = (at for at, define, _ in decode(payload["code"], defines.__getitem__) if define is not None)

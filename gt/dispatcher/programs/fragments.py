@@ -19,6 +19,7 @@ from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.fragment_code import FragmentBounds, FragmentCode, WorkerCode, write_fragment
 from gt.dispatcher.programs.fragment_pattern import FragmentCall, FragmentPattern, parse, text
 from gt.dispatcher.programs.programs import TROUBLED, Programs
+from gt.dispatcher.programs.recording import Recording
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import TEMPORARY
@@ -32,9 +33,11 @@ from gt.ir.spec import Spec
 MAX_FRAGMENTS = 512  # of one session; the least recently used one goes beyond that
 MAX_ALIKE = 8  # fragments of one length and first op
 MAX_TRIES = 4  # recordings of a fragment that can be no program
+MAX_MISFITS = 4  # calls in a row for which a program does not serve; then another is recorded
 MAX_SLOTS = 1024  # functions with counters
 MAX_REASONS = 16  # of one function
 NEW, RECORDED = "they were met for the first time", "they were recorded"
+KEPT, HELD = "more results were kept than in the calls before", "more inputs were kept than in the calls before"
 
 
 @dataclass(slots=True)
@@ -59,7 +62,11 @@ class FragmentProgram:
     uses: list[Define]  # definitions that its code names
     journal: list[Planned]
     specs: list[Spec]  # of the tensors from before
-    layouts: list[Layout | None]  # of these; None: no op reads it
+    bases: list[tuple[int, int]]  # tensors that the code names beside these: bases of one of them, so many steps up
+    layouts: list[Layout | None]  # of the tensors from before and these bases
+    changed: list[tuple[int, Layout]]  # those of them that have another layout afterwards
+    views: list[int]  # of the storage of each of those, the number of tensors that were alive
+    rebound: list[int]  # those that get other memory
     sharing: tuple[int, ...]  # of each, the first that shares its memory
     moved: tuple[int, ...]  # of these, those that the program frees
     writes: tuple[tuple[int, bool], ...]  # of these, those whose memory it changes, and whether they are the user's data then
@@ -77,6 +84,7 @@ class Fragment:
     pattern: FragmentPattern
     program: FragmentProgram | None = None
     tries: int = 0
+    misfits: int = 0  # calls in a row for which its program did not serve
     why: str = ""  # reason for which it is no program
     kept: set[int] = field(default_factory=set)  # numbers of tensors that were alive behind some call
     held: set[int] = field(default_factory=set)  # numbers of tensors from before that were alive behind some call
@@ -115,6 +123,14 @@ class _Recording:
     backend: str
     ins: list[Tensor]
     numbers: list[int] = field(default_factory=list)  # of its ops, as instructions have them
+
+
+def _base(tensor: Tensor, depth: int) -> Tensor:
+    """The tensor that a view is a view of, so many steps up."""
+    for _ in range(depth):
+        assert tensor.base is not None
+        tensor = tensor.base
+    return tensor
 
 
 class Fragments:
@@ -192,8 +208,13 @@ class Fragments:
         if self._failures.troubled and self._in_trouble(fragment, ins):  # type: ignore[arg-type]
             return TROUBLED, ops
         if fragment.program is not None:
-            if self._launch(fragment, fragment.program, call, ins, freed):  # type: ignore[arg-type]
+            misfit = self._launch(fragment, fragment.program, call, ins, freed)  # type: ignore[arg-type]
+            if not misfit:
+                fragment.misfits = 0
                 return "", ops
+            fragment.misfits += 1
+            if misfit not in (KEPT, HELD) and fragment.misfits < MAX_MISFITS:
+                return misfit, ops
             self._drop(fragment)
         if fragment.tries >= MAX_TRIES:
             return fragment.why, ops
@@ -306,36 +327,32 @@ class Fragments:
         if tape is None:
             return "the recording was interrupted"
         programs.deferred.end(tape)
-        why = programs.obstacle(tape, [])
+        bases = self._bases(recording.ins, tape)
+        tensors = [*recording.ins, *(_base(recording.ins[n], depth) for n, depth in bases)]
+        why = programs.obstacle(tape, [], {tensor.id for tensor in tensors})
         if len(recording.numbers) != len(fragment.pattern.ops):
             why = why or "its ops are not those that were announced"
         result: FragmentCode | str = why
         makes: list[MadeTensor] = []
-        moved: list[int] = []
+        bounds = FragmentBounds([], [], [])
         added: dict[str, Define] = {}
         if not why:
             makes = [self._made(number, call) for number, i in enumerate(call.made) if i in rows]
             moved = [n for n, tensor in enumerate(recording.ins) if n not in fragment.held and not tensor.children]
             names = self._emitter.ids
-            bounds = FragmentBounds(names(call.ins), names(call.made[tensor.number] for tensor in makes), moved)
+            bounds = FragmentBounds(names(t.id for t in tensors), names(call.made[tensor.number] for tensor in makes), moved)
             context = programs.fragment_context(tape, recording.backend, added)
             result = write_fragment(tape, context, call, fragment.pattern, recording.numbers, bounds)
         if isinstance(result, str):
             for workers, name in tape.constants:
                 self._emitter.free(workers, [name])
             return result
-        programs.drop_copies()
-        peers = self._context.cluster.workers
-        for define in added.values():
-            for worker in tape.code:
-                self._emitter.tell(peers[worker], define)
-        defines = {worker: self._emitter.define("fragment", part.payload) for worker, part in result.workers.items()}
-        for worker, define in defines.items():
-            seconds = sum(self._emitter.costs.get(row.define.number, 0.0) for row in tape.code[worker])
-            self._emitter.estimate(define, seconds)
+        defines = self._define(tape, result, added)
         programs.kept += tape.size
         fragment.pattern.constants |= result.constants
         ins = recording.ins
+        layouts = [tape.before.get(t.id) for t in tensors]
+        changed = [(n, t.layout) for n, t in enumerate(tensors) if t.layout is not None and t.layout is not layouts[n]]
         homes: dict[int, int] = {}
         written = {id(storage) for row in tape.journal for storage in row.writes}
         return FragmentProgram(
@@ -344,15 +361,47 @@ class Fragments:
             uses=result.uses,
             journal=[Planned(n, row.known, row.origin, (), (), ()) for n, row in enumerate(tape.journal)],
             specs=[t.spec for t in ins],
-            layouts=[t.layout for t in ins],
+            layouts=layouts,
+            bases=bases,
+            changed=changed,
+            views=[len(tensors[n].storage.tensors) for n, _ in changed],
+            rebound=result.rebound,
             sharing=tuple(homes.setdefault(id(t.storage), n) for n, t in enumerate(ins)),
-            moved=tuple(moved),
+            moved=tuple(bounds.moved),
             writes=tuple((n, t.storage.data) for n, t in enumerate(ins) if id(t.storage) in written),
             makes=makes,
             live=frozenset(tensor.number for tensor in makes),
             constants=tape.constants,
             size=tape.size,
         )
+
+    def _define(self, tape: Recording, code: FragmentCode, added: dict[str, Define]) -> dict[int, Define]:
+        """Definitions of the programs, by worker, which know those that passes have added."""
+        self._programs.drop_copies()
+        peers = self._context.cluster.workers
+        for define in added.values():
+            for worker in tape.code:
+                self._emitter.tell(peers[worker], define)
+        defines = {worker: self._emitter.define("fragment", part.payload) for worker, part in code.workers.items()}
+        for worker, define in defines.items():
+            seconds = sum(self._emitter.costs.get(row.define.number, 0.0) for row in tape.code[worker])
+            self._emitter.estimate(define, seconds)
+        return defines
+
+    def _bases(self, ins: list[Tensor], tape: Recording) -> list[tuple[int, int]]:
+        """Bases of tensors from before that the recorded instructions name, or that have another layout since."""
+        named = {i for code in tape.code.values() for row in code for i in (*row.reads, *row.makes)}
+        offset, seen = self._emitter.offset, {tensor.id for tensor in ins}
+        bases: list[tuple[int, int]] = []
+        for n, tensor in enumerate(ins):
+            depth, base = 1, tensor.base
+            while base is not None:
+                changed = base.id in tape.before and tape.before[base.id] is not base.layout
+                if base.id not in seen and (changed or offset + base.id in named):
+                    bases.append((n, depth))
+                seen.add(base.id)
+                depth, base = depth + 1, base.base
+        return bases
 
     def _made(self, number: int, call: FragmentCall) -> MadeTensor:
         """A tensor of the recorded call as a launch makes it again."""
@@ -369,46 +418,52 @@ class Fragments:
 
     def _launch(
         self, fragment: Fragment, program: FragmentProgram, call: FragmentCall, ins: list[Tensor], freed: list[int]
-    ) -> bool:
-        """Carry out a call by its program; False, and nothing is done but moves of inputs, if the program does not fit it."""
+    ) -> str:
+        """Carry out a call by its program. Where that does not serve: why, and nothing is done but moves of inputs."""
         rows = self._table.rows
         freed = [*freed, *self._freed_within(fragment.pattern, call)]
         ended = set(freed)
         alive = {number for number, i in enumerate(call.made) if i not in ended}
         if not alive <= program.live:
             fragment.kept |= alive
-            return False
+            return KEPT
         homes: dict[int, int] = {}
         if tuple([homes.setdefault(id(t.storage), n) for n, t in enumerate(ins)]) != program.sharing:
-            return False
+            return "other inputs shared memory"
         if [t.spec for t in ins] != program.specs:
-            return False
+            return "inputs had other strides"
         held = {n for n in program.moved if call.ins[n] not in ended or ins[n].children or ins[n].released}
         if held:
             fragment.held |= held
-            return False
+            return HELD
         made = [call.made[tensor.number] for tensor in program.makes]
         if any(type(i) is not int or not 0 < i < TEMPORARY or i in rows for i in made):
             raise ProtocolError("Ops.code has a fragment that makes tensors under ids that are no new ones")
-        for tensor, layout in zip(ins, program.layouts, strict=True):
+        tensors = [*ins, *(_base(ins[n], depth) for n, depth in program.bases)] if program.bases else ins
+        for tensor, layout in zip(tensors, program.layouts, strict=True):
             if tensor.layout is not layout and layout is not None:
                 self._redistributor.relayout(tensor.storage, root_layout(tensor, layout))
-        if any(tensor.layout is not layout for tensor, layout in zip(ins, program.layouts, strict=True) if layout is not None):
-            return False
+        placed = zip(tensors, program.layouts, strict=True)
+        if any(tensor.layout is not layout for tensor, layout in placed if layout is not None):
+            return "inputs could not get the layouts of the recorded call"
+        if [len(tensors[n].storage.tensors) for n, _ in program.changed] != program.views:
+            return "inputs had other views"
         program.launches += 1
         self._programs.launches += 1
         with self._emitter.op(len(program.journal)):
             self._enter_results(fragment, program, call, ins, made)
-            ids = self._emitter.ids([*(t.id for t in ins), *made])
+            ids = self._emitter.ids([*(t.id for t in tensors), *made, *(tensors[n].id for n in program.rebound)])
             for worker, define in program.defines.items():
                 values = program.code[worker].values(call.code)
                 self._emitter.write(self._context.cluster.workers[worker], define, (call.seed, call.counter, *ids, *values))
+        for n, layout in program.changed:
+            tensors[n].layout = layout
         for before, number in fragment.pattern.params:
             declared = ins[number] if before else rows.get(call.made[number])
             if declared is not None:
                 declared.storage.param = True
         self._redistributor.release(freed)
-        return True
+        return ""
 
     @staticmethod
     def _freed_within(pattern: FragmentPattern, call: FragmentCall) -> list[int]:

@@ -6,7 +6,7 @@ values are freed at their last use, other frees are left out, and loop-carried t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -272,8 +272,8 @@ class Programs:
                 self._redistributor.reduce_partial(storage)
         self._outbox.cut()
 
-    def obstacle(self, tape: Recording, pairs: list[tuple[int, int]]) -> str:
-        """The reason why this recording cannot be a program, or "" if it can."""
+    def obstacle(self, tape: Recording, pairs: list[tuple[int, int]], inputs: Collection[int] = ()) -> str:
+        """The reason why this recording cannot be a program, or "" if it can. inputs: tensors that may change their layout."""
         if self.kept + tape.size > MAX_INSTRUCTIONS_PER_SESSION:
             most = MAX_INSTRUCTIONS_PER_SESSION
             return f"it has too many instructions: {tape.size}, and {self.kept} of at most {most} are in other programs"
@@ -285,7 +285,7 @@ class Programs:
             return TROUBLED
         for tensor_id, layout in tape.before.items():
             tensor = self._table.rows.get(tensor_id)
-            if tensor is not None and tensor.layout != layout:
+            if tensor is not None and tensor.layout != layout and not (tensor_id in inputs and _same_workers(layout, tensor)):
                 return (
                     f"tensor %{tensor_id} changed its layout in the call: it was {layout or 'not placed'}, now {tensor.layout}"
                 )
@@ -415,6 +415,10 @@ class Programs:
             raise ProtocolError(f"Ops.code drops {number!r:.40}, which is no program")
         self.kept -= program.size
         self._free(program.constants)
+
+
+def _same_workers(before: Layout | None, tensor: Tensor) -> bool:
+    return before is not None and tensor.layout is not None and before.mesh.workers == tensor.layout.mesh.workers
 
 
 def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:

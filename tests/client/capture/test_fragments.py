@@ -14,6 +14,8 @@ from torch import nn
 
 import gt
 from gt.errors import OpFailed
+from tests.helpers import CONFIGS
+from tests.helpers.models import mini
 
 functional = nn.functional
 CALLS = 24
@@ -471,3 +473,39 @@ def test_a_deep_copy_and_a_new_leaf_within_the_step() -> None:
 
     losses = [step(*remote(pair)) for pair in [batches(1)[0]] * 10]
     assert losses == sorted(losses, reverse=True) and shares(step.explain())[0] == 100, step.explain()
+
+
+@pytest.mark.parametrize("config", ["dp2", "tp2", "pp2", "dp2tp2pp2"])
+@pytest.mark.slow
+def test_workers(config: str, session: Callable[..., None]) -> None:
+    """A transformer over several workers whose step reads its loss: the bits of eager calls."""
+    session(CONFIGS / f"{config}.yaml")
+
+    def run(wrap: Callable) -> list:
+        torch.manual_seed(0)
+        gt.manual_seed(0)
+        model = mini(gt.signal.groups()).to("remote")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(x: torch.Tensor, n: int) -> float:
+            optimizer.zero_grad()
+            loss = model(x[:, :-1], x[:, 1:])
+            if loss.item() > 0:
+                loss.backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 1e-2 / (n + 1)
+            return loss.item()
+
+        step = wrap(step)
+        data = torch.randint(64, (10, 8, 17), generator=torch.Generator().manual_seed(1))
+        return [[step(x.to("remote"), n) for n, x in enumerate(data)], *model.parameters()]
+
+    compiled = []
+
+    def wrap(step: Callable) -> Callable:
+        compiled.append(gt.compile(step))
+        return compiled[-1]
+
+    wanted, got = run(lambda step: step), run(wrap)
+    assert same(got, wanted), compiled[0].explain()
+    assert shares(compiled[0].explain())[0] >= 90, compiled[0].explain()
