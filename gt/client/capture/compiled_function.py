@@ -1,7 +1,9 @@
 """`gt.compile`: records calls of a function until two agree, and replays them from then on as one message.
 
 Python does not run in a replay. Everything that could change the outcome of a call is therefore a guard (state_walk.py).
-A side effect beside tensors prevents a program, and `explain()` gives the reason.
+A side effect beside tensors and a read of a value prevent a program. Then Python runs at each call, and runs of its ops are
+programs (fragment_tape.py). Python cannot be resumed in the middle of a function, so this is how a step is cut at a read
+without rewriting its bytecode; matched ops need no guards. It costs the issue of ops, which one program saves.
 """
 
 from __future__ import annotations
@@ -82,8 +84,10 @@ def compile(
     recompute: whether the backward pass computes cheap values (activations, norms, casts) again, where that lowers the peak
         of memory. None: "cudagraphs" recomputes those that save much memory for their time, other backends none.
 
-    Raises TypeError if fn is not callable, ValueError for an unknown schedule or backend. A call raises CaptureError if `fn`
-    reads the value of a remote tensor.
+    A function that reads values or prints runs its Python at each call; the runs of ops between two reads are programs then.
+
+    Raises TypeError if fn is not callable, ValueError for an unknown schedule or backend. A call raises CaptureError if an
+    argument that a program has to fill requires grad.
     """
     if fn is None:
         return functools.partial(compile, schedule=schedule, backend=backend, recompute=recompute)
