@@ -199,10 +199,14 @@ class Dry:
             self._end_interval()  # a recording begins
         self._tape = tape
 
-    def keep(self, tensor: int, array: Any) -> None:
-        """Nothing to keep: a fetch reads zeros."""
+    def keep(self, tensor: int, array: Any) -> int:
+        """The value of an upload whose bytes are not in shared memory. Nothing is kept: a fetch reads zeros."""
+        return -1
 
-    def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
+    def crowded(self, nbytes: int) -> bool:
+        return False
+
+    def fetch(self, tensor: int, nbytes: int = 0) -> tuple[tuple[int, ...], str, np.ndarray]:
         self._ask()
         spec = self.state.context.row(tensor).spec
         self.values += 1

@@ -43,7 +43,6 @@ from gt.ir.instr import PARAM
 SEVERAL_OPS: dict[int, Callable[[OpInfo, Entry, tuple, dict], Any]] = {}
 _SCALARS = frozenset({bool, int, float})
 _BY_VALUE = frozenset({TENSOR, VALUE})  # kinds of arguments whose numbers are sent with each call
-_wrap = torch.Tensor._make_wrapper_subclass
 _known, _node, _getframe = _infos.get, torch._C._current_autograd_node, sys._getframe
 
 
@@ -95,7 +94,7 @@ def dispatch(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | 
         if meta.large and live.ended:
             recorder.free_ended()
         code.extend((entry.number, origin, *operands, number))
-        result = _wrap(*entry.wrapper)
+        result = entry.new(*entry.wrapper)
         result._ref = Ref(number, meta, origin, live)
     else:
         code.extend((entry.number, origin, *operands))
@@ -155,7 +154,7 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
         if meta.large and recorder.live_tensors.ended:
             recorder.free_ended()
         code.extend((entry.number, origin, *ids, *values, number))
-        tensor = _wrap(*entry.wrapper)
+        tensor = entry.new(*entry.wrapper)
         tensor._ref = Ref(number, meta, origin, recorder.live_tensors)
         if len(code) > recorder.batch:
             recorder.end_batch()
@@ -244,18 +243,19 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
     if several is not None:
         return several(info, entry, args, kwargs)
     recorder, origin = current(), row[1]
+    if entry.mode == ASK and recorder.tape is not None:
+        recorder.tape.refuse(f"the shape of {info.name}'s result depends on values, which a replay does not know", origin)
     numbers = [recorder.new_id() for _ in entry.metas]
     if recorder.live_tensors.ended and any(meta is not None and meta.large for meta in entry.metas):
         recorder.free_ended()
     recorder.code.extend(row + numbers)
     if entry.mode == ASK:
-        if recorder.tape is not None:
-            recorder.tape.refuse(f"the shape of {info.name}'s result depends on values, which a replay does not know", origin)
         recorder.flush()
         output_metas = [metas.of_spec(spec) for spec in recorder.session.describe(numbers)]
     else:
         output_metas = entry.metas
-    outputs = [make(m, Ref(n, m, origin, recorder.live_tensors)) for n, m in zip(numbers, output_metas, strict=True)]
+    live = recorder.live_tensors
+    outputs = [make(m, Ref(n, m, origin, live), entry.new) for n, m in zip(numbers, output_metas, strict=True)]
     if len(recorder.code) > recorder.batch:
         recorder.end_batch()
     operands = _tensors((args, kwargs)) if entry.written else ()

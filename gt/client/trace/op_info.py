@@ -13,6 +13,7 @@ import torch
 from gt.client import current_session
 from gt.client.device import meta as metas
 from gt.client.device.meta import Meta
+from gt.client.device.remote_tensor import new_tensor
 from gt.ir import ops
 
 Handler = Callable[["OpInfo", tuple, dict], Any]
@@ -57,10 +58,11 @@ class Entry:
 
     number: of the template, or of chunks with mode LONG. metas: of outputs that get an id, in order. result: the value to
     return as a tree of ("new", output), ("arg", operand) and ("const", value). written: operands that are written in place.
-    wrapper: with mode ONE the arguments of the call that makes the tensor.
+    new, wrapper: the function that makes the tensor object of an output, new_view where that is a view; its arguments with
+    mode ONE.
     """
 
-    __slots__ = ("metas", "mode", "number", "result", "wrapper", "written")
+    __slots__ = ("metas", "mode", "new", "number", "result", "wrapper", "written")
 
     def __init__(self) -> None:
         self.number, self.mode = 0, MANY
@@ -68,6 +70,7 @@ class Entry:
         self.result: Any = None
         self.written: tuple[int, ...] = ()
         self.wrapper: tuple = ()
+        self.new: Callable[..., Any] = new_tensor
 
 
 def _kind(argument: Any, typed: bool) -> int:

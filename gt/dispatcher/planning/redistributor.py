@@ -35,7 +35,7 @@ class Redistributor:
         """Id that names `tensor` in layout `want`: the tensor itself, a kept copy, or a new one."""
         if tensor.layout is None:
             self.place(tensor.storage, root_layout(tensor, want))
-            tensor.storage.default = self._context.origin.meaning is None
+            tensor.storage.note_placed(self._context.origin.meaning is not None)
         assert tensor.layout is not None
         if tensor.layout == want:
             return tensor.id
