@@ -136,7 +136,6 @@ def prepare() -> None:
     aten.impl("scaled_dot_product_attention", attention, "AutogradLazy")
     aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradLazy")
     aten.impl("ctc_loss.Tensor", ctc_loss, "AutogradLazy")
-    aten.impl("group_norm", overrides.group_norm, "AutogradLazy")
     _libraries.append(aten)
     _extend_feature_lists()
     _patch_capture_query()

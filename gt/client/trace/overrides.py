@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from gt.client.current_session import Current
 from gt.client.device.random import draw
@@ -111,17 +110,6 @@ def rrelu(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     return x.copy_(result) if info.writes[0] == "self" else result
 
 
-def group_norm(x: torch.Tensor, groups: int, *rest: Any) -> torch.Tensor:
-    """group_norm that keeps channels last, as on the CPU; torch makes the input of other devices contiguous."""
-    kept = x.dim() == 4 and suggest_memory_format(x) == torch.channels_last and x.shape[1] % groups == 0 and x.numel() > 0
-    if not kept:
-        return aten.group_norm.default.decompose(x, groups, *rest)
-    weight, bias, eps = (*rest, *(None, None, 1e-5)[len(rest) :])[:3]
-    rows, channels, height, width = x.shape
-    x = x.contiguous(memory_format=torch.channels_last)
-    return aten.native_group_norm.default(x, weight, bias, rows, channels, height * width, groups, eps)[0]
-
-
 def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     raise UnsupportedOp(f"{info.name} is not supported on remote: compute it on the CPU and move the result with .to('remote')")
 
@@ -157,7 +145,6 @@ _ROWS: dict[str, Handler | None] = {
     "aten._pack_padded_sequence.default": sequences.pack,
     "aten.ctc_loss.Tensor": lambda info, args, kwargs: sequences.ctc_loss(*args, **kwargs),
     "aten._fused_moving_avg_obs_fq_helper.default": fake_quantization.observe_and_quantize,
-    "aten.group_norm.default": lambda info, args, kwargs: group_norm(*args, **kwargs),
     "aten.is_pinned.default": is_pinned,
     "aten.record_stream.default": ignore,
     "aten._efficientzerotensor.default": instead(aten.zeros.default),  # has no memory that could be sent
