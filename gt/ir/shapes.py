@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from gt.ir.schema import Schema
+from gt.ir.schema import OWN, Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Arg, T
 
@@ -49,7 +49,8 @@ Rule = tuple[str, Callable[[OpArguments], bool]]  # a condition, in words and as
 
 def check(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], specs: Sequence[Spec]) -> None:
     """ValueError names the rule that the arguments of a call break."""
-    rule = RULES.get(schema.op.split(".")[1])
+    space, base, _ = schema.op.split(".")
+    rule = RULES.get(base) if space in OWN else None
     if rule is None:
         return
     named = {argument.name: arg for argument, arg in zip(schema.positional, args)}

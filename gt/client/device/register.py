@@ -20,7 +20,8 @@ from gt.client.device import generator, lazy_modules, module_moves, torch_remote
 from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
 from gt.client.device.serialization import extend_save_and_load
-from gt.client.trace import long_lists, overrides, refusals
+from gt.client.frameworks import accelerate, after_import, lightning
+from gt.client.trace import long_lists, overrides, refusals, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
 from gt.client.trace.host_ops import tensor_split
@@ -144,6 +145,13 @@ def prepare() -> None:
     lazy_modules.prepare()
     module_moves.prepare()
     refusals.prepare()
+    after_import.watch(
+        {
+            **lightning.calls(register),
+            "accelerate.state": accelerate.prefer_remote,
+            "torch.nested._internal.nested_tensor": refusals.nested_tensors,
+        }
+    )
     if not _cuda():
         register()
 
@@ -152,13 +160,19 @@ def register() -> None:
     """Register the name `remote`. Backward of local CUDA tensors no longer works in this process afterwards."""
     if Shown.device is not LAZY:
         return
-    torch.utils.rename_privateuse1_backend(NAME)
     remote = torch_remote.make()
+    if (autoload := sys.modules.get("gt_autoload")) is not None:  # torch has called it, where the package is installed
+        autoload.hand_over(fallback, remote)
+    torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, remote)
-    torch_remote.serve_accelerator(remote)
+    torch_remote.serve_accelerator()
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)  # x.remote(), model.remote(), x.is_remote
     torch._C._acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
     _kernels("PrivateUse1")
+    _libraries.append(sparse_ops.factories("SparsePrivateUse1"))
+    strided_nested = torch.library.Library("aten", "IMPL")
+    strided_nested.impl("_to_copy", refusals.nested, "NestedTensorPrivateUse1")
+    _libraries.append(strided_nested)
     if not _cuda():
         _unpin()
     libraries = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")

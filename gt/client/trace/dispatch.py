@@ -31,6 +31,7 @@ from gt.client.trace.op_info import (
     _infos,
     info_of,
 )
+from gt.client.trace.refusals import as_on_cpu
 from gt.client.trace.shape_inference import infer
 from gt.client.trace.uploads import upload_operands
 from gt.errors import UnsupportedOp
@@ -265,6 +266,8 @@ def _without_out(info: OpInfo) -> Any:
 # Ops whose CPU kernels, and no shape rules, refuse an out= that shares memory with an input
 NO_OVERLAP = {"aten.complex.out", "aten.kthvalue.values", "aten.masked_select.out", "aten.take.out"}
 
+SAME_DTYPE = {"aten.complex.out", "aten.take.out"}  # whose CPU kernels, and no shape rules, refuse an out= of another dtype
+
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two tensors have one storage and their ranges of bytes in it meet, as torch's own check has it."""
@@ -294,6 +297,9 @@ def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
     results = _tensors(op(*args, **rest))
     wanted = entry.metas or [metas.contiguous(tuple(m.shape), t.dtype) for m, t in zip(results, targets, strict=True)]
     for target, result, meta in zip(targets, results, wanted, strict=True):
+        if info.name in SAME_DTYPE and target.dtype != result.dtype:
+            error = RuntimeError(f"{info.name}: the result is of {result.dtype}, out= of {target.dtype}; want the same dtype")
+            raise as_on_cpu(info, list(args), kwargs, error)
         if target.shape != meta.shape:
             rebind(target, empty(meta))
         torch.ops.aten.copy_.default(target, result)

@@ -10,7 +10,7 @@ import torch
 from gt.client.current_session import Current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, new_view, rebind
-from gt.client.trace import fake_quantization, host_ops, op_info, sequences
+from gt.client.trace import fake_quantization, host_ops, library_ops, op_info, refusals, sequences, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
@@ -35,8 +35,8 @@ def decompose(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """A composite op that is dispatched whole, as in inference mode."""
     if info.name == "aten.scaled_dot_product_attention.default":
         return attention(*args, **kwargs)
-    if kwargs.get("layout") not in (None, torch.strided):
-        raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor, and remote tensors are strided: send x.to_dense()")
+    if kwargs.get("layout") not in (None, torch.strided, torch.sparse_coo, torch.sparse_csr):
+        raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor; remote has COO, CSR and dense ones")
     result = info.func.decompose(*args, **kwargs)
     return call(info, args, kwargs) if result is NotImplemented else result
 
@@ -160,6 +160,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.arange.start_out": factory(aten.arange.start_step),
     "aten.linspace.out": factory(aten.linspace.default),
     "aten.logspace.out": factory(aten.logspace.default),
+    "aten._nested_view_from_jagged.default": refusals.nested,
     "aten.eye.out": factory(aten.eye.default),
     "aten.eye.m_out": factory(aten.eye.m),
     "aten.randperm.out": factory(aten.randperm.default),
@@ -179,11 +180,12 @@ def _returns_no_tensor(info: OpInfo) -> bool:
 # Ops without a row above: the first condition that holds decides
 _CONDITIONS: list[tuple[Condition, Handler]] = [
     (lambda info: info.composite, decompose),
+    (library_ops.foreign, library_ops.run),
     (_returns_no_tensor, from_shapes),
     (lambda info: info.name.startswith("aten.set_."), host_ops.set_),
     (lambda info: torch.Tag.inplace_view in info.func.tags, view_in_place),
     (lambda info: info.random, random),
-    (lambda info: info.name.startswith("aten._to_sparse"), refuse),
+    (lambda info: info.name.startswith("aten._to_sparse"), refuse),  # BSR, CSC
     (lambda info: torch.Tag.nondeterministic_seeded in info.func.tags, refuse),
     (lambda info: "device" in info.named, host_ops.placed),
 ]
@@ -191,4 +193,4 @@ _CONDITIONS: list[tuple[Condition, Handler]] = [
 
 def register() -> None:
     """Register these handlers; once, before the first op."""
-    op_info.register({**dict.fromkeys(map(str, WHOLE)), **_ROWS}, _CONDITIONS)
+    op_info.register({**dict.fromkeys(map(str, WHOLE)), **_ROWS, **sparse_ops.HANDLERS}, _CONDITIONS)

@@ -16,11 +16,13 @@ from gt.client.device import meta as metas
 from gt.client.device.meta import Meta, dtype_name
 from gt.client.device.remote_tensor import RemoteTensor, Shown, new_view
 from gt.client.trace import refusals
+from gt.client.trace.meta_kernels import spare_dynamo
 from gt.client.trace.op_info import ASK, CONST, FIRST, INTO, LONG, ONE, TENSOR, TENSORS, VALUE, VALUES, Entry, OpInfo
 from gt.errors import UnsupportedOp
 from gt.ir import check
 from gt.ir.schema import TABLE
 from gt.ir.template import DEVICE, Arg, Const, Out, T, Template, V
+from gt.wire.process_settings import uncollected
 from gt.wire.signals import uninterrupted
 
 # In-place ops over lists without a meta kernel: their outputs are their inputs
@@ -50,6 +52,9 @@ _INDICES: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
 
 # Ops whose meta kernels return the statistics that GPUs save even in evaluation; the CPU saves none, and none are needed
 _SAVES_NOTHING = ("aten.native_batch_norm.default", "aten._native_batch_norm_legit.default")
+
+# In errors of meta kernels that cannot tell a shape: of torch, and of other libraries' ops
+_NO_SHAPE = ("meta tensor", "with meta Tensors", "no fake impl")
 
 
 def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
@@ -160,7 +165,7 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
 
     UnsupportedOp for an op that workers do not execute; torch's own errors for wrong shapes and dtypes.
     """
-    if info.name not in TABLE and not info.outs:
+    if info.name not in TABLE and not info.outs and info.name not in current_session.current().library_ops:
         raise UnsupportedOp(f"{TABLE.refusal(info.name)}; or compute it on the CPU and move the result with .to('remote')")
     encoder = _Encoder()
     pairs = [encoder.encode(kind, a) for kind, a in zip(info.kinds, args, strict=False)]
@@ -217,10 +222,21 @@ def _check_dtypes(info: OpInfo, args: tuple, kwargs: dict) -> None:
         raise RuntimeError(f"{info.name}: expected {name} to be {want}, got {dtype_name(named[name].dtype)}")
 
 
+class _Probe(torch.Tensor):
+    """A tensor whose ops return None."""
+
+    __torch_dispatch__ = classmethod(lambda cls, *call: None)  # type: ignore[assignment]
+
+
 def warm() -> None:
-    """Run a meta kernel: the first of a process imports much of torch, for a second. Called while workers start."""
-    with torch.no_grad(), uninterrupted():
+    """Run a meta kernel, and dispatch an op to Python: the first ones of a process import 0.5 s of torch's modules.
+
+    Called while workers start.
+    """
+    spare_dynamo()
+    with torch.no_grad(), uninterrupted(), uncollected():
         torch.empty(1, device="meta").add(1)
+        _Probe._make_wrapper_subclass(_Probe, (1,)).neg_()  # type: ignore[attr-defined]
 
 
 def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
@@ -229,6 +245,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
         return None, True
     if info.dynamic and _by_values(info, args, kwargs):
         return None, False
+    spare_dynamo()
     try:
         with torch.no_grad(), uninterrupted():  # the first one imports much of torch, which Ctrl-C would break
             result = _META.get(info.name, info.func)(*args, **kwargs)
@@ -242,7 +259,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
     except NotImplementedError:
         return None, False
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
-        if "meta tensor" in str(error):
+        if any(text in str(error) for text in _NO_SHAPE):
             return None, False
         raise refusals.as_on_cpu(info, args, kwargs, error) from None
 
