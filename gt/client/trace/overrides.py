@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from gt.client.current_session import Current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, new_view, rebind
-from gt.client.trace import fake_quantization, host_ops, library_ops, op_info, refusals, sequences, sparse_ops
+from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
@@ -110,6 +111,26 @@ def rrelu(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     return x.copy_(result) if info.writes[0] == "self" else result
 
 
+def observe_and_quantize(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """Fake quantisation with a moving average of the range. By channel, empty buffers get an element for each channel.
+
+    RuntimeError for buffers of another size.
+    """
+    named = dict(zip(info.names, args), **kwargs)
+    x, axis, by_channel = named["self"], named["ch_axis"], named.get("per_row_fake_quant", False)
+    buffers = {name: named[name] for name in ("running_min", "running_max", "scale", "zero_point")}
+    if by_channel and not -1 < axis < x.dim():
+        raise RuntimeError(f"fake quantisation by channel: ch_axis is {axis}, want 0 to {x.dim() - 1}")
+    if by_channel and not named["running_min"].numel():  # as the CPU's kernel sizes and fills them
+        for buffer, value in zip(buffers.values(), (math.inf, -math.inf, 1.0, 0)):
+            buffer.resize_(x.shape[axis]).fill_(value)
+    want = x.shape[axis] if by_channel else 1
+    for name, buffer in buffers.items():
+        if buffer.numel() != want:
+            raise RuntimeError(f"fake quantisation: {name} has {buffer.numel()} elements, want {want}")
+    return call(info, args, kwargs)
+
+
 def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     raise UnsupportedOp(f"{info.name} is not supported on remote: compute it on the CPU and move the result with .to('remote')")
 
@@ -142,9 +163,9 @@ _ROWS: dict[str, Handler | None] = {
     "aten.empty_strided.default": host_ops.new_empty,
     "aten.resize_.default": host_ops.resize,
     "aten.resize_as_.default": host_ops.resize,
-    "aten._pack_padded_sequence.default": sequences.pack,
-    "aten.ctc_loss.Tensor": lambda info, args, kwargs: sequences.ctc_loss(*args, **kwargs),
-    "aten._fused_moving_avg_obs_fq_helper.default": fake_quantization.observe_and_quantize,
+    "aten._pack_padded_sequence.default": host_ops.pack,
+    "aten.ctc_loss.Tensor": lambda info, args, kwargs: host_ops.ctc_loss(*args, **kwargs),
+    "aten._fused_moving_avg_obs_fq_helper.default": observe_and_quantize,
     "aten.is_pinned.default": is_pinned,
     "aten.record_stream.default": ignore,
     "aten._efficientzerotensor.default": instead(aten.zeros.default),  # has no memory that could be sent
