@@ -37,6 +37,7 @@ from gt.wire.messages import (
     FinishCapture,
     Goodbye,
     Inspect,
+    InspectFragments,
     Message,
     Ops,
     Stats,
@@ -221,6 +222,10 @@ class Session:
     def inspect(self, tensor: int) -> dict[str, Any]:
         """Layout, mesh and pieces of a tensor. Waits."""
         return self._ask(lambda request: Inspect(request, tensor))
+
+    def inspect_fragments(self, slot: int) -> dict[str, Any]:
+        """Counts of a function's ops and of those that programs carried out. Waits."""
+        return self._ask(lambda request: InspectFragments(request, slot))
 
     def stats(self, program: int = -1) -> dict[str, Any]:
         """Counters of the dispatcher and the workers, and of this link under "client". program: see messages.Stats. Waits."""

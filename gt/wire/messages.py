@@ -118,6 +118,18 @@ class Inspect(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class InspectFragments(Message):
+    """Client -> dispatcher: asks how much of a function's calls programs carried out. Answered by Report.
+
+    slot: of the function, as in the FRAGMENTs of its stream. Report.body: {"programs": count, "ops": of all calls, "carried":
+    those of them that programs carried out, "last_ops", "last_carried": of the last call, "why": [[ops, reason], ...]}.
+    """
+
+    request: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stats(Message):
     """Client -> dispatcher: asks for counters. Answered by Report. program: whose replay they show, -1 for the newest."""
 
@@ -271,7 +283,7 @@ class Described(Message):
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Dispatcher -> client, answers Inspect, Stats and FinishCapture. Worker -> dispatcher, answers Query."""
+    """Dispatcher -> client, answers Inspect, InspectFragments, Stats and FinishCapture. Worker -> dispatcher, answers Query."""
 
     request: int
     body: dict
@@ -460,5 +472,5 @@ class ArenaOpened(Message):
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
-    UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened,
+    UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
 )  # fmt: skip

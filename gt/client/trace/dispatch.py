@@ -196,13 +196,13 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
     if several is not None:
         return several(info, entry, args, kwargs)
     recorder, origin = current(), row[1]
+    if entry.mode == ASK and recorder.tape is not None:
+        recorder.tape.refuse(f"the shape of {info.name}'s result depends on values, which a replay does not know", origin)
     numbers = [recorder.new_id() for _ in entry.metas]
     if recorder.live_tensors.ended and any(meta is not None and meta.large for meta in entry.metas):
         recorder.free_ended()
     recorder.code.extend(row + numbers)
     if entry.mode == ASK:
-        if recorder.tape is not None:
-            recorder.tape.refuse(f"the shape of {info.name}'s result depends on values, which a replay does not know", origin)
         recorder.flush()
         output_metas = [metas.of_spec(spec) for spec in recorder.session.describe(numbers)]
     else:
