@@ -41,7 +41,7 @@ def template(row: Any, table: SessionOps | OpTable = TABLE) -> Template:
     made = Template.from_wire(row)
     _outs(made)
     named = dict(made.kwargs)
-    schema = arguments.bind(schemas, made.args, named)
+    schema = arguments.match(schemas, made.args, named)
     arguments.results(schema, made.args, named, made.outs, made.writes)
     _numbered(made)
     shapes.check(schema, made.args, named, made.ins)

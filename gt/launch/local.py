@@ -101,7 +101,7 @@ def _wait(process: subprocess.Popen, workers: int) -> tuple[int, int]:
         if left <= 0:
             raise SystemFailure(f"{workers} workers did not start within {START_SECONDS:g} s: run with GT_VERBOSE=1 to see why")
         if not select.select([process.stdout], [], [], min(left, LOOK))[0]:
-            if vigil.look():
+            if vigil.poll():
                 how = f"process {process.pid}, which starts dispatcher and workers, is stopped by a signal or a debugger"
                 raise SystemFailure(f"{how}; start again")
             continue

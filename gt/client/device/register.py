@@ -16,15 +16,16 @@ import torch
 from torch.utils import backend_registration
 
 from gt.client.current_session import Current
-from gt.client.device import lazy_modules, torch_remote
+from gt.client.device import generator, lazy_modules, module_moves, torch_remote
 from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
-from gt.client.device.serialization import extend_load
+from gt.client.device.serialization import extend_save_and_load
 from gt.client.frameworks import accelerate, after_import, lightning
 from gt.client.trace import long_lists, overrides, refusals, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
 from gt.client.trace.host_ops import tensor_split
+from gt.client.trace.sequences import ctc_loss
 
 NAME = "remote"
 _libraries: list[torch.library.Library] = []  # kernels live as long as these
@@ -86,6 +87,18 @@ def _extend_feature_lists() -> None:
             original = getattr(holder, getter, None)
             if original is not None:
                 setattr(holder, getter, wrapped.setdefault(id(original), _with_remote(original)))
+    for optimizer in ("asgd", "nadam", "radam"):
+        module: Any = importlib.import_module(f"torch.optim.{optimizer}")
+        module._default_to_fused_or_foreach = _loop_by_default(module._default_to_fused_or_foreach)
+
+
+def _loop_by_default(original: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
+    """The default of an optimizer whose form over lists rounds otherwise than its loop, which is the CPU's default."""
+
+    def default(params: list, *args: Any, **kwargs: Any) -> tuple[bool, bool]:
+        return (False, False) if any(isinstance(p, RemoteTensor) for p in params) else original(params, *args, **kwargs)
+
+    return default
 
 
 _OPTIMIZERS = [
@@ -123,11 +136,15 @@ def prepare() -> None:
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("scaled_dot_product_attention", attention, "AutogradLazy")
     aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradLazy")
+    aten.impl("ctc_loss.Tensor", ctc_loss, "AutogradLazy")
+    aten.impl("group_norm", overrides.group_norm, "AutogradLazy")
     _libraries.append(aten)
     _extend_feature_lists()
     _patch_capture_query()
-    extend_load()
+    extend_save_and_load()
+    generator.prepare()
     lazy_modules.prepare()
+    module_moves.prepare()
     refusals.prepare()
     after_import.watch(
         {

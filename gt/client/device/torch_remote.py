@@ -32,7 +32,8 @@ class _Here:
 
 def recording() -> bool:
     """True while a call of a compiled function is recorded: as in a CUDA graph's capture, values cannot be read."""
-    return Current.recorder is not None and Current.recorder.tape is not None
+    tape = None if Current.recorder is None else Current.recorder.tape
+    return tape is not None and tape.records
 
 
 def synchronize(device: Any = None) -> None:

@@ -66,8 +66,8 @@ class Worker:
             self.weight += weight(definition.payload)
         return number
 
-    def tell(self, definition: Define) -> None:
-        """Have it know of what a program will name, whether or not what this event writes is sent."""
+    def announce(self, definition: Define) -> None:
+        """Send it a definition that a program will name, even if the instructions of this event are discarded."""
         if definition.number not in self.known:
             self.known.add(definition.number)
             self.told.append(definition.wire())
@@ -171,7 +171,7 @@ class Cluster:
         self.next_key += 1
         return self.next_key
 
-    def _take(self, nbytes: int, members: tuple[int, ...]) -> int:
+    def _allocate(self, nbytes: int, members: tuple[int, ...]) -> int:
         offset = self.heap_used
         limit = min(self.workers[i].info.get("heap_bytes", 0) for i in members)
         if offset + nbytes > limit:
@@ -189,14 +189,14 @@ class Cluster:
         shared = channel_class(source, target)
         if shared not in self._channels:
             found = self._sizes((source, target))
-            self._channels[shared] = self._take(channel_bytes(found.slot, found.slots), (source, target)), found
+            self._channels[shared] = self._allocate(channel_bytes(found.slot, found.slots), (source, target)), found
         return self._channels[shared]
 
     def team(self, workers: tuple[int, ...]) -> tuple[int, int, int]:
         """(id, heap offset, buffer size) of a team, made on first use."""
         if workers not in self._teams:
             buffer = self._sizes(workers).buffer
-            self._teams[workers] = len(self._teams), self._take(team_bytes(buffer, len(workers)), workers), buffer
+            self._teams[workers] = len(self._teams), self._allocate(team_bytes(buffer, len(workers)), workers), buffer
         return self._teams[workers]
 
     def team_payload(self, workers: tuple[int, ...], rank: int) -> dict:

@@ -39,7 +39,7 @@ class NumpyEngine:
 
     name, kind = "numpy", "cpu"
     clock = staticmethod(perf_counter)
-    direct = progress = None
+    direct = progress = copies = None
 
     def __init__(self, device: str = "") -> None:
         if device not in ("", "cpu"):
