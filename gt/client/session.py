@@ -24,7 +24,7 @@ from gt import log as logs
 from gt.client import host_buffers
 from gt.client.arenas import Arenas, Block
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
-from gt.ir import library_ops
+from gt.ir.schema import library_schemas
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import link, messages
 from gt.wire.arena import upload_index
@@ -139,7 +139,7 @@ class Session:
         self.workers: list[str] = welcome.workers
         self.groups: list[str] = welcome.groups
         self.number: int = welcome.session
-        self.library_ops = library_ops.parse(welcome.ops)
+        self.library_ops = library_schemas(welcome.ops)
         _open.add(self)
 
     def _await_welcome(self, address: str, wait: float) -> messages.Welcome:

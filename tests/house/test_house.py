@@ -67,6 +67,8 @@ LOOK_UPS = {
     ("gt/worker/executor.py", "hasattr"): "the same names",
     ("gt/worker/engine/numpy/blas.py", "getattr"): "names of functions written there",
     ("gt/worker/engine/torch/dtypes.py", "getattr"): "names of dtypes, gt.ir.spec.DTYPES",
+    ("gt/worker/engine/torch/libraries.py", "getattr"): "names of ops that torch's dispatcher lists",
+    ("gt/worker/engine/torch/libraries.py", "import_module"): "names of modules, from the process's owner alone",
     ("gt/worker/engine/torch/overloads.py", "getattr"): "names of the table's ops, or of the process's owner",
     ("gt/wire/codec.py", "attrgetter"): "names of a message's own fields",
 }
