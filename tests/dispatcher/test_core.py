@@ -214,6 +214,18 @@ def test_the_output_of_a_failed_op_fails_until_it_is_written_anew(plan):
     assert ask.failed(view) == ""
 
 
+def test_a_tensor_for_which_no_room_was_found_is_not_healed_by_an_overwrite(plan):
+    """The worker has nothing that could be written: the error is the lack of memory, not the tensor that is missing."""
+    x = torch.ones(3, device="remote")
+    made = on("a", torch.mul, x, 2)
+    plan.text()
+    plan.handle(Received(b"w0", OpError(seq_of(plan, made), "memory", "out of memory: it needs 3 GiB")))
+    on("a", made.fill_, 1.0)  # planned after the report
+    plan.text()
+    plan.handle(Received(b"w0", OpError(seq_of(plan, made), "op", "no tensor has the id 2")))
+    assert "it needs 3 GiB" in Asking(plan).failed(made)
+
+
 def test_both_workers_of_a_mesh_may_report_one_failure():
     with planned("a: {shard: {axis: 0, workers: [0, 1]}}\n", 2) as plan:
         plan.slow = True
@@ -331,7 +343,7 @@ def test_what_a_worker_is_told_of_outlives_what_is_refused_and_not_its_process()
     """A program of one session names it; it goes with what is sent next, also when what was written meanwhile is refused."""
     worker = Worker(0, "w0", b"peer", {})
     told, others = (Define(100 + n, "together", {"count": 2 + n}) for n in range(2))
-    worker.tell(told)
+    worker.announce(told)
     assert worker.known == {100}
     worker.define(others)
     worker.code += (101, 0)
@@ -339,7 +351,7 @@ def test_what_a_worker_is_told_of_outlives_what_is_refused_and_not_its_process()
     assert worker.known == {100}
     worker.code += (100, 0)
     assert worker.take() == [([told.wire()], [100, 0])]
-    worker.tell(Define(102, "together", {"count": 4}))
+    worker.announce(Define(102, "together", {"count": 4}))
     worker.lost = "killed"
     worker.discard()
     worker.revive(b"new", {})

@@ -18,12 +18,14 @@ from gt.dispatcher.planning.materializer import root_layout
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.fragment_code import FragmentBounds, FragmentCode, WorkerCode, write_fragment
 from gt.dispatcher.programs.fragment_pattern import FragmentCall, FragmentPattern, parse, text
-from gt.dispatcher.programs.programs import TROUBLED, Programs
+from gt.dispatcher.programs.programs import Programs
 from gt.dispatcher.programs.recording import Recording
+from gt.dispatcher.sharding.groups import Meaning
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import TEMPORARY
 from gt.dispatcher.state.failures import Launched, Planned
+from gt.dispatcher.state.records import NO_ORIGIN
 from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, END_FRAGMENT, FRAGMENT_HEADER, Define
@@ -50,7 +52,9 @@ class MadeTensor:
     base: tuple[bool, int] | None
     known: OpSchema | None  # of a view: its op, and its index among the outputs
     index: int
-    default: bool  # see Storage
+    default: bool  # of its storage, as the next two
+    undecided: bool
+    home: Meaning | None
 
 
 @dataclass(slots=True)
@@ -69,7 +73,8 @@ class FragmentProgram:
     rebound: list[int]  # those that get other memory
     sharing: tuple[int, ...]  # of each, the first that shares its memory
     moved: tuple[int, ...]  # of these, those that the program frees
-    writes: tuple[tuple[int, bool], ...]  # of these, those whose memory it changes, and whether they are the user's data then
+    writes: tuple[int, ...]  # of these, those whose memory it changes
+    flags: list[tuple[bool, bool]]  # of these, `default` and `undecided` of the storage afterwards
     makes: list[MadeTensor]
     live: frozenset[int]  # numbers of tensors that may be alive afterwards
     constants: list[tuple[list[int], int]]
@@ -183,7 +188,7 @@ class Fragments:
         if self._met is not None:
             (fragment, ins), self._met = self._met, None
             self._programs.hint(-fragment.number, ins)
-        self._redistributor.release(freed)
+        self._redistributor.free(freed)
         return at + 2 + len(freed)
 
     def _freed(self, code: list, at: int) -> list[int]:
@@ -205,8 +210,8 @@ class Fragments:
         ins = [self._table.rows.get(i) for i in call.ins]
         if any(tensor is None for tensor in ins):
             return "a tensor is not of this session", ops  # the op that reads it raises the error
-        if self._failures.troubled and self._in_trouble(fragment, ins):  # type: ignore[arg-type]
-            return TROUBLED, ops
+        if harm := self._harm(fragment, ins):  # type: ignore[arg-type]
+            return harm, ops
         if fragment.program is not None:
             misfit = self._launch(fragment, fragment.program, call, ins, freed)  # type: ignore[arg-type]
             if not misfit:
@@ -223,12 +228,13 @@ class Fragments:
         self._recording = _Recording(fragment, call, backend, ins)  # type: ignore[arg-type]
         return fragment.why or RECORDED, ops
 
-    def _in_trouble(self, fragment: Fragment, ins: list[Tensor]) -> bool:
-        """True while a worker is lost, or a tensor that the fragment reads has failed; a recording wants that none has."""
+    def _harm(self, fragment: Fragment, ins: list[Tensor]) -> str:
+        """Why the fragment gives no values: a worker is lost, or it reads a failed tensor; "" if neither holds."""
+        if not self._failures.troubled:
+            return ""
         self._failures.recover()
-        lost = any(worker.lost for worker in self._context.cluster.workers)
-        harmed = fragment.program is None or any(tensor.storage.failed is not None for tensor in ins)
-        return self._failures.troubled and (lost or harmed)
+        known = fragment.pattern.ops[0].known
+        return self._failures.harm([Planned(0, known, NO_ORIGIN, tuple(t.storage for t in ins), (), ())])
 
     def _find(self, rows: list, backend: str, seed: int, counter: int) -> tuple[Fragment | None, FragmentCall | None]:
         key = (backend, len(rows), rows[0], rows[1] if len(rows) > 1 else 0)
@@ -313,7 +319,7 @@ class Fragments:
         fragment.kept.update(number for i, number in made.items() if i not in ended)
         fragment.held.update(number for number, i in enumerate(call.ins) if i not in ended)
         # A tensor that was alive behind an earlier call stays alive in the program, though this call has freed it.
-        self._redistributor.release([i for i in freed if i in made and made[i] not in fragment.kept])
+        self._redistributor.free([i for i in freed if i in made and made[i] not in fragment.kept])
         result = self._write(recording)
         fragment.why = result if isinstance(result, str) else ""
         if isinstance(result, FragmentProgram):
@@ -368,7 +374,8 @@ class Fragments:
             rebound=result.rebound,
             sharing=tuple(homes.setdefault(id(t.storage), n) for n, t in enumerate(ins)),
             moved=tuple(bounds.moved),
-            writes=tuple((n, t.storage.data) for n, t in enumerate(ins) if id(t.storage) in written),
+            writes=tuple(n for n, t in enumerate(ins) if id(t.storage) in written),
+            flags=[(t.storage.default, t.storage.undecided) for t in ins],
             makes=makes,
             live=frozenset(tensor.number for tensor in makes),
             constants=tape.constants,
@@ -381,7 +388,7 @@ class Fragments:
         peers = self._context.cluster.workers
         for define in added.values():
             for worker in tape.code:
-                self._emitter.tell(peers[worker], define)
+                self._emitter.announce(peers[worker], define)
         defines = {worker: self._emitter.define("fragment", part.payload) for worker, part in code.workers.items()}
         for worker, define in defines.items():
             seconds = sum(self._emitter.costs.get(row.define.number, 0.0) for row in tape.code[worker])
@@ -412,7 +419,10 @@ class Fragments:
             i = tensor.base.id
             base = (True, call.ins.index(i)) if i in call.ins else (False, call.made.index(i))
         known, _, index = tensor.via or (None, (), 0)
-        return MadeTensor(number, tensor.spec, tensor.layout, base, known, index, tensor.storage.default)
+        storage = tensor.storage
+        return MadeTensor(
+            number, tensor.spec, tensor.layout, base, known, index, storage.default, storage.undecided, storage.home
+        )
 
     # ---- replaying
 
@@ -462,7 +472,7 @@ class Fragments:
             declared = ins[number] if before else rows.get(call.made[number])
             if declared is not None:
                 declared.storage.param = True
-        self._redistributor.release(freed)
+        self._redistributor.free(freed)
         return ""
 
     @staticmethod
@@ -476,18 +486,19 @@ class Fragments:
         """Enter the results into the table of tensors, and the launch into the journal."""
         table, makers, ops = self._table, fragment.pattern.makers, fragment.pattern.ops
         writes: dict[Storage, None] = {}
-        for n, data in program.writes:
-            storage = ins[n].storage
-            storage.data = storage.data and data
-            writes[storage] = None
+        for n in program.writes:
+            writes[ins[n].storage] = None
+        for before, (default, undecided) in zip(ins, program.flags, strict=True):
+            storage = before.storage
+            storage.default, storage.undecided = storage.default and default, storage.undecided and undecided
         makes: dict[Storage, None] = {}
         for row, i in zip(program.makes, made, strict=True):
             if row.base is None:
                 tensor = table.new(i, row.spec, row.layout, self._context.origin)
-                tensor.storage.default = row.default
+                tensor.storage.default, tensor.storage.undecided, tensor.storage.home = row.default, row.undecided, row.home
             else:
-                before, number = row.base
-                base = ins[number] if before else table.rows[call.made[number]]
+                older, number = row.base
+                base = ins[number] if older else table.rows[call.made[number]]
                 values = tuple(call.code[place] for place in ops[makers[row.number]].values)
                 tensor = table.view(i, row.spec, base, row.layout, (row.known, values, row.index))
             makes[tensor.storage] = None

@@ -87,9 +87,11 @@ class OpJournal:
             if harmed or any(s.failed is cause for s in row.reads):
                 for storage in (*row.writes, *row.makes):
                     storage.failed = storage.failed or cause
+                for storage in row.makes if cause.full else ():
+                    storage.unallocated = True
             elif row.known.overwrites:
                 for storage in row.writes:
-                    if storage.failed is cause:
+                    if storage.failed is cause and not storage.unallocated:
                         storage.failed = None
 
     def earlier(self, seq: int) -> Cause | None:
@@ -138,7 +140,7 @@ class Failures:
                 storage.failed = storage.failed or cause
         elif known.overwrites:
             for storage in writes:
-                if storage.failed is not None and storage.failed.lost < 0:
+                if storage.failed is not None and storage.failed.lost < 0 and not storage.unallocated:
                     storage.failed = None
 
     def trouble(self, seq: int, error: GTError, others: Sequence[int] = (), full: bool = False) -> None:
@@ -175,6 +177,21 @@ class Failures:
         """The cause for which a worker misses a peer: another is lost, or was until its successor came."""
         lost = next((w for w in self._cluster.workers if w.lost), None)
         return self._lost if lost is None else self.cause_of_loss(lost)
+
+    @property
+    def missing(self) -> bool:
+        """True while a worker of the session is lost."""
+        return bool(self._losses)
+
+    def harm(self, rows: Iterable[Planned]) -> str:
+        """Why these ops give no values: a worker is lost, or one of the ops uses a failed value; "" if neither holds."""
+        if not self.troubled:
+            return ""
+        if self._losses:
+            return str(next(iter(self._losses.values())).error).splitlines()[0]
+        storages = (storage for row in rows for storage in (*row.reads, *row.writes, *row.makes))
+        cause = next((storage.failed for storage in storages if storage.failed is not None), None)
+        return "" if cause is None else f"it uses a value that failed: {str(cause.error).splitlines()[0]}"
 
     def recover(self) -> None:
         """Care is no longer needed once nothing that failed is left, and no worker is missing."""

@@ -82,7 +82,7 @@ def bind_program(
         record_times(times)
         backend.after_replay(actions, code, drawn)
 
-    keyed = _with_random_key(runner.context.engine, step) if drawn else step
+    keyed = _with_random_key(runner.context.engine, step, len(drawn)) if drawn else step
     return _with_parameters(payload, keyed, code, runner.tensors) if define.kind == "fragment" else keyed
 
 
@@ -118,14 +118,14 @@ def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: di
     return step
 
 
-def _with_random_key(engine: Any, step: Step) -> Step:
+def _with_random_key(engine: Any, step: Step, draws: int) -> Step:
     """A program's step before which the engine's device is given the key of its random numbers."""
     draw_from = getattr(engine, "draw_from", None)
     if draw_from is None:
         return step
 
     def keyed(stream: list, at: int) -> None:
-        draw_from(stream[at], stream[at + 1])
+        draw_from(stream[at], stream[at + 1], draws)
         step(stream, at)
 
     return keyed
