@@ -470,8 +470,8 @@ class Fragments:
             tensors[n].layout = layout
         for before, number in fragment.pattern.params:
             declared = ins[number] if before else rows.get(call.made[number])
-            if declared is not None:
-                declared.storage.param = True
+            if declared is not None and not declared.storage.param:
+                declared.storage.declare_parameter()
         self._redistributor.free(freed)
         return ""
 
