@@ -283,6 +283,8 @@ class Fragments:
 
     def clear(self) -> None:
         """Forget all: numbers of templates begin again, or a worker is lost and with it its part of the programs."""
+        if self._recording is not None:
+            self._programs.discard()
         for fragment in list(self._all):
             self._remove(fragment)
         self._recording = self._met = None
