@@ -112,8 +112,8 @@ class Core:
             FinishCapture: self._finish_capture, Stats: self._stats, UploadChunk: self._upload_chunk,
             Goodbye: self.membership.goodbye, Piece: self._piece, Described: self._described, Report: self._report,
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
-            OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
             InspectFragments: self._inspect_fragments,
+            OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
         }  # fmt: skip
 
     @property
