@@ -65,5 +65,5 @@ def _move_home(redistributor: Redistributor, t: Tensor, want: Layout) -> None:
     if t.layout is None:
         redistributor.place(storage, root_layout(t, want))
     elif storage.default:
-        redistributor.relayout(storage, root_layout(t, want))
+        redistributor.relayout(storage, redistributor.home(storage, root_layout(t, want)))
     storage.default = False

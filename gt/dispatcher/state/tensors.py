@@ -30,7 +30,9 @@ class RecipeStep:
 class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
-    __slots__ = ("data", "default", "failed", "made_by", "origin", "param", "recipe", "slots", "tensors", "version")
+    __slots__ = (
+        "data", "default", "failed", "made_by", "origin", "param", "recipe", "rest", "sharded", "slots", "tensors", "version",
+    )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
         self.origin = origin  # of the op that made it
@@ -43,6 +45,9 @@ class Storage:
         self.made_by: tuple | None = None  # (weight, bias) tensors of the matmul that made it, dim split
         self.data = False  # the user's data, not a value that was computed: whole, it enters a group wherever that uses it
         self.default = False  # placed for want of a group: its first grouped use may move it
+        self.sharded = False  # a parameter that rests in pieces of the data-parallel axis, once it is placed
+        # layout of the root between uses, of a sharded parameter and of its gradient and optimizer state
+        self.rest: Layout | None = None
 
 
 class Tensor:
