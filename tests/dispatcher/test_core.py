@@ -214,6 +214,18 @@ def test_the_output_of_a_failed_op_fails_until_it_is_written_anew(plan):
     assert ask.failed(view) == ""
 
 
+def test_a_tensor_for_which_no_room_was_found_is_not_healed_by_an_overwrite(plan):
+    """The worker has nothing that could be written: the error is the lack of memory, not the tensor that is missing."""
+    x = torch.ones(3, device="remote")
+    made = on("a", torch.mul, x, 2)
+    plan.text()
+    plan.handle(Received(b"w0", OpError(seq_of(plan, made), "memory", "out of memory: it needs 3 GiB")))
+    on("a", made.fill_, 1.0)  # planned after the report
+    plan.text()
+    plan.handle(Received(b"w0", OpError(seq_of(plan, made), "op", "no tensor has the id 2")))
+    assert "it needs 3 GiB" in Asking(plan).failed(made)
+
+
 def test_both_workers_of_a_mesh_may_report_one_failure():
     with planned("a: {shard: {axis: 0, workers: [0, 1]}}\n", 2) as plan:
         plan.slow = True

@@ -380,7 +380,7 @@ class Programs:
             if cause is not None:
                 storage.failed = cause
             elif storage.failed is not None and storage.failed.lost < 0:
-                storage.failed = None  # made anew, from what is good
+                storage.failed, storage.unallocated = None, False  # made anew, from what is good
         for storage in program.writes if cause is not None else ():
             storage.failed = storage.failed or cause
         return cause is not None and cause.lost >= 0

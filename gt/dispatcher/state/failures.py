@@ -87,9 +87,11 @@ class OpJournal:
             if harmed or any(s.failed is cause for s in row.reads):
                 for storage in (*row.writes, *row.makes):
                     storage.failed = storage.failed or cause
+                for storage in row.makes if cause.full else ():
+                    storage.unallocated = True
             elif row.known.overwrites:
                 for storage in row.writes:
-                    if storage.failed is cause:
+                    if storage.failed is cause and not storage.unallocated:
                         storage.failed = None
 
     def earlier(self, seq: int) -> Cause | None:
@@ -138,7 +140,7 @@ class Failures:
                 storage.failed = storage.failed or cause
         elif known.overwrites:
             for storage in writes:
-                if storage.failed is not None and storage.failed.lost < 0:
+                if storage.failed is not None and storage.failed.lost < 0 and not storage.unallocated:
                     storage.failed = None
 
     def trouble(self, seq: int, error: GTError, others: Sequence[int] = (), full: bool = False) -> None:

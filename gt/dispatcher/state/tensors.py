@@ -31,7 +31,8 @@ class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
     __slots__ = (
-        "data", "default", "failed", "made_by", "origin", "param", "recipe", "rest", "sharded", "slots", "tensors", "version",
+        "data", "default", "failed", "made_by", "origin", "param", "recipe", "rest", "sharded", "slots", "tensors",
+        "unallocated", "version",
     )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
@@ -40,6 +41,7 @@ class Storage:
         self.version = 0
         self.param = False
         self.failed: Cause | None = None
+        self.unallocated = False  # no room was found for it, nor for a placeholder: an overwrite cannot heal it
         self.recipe: list[RecipeStep] | None = None  # not placed yet
         self.slots: dict[int, int] = {}  # tensor id -> position among the recipe's values
         self.made_by: tuple | None = None  # (weight, bias) tensors of the matmul that made it, dim split
