@@ -16,7 +16,6 @@ from gt.client import current_session
 from gt.client.device import random, torch_remote
 from gt.client.device import register as device_
 from gt.client.device.remote_tensor import RemoteTensor, Shown
-from gt.client.groups import module_state as module_state  # it registers itself: sessions begin with it
 from gt.client.trace import shape_inference
 from gt.config.files import read
 

@@ -28,7 +28,7 @@ class Current:
 _starting = threading.RLock()
 auto_start: Callable[[], None] | None = None  # set by gt.api
 on_clear: list[Callable[[], None]] = []  # caches that hold template numbers
-on_connect: list[Callable[[], None]] = []  # parts that begin with a session, once its settings are known
+on_disconnect: list[Callable[[], None]] = []  # called once, at the end of the session
 
 
 def clear_caches() -> None:
@@ -58,8 +58,10 @@ def connect(session: Any, config_text: str = "", config_path: str = "") -> Recor
     _apply(config_text, config_path)
     Current.origins = Origins(recorder)
     Current.recorder = recorder
-    for begin in on_connect:
-        begin()
+    if Current.declares_modules:
+        from gt.client.groups.module_state import ModuleState
+
+        on_disconnect.append(ModuleState(recorder).close)
     return recorder
 
 
@@ -91,6 +93,8 @@ def disconnect() -> Any:
     """Stop recording. Returns the session, or None if there was none."""
     recorder, Current.recorder = Current.recorder, None
     clear_caches()
+    while on_disconnect:
+        on_disconnect.pop()()
     return recorder.session if recorder else None
 
 

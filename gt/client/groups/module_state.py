@@ -6,45 +6,38 @@ No gradient shows that they are state, and they are not to be split as data of a
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gt.client import current_session
 from gt.client.current_session import Current
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.dispatch import declare_buffer, declare_frozen
 
-
-class _Seen:
-    """Modules that one session has called, and the hook, if any session has needed it."""
-
-    modules: ClassVar[weakref.WeakSet[torch.nn.Module]] = weakref.WeakSet()
-    handle: Any = None
+if TYPE_CHECKING:
+    from gt.client.trace.recorder import Recorder
 
 
-def begin() -> None:
-    """A session has begun: have modules declared in it if its config wants that."""
-    _Seen.modules = weakref.WeakSet()
-    if _Seen.handle is not None and not Current.declares_modules:
-        _Seen.handle.remove()
-        _Seen.handle = None
-    elif _Seen.handle is None and Current.declares_modules:
-        _Seen.handle = register_module_forward_pre_hook(_declare)
+class ModuleState:
+    """The hook on the forward of every module, for one session."""
 
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._declared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._hook = register_module_forward_pre_hook(self._declare)
 
-def _declare(module: torch.nn.Module, args: Any) -> None:
-    """At a module's first call, declare its own buffers and frozen parameters."""
-    if not Current.declares_modules or Current.recorder is None or module in _Seen.modules:
-        return
-    _Seen.modules.add(module)
-    for buffer in module._buffers.values():
-        if isinstance(buffer, RemoteTensor):
-            declare_buffer(buffer)
-    for parameter in module._parameters.values():
-        if isinstance(parameter, RemoteTensor) and not parameter.requires_grad:
-            declare_frozen(parameter)
+    def close(self) -> None:
+        self._hook.remove()
 
-
-current_session.on_connect.append(begin)
+    def _declare(self, module: torch.nn.Module, args: Any) -> None:
+        """At a module's first call, declare its own buffers and frozen parameters."""
+        if Current.recorder is not self._recorder or module in self._declared:
+            return
+        self._declared.add(module)
+        for buffer in module._buffers.values():
+            if isinstance(buffer, RemoteTensor):
+                declare_buffer(buffer)
+        for parameter in module._parameters.values():
+            if isinstance(parameter, RemoteTensor) and not parameter.requires_grad:
+                declare_frozen(parameter)

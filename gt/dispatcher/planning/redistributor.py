@@ -196,8 +196,12 @@ class Redistributor:
         """The layout of a storage's root between uses, where a use wants it in layout `want`."""
         if not storage.sharded:
             return want
-        root = next(t for t in storage.tensors.values() if t.base is None)
-        return zero.rest(want, root.spec.shape)
+        shape = next(t for t in storage.tensors.values() if t.base is None).spec.shape
+        for dim in zero.dims(want, shape) if storage.recipe is not None and len(storage.tensors) > 1 else ():
+            lies = zero.rest(want, shape, dim)
+            if self._materializer.can_split(storage, lies):  # its views have a local form then
+                return lies
+        return zero.rest(want, shape)
 
     def place(self, storage: Storage, want: Layout) -> None:
         """Make an unplaced storage on workers, its root in layout `want`, or as it rests."""
