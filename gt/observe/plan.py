@@ -184,7 +184,8 @@ def _text(body: dict[str, Any]) -> list[str]:
     if body["zero"]:
         lines += [
             "#",
-            f"# zero {body['zero']}: weights, gradients and optimizer state rest in pieces of {DATA_AXIS}; {KEPT[body['zero']]}",
+            f"# zero {body['zero']}: weights, gradients and optimizer state rest in pieces of {DATA_AXIS}",
+            f"# {KEPT[body['zero']]}",
         ]
     lines += ["#", "# memory a worker: weights, gradients, optimizer, activations at most, all at once; arena; sent, received"]
     for row in body["memory"]:

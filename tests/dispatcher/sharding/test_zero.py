@@ -141,7 +141,7 @@ def test_a_sharded_weight_beside_tensor_parallel_axes():
 
 
 def test_views_of_parameters_split_them_along_a_dim_that_the_view_keeps():
-    with planned("gt: {data_parallel: [0, 1], zero: 1}\n", workers=2) as plan:
+    with planned("gt: {data_parallel: [0, 1], zero: 2}\n", workers=2) as plan:
         table = nn.Parameter(torch.zeros(8, 16).to("remote"))
         (torch.randn(5, 16).to("remote") @ table[:5].t()).sum().backward()
         assert plan.layout(table) == "[S(1)] on 0,1" and plan.layout(table.grad) == "[S(1)] on 0,1"
