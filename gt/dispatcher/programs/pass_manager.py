@@ -1,6 +1,6 @@
 """The pass manager: the passes over a captured step, in order. One verifier checks the result of each.
 
-    recording -> apply_schedule -> prefetch_gathers -> bucket_all_reduces -> rematerialize -> hoist_transfers -> a program's code
+    recording -> apply_schedule -> prefetch_gathers -> bucket_all_reduces -> rematerialize -> hoist_transfers -> program
 
 A pass that has nothing to do returns its argument. A result that the verifier refuses is not taken: the pass before it stands.
 """

@@ -1,9 +1,9 @@
 """The pass that moves the communication of sharded parameters up, so that compute hides it.
 
-A step gathers a parameter right before its use, and reduces the terms of a gradient right before the optimizer. A worker overlaps
-transfers with compute (gt.worker.program.overlap), so each gather moves up to an earlier gather, as long as the copies that are
-then gathered ahead have no more bytes than the largest of them. Each reduction moves up behind the last row that touches the
-terms. This is the prefetch of ZeRO-3 and FSDP (Zhao et al., VLDB 2023) as an order of instructions.
+A step gathers a parameter right before its use, and reduces the terms of a gradient right before the optimizer. A worker
+overlaps transfers with compute (gt.worker.program.overlap), so each gather moves up to an earlier gather, as long as the copies
+that are then gathered ahead have no more bytes than the largest of them. Each reduction moves up behind the last row that
+touches the terms. This is the prefetch of ZeRO-3 and FSDP (Zhao et al., VLDB 2023) as an order of instructions.
 
 Example, all weights of one size:
 
