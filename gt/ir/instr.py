@@ -26,7 +26,12 @@ DISCARD = 4  # from the client: [DISCARD], the ops recorded since RECORD become 
 LAUNCH = 5  # from the client: [LAUNCH, program, seed, counter], replays a program
 DROP = 6  # from the client: [DROP, program], a program that is not launched again
 END = 7  # to workers: [END, seq, 2, first, last], frees every tensor whose id is from first to below last
+SHARDED = 8  # from the client: [SHARDED, id], a parameter that ZeRO shards
+GRAD = 9  # from the client: [GRAD, parameter, gradient], autograd has added a term to the gradient
 FIRST = 16  # templates and definitions are numbered from here
+
+# Numbers of each of the client's instructions about tensors, those of FREE without its ids
+LENGTHS = {FREE: 2, PARAM: 2, DROP: 2, SHARDED: 2, GRAD: 3}
 
 BASE_BITS = 40  # ids of one session's tensors: below this, and above it the session's number
 

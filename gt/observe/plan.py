@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from gt.config.schema import Rule
+from gt.config.schema import DATA_AXIS, Rule
 from gt.dispatcher.schedule.balance import said
 from gt.dispatcher.sharding.cost import LINK
 from gt.ir.instr import COLLECTIVES
@@ -23,6 +23,11 @@ STEP = {
     "captured": "the step that gt.compile captured", "optimizer": "from one optimizer step to the next",
     "all": "everything from start to end",
 }  # fmt: skip
+KEPT = {
+    1: "a weight's whole copy lives until it is written, terms of gradients until the optimizer reads them",
+    2: "a weight's whole copy lives until it is written",
+    3: "whole copies of weights, as activations here, are at most twice the largest weight",
+}
 LARGE, PART = 1 << 20, 0.02  # bytes, and part of all weights, from which a replicated weight gets a warning
 
 
@@ -58,6 +63,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
         "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(tuple(COLLECTIVES))],
         "memory": [_worker(dry, step, i) for i in dry.followed],
         "pipeline": pipe,
+        "zero": dry.state.config.zero,
     }  # fmt: skip
     _scheduled(body, pipe, dry)
     body["warnings"] = _warnings(dry, step, body)
@@ -136,7 +142,8 @@ def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
     found = []
     gathers: dict[str, list[dict[str, Any]]] = {}
     for row in body["collectives"]:
-        if row["kind"] in ("all_gather", "all_to_all"):
+        sharded = body["zero"] and row["kind"] == "all_gather" and row["axis"] == DATA_AXIS  # a weight before its use
+        if row["kind"] in ("all_gather", "all_to_all") and not sharded:
             gathers.setdefault(row["where"], []).append(row)
     for where, rows in gathers.items():
         count, nbytes = sum(row["count"] for row in rows), sum(row["count"] * row["bytes"] for row in rows)
@@ -174,6 +181,12 @@ def _text(body: dict[str, Any]) -> list[str]:
         lines += ["#", f"# {title}: {len(rows)} lines, {size(total)}"] + [row["plan"] for row in rows]
         if title == "weights" and body["unplaced"]:
             lines.append(f"# no rule for {_some(body['unplaced'])}")
+    if body["zero"]:
+        lines += [
+            "#",
+            f"# zero {body['zero']}: weights, gradients and optimizer state rest in pieces of {DATA_AXIS}",
+            f"# {KEPT[body['zero']]}",
+        ]
     lines += ["#", "# memory a worker: weights, gradients, optimizer, activations at most, all at once; arena; sent, received"]
     for row in body["memory"]:
         sizes = ", ".join(size(row[k]) for k in (WEIGHTS, GRADIENTS, OPTIMIZER, "activations", "peak"))
