@@ -13,28 +13,14 @@ from typing import Any
 import numpy as np
 
 from gt.errors import ProtocolError
-from gt.ir import boxes
+from gt.ir.layout import Boxes, piece_shape, read_boxes, write_boxes
+from gt.wire.arena import WORDS, check_boxes
 from gt.wire.messages import CHUNK
-
-_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # a NumPy type of that size, whatever the element means
-
-
-def check_boxes(rows: Any, shape: tuple[int, ...]) -> boxes.Boxes:
-    """Return the boxes of a message; ProtocolError unless they are boxes of a tensor of this shape."""
-    try:
-        fits = bool(rows) and all(
-            len(box) == len(shape) and all(0 <= start <= stop <= n for (start, stop), n in zip(box, shape)) for box in rows
-        )
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise ProtocolError(f"{rows!r:.80} are not boxes of a tensor of shape {shape}")
-    return rows
 
 
 def region(array: np.ndarray, rows: Any) -> np.ndarray:
     """The local tensor of these boxes, contiguous. It shares memory with `array` where possible."""
-    return boxes.take(array, check_boxes(rows, array.shape))
+    return read_boxes(array, check_boxes(rows, array.shape))
 
 
 def frames(array: np.ndarray) -> Iterator[tuple[int, int, list[memoryview]]]:
@@ -53,7 +39,7 @@ class Assembly:
 
     def __init__(self, shape: tuple[int, ...], itemsize: int, pieces: list) -> None:
         self.data = np.empty(prod(shape) * itemsize, np.uint8)
-        whole = self.data.view(_WORDS[itemsize]).reshape(shape)
+        whole = self.data.view(WORDS[itemsize]).reshape(shape)
         self._pieces = {key: _Piece(whole, check_boxes(rows, shape)) for key, rows in pieces}
 
     @property
@@ -72,12 +58,12 @@ class Assembly:
 class _Piece:
     """One piece. It is written in place if its box is contiguous, otherwise collected first and copied at the end."""
 
-    def __init__(self, whole: np.ndarray, rows: boxes.Boxes) -> None:
+    def __init__(self, whole: np.ndarray, rows: Boxes) -> None:
         self._whole, self._rows = whole, rows
         first = (*(slice(start, stop) for start, stop in rows[0]), ...)  # the ellipsis keeps a 0-dim result an array
         run = whole[first]
         self._direct = len(rows) == 1 and run.flags.c_contiguous
-        self._local = run if self._direct else np.empty(boxes.shape(rows), whole.dtype)
+        self._local = run if self._direct else np.empty(piece_shape(rows), whole.dtype)
         self._bytes = self._local.reshape(-1).view(np.uint8)
         self.left = self._bytes.nbytes
 
@@ -91,4 +77,4 @@ class _Piece:
             self._bytes[offset : offset + size] = np.frombuffer(data, np.uint8)
         self.left -= size
         if self.left == 0 and not self._direct:
-            boxes.put(self._whole, self._rows, self._local)
+            write_boxes(self._whole, self._rows, self._local)

@@ -44,6 +44,8 @@ from gt.errors import GTError, ProtocolError, SystemFailure
 from gt.log import Sparse
 from gt.wire.messages import (
     THROUGH,
+    ArenaOpened,
+    CloseArenas,
     Describe,
     Described,
     Done,
@@ -55,6 +57,7 @@ from gt.wire.messages import (
     Hello,
     Inspect,
     Message,
+    OfferArena,
     OpError,
     Ops,
     Piece,
@@ -108,6 +111,7 @@ class Core:
             FinishCapture: self._finish_capture, Stats: self._stats, UploadChunk: self._upload_chunk,
             Goodbye: self.membership.goodbye, Piece: self._piece, Described: self._described, Report: self._report,
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
+            OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
         }  # fmt: skip
 
     @property
@@ -198,14 +202,14 @@ class Core:
         if event.peer in self.lending.renewing:
             return
         if event.peer not in self.sessions:
-            self.take(event.peer, event.message, event.frames)
+            self.handle_message(event.peer, event.message, event.frames)
         elif not self.round_robin.waits(event):
-            self.take(event.peer, event.message, event.frames)
+            self.handle_message(event.peer, event.message, event.frames)
             session = self.sessions.get(event.peer)
             if session is not None and (session.inbox or session.op_stream.busy):
                 self.round_robin.resume(event.peer)
 
-    def take(self, peer: Peer, message: Message, frames: tuple) -> None:
+    def handle_message(self, peer: Peer, message: Message, frames: tuple) -> None:
         """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
         handler = self._on.get(type(message))
         if handler is None:
@@ -269,7 +273,7 @@ class Core:
     def _fetch(self, peer: Peer, message: Fetch, frames: tuple) -> None:
         what = "of every device" if message.tensor == THROUGH else f"%{message.tensor}"
         self.log_line("RECV", self.name(peer), f"Fetch {what}")
-        self._session(peer).fetches.fetch(message.request, message.tensor)
+        self._session(peer).fetches.fetch(message.request, message.tensor, message.place)
 
     def _describe(self, peer: Peer, message: Describe, frames: tuple) -> None:
         self._session(peer).fetches.describe(message.request, message.tensors)
@@ -297,7 +301,13 @@ class Core:
     def _upload_chunk(self, peer: Peer, message: UploadChunk, frames: tuple) -> None:
         session = self._session(peer)
         session.uploads.host(message, frames)
-        session.release()
+        session.send_held()
+
+    def _offer_arena(self, peer: Peer, message: OfferArena, frames: tuple) -> None:
+        self._session(peer).arenas.offer(message)
+
+    def _close_arenas(self, peer: Peer, message: CloseArenas, frames: tuple) -> None:
+        self._session(peer).arenas.close(message)
 
     # ---- workers
 
@@ -332,9 +342,20 @@ class Core:
             self.sessions[peer].fetches.taken_in(message.key, message.upto)
             return
         worker = self._worker(peer)
-        session = next((s for s in self._lease(peer).sessions.values() if message.key in s.uploads.open), None)
+        key = message.key
+        session = next(
+            (s for s in self._lease(peer).sessions.values() if key in s.uploads.open or key in s.uploads.reads), None
+        )
         if session is not None:
-            session.uploads.took(worker.index, message.key, message.upto)
+            session.uploads.took(worker.index, key, message.upto)
+
+    def _arena_opened(self, peer: Peer, message: ArenaOpened, frames: tuple) -> None:
+        worker = self._worker(peer)
+        session = next((s for s in self._lease(peer).sessions.values() if message.arena in s.arenas.by_key), None)
+        if session is not None:
+            session.arenas.opened(worker.index, message)
+            session.uploads.decide()
+            session.send_held()
 
     def _done(self, peer: Peer, message: Done, frames: tuple) -> None:
         worker = self._worker(peer)

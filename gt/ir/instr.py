@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from gt.ir.layout import piece_shape
+
 # Reserved numbers. The client's stream to the dispatcher has the same form: [template, origin, *ins, *values, *outs].
 
 FREE = 0  # [FREE, n, ids...], to workers [FREE, seq, n, ids...]: these tensors are freed
@@ -78,6 +80,8 @@ COMMUNICATION = COLLECTIVES | TRANSFERS
 # Executors of a program: instructions one by one; segments between communications compiled; these in CUDA graphs
 BACKENDS = ("eager", "inductor", "cudagraphs")
 
+_OWN_BOXES = {"reduce_scatter": "boxes", "all_to_all": "want"}  # kind -> key of the boxes that each rank gets
+
 
 @dataclass(frozen=True, slots=True)
 class Effects:
@@ -144,3 +148,10 @@ class Define:
             (0,) if self.kind == "all_reduce" else (),
             {0: 0} if self.kind == "alias" else {},
         )
+
+    @cached_property
+    def result_shape(self) -> tuple[int, ...] | None:
+        """Local shape of `dst`, None where it is the shape of `src`. Not of an `op`, whose outputs have specs."""
+        if self.kind in _OWN_BOXES:
+            return piece_shape(self.payload[_OWN_BOXES[self.kind]][self.payload["team"]["rank"]])
+        return tuple(self.payload["shape"]) if "shape" in self.payload else None

@@ -15,6 +15,8 @@ from gt.wire.messages import (
     VERSION,
     Abort,
     Ack,
+    ArenaOpened,
+    CloseArenas,
     Data,
     Describe,
     Described,
@@ -28,6 +30,7 @@ from gt.wire.messages import (
     Inspect,
     Message,
     Notice,
+    OfferArena,
     OpError,
     Ops,
     Piece,
@@ -42,6 +45,7 @@ from gt.wire.messages import (
     UploadChunk,
     UploadProgress,
     UploadRequest,
+    UseBlock,
     Value,
     Welcome,
     WindowUpdate,
@@ -54,14 +58,19 @@ RELEASE = "0.1.0"  # for people; VERSION decides
 # role -> (messages that it may send after Hello, messages that it may receive)
 MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
     "client": (
-        frozenset({Ops, Fetch, Describe, Inspect, FinishCapture, Stats, UploadChunk, UploadProgress, Goodbye}),
+        frozenset(
+            {Ops, Fetch, Describe, Inspect, FinishCapture, Stats, UploadChunk, UploadProgress, OfferArena, CloseArenas, Goodbye}
+        ),
         frozenset(
             {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice, Exit}
         ),
     ),
     "worker": (
-        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, Goodbye}),
-        frozenset({Welcome, Reject, World, Run, Data, WindowUpdate, TorchSettings, Abort, Query, Renew, Exit}),
+        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, Goodbye}),
+        frozenset(
+            {Welcome, Reject, World, Run, Data, OfferArena, CloseArenas, UseBlock, WindowUpdate, TorchSettings, Abort, Query}
+            | {Renew, Exit}
+        ),
     ),
 }
 CARRIES = {Ops: 4096, UploadChunk: 1, Piece: 1, Data: 1}  # messages with frames -> number of frames, at most

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 Numbers = list  # a stream: numbers only
 
-VERSION = 5
+VERSION = 6
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
 TIMES = 4096  # definitions in one Done, at most
@@ -34,7 +34,7 @@ class Hello(Message):
     "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many workers it
     wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one, "pid", "host",
     "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof": see
-    gt.wire.access.proof}.
+    gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.library_ops}.
     """
 
     version: int
@@ -71,11 +71,13 @@ THROUGH = -1  # Fetch.tensor: no tensor; waits for all devices
 class Fetch(Message):
     """Client -> dispatcher: asks for a tensor's value. Answered by Value and Piece messages, or Failed.
 
-    tensor: its id; -1 waits for the devices: each worker sends a byte that its device makes after all earlier work.
+    tensor: its id; -1 waits for the devices: each worker sends a byte that its device makes after all earlier work. place: of
+    a block of an arena that has room for the value, see gt.wire.arena; -1 for none.
     """
 
     request: int
     tensor: int
+    place: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,29 @@ class UploadChunk(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class OfferArena(Message):
+    """Client -> dispatcher -> workers of its host: memory that they may share, see gt.wire.arena. Answered by ArenaOpened.
+
+    arena: its number; to workers the dispatcher's. pid, fd: process and descriptor that have it. nonce: its first bytes, in
+    hex. home: see gt.wire.liveness. An upload's value in Ops.code is then -2 minus the place of its bytes.
+    """
+
+    arena: int
+    pid: int
+    fd: int
+    nbytes: int
+    nonce: str
+    home: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseArenas(Message):
+    """Client -> dispatcher -> workers: nothing names these arenas any more."""
+
+    arenas: list
+
+
+@dataclass(frozen=True, slots=True)
 class Goodbye(Message):
     """Client or worker -> dispatcher: ends the connection; not answered. reason: why a worker ended, or ""."""
 
@@ -150,7 +175,8 @@ class Welcome(Message):
     """Dispatcher -> client or worker, answers Hello.
 
     workers: their names, in order of index. groups: names of the signal groups, in order. process: [pid, home] of the
-    dispatcher, see wire.liveness; peers on its host see whether it is stopped.
+    dispatcher, see wire.liveness; peers on its host see whether it is stopped. ops: for a client, lines of the schemas of the
+    libraries' ops that all of its workers have.
     """
 
     session: int
@@ -159,6 +185,7 @@ class Welcome(Message):
     groups: list
     credit: int
     process: list = field(default_factory=list)
+    ops: list = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +229,7 @@ class WindowUpdate(Message):
 
 @dataclass(frozen=True, slots=True)
 class Release(Message):
-    """Dispatcher -> client: the host copies of these uploads are no longer needed."""
+    """Dispatcher -> client: the host copies of these uploads are no longer needed, and no worker reads them any more."""
 
     tensors: list
 
@@ -211,18 +238,23 @@ class Release(Message):
 class Value(Message):
     """Dispatcher -> client, answers Fetch: shape and dtype of a tensor. Its pieces follow as Piece messages.
 
-    pieces: [[key, boxes], ...]. If the Value has a frame, that frame is the only piece, and no Piece follows.
+    pieces: [[key, boxes], ...]. If the Value has a frame, that frame is the only piece, and no Piece follows. in_arena: the
+    whole value is in the block that Fetch named, and there are no pieces.
     """
 
     request: int
     shape: list
     dtype: str
     pieces: list
+    in_arena: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Piece(Message):
-    """Worker -> dispatcher -> client: a frame of a fetched piece, at byte `offset` of `total`; with total 0 there is none."""
+    """Worker -> dispatcher -> client: a frame of a fetched piece, at byte `offset` of `total`; with total 0 there is none.
+
+    With no frame and offset `total`, all of the piece is in the arena block of UseBlock.
+    """
 
     key: int
     offset: int
@@ -301,6 +333,23 @@ class Data(Message):
     key: int
     offset: int
     total: int
+
+
+@dataclass(frozen=True, slots=True)
+class UseBlock(Message):
+    """Dispatcher -> worker: the bytes of upload or fetched piece `key` are in an arena. It precedes the Run that uses them.
+
+    offset, shape, itemsize: of the whole tensor, row-major in the arena. boxes: the worker's piece of it. write: of a fetched
+    piece, which the worker writes there and answers by Piece; an upload it reads and answers by UploadProgress.
+    """
+
+    key: int
+    arena: int
+    offset: int
+    shape: list
+    itemsize: int
+    boxes: list
+    write: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +440,7 @@ class OpError(Message):
 
 @dataclass(frozen=True, slots=True)
 class UploadProgress(Message):
-    """Worker -> dispatcher: it has received bytes of upload `key` up to `upto`.
+    """Worker -> dispatcher: it has received bytes of upload `key` up to `upto`, or read all of them from their block.
 
     Client -> dispatcher: it has received bytes of fetched piece `key` up to `upto`; only for pieces of more than AHEAD bytes.
     """
@@ -400,8 +449,16 @@ class UploadProgress(Message):
     upto: int
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaOpened(Message):
+    """Worker -> dispatcher, answers OfferArena. opened: it has proved that the arena is its client's, and uses it."""
+
+    arena: int
+    opened: bool
+
+
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
-    UploadProgress, FinishCapture, Notice, Renew,
+    UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened,
 )  # fmt: skip

@@ -28,7 +28,8 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
             return constant.clone()
     recorder.flush_ops()
     recorder.note_wait()
-    shape, dtype, data = recorder.session.fetch(tensor._ref.id)
+    meta = tensor._ref.meta
+    shape, dtype, data = recorder.session.fetch(tensor._ref.id, meta.numel * meta.dtype.itemsize)
     kind = getattr(torch, dtype)
     if not len(data):
         return torch.empty(shape, dtype=kind)

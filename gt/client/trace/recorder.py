@@ -13,6 +13,7 @@ from typing import Any
 
 from gt.client.device.remote_tensor import LiveTensors
 from gt.ir.instr import FIRST, FREE
+from gt.ir.library_ops import Schemas
 from gt.ir.template import Template
 from gt.wire.signals import uninterrupted
 
@@ -30,6 +31,7 @@ class Recorder:
 
     def __init__(self, session: Any, on_clear: Callable[[], None]) -> None:
         self.session, self.on_clear = session, on_clear
+        self.library_ops: Schemas = getattr(session, "library_ops", {})  # that the workers have
         self.first = self.new_id()  # tensors of sessions before this one have lower ids
         self.code: list = []
         self.batch = MIN_BATCH_NUMBERS  # numbers before the hand-over; few while workers are idle and would wait for all

@@ -26,7 +26,7 @@ class SessionHost(Protocol):
 
     sessions: dict[Peer, ClientSession]
 
-    def take(self, peer: Peer, message: Message, frames: tuple) -> None: ...
+    def handle_message(self, peer: Peer, message: Message, frames: tuple) -> None: ...
     def attempt(self, peer: Peer, what: str, call: Callable, *args: object) -> None: ...
     def refuse(self, peer: Peer, error: GTError) -> None: ...
 
@@ -79,7 +79,7 @@ class RoundRobin:
             if self._stalled(peer, session, session.inbox[0][0]):
                 break
             if session.inbox:  # or the session has just ended
-                core.take(peer, *session.inbox.popleft())
+                core.handle_message(peer, *session.inbox.popleft())
             if self._pace.spent:
                 break
         self._note(peer)
@@ -117,7 +117,7 @@ class RoundRobin:
         if not session.stalled and not isinstance(message, Ops):
             self._core.attempt(peer, "Ops", session.op_stream.finish)
             if not isinstance(message, FinishCapture) and not session.op_stream.busy:
-                session.programs.deferred.flush()
+                session.outbox.send_deferred()
         return session.stalled
 
     def check(self) -> None:

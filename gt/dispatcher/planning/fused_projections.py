@@ -78,7 +78,7 @@ def needs_lookahead(context: SessionContext, known: OpSchema, origin: Origin, in
     if meaning is None or meaning.kind != COLUMN or meaning.parts or known.name not in WEIGHTS:
         return False
     right = WEIGHTS[known.name][1]
-    if right < 0 or not ins[right].storage.param or ins[right].placed:
+    if right < 0 or not ins[right].storage.param or (ins[right].placed and not ins[right].movable):
         return False
     try:
         count_split_parts(context, outs)

@@ -94,7 +94,7 @@ class ListOps:
             if t.layout is None:
                 home, rests = self._home(known, origin, ins, place)
                 self._redistributor.place(t.storage, home or replicated(self._context.default_mesh()))
-                t.storage.default = home is None
+                t.storage.note_placed(home is not None)
                 if rests and t.base is None:
                     t.storage.rest = t.layout
             assert t.layout is not None
@@ -121,7 +121,8 @@ class ListOps:
                 alike = beside.spec.shape == shape
                 rests = alike and beside.storage.rest is not None
                 return (beside.layout if alike else replicated(beside.layout.mesh)), rests
-        return (replicated(origin.meaning.mesh) if origin.meaning else None), False
+        group = origin.meaning or ins[known.columns[0].indices(T)[place]].storage.home
+        return (replicated(group.mesh) if group else None), False
 
     def _plan_part(self, layout: Layout, indices: list[int], op: _ListOp) -> tuple[ListPart, OpPlan] | None:
         """Plan and emit a list op over some of its indices; None if a worker that it needs is lost."""

@@ -191,14 +191,14 @@ class OpStream:
             if type(operand) is not int or not 0 <= operand <= len(code) - at - 2:
                 raise ProtocolError(f"Ops.code frees {operand!r:.40} tensors at {at} of {len(code)}")
             ids = code[at + 2 : at + 2 + min(operand, MAX_FREED_AT_ONCE)]
-            self._redistributor.release(ids)
+            self._redistributor.free(ids)
             if len(ids) < operand:  # the rest is an instruction of its own
                 at += len(ids)
                 code[at : at + 2] = FREE, operand - len(ids)
                 return at
             return at + 2 + operand
         if number == PARAM:
-            self._context.row(operand).storage.param = True
+            self._context.row(operand).storage.declare_parameter()
             return at + 2
         if number == SHARDED:
             self._planner.sharded.declare(self._context.row(operand))

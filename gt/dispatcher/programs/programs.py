@@ -19,22 +19,19 @@ from gt.dispatcher.programs.deferred import DeferredRuns
 from gt.dispatcher.programs.pass_manager import PASSES, run_passes
 from gt.dispatcher.programs.passes.context import PassContext
 from gt.dispatcher.programs.passes.rematerialize import BOUNDS, rematerialize
-from gt.dispatcher.programs.recording import Instruction, Recording
+from gt.dispatcher.programs.recording import MAX_INSTRUCTIONS_PER_SESSION, Instruction, Recording
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.failures import Launched, Planned
 from gt.dispatcher.state.outbox import Outbox
 from gt.dispatcher.state.records import Cause
 from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.errors import ProtocolError
-from gt.ir.dataflow import decode
 from gt.ir.instr import BACKENDS, Define
 from gt.ir.layout import Layout, Partial, R, local_shape, replicated
 from gt.wire.messages import FinishCapture
 
 MAX_PROGRAMS_PER_SESSION = 64
-MAX_INSTRUCTIONS_PER_SESSION = 1 << 22  # kept in programs, and while one is recorded
 MAX_HINTED_SLOTS = 4096  # functions whose inputs' layouts are remembered
-TROUBLED = "an op failed, or a worker is lost"
 
 
 @dataclass(slots=True)
@@ -78,7 +75,7 @@ class Programs:
     @property
     def holds(self) -> bool:
         """True while a recording's instructions are buffered."""
-        return self.deferred.holds
+        return self._outbox.deferred is not None
 
     # ---- recording
 
@@ -91,13 +88,15 @@ class Programs:
         hints = self._hints.get(slot)
         for n, tensor in enumerate(inputs if hints is not None else ()):
             dims, layout = hints[n] if hints is not None and n < len(hints) else (-1, None)
-            if tensor.layout is None and not self._failures.troubled:
+            if tensor.layout is None and not self._failures.missing:
                 fits = layout is not None and dims == len(tensor.spec.shape)
                 wanted = layout if layout is not None and fits else replicated(self._context.default_mesh())
                 self._redistributor.place(tensor.storage, root_layout(tensor, wanted))
         self._drop_copies()  # a kept one would be of the value that there was
         self._outbox.cut()
-        tape = self._context.tape = Recording(slot, inputs, {i: t.layout for i, t in self._table.rows.items()}, hints is None)
+        before = {i: t.layout for i, t in self._table.rows.items()}
+        tape = self._context.tape = Recording(slot, inputs, before, hints is None)
+        tape.room = MAX_INSTRUCTIONS_PER_SESSION - self.kept
         self._journal.tape, self._emitter.kept = tape.journal, tape.defines
         self.deferred.begin(how)
 
@@ -108,7 +107,7 @@ class Programs:
 
     def discard(self) -> None:
         """Stop recording, and make no program of it."""
-        if self.deferred.holds:
+        if self.holds:
             self._outbox.cut()
         tape = self._stop()
         if tape is not None:
@@ -129,20 +128,6 @@ class Programs:
     def _free(self, constants: Iterable[tuple[list[int], int]]) -> None:
         for workers, name in constants:
             self._emitter.free(workers, [name])
-
-    def take(self, worker: int, base: int, code: Sequence) -> None:
-        """Keep the instructions that are sent to a worker, but for frees: sealing decides where a value dies."""
-        tape = self._context.tape
-        if tape is None:
-            return
-        if self.kept + tape.size > MAX_INSTRUCTIONS_PER_SESSION:
-            tape.code.clear()
-            return
-        rows = tape.code[worker]
-        for at, define, operands in decode(code, tape.defines.__getitem__):
-            if define is not None:
-                rows.append(Instruction(base + code[at + 1], define, list(operands)))
-                tape.size += 1
 
     # ---- sealing
 
@@ -173,13 +158,13 @@ class Programs:
                 tape = run_passes(tape, context, PASSES)
                 parts = self._write(tape, message)
         self._emitter.begin_run()
-        why = why or (TROUBLED if self._failures.troubled else "")  # it may be since
+        why = why or self._failures.harm(tape.journal)  # one may be reported since
         if why:
             self._free(tape.constants)
         else:
             for define in added.values():
                 for worker in tape.code:
-                    self._emitter.tell(self._cluster.workers[worker], define)
+                    self._emitter.announce(self._cluster.workers[worker], define)
             self._make(tape, pairs, message, parts)
             self.all[message.program].order = context.schedule
         self._outbox.cut()
@@ -249,30 +234,31 @@ class Programs:
         A scalar's terms are added up, since a loss is read after most replays. Gradients may go on being accumulated.
         """
         tape = self._context.tape
-        if tape is None or self._failures.troubled:
+        if tape is None or self._failures.missing:
             return
         for storage in dict.fromkeys(t.storage for i, t in self._table.rows.items() if i not in tape.before):
             if any(i in tape.before for i in storage.tensors):
                 continue
             root = next(t for t in storage.tensors.values() if t.base is None)
             if storage.recipe is not None:
-                self._redistributor.place(storage, replicated(self._context.default_mesh()))
-                storage.default = True
+                home = storage.home.mesh if storage.home is not None else self._context.default_mesh()
+                self._redistributor.place(storage, replicated(home))
+                storage.note_placed(False)
             elif not root.spec.shape and root.layout and root.layout.partial and carried.isdisjoint(storage.tensors):
                 self._redistributor.reduce_partial(storage)
         self._outbox.cut()
 
     def _prevents(self, tape: Recording, pairs: list[tuple[int, int]]) -> str:
         """The reason why this recording cannot be a program, or "" if it can."""
-        if self.kept + tape.size > MAX_INSTRUCTIONS_PER_SESSION:
+        if tape.size > tape.room:
             most = MAX_INSTRUCTIONS_PER_SESSION
-            return f"it has too many instructions: {tape.size}, and {self.kept} of at most {most} are in other programs"
+            return f"it has too many instructions: {tape.size}, and {most - tape.room} of at most {most} are in other programs"
         if tape.late:
             return "it defers an op on a tensor that is not placed yet"
         if not tape.journal:
             return "the function did no op"
-        if self._failures.troubled:
-            return TROUBLED
+        if harm := self._failures.harm(tape.journal):
+            return harm
         for tensor_id, layout in tape.before.items():
             tensor = self._table.rows.get(tensor_id)
             if tensor is not None and tensor.layout != layout:

@@ -82,17 +82,17 @@ def bind_program(
         record_times(times)
         backend.after_replay(actions, code, drawn)
 
-    return _with_random_key(runner.context.engine, step) if drawn else step
+    return _with_random_key(runner.context.engine, step, len(drawn)) if drawn else step
 
 
-def _with_random_key(engine: Any, step: Step) -> Step:
+def _with_random_key(engine: Any, step: Step, draws: int) -> Step:
     """A program's step before which the engine's device is given the key of its random numbers."""
     draw_from = getattr(engine, "draw_from", None)
     if draw_from is None:
         return step
 
     def keyed(stream: list, at: int) -> None:
-        draw_from(stream[at], stream[at + 1])
+        draw_from(stream[at], stream[at + 1], draws)
         step(stream, at)
 
     return keyed

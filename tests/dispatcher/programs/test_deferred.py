@@ -16,7 +16,8 @@ from torch import nn
 import gt
 from gt.client import current_session
 from gt.client.trace import recorder
-from gt.dispatcher.programs.deferred import MAX_PENDING_BATCHES, DeferredRuns
+from gt.dispatcher.programs.deferred import DeferredRuns
+from gt.dispatcher.state.outbox import MAX_PENDING_BATCHES, Outbox
 from gt.errors import CaptureError, OpFailed, SystemFailure
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.gpu.graphs import Graphs
@@ -33,19 +34,19 @@ WHOLE = partial(gt.compile, backend="cudagraphs")
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The outcome of each deferred recording."""
     found: list[str] = []
-    end, flush = DeferredRuns.end, DeferredRuns.flush
+    end, send_deferred = DeferredRuns.end, Outbox.send_deferred
 
     def ending(self: DeferredRuns, tape: Any) -> None:
-        found.append("whole" if self._held else "")
+        found.append("whole" if self._outbox.deferred else "")
         end(self, tape)
 
-    def letting(self: DeferredRuns) -> None:
-        if self._held:
+    def sending(self: Outbox) -> None:
+        if self.deferred:
             found.append("as written")
-        flush(self)
+        send_deferred(self)
 
     monkeypatch.setattr(DeferredRuns, "end", ending)
-    monkeypatch.setattr(DeferredRuns, "flush", letting)
+    monkeypatch.setattr(Outbox, "send_deferred", sending)
     return found
 
 

@@ -125,6 +125,8 @@ def test_a_random_program_has_the_numbers_of_one_process(session, seed):
     session(text)
     got, want = (train(random.Random(seed), device, grouped) for device in ("remote", "cpu"))
     assert got[0] == pytest.approx(want[0], abs=CLOSE), text
+    norm = sum(float(b.square().sum()) for b in want[1] if b is not None) ** 0.5
     for a, b in zip(got[1], want[1], strict=True):
         assert (a is None) == (b is None)
-        assert a is None or float((a - b).norm()) <= max(CLOSE * float(b.norm()), 1e-7), text
+        # some are zero but for rounding (of a bias before a norm): all gradients together are the measure of those
+        assert a is None or float((a - b).norm()) <= CLOSE * max(float(b.norm()), norm / 10), text
