@@ -36,7 +36,7 @@ class Redistributor:
     def redistribute(self, tensor: Tensor, want: Layout) -> int:
         """Id that names `tensor` in layout `want`: the tensor itself, a kept copy, or a new one."""
         if tensor.layout is None:
-            self.place(tensor.storage, root_layout(tensor, want))
+            self.place(tensor.storage, root_layout(tensor, want), decided=False)
             tensor.storage.note_placed(self._context.origin.meaning is not None)
         assert tensor.layout is not None
         if tensor.layout == want:
@@ -207,9 +207,12 @@ class Redistributor:
                 return lies
         return zero.rest(want, shape)
 
-    def place(self, storage: Storage, want: Layout) -> None:
-        """Make an unplaced storage on workers, its root in layout `want`, or as it rests."""
-        if storage.sharded:
+    def place(self, storage: Storage, want: Layout, decided: bool = True) -> None:
+        """Make an unplaced storage on workers, its root in layout `want`, or as it rests.
+
+        decided: false if a later use may choose its layout on other axes, after which it rests.
+        """
+        if storage.sharded and (decided or len(want.mesh.axes) == 1):
             want = storage.rest = self._context.intern(self.rest(storage, want))
         if self._materializer.place(storage, want) != want:
             self.relayout(storage, want)

@@ -109,13 +109,13 @@ class ShardedParameters:
                 t = rows[i]
                 if t.base is None and t.layout is not None and t.spec.shape and not t.layout.partial:
                     t.storage.rest = t.layout
-        writes = known.template.writes
+        writes, uses = known.template.writes, zero.uses(known)
         for index, t in enumerate(ins):
             storage = t.storage
             if storage.rest is not None and index in writes:
                 self._drop_copies(storage)
                 self._return(storage)
-            elif storage.sharded and storage.rest is None and index not in writes and known.name not in VIEWS:
+            elif storage.sharded and storage.rest is None and uses and index not in writes:
                 self._first_use(storage)
         if self.stage == 3:
             self._evict(ins)
