@@ -56,6 +56,7 @@ from gt.wire.messages import (
     Goodbye,
     Hello,
     Inspect,
+    InspectFragments,
     Message,
     OfferArena,
     OpError,
@@ -111,6 +112,7 @@ class Core:
             FinishCapture: self._finish_capture, Stats: self._stats, UploadChunk: self._upload_chunk,
             Goodbye: self.membership.goodbye, Piece: self._piece, Described: self._described, Report: self._report,
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
+            InspectFragments: self._inspect_fragments,
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
         }  # fmt: skip
 
@@ -280,6 +282,11 @@ class Core:
 
     def _inspect(self, peer: Peer, message: Inspect, frames: tuple) -> None:
         self._session(peer).fetches.inspect(message.request, message.tensor)
+
+    def _inspect_fragments(self, peer: Peer, message: InspectFragments, frames: tuple) -> None:
+        session = self._session(peer)
+        session.op_stream.finish()
+        session.send(Report(message.request, session.op_stream.fragments.report(message.slot)))
 
     def _finish_capture(self, peer: Peer, message: FinishCapture, frames: tuple) -> None:
         session = self._session(peer)

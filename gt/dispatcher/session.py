@@ -75,6 +75,7 @@ class ClientSession:
         self.failures.troubled = True
         cause = self.failures.cause_of_loss(worker)
         self.programs.lose(worker.index, cause)
+        self.op_stream.fragments.clear()
         for tensor in self.table.rows.values():
             if tensor.layout is not None and worker.index in tensor.layout.mesh.workers:
                 tensor.storage.failed = cause
@@ -100,6 +101,7 @@ class ClientSession:
         takes = [buffered.uploads for buffered in (*outbox.take_deferred(), *outbox.held)]
         takes += [unit.uploads for unit in self.cluster.queue.leave(self.number)]
         self.programs.discard()
+        self.op_stream.fragments.close()
         outbox.discard()
         context.ended = True  # what follows frees, for which workers need no switches
         self.fetches.close()

@@ -34,7 +34,7 @@ class Hello(Message):
     "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many workers it
     wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one, "pid", "host",
     "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof": see
-    gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.library_ops}.
+    gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.schema}.
     """
 
     version: int
@@ -115,6 +115,18 @@ class Inspect(Message):
 
     request: int
     tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class InspectFragments(Message):
+    """Client -> dispatcher: asks how much of a function's calls programs carried out. Answered by Report.
+
+    slot: of the function, as in the FRAGMENTs of its stream. Report.body: {"programs": count, "ops": of all calls, "carried":
+    those of them that programs carried out, "last_ops", "last_carried": of the last call, "why": [[ops, reason], ...]}.
+    """
+
+    request: int
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +283,7 @@ class Described(Message):
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Dispatcher -> client, answers Inspect, Stats and FinishCapture. Worker -> dispatcher, answers Query."""
+    """Dispatcher -> client, answers Inspect, InspectFragments, Stats and FinishCapture. Worker -> dispatcher, answers Query."""
 
     request: int
     body: dict
@@ -460,5 +472,5 @@ class ArenaOpened(Message):
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
-    UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened,
+    UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
 )  # fmt: skip

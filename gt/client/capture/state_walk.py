@@ -91,6 +91,7 @@ class StateSnapshot:
     opaque: list[str] = field(default_factory=list)  # objects that cannot be compared: iterators, large host data
     grads: dict[str, RemoteTensor] = field(default_factory=dict)  # path of a leaf -> its gradient
     overflow: bool = False  # more than MAX_ITEMS
+    names: set[str] = field(default_factory=set)  # that user code on the walk uses
 
     def tensors(self) -> Iterator[tuple[str, RemoteTensor]]:
         """Paths and remote tensors, gradients included."""
@@ -110,8 +111,11 @@ def snapshot(roots: dict[str, Any]) -> StateSnapshot:
     while True:
         walker = StateWalker(roots, used)
         state = walker.run()
+        state.names = walker.names
         if walker.names & _DYNAMIC_ACCESS:
-            return StateWalker(roots, None).run()
+            state = StateWalker(roots, None).run()
+            state.names = walker.names
+            return state
         if walker.names <= used:
             return state
         used |= walker.names

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gt.errors import ConfigError
-from gt.ir.library_ops import OWN, parse
-from gt.ir.schema import TABLE
+from gt.ir.schema import OWN, TABLE, library_schemas
 from gt.worker.engine.torch.overloads import row
 
 log = logging.getLogger("gt.worker")
@@ -48,7 +47,7 @@ def load(libraries: Sequence[str], device: str) -> list[str]:
         log.info("library %s adds %d ops", library, len(found))
         lines.update(found)
     try:
-        parse([*lines.values()])  # as the dispatcher will
+        library_schemas([*lines.values()])  # as the dispatcher will
     except ValueError as error:
         raise ConfigError(f"the libraries {', '.join(libraries)}: {error}") from None
     TABLE.add(lines.values(), "libraries")
