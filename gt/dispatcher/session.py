@@ -54,7 +54,8 @@ class ClientSession:
     @property
     def stalled(self) -> bool:
         """True while messages have to wait."""
-        return bool(self.outbox.held) or self.op_stream.busy or self.op_stream.in_thread
+        awaits = bool(self.inbox) and self.arenas.awaits(self.inbox[0][0])
+        return awaits or bool(self.outbox.held) or self.op_stream.busy or self.op_stream.in_thread
 
     @property
     def send(self) -> Callable[..., None]:

@@ -118,7 +118,7 @@ class RoundRobin:
             self._core.attempt(peer, "Ops", session.op_stream.finish)
             if not isinstance(message, FinishCapture) and not session.op_stream.busy:
                 session.programs.deferred.flush()
-        return session.stalled
+        return session.stalled or session.arenas.awaits(message)
 
     def check(self) -> None:
         """Invariants between events; tests call it."""

@@ -14,7 +14,7 @@ from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.state.context import SessionContext
 from gt.errors import ProtocolError
 from gt.wire.arena import BLOCK_BYTES, HEADER_BYTES, MAX_ARENA_BYTES, NONCE_BYTES, parse_place
-from gt.wire.messages import ArenaOpened, CloseArenas, OfferArena
+from gt.wire.messages import ArenaOpened, CloseArenas, Fetch, Message, OfferArena
 
 MAX_ARENAS = 1024  # of one session
 MAX_HOME_CHARACTERS = 255
@@ -110,6 +110,18 @@ class Arenas:
     def undecided(self, place: Place, workers: Iterable[int]) -> set[int]:
         """Of these workers those that have not told whether they share the block's arena."""
         return place.arena.asked.intersection(workers)
+
+    @property
+    def asked(self) -> set[int]:
+        """Workers that have still to tell of some arena whether they share it."""
+        return {index for arena in self._arenas.values() for index in arena.asked}
+
+    def awaits(self, message: Message) -> bool:
+        """True for a Fetch into an arena of which some worker has still to tell whether it shares it."""
+        if type(message) is not Fetch or message.place < 0:
+            return False
+        arena = self._arenas.get(parse_place(message.place)[0])
+        return arena is not None and bool(arena.asked)
 
     def shared(self, place: Place, workers: Iterable[int]) -> bool:
         """True if all of these workers share the block's arena."""

@@ -248,7 +248,7 @@ class Uploads:
     def waits(self) -> set[int]:
         """Workers that have still to take in what came of uploads, or to tell whether they share an arena."""
         waits = {index for upload in self.open.values() for index, upto in upload.taken.items() if upto < upload.received}
-        return waits.union(*(self._arenas.undecided(upload.place, upload.workers) for upload in self._undecided))
+        return waits | self._arenas.asked
 
     def lose(self, index: int) -> None:
         """A worker is gone: nothing is on its way to it."""
