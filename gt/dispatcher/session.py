@@ -13,7 +13,7 @@ from gt.dispatcher.planning.op_stream import OpStream
 from gt.dispatcher.planning.planner import Planner
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.programs import Programs
-from gt.dispatcher.state.arenas import Arenas
+from gt.dispatcher.state.arenas import SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.fetches import Fetches
 from gt.dispatcher.state.outbox import BufferedInstructions, Outbox
@@ -33,7 +33,7 @@ class ClientSession:
         )  # fmt: skip
         self.pace, self.stall_timeout = context.pace, context.terms.stall_timeout
         binder = OpBinder(context)
-        self.arenas = Arenas(context)
+        self.arenas = SessionArenas(context)
         self.uploads = Uploads(context, self.arenas)
         self.outbox = Outbox(context, self.uploads, keep=self._keep, hold=self._hold)
         materializer = Materializer(context, self.uploads, binder)
