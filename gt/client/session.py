@@ -461,7 +461,7 @@ class Session:
         if message.dtype not in DTYPES:
             raise ProtocolError(f"Value.dtype is {message.dtype!r}, want one of {', '.join(DTYPES)}")
         shape = tuple(message.shape)
-        if message.in_arena:
+        if not message.pieces:
             pending.finish((shape, message.dtype, None))
             return
         pending.assembly = host_buffers.Assembly(shape, DTYPES[message.dtype][0], message.pieces)

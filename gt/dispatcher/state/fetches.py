@@ -376,7 +376,7 @@ class Fetches:
         if request.verified and not any(request.left.values()):
             self._drop(request)
             if request.place is not None:
-                self._context.send(Value(request.number, list(request.shape), request.dtype, [], True))
+                self._context.send(Value(request.number, list(request.shape), request.dtype, []))
 
     def _drop(self, request: Request) -> None:
         self.open.pop(request.number, None)

@@ -193,7 +193,7 @@ def test_a_fetched_value_is_written_into_the_clients_block():
     bench.give(b"w0", Piece(blocks[0].key, NBYTES // 2, NBYTES // 2))
     assert not bench.to(b"c", Value) and not bench.to(b"c", Piece)
     bench.give(b"w1", Piece(blocks[1].key, NBYTES // 2, NBYTES // 2))
-    assert bench.to(b"c", Value) == [Value(7, [*SHAPE], "float32", [], True)]
+    assert bench.to(b"c", Value) == [Value(7, [*SHAPE], "float32", [])]
 
 
 def test_a_fetch_into_an_arena_that_was_closed_meanwhile_is_answered_in_messages():
