@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from gt.errors import ProtocolError
-from gt.ir import boxes
+from gt.ir.layout import Boxes, piece_shape, read_boxes, write_boxes
 from gt.wire.arena import WORDS, check_boxes
 from gt.wire.messages import CHUNK
 
 
 def region(array: np.ndarray, rows: Any) -> np.ndarray:
     """The local tensor of these boxes, contiguous. It shares memory with `array` where possible."""
-    return boxes.take(array, check_boxes(rows, array.shape))
+    return read_boxes(array, check_boxes(rows, array.shape))
 
 
 def frames(array: np.ndarray) -> Iterator[tuple[int, int, list[memoryview]]]:
@@ -58,12 +58,12 @@ class Assembly:
 class _Piece:
     """One piece. It is written in place if its box is contiguous, otherwise collected first and copied at the end."""
 
-    def __init__(self, whole: np.ndarray, rows: boxes.Boxes) -> None:
+    def __init__(self, whole: np.ndarray, rows: Boxes) -> None:
         self._whole, self._rows = whole, rows
         first = (*(slice(start, stop) for start, stop in rows[0]), ...)  # the ellipsis keeps a 0-dim result an array
         run = whole[first]
         self._direct = len(rows) == 1 and run.flags.c_contiguous
-        self._local = run if self._direct else np.empty(boxes.shape(rows), whole.dtype)
+        self._local = run if self._direct else np.empty(piece_shape(rows), whole.dtype)
         self._bytes = self._local.reshape(-1).view(np.uint8)
         self.left = self._bytes.nbytes
 
@@ -77,4 +77,4 @@ class _Piece:
             self._bytes[offset : offset + size] = np.frombuffer(data, np.uint8)
         self.left -= size
         if self.left == 0 and not self._direct:
-            boxes.put(self._whole, self._rows, self._local)
+            write_boxes(self._whole, self._rows, self._local)

@@ -24,6 +24,7 @@ from gt import log as logs
 from gt.client import host_buffers
 from gt.client.arenas import ArenaBlock, ClientArenas
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
+from gt.ir import library_ops
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import link, messages
 from gt.wire.arena import upload_index
@@ -36,6 +37,7 @@ from gt.wire.messages import (
     FinishCapture,
     Goodbye,
     Inspect,
+    InspectFragments,
     Message,
     Ops,
     Stats,
@@ -137,6 +139,7 @@ class Session:
         self.workers: list[str] = welcome.workers
         self.groups: list[str] = welcome.groups
         self.number: int = welcome.session
+        self.library_ops = library_ops.parse(welcome.ops)
         _open.add(self)
 
     def _await_welcome(self, address: str, wait: float) -> messages.Welcome:
@@ -219,6 +222,10 @@ class Session:
     def inspect(self, tensor: int) -> dict[str, Any]:
         """Layout, mesh and pieces of a tensor. Waits."""
         return self._ask(lambda request: Inspect(request, tensor))
+
+    def inspect_fragments(self, slot: int) -> dict[str, Any]:
+        """Counts of a function's ops and of those that programs carried out. Waits."""
+        return self._ask(lambda request: InspectFragments(request, slot))
 
     def stats(self, program: int = -1) -> dict[str, Any]:
         """Counters of the dispatcher and the workers, and of this link under "client". program: see messages.Stats. Waits."""

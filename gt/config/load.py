@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ import yaml
 from gt.config.schema import (
     GROUP_KEYS,
     GT_KEYS,
+    MAX_AXIS,
     RESERVED,
     RULE_KEYS,
     SHARD_KEYS,
@@ -35,6 +37,7 @@ LONGEST_WORD, MOST_WORDS = 64, 64  # characters of a name, and names, among whic
 SHOWN, SHORT = 20, 80  # names in an error, characters of a value in an error
 _NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MOST_NESTED}}}")  # libyaml reads each by a call within a call
 _COMPOSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
+WORKERS = "write workers: [0, 1], or workers: null for all"
 BROKEN = "check the indentation (spaces, no tabs) and the brackets there and above, and the space after each colon"
 
 
@@ -56,6 +59,15 @@ def load(text: str, path: str = "") -> Config:
             reader.fail(group.name, group.line, f"backward: no group {group.backward[:SHORT]!r}{hint(group.backward, groups)}")
     rules, schedule = reader.reserved(reserved, groups) if reserved is not None else ((), None)
     return Config(groups, rules, schedule, path, text)
+
+
+def resolve(config: Config, workers: Iterable[int]) -> Config:
+    """The config in a session of these workers, which the groups of `workers: null` name all."""
+    if not any(group.everyone for group in config.groups.values()):
+        return config
+    rows = (tuple(workers),)
+    groups = {n: replace(g, workers=rows, everyone=False) if g.everyone else g for n, g in config.groups.items()}
+    return replace(config, groups=groups)
 
 
 def check_workers(config: Config, names: list[str]) -> None:
@@ -94,7 +106,7 @@ class _Reader:
         where = f"{group:.80} ({file}:{line})" if group else f"{file}:{line}"
         raise ConfigError(f"{where}: {message}")
 
-    def take(self, node: yaml.Node) -> None:
+    def count_entry(self, node: yaml.Node) -> None:
         """Count one more key or value."""
         self.count += 1
         if self.count > MOST_VALUES:
@@ -120,7 +132,7 @@ class _Reader:
         seen: dict[str, int] = {}
         rows: list[tuple[str, yaml.Node, yaml.Node]] = []
         for key, value in node.value:
-            self.take(key)
+            self.count_entry(key)
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 self.fail(group, _line(key), f"{what} has the key {self.show(key)}, want a name")
             if key.value in seen:
@@ -134,14 +146,15 @@ class _Reader:
         found = {}
         for name, key, value in self.entries(node, what, group):
             if name not in keys:
-                self.fail(group, _line(key), f"unknown key {name[:SHORT]!r} in {what}{hint(name, keys)}")
+                ready = "; ready configs have such layouts, as gt:llama/tp2" if name in ("tp", "pp", "dp") else ""
+                self.fail(group, _line(key), f"unknown key {name[:SHORT]!r} in {what}{hint(name, keys)}{ready}")
             found[name] = value
         return found
 
     def value(self, node: yaml.Node, kind: type, key: str, want: str, group: str = "") -> Any:
         """A scalar of exactly this type: true is not 1."""
         value = None
-        self.take(node)
+        self.count_entry(node)
         if kind is int and _plain_number(node):
             return int(node.value)
         if isinstance(node, yaml.ScalarNode):
@@ -160,35 +173,47 @@ class _Reader:
     def group(self, name: str, key: yaml.Node, node: yaml.Node) -> Group:
         line = _line(key)
         if isinstance(node, yaml.ScalarNode) and not node.value:
-            self.fail(name, line, "the group is empty, want a mapping: write workers: [0, 1]")
+            self.fail(name, line, f"the group is empty, want a mapping: {WORKERS}")
         found = self.known(node, GROUP_KEYS, "the group", name)
-        if "shard" in found and "workers" in found:
-            self.fail(name, _line(found["workers"]), "workers both in the group and in its shard; keep one")
-        axis, workers = None, found.get("workers")
-        if "shard" in found:
-            shard = self.known(found["shard"], SHARD_KEYS, "shard", name)
-            if "workers" not in shard:
-                self.fail(name, _line(found["shard"]), "shard has no workers; write workers: [0, 1]")
-            workers = shard["workers"]
-            if "axis" in shard:
-                axis = self.value(shard["axis"], int, "axis", SHARD_KEYS["axis"], name)
-        if workers is None:
-            self.fail(name, line, "the group has no workers; write workers: [0, 1]")
-        rows, nested = self.workers(name, workers)
-        backward = found.get("backward")
-        compiled = found.get("compile")
+        axis, shard = None, self.known(found["shard"], SHARD_KEYS, "shard", name) if "shard" in found else {}
+        for both in found.keys() & shard.keys():
+            self.fail(name, _line(found[both]), f"{both} both in the group and in its shard; keep one")
+        if "shard" in found and "workers" not in shard and "workers" not in found:
+            self.fail(name, _line(found["shard"]), f"shard has no workers; {WORKERS}")
+        if "axis" in shard:
+            axis = self.value(shard["axis"], int, "axis", SHARD_KEYS["axis"], name)
+        found = {**found, **shard}
+        workers, backward = found.get("workers"), found.get("backward")
+        compiled, replicated = (
+            key in found and self.value(found[key], bool, key, GROUP_KEYS[key], name) for key in ("compile", "replicated")
+        )
+        if workers is None and (replicated or not compiled):
+            self.fail(name, line, f"the group has no workers; {WORKERS}")
+        everyone = workers is not None and _everyone(workers)
+        rows, nested = ((), False) if workers is None or everyone else self.workers(name, workers)
+        if replicated and name.endswith(tuple(SUFFIX_AXIS)):
+            self.fail(name, line, f"replicated, but a group named *_{name.rpartition('_')[2]} splits weights: keep one of them")
         return Group(
             name,
             self.axis(name, line, axis),
             rows,
             nested,
             None if backward is None else self.value(backward, str, "backward", GROUP_KEYS["backward"], name),
-            compiled is not None and self.value(compiled, bool, "compile", GROUP_KEYS["compile"], name),
+            compiled,
             line,
+            everyone,
+            replicated,
         )
 
     def axis(self, name: str, line: int, axis: int | None) -> int:
         """The axis, which has to agree with the group's suffix; by default the suffix's axis, else 0."""
+        if axis is not None and not 0 <= axis <= MAX_AXIS:
+            self.fail(
+                name,
+                line,
+                f"axis is {axis}, want a dim from 0 to {MAX_AXIS}: 0 splits a batch over the workers, which is the default; "
+                "a _colpar group has 1, a _rowpar group 0",
+            )
         for suffix, want in SUFFIX_AXIS.items():
             if name.endswith(suffix):
                 if axis is not None and axis != want:
@@ -199,7 +224,7 @@ class _Reader:
 
     def workers(self, name: str, node: yaml.Node) -> tuple[tuple[tuple[int, ...], ...], bool]:
         """[0, 1] -> ((0, 1),), False; [[0, 1], [2, 3]] -> ((0, 1), (2, 3)), True."""
-        want = "a list of worker numbers such as [0, 1], or a list of such lists of one length"
+        want = "a list of worker numbers such as [0, 1], a list of such lists of one length, or null for all workers"
         if not isinstance(node, yaml.SequenceNode) or not node.value:
             shown = "an empty list" if isinstance(node, yaml.SequenceNode) else self.show(node)
             self.fail(name, _line(node), f"workers is {shown}, want {want}")
@@ -264,6 +289,11 @@ class _Reader:
         if group not in groups:
             self.fail(where, _line(node), f"no group {group[:SHORT]!r}{hint(group, groups)}")
         return str(group)
+
+
+def _everyone(node: yaml.Node) -> bool:
+    """True for null, as it is written; an empty value is a mistake more often."""
+    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null" and bool(node.value)
 
 
 def _plain_number(node: yaml.Node) -> bool:

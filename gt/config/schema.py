@@ -13,21 +13,24 @@ RESERVED = "gt"  # the one top-level key that is not a group
 GROUP_KEYS = {
     "shard": "a mapping with axis and workers",
     "workers": "a list of worker numbers",
+    "replicated": "true or false",
     "backward": "the name of a group",
     "compile": "true or false",
 }
-SHARD_KEYS = {"axis": "a whole number", "workers": "a list of worker numbers"}
+SHARD_KEYS = {"axis": "a whole number", "workers": "a list of worker numbers", "replicated": "true or false"}
 GT_KEYS = {"modules": "a mapping from module pattern to group", "schedule": "the name of a schedule"}
 RULE_KEYS = {"group": "the name of a group, a suffix, or a list of groups", "parts": "a whole number of at least 1"}
 
 SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # suffix of a group's name -> its axis
+MAX_AXIS = 4  # the last dim of a batch of volumes, [N, C, D, H, W]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """One signal group. workers: the outer tuple is data parallel, the inner ones are split along `axis`.
 
-    `nested` tells `[[0, 1]]` from `[0, 1]`.
+    `nested` tells `[[0, 1]]` from `[0, 1]`. everyone: all workers of the session, which `load.resolve` writes into `workers`.
+    A group without workers places nothing. replicated: activations that enter are whole on each worker.
     """
 
     name: str
@@ -37,6 +40,8 @@ class Group:
     backward: str | None = None
     compile: bool = False
     line: int = 0
+    everyone: bool = False
+    replicated: bool = False
 
     @property
     def flat(self) -> tuple[int, ...]:

@@ -56,6 +56,7 @@ from gt.wire.messages import (
     Goodbye,
     Hello,
     Inspect,
+    InspectFragments,
     Message,
     OfferArena,
     OpError,
@@ -112,6 +113,7 @@ class Core:
             Goodbye: self.membership.goodbye, Piece: self._piece, Described: self._described, Report: self._report,
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
+            InspectFragments: self._inspect_fragments,
         }  # fmt: skip
 
     @property
@@ -202,14 +204,14 @@ class Core:
         if event.peer in self.lending.renewing:
             return
         if event.peer not in self.sessions:
-            self.take(event.peer, event.message, event.frames)
+            self.handle_message(event.peer, event.message, event.frames)
         elif not self.round_robin.waits(event):
-            self.take(event.peer, event.message, event.frames)
+            self.handle_message(event.peer, event.message, event.frames)
             session = self.sessions.get(event.peer)
             if session is not None and (session.inbox or session.op_stream.busy):
                 self.round_robin.resume(event.peer)
 
-    def take(self, peer: Peer, message: Message, frames: tuple) -> None:
+    def handle_message(self, peer: Peer, message: Message, frames: tuple) -> None:
         """Deal with a message; whatever is wrong with it, its sender alone has the harm."""
         handler = self._on.get(type(message))
         if handler is None:
@@ -281,6 +283,11 @@ class Core:
     def _inspect(self, peer: Peer, message: Inspect, frames: tuple) -> None:
         self._session(peer).fetches.inspect(message.request, message.tensor)
 
+    def _inspect_fragments(self, peer: Peer, message: InspectFragments, frames: tuple) -> None:
+        session = self._session(peer)
+        session.op_stream.finish()
+        session.send(Report(message.request, session.op_stream.fragments.report(message.slot)))
+
     def _finish_capture(self, peer: Peer, message: FinishCapture, frames: tuple) -> None:
         session = self._session(peer)
         self.round_robin.begin_thread(
@@ -301,7 +308,7 @@ class Core:
     def _upload_chunk(self, peer: Peer, message: UploadChunk, frames: tuple) -> None:
         session = self._session(peer)
         session.uploads.host(message, frames)
-        session.release()
+        session.send_held()
 
     def _offer_arena(self, peer: Peer, message: OfferArena, frames: tuple) -> None:
         session = self._session(peer)
@@ -357,7 +364,7 @@ class Core:
         if session is not None:
             session.arenas.opened(worker.index, message)
             session.uploads.decide()
-            session.release()
+            session.send_held()
             self.round_robin.resume(session.peer)
 
     def _done(self, peer: Peer, message: Done, frames: tuple) -> None:

@@ -138,10 +138,10 @@ class Server:
         items = self._items
         longest, last, end = 0.0, begin, begin + BUSY
         if len(items) == 1:
-            self._take(items.popleft())
+            self._handle_item(items.popleft())
             self._busiest = self._event
         while items and last < end:
-            self._take(items.popleft())
+            self._handle_item(items.popleft())
             now = time.monotonic()
             if now - last > longest:
                 longest, self._busiest = now - last, self._event
@@ -159,9 +159,9 @@ class Server:
     def _tick(self) -> None:
         for gone in self._router.cut_off():
             self._router.send(gone.peer, Exit(gone.reason))  # should it be heard again
-            self._take(gone)
+            self._handle_item(gone)
         self._handle(Tick(self._now()))
-        self._reserve.look(self._now())
+        self._reserve.poll(self._now())
         if self._journal is not None:
             self._journal.flush()
 
@@ -195,23 +195,23 @@ class Server:
             if self.on_workers is not None:
                 self.on_workers(len(workers))
 
-    def _leave(self, peer: bytes) -> bool:
-        """Forget a connection; whether there was one."""
+    def _forget(self, peer: bytes) -> bool:
+        """Forget a connection; True if there was one."""
         self._count(self._workers - {peer})
         return self._gates.pop(peer, None) is not None
 
     def _part(self, peer: bytes) -> None:
         """Take nothing more from a peer, not even what has come already."""
-        if self._leave(peer):
+        if self._forget(peer):
             self._parted.add(peer)
-        self._router.forget(peer)
+        self._router.disconnect(peer)
 
-    def _take(self, item: Arrived | Gone) -> None:
+    def _handle_item(self, item: Arrived | Gone) -> None:
         """One thing from the wire becomes one event."""
         if isinstance(item, Gone):
             self._parted.discard(item.peer)
             self._names.pop(item.peer, None)
-            if self._leave(item.peer):
+            if self._forget(item.peer):
                 self._handle(PeerLost(item.peer, item.reason, self._now()))
             return
         if item.peer in self._parted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.fairness.time_slices import Leavings
@@ -16,7 +16,7 @@ from gt.dispatcher.programs.programs import Programs
 from gt.dispatcher.state.arenas import SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.fetches import Fetches
-from gt.dispatcher.state.outbox import BufferedInstructions, Outbox
+from gt.dispatcher.state.outbox import Outbox
 from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.uploads import Uploads
 from gt.wire.messages import Data, Message
@@ -35,7 +35,7 @@ class ClientSession:
         binder = OpBinder(context)
         self.arenas = SessionArenas(context)
         self.uploads = Uploads(context, self.arenas)
-        self.outbox = Outbox(context, self.uploads, keep=self._keep, hold=self._hold)
+        self.outbox = Outbox(context, self.uploads)
         materializer = Materializer(context, self.uploads, binder)
         self.redistributor = Redistributor(context, binder, materializer)
         self.planner = Planner(context, self.uploads, binder, materializer, self.redistributor)
@@ -44,12 +44,6 @@ class ClientSession:
         self.op_stream = OpStream(context, self.outbox, self.planner, self.redistributor, self.programs, self.fetches)
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.began, self.warned = self.cluster.now, False  # warned: told that its time is nearly over
-
-    def _keep(self, worker: int, base: int, code: Sequence) -> None:
-        self.programs.take(worker, base, code)
-
-    def _hold(self, buffered: BufferedInstructions) -> bool:
-        return self.programs.deferred.hold(buffered)
 
     @property
     def stalled(self) -> bool:
@@ -62,10 +56,10 @@ class ClientSession:
         """Sends the client a message."""
         return self.context.send
 
-    def release(self) -> None:
+    def send_held(self) -> None:
         """Send what was held back, if all uploads that it waits for are here."""
         if self.outbox.held and not self.uploads.awaited:
-            self.outbox.release()
+            self.outbox.send_held()
             self.op_stream.acknowledge()
 
     # ---- lost workers, and the end
@@ -77,11 +71,12 @@ class ClientSession:
         self.arenas.lose(worker.index)
         self.uploads.lose(worker.index)
         if worker.index not in self.emitter.used:
-            self.release()
+            self.send_held()
             return
         self.failures.troubled = True
         cause = self.failures.cause_of_loss(worker)
         self.programs.lose(worker.index, cause)
+        self.op_stream.fragments.clear()
         for tensor in self.table.rows.values():
             if tensor.layout is not None and worker.index in tensor.layout.mesh.workers:
                 tensor.storage.failed = cause
@@ -90,8 +85,8 @@ class ClientSession:
             tensor.sums = None
         self.failures.unreported.append(cause)
         self.fetches.fail_all(cause)
-        self.programs.deferred.flush()
-        self.outbox.release()  # planned with the old process in mind: peers must meet its end, not its successor
+        self.outbox.send_deferred()
+        self.outbox.send_held()  # planned with the old process in mind: peers must meet its end, not its successor
         self.op_stream.acknowledge()
 
     def regain(self, worker: Worker) -> None:
@@ -104,9 +99,10 @@ class ClientSession:
     def close(self, leavings: Leavings) -> None:
         """The client is gone: nothing of it stays on any worker. What is large is left to be freed in slices."""
         context, outbox = self.context, self.outbox
-        takes = [buffered.uploads for buffered in (*self.programs.deferred.drop(), *outbox.held)]
+        takes = [buffered.uploads for buffered in (*outbox.take_deferred(), *outbox.held)]
         takes += [unit.uploads for unit in self.cluster.queue.leave(self.number)]
         self.programs.discard()
+        self.op_stream.fragments.close()
         outbox.discard()
         context.ended = True  # what follows frees, for which workers need no switches
         self.fetches.close()

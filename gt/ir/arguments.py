@@ -37,17 +37,17 @@ _IS: dict[str, Callable[[Arg], bool]] = {
 }
 
 
-def bind(schemas: Sequence[Schema], args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> Schema:
+def match(schemas: Sequence[Schema], args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> Schema:
     """The first of an op's schemas that the arguments fit. ValueError gives the mismatch with the last schema."""
     for schema in schemas[:-1]:
         try:
-            return _bound(schema, args, kwargs)
+            return _matched(schema, args, kwargs)
         except ValueError:
             continue
-    return _bound(schemas[-1], args, kwargs)
+    return _matched(schemas[-1], args, kwargs)
 
 
-def _bound(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> Schema:
+def _matched(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> Schema:
     positional = schema.positional
     if len(args) > len(positional):
         raise ValueError(f"args has {len(args)} values, {schema.op} takes at most {len(positional)}")

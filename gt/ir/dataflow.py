@@ -176,7 +176,7 @@ class AliasSets:
             parents[tensor], tensor = top, parents[tensor]
         return top
 
-    def join(self, tensor: int, other: int) -> None:
+    def union(self, tensor: int, other: int) -> None:
         self.parents[self.root(tensor)] = self.root(other)
 
     def memory(self, tensor: int) -> int:
@@ -210,7 +210,7 @@ def summarize(code: Sequence, definition: Definition) -> StreamSummary:
             made.add(tensor)
             alive.add(tensor)
             if source is not None:
-                sets.join(tensor, source)
+                sets.union(tensor, source)
     roots = {sets.root(tensor) for tensor in alive}
     sets.older = set(map(sets.root, older))
     return StreamSummary(sets, made, {tensor for tensor in made if sets.root(tensor) in roots})
@@ -322,7 +322,7 @@ def _alias_sets(rows: Sequence[Accessing], homes: Mapping[int, object]) -> Liven
     sets, makers = result.sets, result.makers
     firsts: dict[object, int] = {}
     for tensor, home in homes.items():
-        sets.join(tensor, firsts.setdefault(home, tensor))
+        sets.union(tensor, firsts.setdefault(home, tensor))
     again: set[int] = set()
     older: set[int] = set()
     for n, row in enumerate(rows):
@@ -335,7 +335,7 @@ def _alias_sets(rows: Sequence[Accessing], homes: Mapping[int, object]) -> Liven
                 again.add(i)
             makers[i] = n, k
             if k in views:
-                sets.join(i, used[views[k]])
+                sets.union(i, used[views[k]])
     sets.older = {sets.root(i) for i in older}
     result.ambiguous = {sets.root(i) for i in again}
     return result

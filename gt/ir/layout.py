@@ -1,16 +1,21 @@
 """Layout of a tensor on workers, in torch's words: a mesh with named axes, and one placement for each axis.
 
-`dim` is of a tensor, `axis` of a mesh. Local sizes follow torch.chunk's rule. Pure arithmetic, no tensors.
+`dim` is of a tensor, `axis` of a mesh. Local sizes follow torch.chunk's rule. A worker's piece is a list of boxes of the whole
+tensor: their arithmetic is here, and copies of them between NumPy arrays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+import numpy as np
+
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]  # one [start, stop) for each dim of the global tensor
+Boxes = Sequence[Sequence[Sequence[int]]]  # of one piece, as `boxes` makes them or in their wire form
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +142,35 @@ def boxes(layout: Layout, shape: tuple[int, ...], rank: int) -> list[Box]:
 
 def local_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """Shape of the rank-th worker's piece."""
-    parts = boxes(layout, shape, rank)
+    return piece_shape(boxes(layout, shape, rank))
+
+
+def piece_shape(parts: Boxes) -> tuple[int, ...]:
+    """Shape of the piece that has these boxes; (0,) without boxes."""
     if len(parts) == 1:
         return tuple(stop - start for start, stop in parts[0])
-    spans: list[set[Interval]] = [set() for _ in shape]
-    for box in parts:
-        for dim, span in enumerate(box):
-            spans[dim].add(span)
-    return tuple(sum(stop - start for start, stop in dims) for dims in spans)
+    return tuple(sum(stop - start for start, stop in spans) for spans in _spans(parts)) if parts else (0,)
+
+
+def _spans(parts: Boxes) -> list[list[Interval]]:
+    """The intervals of each dim whose product the boxes are."""
+    return [list(dict.fromkeys((box[dim][0], box[dim][1]) for box in parts)) for dim in range(len(parts[0]))]
+
+
+def _index(parts: Boxes) -> tuple:
+    if len(parts) == 1:
+        return tuple(slice(start, stop) for start, stop in parts[0])
+    return np.ix_(*(np.concatenate([np.arange(start, stop) for start, stop in spans]) for spans in _spans(parts)))
+
+
+def read_boxes(whole: np.ndarray, parts: Boxes) -> np.ndarray:
+    """The row-major piece with these boxes of `whole`."""
+    return np.ascontiguousarray(whole[_index(parts)]).reshape(piece_shape(parts))
+
+
+def write_boxes(whole: np.ndarray, parts: Boxes, piece: np.ndarray) -> None:
+    """Inverse of read_boxes: write a piece into the boxes of `whole`."""
+    whole[_index(parts)] = piece.reshape(piece_shape(parts))
 
 
 def overlap(a: Box, b: Box) -> Box | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from gt.errors import ConfigError, UnsupportedOp
 from gt.ir.ops import GT_OPS
 
 FILE = Path(__file__).with_name("op_schemas.txt")
+OWN = frozenset({"aten", "gt", "prim"})  # namespaces to which no library adds an op
 MAY = "~"  # alias mark of an argument that an op may write, which torch's schema does not state
 TYPES = frozenset(
     {"Tensor", "Scalar", "int", "float", "bool", "str", "ScalarType", "Layout", "MemoryFormat", "Device", "Generator"}
@@ -42,7 +43,7 @@ _ROW = re.compile(
     r"(?P<op>\w+\.\w+\.\w+)\((?P<arguments>.*)\) -> \((?P<returns>.*)\)  "
     r"# (?P<since>[\d.]+)-(?P<until>[\d.]+)(?P<flags>( \w+)*)"
 )
-_TYPE = re.compile(r"(?P<base>\w+)(?:\((?P<alias>[a-z]?)(?P<mark>[!~]?)\))?(?P<suffix>\[\]\??|\?\[\]|\?)?")
+_TYPE = re.compile(r"(?P<base>\w+)(?:\((?P<alias>(?:[a-z]\d{0,2})?)(?P<mark>[!~]?)\))?(?P<suffix>\[\]\??|\?\[\]|\?)?")
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Schema:
     since: str
     until: str
     flags: frozenset[str]
+    line: str = field(default="", compare=False, repr=False)  # of the table
 
     @cached_property
     def named(self) -> dict[str, Argument]:
@@ -128,7 +130,7 @@ class Schema:
             if by_name and arguments[-1].type.written:
                 raise ValueError(f"{found['op']} writes its result to {name}, which may not fit: no worker does that")
         returns = tuple(SchemaType.parse(text) for text in filter(None, found["returns"].split(", ")))
-        return cls(found["op"], tuple(arguments), returns, found["since"], found["until"], flags)
+        return cls(found["op"], tuple(arguments), returns, found["since"], found["until"], flags, line)
 
 
 class OpTable:
@@ -175,6 +177,12 @@ class OpTable:
             return f"{op} is not an op that workers carry out: {LEFT_OUT.get(why, why)}"
         if _NAME.fullmatch(op) is None:
             return f"{op!r:.80} is not an op: want a name like aten.add.Tensor"
+        library = op.partition(".")[0]
+        if library not in OWN:
+            return (
+                f"{op} is not an op of torch, and no library that this worker has imported adds it: start the worker with "
+                f"--library {library}"
+            )
         return (
             f"{op} is not an op of the table: if your torch has it, `gt ops {op} >> ops.txt` writes its schema, and "
             "GT_OPS=ops.txt for server, workers and program adds it"

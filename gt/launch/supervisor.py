@@ -23,7 +23,7 @@ from typing import Any
 from gt import env, log
 from gt.launch import machine
 from gt.launch.process import ending, fork
-from gt.wire.liveness import LOOKS, Vigil, home, sight
+from gt.wire.liveness import POLLS, Vigil, home, sight
 
 POLL = 0.2  # seconds between looks at parent and children
 ASK, GRACE = 0.5, 1.0  # seconds for children to end after the dispatcher's Exit, and after SIGTERM
@@ -34,7 +34,10 @@ WORDS = 12  # lines of stderr kept of each worker, for the error if it dies at s
 
 
 class Supervisor:
-    """order: {"token", "workers", "gpu", "backend", "heartbeat"}, see launch.local; the token is the server's secret."""
+    """order: {"token", "workers", "gpu", "backend", "heartbeat", "libraries", "path"}, see launch.local.
+
+    The token is the server's secret. path: folders where the program finds modules, for the libraries.
+    """
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._order = order
@@ -43,7 +46,7 @@ class Supervisor:
         self._dispatcher = 0
         self._workers: dict[int, int] = {}  # pid -> number
         self._vigils: dict[int, Vigil] = {}  # by pid
-        self._look = 0.0  # time of their next look
+        self._next_poll = 0.0  # of them
         self._words: dict[int, deque[str]] = {}
         self._again: dict[int, deque[float]] = {}  # number -> times of its restarts
         self._start: Callable[[int], None] = lambda number: None
@@ -95,7 +98,7 @@ class Supervisor:
         self._select.register(end, selectors.EVENT_READ, partial(self._on_stderr, number=number))
 
     def _watch(self, pid: int) -> None:
-        self._vigils[pid] = Vigil(pid, home(), int((GIVEN_UP if self._ready else NEVER_UP) * LOOKS))
+        self._vigils[pid] = Vigil(pid, home(), int((GIVEN_UP if self._ready else NEVER_UP) * POLLS))
 
     def _up(self) -> None:
         """Report that all have started. From here on the program watches the dispatcher."""
@@ -142,10 +145,10 @@ class Supervisor:
     def _end_stopped(self) -> None:
         """End workers that the dispatcher has given up, even if they could continue. RuntimeError at the start."""
         now = time.monotonic()
-        if self._vigils and now >= self._look:
-            self._look = now + self._order["heartbeat"] / LOOKS
+        if self._vigils and now >= self._next_poll:
+            self._next_poll = now + self._order["heartbeat"] / POLLS
             for pid, vigil in self._vigils.items():
-                if not vigil.look():
+                if not vigil.poll():
                     continue
                 if not self._ready:
                     name = f"worker {self._workers[pid]}" if pid in self._workers else "the dispatcher"
@@ -213,9 +216,9 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 os.write(2, data)
 
-    def _report(self, **what: Any) -> None:
+    def _report(self, **facts: Any) -> None:
         with contextlib.suppress(OSError):  # the program is gone: the end of stdin shows it too
-            os.write(1, json.dumps(what).encode() + b"\n")
+            os.write(1, json.dumps(facts).encode() + b"\n")
 
 
 def main() -> int:
@@ -241,9 +244,9 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     from gt.wire.access.auth import Access
     from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
 
-    def tell(**what: Any) -> None:
+    def announce(**facts: Any) -> None:
         with contextlib.suppress(OSError):
-            os.write(status, json.dumps(what).encode() + b"\n")
+            os.write(status, json.dumps(facts).encode() + b"\n")
 
     log.setup("dispatcher", "gt.server")
     more_descriptors()
@@ -251,12 +254,12 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
         access, terms = Access(secret=order["token"]), Terms(most=order["workers"])
         server = Server("127.0.0.1", 0, access, order["heartbeat"], terms=terms)
     except errors.GTError as error:
-        tell(failed=str(error))
+        announce(failed=str(error))
         return
     signal.signal(signal.SIGTERM, lambda *_: server.stop("the program that started it has ended"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server.on_workers = lambda count: tell(workers=count)
-    tell(port=server.port)
+    server.on_workers = lambda count: announce(workers=count)
+    announce(port=server.port)
     keep_freed()
     collect_less()
     take_turns()
@@ -270,7 +273,11 @@ def _work(order: dict[str, Any], port: int, gpu: str) -> None:
     if gpu:
         env.export(CUDA_VISIBLE_DEVICES=gpu)
     device = "cuda:0" if gpu else "cpu"
-    why = run(WorkerOptions("127.0.0.1", port, order["token"], backend=order["backend"], device=device))
+    sys.path.extend(folder for folder in order["path"] if folder not in sys.path)
+    options = WorkerOptions(
+        "127.0.0.1", port, order["token"], backend=order["backend"], device=device, libraries=order["libraries"]
+    )
+    why = run(options)
     if why:
         sys.stderr.write(f"gt worker: {why}\n")
 
@@ -280,16 +287,15 @@ def _work(order: dict[str, Any], port: int, gpu: str) -> None:
 
 def _preload(backend: str) -> list[str]:
     """Import the modules that all workers share, and return the usable GPUs."""
-    import gt.worker.loop
-    from gt.worker.engine.registry import ENGINES, open_engine
+    import gt.worker.loop  # noqa: F401
+    from gt.worker.engine.registry import ENGINES, import_torch_engine, open_engine
 
     if backend != "torch":
         if backend in ENGINES:
             open_engine(backend, "cpu")  # for its modules, which the workers then share
         return []
+    import_torch_engine()
     import torch
-
-    import gt.worker.engine.torch  # noqa: F401
 
     return machine.gpus() if torch.backends.cuda.is_built() else []
 

@@ -54,7 +54,7 @@ class PlannedStep:
     schedule: str = ""
     answer: dict = field(default_factory=dict)  # the dispatcher's answer to FinishCapture
 
-    def look(self, worker: int, tensor: int) -> tuple[tuple[int, ...], int] | None:
+    def shape_of(self, worker: int, tensor: int) -> tuple[tuple[int, ...], int] | None:
         """Local shape and itemsize of a tensor."""
         return self.intervals[worker].shapes.get(tensor)
 
@@ -141,8 +141,8 @@ class Dry:
         state.emitter.followed = frozenset(self.followed)
         state.programs.deferred.able = False
         state.uploads.begin = self._upload  # type: ignore[method-assign]
-        self._release = state.redistributor.release
-        state.redistributor.release = self._ending  # type: ignore[method-assign]
+        self._free = state.redistributor.free
+        state.redistributor.free = self._ending  # type: ignore[method-assign]
 
     def _upload(self, source: tuple, spec: Spec, parts: list, workers: list) -> int:
         self.state.context.uploaded += spec.nbytes
@@ -194,9 +194,9 @@ class Dry:
         self._batch += 1
         tape = self.state.context.tape
         if self._tape is not None and tape is not self._tape:
-            self._mark("optimizer")  # a recording was discarded
+            self._end_interval("optimizer")  # a recording was discarded
         elif tape is not None and tape is not self._tape:
-            self._mark()  # a recording begins
+            self._end_interval()  # a recording begins
         self._tape = tape
 
     def keep(self, tensor: int, array: Any) -> int:
@@ -226,7 +226,7 @@ class Dry:
         answer = self._reports.pop(0)
         if not self.told:
             self.known(self.living())
-        self._mark("captured", schedule)
+        self._end_interval("captured", schedule)
         self.steps["captured"].answer = answer
         self._tape = None
         return answer
@@ -245,7 +245,7 @@ class Dry:
     def close(self) -> None:
         self._ask()
         self.known(self.living())
-        self._mark("all")
+        self._end_interval("all")
 
     # ---- steps
 
@@ -270,7 +270,7 @@ class Dry:
         gone = [i for i in ids if i in rows and rows[i].base is None and rows[i].storage.param]
         if gone and not self.told:
             self.known([(i, WEIGHTS, "") for i in gone])
-        self._release(ids)
+        self._free(ids)
 
     def stepped(self, tensors: Sequence[tuple[int, str, str]]) -> None:
         """Note the tensors of an optimizer that has stepped; this ends the interval, unless a recording is in progress."""
@@ -280,10 +280,10 @@ class Dry:
         ids = [self.state.emitter.offset + row[0] for row in tensors]
         self._held = {index: worker.held(ids) for index, worker in self.followed.items()}
         if self.state.context.tape is None:
-            self._mark("optimizer")
+            self._end_interval("optimizer")
 
-    def _mark(self, kind: str = "", schedule: str = "") -> None:
-        intervals = {index: worker.mark() for index, worker in self.followed.items()}
+    def _end_interval(self, kind: str = "", schedule: str = "") -> None:
+        intervals = {index: worker.end_interval() for index, worker in self.followed.items()}
         step = PlannedStep(intervals, self._moves, self.journal, dict(self.code), self._held, schedule)
         self._moves, self.journal = Counter(), []
         self.code.clear()

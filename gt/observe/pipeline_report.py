@@ -38,7 +38,7 @@ def describe(dry: Dry, step: PlannedStep) -> dict[str, Any]:
     """Schedule, bubble and balance of a step; {} if it is no pipeline."""
     journal, code = (step.journal, step.code) if step.answer else _last_pass(step)
     try:
-        pipe = price_pipeline(journal, code, {}, step.look)
+        pipe = price_pipeline(journal, code, {}, step.shape_of)
     except NoPipeline:
         return {}
     except CannotReorder as error:
@@ -112,7 +112,7 @@ def _schedule(pipe: PricedPipeline, step: PlannedStep, costs: Costs) -> Reported
         rows = _as_written(pipe, step)
         if stages.backward:
             schedule.check(rows)
-        return ReportedSchedule("as written", schedule.finish(rows, costs))
+        return ReportedSchedule("as written", schedule.insert_epilogue(rows, costs))
     except NoRoom as error:
         return ReportedSchedule(step.schedule, None, error.said(size))
     except (ConfigError, ValueError) as error:

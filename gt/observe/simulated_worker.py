@@ -13,10 +13,9 @@ from typing import Any
 
 from gt.dispatcher.sharding import cost
 from gt.ir.dataflow import bytes_alive, decode
-from gt.ir.instr import COLLECTIVES, END, FORGET, FREE, KINDS, Define
+from gt.ir.instr import COLLECTIVES, END, FORGET, FREE, KINDS, PROGRAMS, Define
 from gt.ir.spec import DTYPES
 from gt.observe import comm_volume
-from gt.worker.instructions.pieces import as_boxes, local
 
 WEIGHTS, GRADIENTS, OPTIMIZER, OTHER = "weights", "gradients", "optimizer", "other"
 
@@ -72,7 +71,7 @@ class SimulatedWorker:
         self.tensors: dict[int, SimulatedTensor] = {}
         self.defines: dict[int, Define] = {}
         self.now = SimulatedInterval()
-        self._on: dict[str, Any] = {"op": self._op, "alias": self._alias, "program": None, "fetch": None, "describe": None}
+        self._on: dict[str, Any] = {"op": self._op, "alias": self._alias, **dict.fromkeys((*PROGRAMS, "fetch", "describe"))}
         self._names: dict[int, tuple[str, str]] = {}  # kind and name of weights, gradients and optimizer state
         self._outs: dict[int, list] = {}  # definition -> shape, itemsize and viewed operand of each output
 
@@ -83,7 +82,7 @@ class SimulatedWorker:
         if held is not None:
             held.block.kind, held.block.name = kind, name
 
-    def mark(self) -> SimulatedInterval:
+    def end_interval(self) -> SimulatedInterval:
         """End an interval. Blocks that are alive are the start of the next."""
         ended, self.now = self.now, SimulatedInterval()
         self._names.clear()
@@ -169,12 +168,8 @@ class SimulatedWorker:
 
     @staticmethod
     def _shape(define: Define, source: SimulatedTensor | None) -> tuple[int, ...]:
-        payload = define.payload
-        for kind, key in (("reduce_scatter", "boxes"), ("all_to_all", "want")):
-            if define.kind == kind:
-                return local(as_boxes(payload[key][payload["team"]["rank"]]))[0]
-        if "shape" in payload:
-            return tuple(payload["shape"])
+        if define.result_shape is not None:
+            return define.result_shape
         return source.shape if source is not None else ()
 
     # ---- memory

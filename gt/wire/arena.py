@@ -26,7 +26,7 @@ from math import prod
 import numpy as np
 
 from gt.errors import ProtocolError
-from gt.ir.boxes import Boxes
+from gt.ir.layout import Boxes
 from gt.wire import liveness
 from gt.wire.messages import OfferArena
 

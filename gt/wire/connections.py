@@ -44,7 +44,7 @@ class Connection:
     frames: list = field(default_factory=list)
     parted: int = 0
 
-    def join(self, body: bytes, frames: tuple) -> tuple[bytes, tuple] | str | None:
+    def assemble(self, body: bytes, frames: tuple) -> tuple[bytes, tuple] | str | None:
         """Add a part: body and frames of the whole message, None before the last part, or the fault of the part."""
         first, self.heard = not self.heard, True
         if first and len(body) > FIRST:
@@ -114,7 +114,7 @@ class Connections:
                 return connection
         return None
 
-    def settle(self) -> list[bytes]:
+    def collect_ended(self) -> list[bytes]:
         """Peers whose connections have ended, after all of their messages were received."""
         ended = [connection for row in self._ended.values() for connection in row if connection.peer]
         self._ended.clear()
@@ -122,7 +122,7 @@ class Connections:
             self._peers.pop(connection.peer, None)
         return [connection.peer for connection in sorted(ended, key=lambda connection: connection.closed)]
 
-    def leave(self, peer: bytes, now: float) -> None:
+    def disconnect(self, peer: bytes, now: float) -> None:
         """Refuse a peer: its connection ends soon."""
         if (connection := self._peers.get(peer)) is not None:
             connection.leaving = now + LEAVE

@@ -21,7 +21,7 @@ from gt.errors import Refused
 from gt.wire import codec
 from gt.wire.access.approach import Approach
 from gt.wire.connections import cut
-from gt.wire.liveness import LOOKS, Cable, Vigil
+from gt.wire.liveness import POLLS, Cable, Vigil
 from gt.wire.messages import CHUNK, Exit, Message, Reject, Welcome
 from gt.wire.signals import uninterrupted
 from gt.wire.socket import (
@@ -103,7 +103,7 @@ class Dealer:
         self._fault: Exception | None = None  # error of a turn in another thread
         self._sock: zmq.Socket | None = None  # once connected, until closed
         self._vigil: Vigil | None = None  # once the dispatcher has named its process
-        self._look = 0.0  # time of its next look
+        self._next_poll = 0.0  # of it
         self._thread = threading.Thread(target=self._main, name="gt-link", daemon=True)
         _open_dealers.add(id(self))
         self._thread.start()
@@ -245,7 +245,7 @@ class Dealer:
             if type(message) is Welcome:
                 match message.process:
                     case [int(pid), str(home)]:
-                        self._vigil = Vigil(pid, home, LOOKS)
+                        self._vigil = Vigil(pid, home, POLLS)
             self._on_message(message, frames)
         return True
 
@@ -272,7 +272,7 @@ class Dealer:
             self._queue.clear()
             self._approach.close(int(LINGER * 1000) if self._closing and not self._deaf else 0)
             terminate(context)
-            self._forget()
+            self._stop_helper()
         if reason and not self._closing:
             self._on_lost(reason)
 
@@ -289,7 +289,7 @@ class Dealer:
             if led:
                 os.close(self._call)
 
-    def _forget(self) -> None:
+    def _stop_helper(self) -> None:
         """Stop pyzmq's helper thread for uncopied frames with the last link. It is started again when needed."""
         _open_dealers.discard(id(self))
         if not _open_dealers and garbage.gc.thread is not None and not garbage.gc.refs:
@@ -363,14 +363,14 @@ class Dealer:
 
     def _ended(self, cable: Cable) -> str:
         """The reason, once it is certain that the dispatcher's process is stopped or its host is gone, else ""."""
-        if (now := time.monotonic()) < self._look:
+        if (now := time.monotonic()) < self._next_poll:
             return ""
-        self._look = now + self._heartbeat / LOOKS
-        return cable.look() or ("" if self._vigil is None else self._vigil.look())
+        self._next_poll = now + self._heartbeat / POLLS
+        return cable.poll() or ("" if self._vigil is None else self._vigil.poll())
 
     def _pause(self) -> int:
         """Milliseconds to sleep in poll."""
-        return int(1000 * (TURN if self._on_turn is not None else min(1.0, self._heartbeat / LOOKS)))
+        return int(1000 * (TURN if self._on_turn is not None else min(1.0, self._heartbeat / POLLS)))
 
     def _flush(self, sock: zmq.Socket) -> str:
         deadline = time.monotonic() + LINGER

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 STOPPED = "TtZX"  # states of proc(5) without progress: stopped, traced, zombie, dead
-LOOKS = 8  # looks at a process in a heartbeat
+POLLS = 8  # of a process in a heartbeat
 SHORTEST = 2.0  # least seconds without an acknowledgement that count: the kernel may delay one
 # Offsets in tcp_info: unanswered probes in a row, segments in flight, milliseconds since the last acknowledgement.
 _PROBES, _UNACKED, _ANSWERED = 3, 24, 56
@@ -109,12 +109,12 @@ def unheard(fd: int) -> float:
 
 
 class Cable:
-    """Watches one connection: it counts as cut after `seconds`, at two looks in a row at least."""
+    """Watches one connection: it counts as cut after `seconds`, at two polls in a row at least."""
 
     def __init__(self, fd: int, seconds: float) -> None:
         self._fd, self._limit, self._before = fd, max(seconds, SHORTEST), False
 
-    def look(self) -> str:
+    def poll(self) -> str:
         """The finding, once that is certain, or ""."""
         silent = unheard(self._fd)
         found, self._before = self._before and silent >= self._limit, silent >= self._limit
@@ -122,15 +122,15 @@ class Cable:
 
 
 class Vigil:
-    """Watches one process: it counts as stopped after `looks` looks in a row.
+    """Watches one process: it counts as stopped after `polls` polls in a row.
 
-    Looks are counted, not seconds: the watcher may have been stopped itself, and must not blame the other for that time.
+    Polls are counted, not seconds: the watcher may have been stopped itself, and must not blame the other for that time.
     """
 
-    def __init__(self, pid: int, where: str, looks: int) -> None:
-        self._pid, self._where, self._wanted, self._found = pid, where, looks, 0
+    def __init__(self, pid: int, where: str, polls: int) -> None:
+        self._pid, self._where, self._wanted, self._found = pid, where, polls, 0
 
-    def look(self) -> str:
+    def poll(self) -> str:
         """The finding, once that is certain, or ""."""
         found = sight(self._pid, self._where)
         self._found = self._found + 1 if found.stopped else 0

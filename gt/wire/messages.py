@@ -34,7 +34,7 @@ class Hello(Message):
     "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many workers it
     wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one, "pid", "host",
     "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof": see
-    gt.wire.access.proof}.
+    gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.library_ops}.
     """
 
     version: int
@@ -118,6 +118,18 @@ class Inspect(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class InspectFragments(Message):
+    """Client -> dispatcher: asks how much of a function's calls programs carried out. Answered by Report.
+
+    slot: of the function, as in the FRAGMENTs of its stream. Report.body: {"programs": count, "ops": of all calls, "carried":
+    those of them that programs carried out, "last_ops", "last_carried": of the last call, "why": [[ops, reason], ...]}.
+    """
+
+    request: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stats(Message):
     """Client -> dispatcher: asks for counters. Answered by Report. program: whose replay they show, -1 for the newest."""
 
@@ -175,7 +187,8 @@ class Welcome(Message):
     """Dispatcher -> client or worker, answers Hello.
 
     workers: their names, in order of index. groups: names of the signal groups, in order. process: [pid, home] of the
-    dispatcher, see wire.liveness; peers on its host see whether it is stopped.
+    dispatcher, see wire.liveness; peers on its host see whether it is stopped. ops: for a client, lines of the schemas of the
+    libraries' ops that all of its workers have.
     """
 
     session: int
@@ -184,6 +197,7 @@ class Welcome(Message):
     groups: list
     credit: int
     process: list = field(default_factory=list)
+    ops: list = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +282,7 @@ class Described(Message):
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Dispatcher -> client, answers Inspect, Stats and FinishCapture. Worker -> dispatcher, answers Query."""
+    """Dispatcher -> client, answers Inspect, InspectFragments, Stats and FinishCapture. Worker -> dispatcher, answers Query."""
 
     request: int
     body: dict
@@ -457,5 +471,5 @@ class ArenaOpened(Message):
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
-    UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened,
+    UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
 )  # fmt: skip

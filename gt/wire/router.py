@@ -84,7 +84,7 @@ class Router:
         self._dead: dict[bytes, bool] = {}  # the last gone peers -> True if told
         self._packed: tuple[Message | None, bytes] = (None, b"")
         self._sparse = Sparse(log, SPOKEN)
-        self._next_look = 0.0
+        self._next_poll = 0.0
         self._again = False  # the porter may have further requests
         self._context = zmq.Context(io_threads=1)
         self._sock = self._context.socket(zmq.ROUTER)
@@ -110,7 +110,7 @@ class Router:
     def poll(self, timeout: float) -> list[Arrived | Gone]:
         """Messages and ends within `timeout` seconds. A peer's messages always precede its end."""
         if self._connections:
-            timeout = min(timeout, max(0.0, self._next_look - time.monotonic()))
+            timeout = min(timeout, max(0.0, self._next_poll - time.monotonic()))
         if self._connections.unsettled or self._again:
             timeout = 0.0
         ready = dict(self._poller.poll(int(timeout * 1000 + 0.999)))
@@ -124,22 +124,22 @@ class Router:
             self._let_in(request)
         self._again = bool(requests)  # an answer consumes the signal of newer requests
         now = time.monotonic()
-        look = self._connections and now >= self._next_look
-        sent = {connection: tcp.received(connection.fd) for connection in self._connections} if look else {}
+        due = self._connections and now >= self._next_poll
+        sent = {connection: tcp.received(connection.fd) for connection in self._connections} if due else {}
         burst = 1 << 16 if self._connections.unsettled else BURST if self._sock in ready else 0
         drained = self._receive(found, burst)
         if self._connections.unsettled:
-            for peer in self._connections.settle():
-                self._lose(peer, found)
-        if look:
-            self._look(now, sent, drained)
+            for peer in self._connections.collect_ended():
+                self._report_end(peer, found)
+        if due:
+            self._poll(now, sent, drained)
         return found
 
     def cut_off(self) -> list[Gone]:
         """Peers whose host has acknowledged nothing for a heartbeat."""
-        found = [(peer, how) for peer, cable in self._cables.items() if (how := cable.look())]
+        found = [(peer, how) for peer, cable in self._cables.items() if (how := cable.poll())]
         for peer, _ in found:
-            self.forget(peer)
+            self.disconnect(peer)
         return [Gone(peer, f"its connection ended: {how}") for peer, how in found]
 
     def descriptors(self, peers: Iterable[bytes]) -> set[int]:
@@ -156,11 +156,11 @@ class Router:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
 
-    def forget(self, peer: bytes) -> None:
+    def disconnect(self, peer: bytes) -> None:
         """Drop further messages of this peer, and end its connection soon. The end is still reported."""
         self._bury(peer, True)
         self._cables.pop(peer, None)
-        self._connections.leave(peer, time.monotonic())
+        self._connections.disconnect(peer, time.monotonic())
 
     def close(self) -> None:
         """Send what is queued, for at most LINGER seconds, and free the port."""
@@ -179,7 +179,7 @@ class Router:
         self._sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
         ask(self._sock, auth.lock(entry, access.token, ip, port))
         self._porter.bind("inproc://zeromq.zap.01")
-        bound = self._bind(host, ip, port)
+        bound = self._listen(host, ip, port)
         self._lock = auth.lock(entry, access.token, ip, bound)
         self._sealed = entry.mechanism == auth.CURVE
         self._client = public(self._lock.client) if self._lock.client else b""
@@ -191,7 +191,7 @@ class Router:
             log.info("%s", refusal)  # no file is needed: peers have the secret or the token
         return bound
 
-    def _bind(self, host: str, ip: str, port: int) -> int:
+    def _listen(self, host: str, ip: str, port: int) -> int:
         try:
             self._sock.bind(f"tcp://{ip}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -265,7 +265,7 @@ class Router:
             connection.taken += on_wire(len(body), self._sealed)
             for frame in frames:
                 connection.taken += on_wire(len(frame), self._sealed)
-            whole = connection.join(body, frames)
+            whole = connection.assemble(body, frames)
             if isinstance(whole, str):
                 found.append(Arrived(peer, b"", (), whole))
             elif whole is not None:
@@ -293,7 +293,7 @@ class Router:
 
     # ---- ends of connections
 
-    def _lose(self, peer: bytes, found: list[Arrived | Gone]) -> None:
+    def _report_end(self, peer: bytes, found: list[Arrived | Gone]) -> None:
         self._cables.pop(peer, None)
         self._bury(peer, self._dead.get(peer, False))
         self._cables.pop(peer, None)
@@ -304,7 +304,7 @@ class Router:
         if len(self._dead) > DEAD:
             del self._dead[next(iter(self._dead))]
 
-    def _look(self, now: float, sent: dict[Connection, tuple[int, int]], drained: bool) -> None:
+    def _poll(self, now: float, sent: dict[Connection, tuple[int, int]], drained: bool) -> None:
         """End the connections of peers that send no message, or bytes that cannot be a message."""
         connections = self._connections
         late = connections.overdue(now, {connection: row[0] for connection, row in sent.items()})
@@ -313,7 +313,7 @@ class Router:
         for connection, reason in late.items():
             self._end(connection, reason)
         took = time.monotonic() - now
-        self._next_look = now + max(WARY if connections.silent or connections.growing else CALM, 20 * took)
+        self._next_poll = now + max(WARY if connections.silent or connections.growing else CALM, 20 * took)
 
     def _end(self, connection: Connection, reason: str) -> None:
         """End a connection, unless it has just ended, when another may have its descriptor."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gt.errors import ProtocolError
-from gt.ir import boxes
-from gt.ir.boxes import Boxes
+from gt.ir.layout import Boxes, piece_shape, read_boxes, write_boxes
 from gt.ir.spec import Spec
 from gt.wire.arena import PeerArena, check_boxes, tensor
 from gt.wire.messages import ArenaOpened, CloseArenas, Data, OfferArena, Piece, UploadProgress, UseBlock
@@ -53,13 +52,13 @@ class _TensorBlock:
     def nbytes(self) -> int:
         """Of the worker's piece."""
         count = self.whole.itemsize
-        for extent in boxes.shape(self.boxes):
+        for extent in piece_shape(self.boxes):
             count *= extent
         return count
 
     def bytes(self) -> np.ndarray:
         """The piece's bytes, row-major: in the arena if they are contiguous there, else a copy."""
-        return boxes.take(self.whole, self.boxes).reshape(-1).view(np.uint8)
+        return read_boxes(self.whole, self.boxes).reshape(-1).view(np.uint8)
 
     def in_place(self) -> np.ndarray | None:
         """The piece's bytes in the arena, None if they are not contiguous there."""
@@ -164,7 +163,7 @@ class WorkerArenas:
             else:
                 self._arenas[block.arena].memory.populate(block.end)
                 local = np.frombuffer(self.engine.view(self.engine.packed(source)), np.uint8)
-                boxes.put(block.whole, block.boxes, local.view(block.whole.dtype))
+                write_boxes(block.whole, block.boxes, local.view(block.whole.dtype))
         self.send(Piece(block.key, spec.nbytes, spec.nbytes))
 
     def _pinned(self, block: _TensorBlock) -> bool:

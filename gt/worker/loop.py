@@ -14,7 +14,7 @@ import signal
 import socket as bsd
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,6 +280,7 @@ class WorkerOptions:
     name: wanted, "" for the next free one. device: "" takes a GPU if the engine has one. wait: seconds to look for the server,
     None for ever. secret: of the server's workers, "" where it asks for none. memory: bytes it may take, 0 for GT_MEMORY_LIMIT,
     else its share of the host's; of a GPU bytes of the device, and no limit by itself.
+    libraries: modules whose ops it executes.
     """
 
     host: str
@@ -291,6 +292,7 @@ class WorkerOptions:
     wait: float | None = 10.0
     secret: str = ""
     memory: int = 0
+    libraries: Sequence[str] = ()
 
     @property
     def limit(self) -> int:
@@ -321,6 +323,7 @@ def run(
     try:
         limit = options.limit
         engine = open_engine(options.backend, options.device)
+        ops = engine.load(options.libraries)
         plane = open_plane(env.get("GT_TRANSPORT"), engine)
         info = plane.open()
         if main and engine.kind == "cpu":
@@ -328,7 +331,7 @@ def run(
         elif limit:
             engine.bound(limit)
         loop = Loop(engine, plane, joined, renew, budget)
-        _join(loop, options, {"device": engine.kind, **info})
+        _join(loop, options, {"device": engine.kind, "ops": ops, **info})
         return loop.serve()
     except Terminated:
         return ""

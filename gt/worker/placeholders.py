@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from gt.ir.instr import KINDS, Define
 from gt.ir.spec import Spec, contiguous
 from gt.worker.context import ExecutionContext
-from gt.worker.instructions.pieces import as_boxes
-from gt.worker.instructions.pieces import local as local_shape
 
 
 @dataclass(frozen=True)
@@ -42,17 +40,8 @@ def placeholders(define: Define) -> list[Placeholder]:
         return [Placeholder(first + n, Spec.from_wire(out[1]) if out[1] else None) for n, out in enumerate(outs)]
     if "dst" not in operands:
         return []
-    place, shape = operands.index("dst"), _shape(define)
+    place, shape = operands.index("dst"), define.result_shape
     if shape is None or "dtype" not in payload:
         return [Placeholder(place, like=operands.index("src"), shape=shape)]
     spec = contiguous(shape, payload["dtype"])
     return [Placeholder(place, Spec(shape, tuple(payload.get("stride", spec.stride)), 0, spec.dtype))]
-
-
-def _shape(define: Define) -> tuple[int, ...] | None:
-    """Local shape of dst, None if it is the shape of src."""
-    payload = define.payload
-    for kind, key in (("reduce_scatter", "boxes"), ("all_to_all", "want")):
-        if define.kind == kind:
-            return local_shape(as_boxes(payload[key][payload["team"]["rank"]]))[0]
-    return tuple(payload["shape"]) if "shape" in payload else None

@@ -17,6 +17,7 @@ import torch
 from gt import api, env, errors
 from gt.client import current_session
 from gt.client.device import register
+from gt.config.registry import source
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import MARK, Action, Lines, Log, Received, Send, Turn, TurnWanted
 from gt.dispatcher.fairness.time_slices import Pace
@@ -196,9 +197,9 @@ def written(config: str | None, workers: int) -> Iterator[Transcript]:
 
     def begin(given: str | None, wanted: int) -> None:
         path = next(p for p in (config, given, env.get("GT_CONFIG")) if p is not None)
-        text = api.read(path)
+        text, path = source(path, "")
         register.register()
-        session = PlannedSession(text, path, workers or wanted or api._workers_of_config(path) or 1, transcript)
+        session = PlannedSession(text, path, workers or wanted or api.workers_named((text, path)) or 1, transcript)
         current_session.connect(session, text, path)
 
     before, api._Started.plan = (api._Started.plan, current_session.set_aside()), begin

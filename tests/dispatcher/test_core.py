@@ -343,7 +343,7 @@ def test_what_a_worker_is_told_of_outlives_what_is_refused_and_not_its_process()
     """A program of one session names it; it goes with what is sent next, also when what was written meanwhile is refused."""
     worker = Worker(0, "w0", b"peer", {})
     told, others = (Define(100 + n, "together", {"count": 2 + n}) for n in range(2))
-    worker.tell(told)
+    worker.announce(told)
     assert worker.known == {100}
     worker.define(others)
     worker.code += (101, 0)
@@ -351,7 +351,7 @@ def test_what_a_worker_is_told_of_outlives_what_is_refused_and_not_its_process()
     assert worker.known == {100}
     worker.code += (100, 0)
     assert worker.take() == [([told.wire()], [100, 0])]
-    worker.tell(Define(102, "together", {"count": 4}))
+    worker.announce(Define(102, "together", {"count": 4}))
     worker.lost = "killed"
     worker.discard()
     worker.revive(b"new", {})

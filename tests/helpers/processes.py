@@ -1,15 +1,18 @@
-"""Processes that a run of the tests starts, read from /proc, and waiting for a condition that no message announces."""
+"""Processes that a run of the tests starts: programs, a list of all from /proc, and waiting for what no message announces."""
 
 from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import ROOT
 from tests.helpers.limits import limit
 
 MARK = "GT_TEST_RUN"  # conftest sets this variable, and every process that the run starts inherits it
@@ -56,3 +59,17 @@ def resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, IndexError):
         return 0
+
+
+def run_program(prelude: str, program: str, seconds: float, **variables: str) -> str:
+    """Standard output of a prelude, whose `{root!r}` is this repository, and a program. variables: of its environment."""
+    done = subprocess.run(
+        [sys.executable, "-c", prelude.format(root=str(ROOT)) + program],
+        capture_output=True,
+        text=True,
+        timeout=limit(seconds),
+        env={**os.environ, **variables},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout

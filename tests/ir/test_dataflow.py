@@ -178,5 +178,5 @@ def test_definitions_say_what_the_table_says() -> None:
     ],
 )
 def test_the_table_says_what_an_op_writes(name: str, args: list, writes: list[int]) -> None:
-    schema = arguments.bind(TABLE.find(name), args, {})
+    schema = arguments.match(TABLE.find(name), args, {})
     assert arguments.written(schema, args, {}) == writes

@@ -101,7 +101,7 @@ class World:
             one["met"], one["peer"] = True, b"%d" % self.number
             assert self.ours.meet(one["peer"], one["fd"], one["ticket"]) is not None, one
         ended = {one["peer"] for one in self.late if one["met"]}
-        assert set(self.ours.settle()) == ended
+        assert set(self.ours.collect_ended()) == ended
         for one in self.open.values():
             connection = self.ours.of(one.get("peer", b""))
             assert (connection is not None) == one["met"] and (not connection or self.ours.holds(connection))
@@ -206,7 +206,7 @@ def test_those_who_say_nothing_go():
         made.meet(b"%d" % fd, fd, made.ticket(0.0))
     assert not made.overdue(SPEAK - 1, {})
     assert [connection.fd for connection in made.overdue(SPEAK + 1, {})] == [2]
-    made.leave(b"1", 20.0)
+    made.disconnect(b"1", 20.0)
     assert {connection.fd for connection in made.overdue(20.0 + LEAVE + 1, {})} == {1, 2}
 
 
@@ -258,7 +258,7 @@ def test_endless_parts_end_that_peer_alone(ours, more):
         for item in ours.poll(0.01):
             if isinstance(item, Arrived) and item.fault:
                 faults.append(item.fault)
-                ours.forget(item.peer)
+                ours.disconnect(item.peer)
                 ours._connections.of(item.peer).leaving = time.monotonic()  # soon is now
     evil.close()
     thread.join()
@@ -293,13 +293,13 @@ def test_a_long_command_is_never_held(ours):
 def test_a_message_that_is_cut_is_joined_again(body, frames):
     whole = b"\x90" + os.urandom(body), tuple(os.urandom(size) for size in frames)
     connection = Connection(3, 1, 0.0)
-    assert connection.join(b"\x90", ()) == (b"\x90", ())
+    assert connection.assemble(b"\x90", ()) == (b"\x90", ())
     parts = cut(*whole, 100)
     assert max(sum(map(len, part)) for part in parts) <= 1 + 100 + 100
     for first, *rest in parts[:-1]:
-        assert connection.join(first, tuple(rest)) is None
+        assert connection.assemble(first, tuple(rest)) is None
     last, *rest = parts[-1]
-    assert connection.join(last, tuple(rest)) == whole
+    assert connection.assemble(last, tuple(rest)) == whole
     assert not connection.parted and not connection.body and not connection.frames
 
 
@@ -308,21 +308,21 @@ def test_a_message_that_is_cut_is_joined_again(body, frames):
 def test_a_message_that_is_cut_may_have_any_bytes(byte, size):
     whole = b"\x90" + byte * size, (byte * 100, byte * 100)
     connection = Connection(3, 1, 0.0)
-    assert connection.join(b"\x90", ()) == (b"\x90", ())
+    assert connection.assemble(b"\x90", ()) == (b"\x90", ())
     *parts, (last, *rest) = cut(*whole, 100)
     for first, *frames in parts:
-        assert connection.join(first, tuple(frames)) is None
-    assert connection.join(last, tuple(rest)) == whole
+        assert connection.assemble(first, tuple(frames)) is None
+    assert connection.assemble(last, tuple(rest)) == whole
 
 
 def test_a_message_in_parts_is_bounded():
     connection = Connection(3, 1, 0.0)
-    assert "not msgpack" in connection.join(connections.PART + b"x", ())
-    assert connection.join(b"\x90", ()) == (b"\x90", ())
+    assert "not msgpack" in connection.assemble(connections.PART + b"x", ())
+    assert connection.assemble(b"\x90", ()) == (b"\x90", ())
     said, sent = None, 0
     while said is None:
-        said, sent = connection.join(connections.PART + bytes(CHUNK), ()), sent + CHUNK
+        said, sent = connection.assemble(connections.PART + bytes(CHUNK), ()), sent + CHUNK
     assert "came in parts of" in said and sent <= PARTED + CHUNK
     connection = Connection(3, 1, 0.0, heard=True)
-    assert f"at most {PARTED} and {PARTS}" in connection.join(connections.PART, (b"",) * (PARTS + 1))
-    assert f"the first message has {FIRST + 1} bytes" in Connection(3, 1, 0.0).join(bytes(FIRST + 1), ())
+    assert f"at most {PARTED} and {PARTS}" in connection.assemble(connections.PART, (b"",) * (PARTS + 1))
+    assert f"the first message has {FIRST + 1} bytes" in Connection(3, 1, 0.0).assemble(bytes(FIRST + 1), ())

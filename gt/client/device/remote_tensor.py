@@ -7,7 +7,9 @@ Python methods of torch that need a tensor's bytes are defined here, by fetching
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +20,15 @@ from gt.errors import UnsupportedOp
 LAZY = torch.device("lazy", 0)
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # so that autocast("remote") applies
 _base = torch._C.TensorBase
+new_tensor = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+
+def new_view(*args: Any) -> Any:
+    """As new_tensor, for a view. torch makes it share its base's version counter, which a tensor of inference mode lacks."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return new_tensor(*args)
+    return new_tensor(*args)
 
 
 class Shown:
@@ -25,6 +36,15 @@ class Shown:
 
     device = LAZY
     types = frozenset({"lazy"})
+
+
+class _Saved(threading.local):
+    """The values of remote tensors that this thread's torch.save has fetched, by storage; None outside of one."""
+
+    hosts: dict[int, torch.Tensor] | None = None
+
+
+saved = _Saved()
 
 
 class Ref:
@@ -142,6 +162,8 @@ class RemoteTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         host = self.detach().cpu().requires_grad_(self.requires_grad)
+        if saved.hosts is not None:
+            saved.hosts[host.untyped_storage()._cdata] = host
         if getattr(self, "_is_param", False):
             host = torch.nn.Parameter(host, requires_grad=self.requires_grad)
         return host.__reduce_ex__(protocol)
@@ -210,9 +232,9 @@ class RemoteStorage:
     size = __len__ = nbytes
 
 
-def make(meta: Meta, ref: Ref | Alias) -> RemoteTensor:
-    """A new tensor object for a reference."""
-    tensor = RemoteTensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+def make(meta: Meta, ref: Ref | Alias, new: Callable[..., Any] = new_tensor) -> RemoteTensor:
+    """A new tensor object for a reference. new: new_view for a view of another tensor."""
+    tensor: RemoteTensor = new(
         RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, torch.strided, LAZY, False, False, None,
         False, False, _AUTOCAST,
     )  # fmt: skip
@@ -222,6 +244,6 @@ def make(meta: Meta, ref: Ref | Alias) -> RemoteTensor:
 
 def rebind(target: RemoteTensor, value: RemoteTensor) -> None:
     """Make `target` name the memory of `value`, for `p.data = y`, in-place view ops and out= that resizes."""
-    shell = make(value._ref.meta, value._ref)
+    shell = make(value._ref.meta, value._ref, new_tensor if target.is_inference() else new_view)
     _base.data.__set__(target, shell)
     target._ref = Alias(value._ref)

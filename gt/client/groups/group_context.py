@@ -22,22 +22,33 @@ class GroupStack(threading.local):
 
 
 stack = GroupStack()
+BACKWARD = "\x1f"  # in a path, between a group's name and that of the group of its backward ops
+
+
+def groups_of(path: str, backward: bool) -> str:
+    """The path as the dispatcher reads it, of forward or of backward ops."""
+    if BACKWARD not in path:
+        return path
+    return "/".join(step.partition(BACKWARD)[2 if backward and BACKWARD in step else 0] for step in path.split("/"))
 
 
 class context(ContextDecorator):
     """Ops inside run in a signal group: `with gt.signal.context("pp_stage0"):`, or the same as a decorator of a function.
 
     name: the group's name in the config. parts: number of weights that are fused in one there, such as 3 for q, k and v; with
-    1 the planner finds it from their split. Contexts nest, and the innermost decides. TypeError for a name that is no
-    non-empty string, ValueError for one with "/" or "#".
+    1 the planner finds it from their split. backward: name of the group of the ops that differentiate the ops inside; by
+    default the config's. Contexts nest, and the innermost decides. TypeError for a name that is no non-empty string,
+    ValueError for one with "/" or "#".
     """
 
-    def __init__(self, name: str, parts: int = 1) -> None:
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"a signal group is a non-empty string, got {name!r}")
-        if "/" in name or "#" in name:
-            raise ValueError(f"a signal group's name has no '/' or '#', got {name!r}")
-        self.name = f"{name}#{parts}" if parts > 1 else name  # as the dispatcher reads it
+    def __init__(self, name: str, parts: int = 1, backward: str | None = None) -> None:
+        for given in (name,) if backward is None else (name, backward):
+            if not isinstance(given, str) or not given:
+                raise TypeError(f"a signal group is a non-empty string, got {given!r}")
+            if "/" in given or "#" in given:
+                raise ValueError(f"a signal group's name has no '/' or '#', got {given!r}")
+        forward = f"{name}#{parts}" if parts > 1 else name  # as the dispatcher reads it
+        self.name = forward if backward is None else forward + BACKWARD + backward
 
     def __enter__(self) -> context:
         stack.in_backward.append(torch._C._current_autograd_node() is not None)

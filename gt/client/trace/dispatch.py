@@ -31,6 +31,7 @@ from gt.client.trace.op_info import (
     _infos,
     info_of,
 )
+from gt.client.trace.refusals import as_on_cpu
 from gt.client.trace.shape_inference import infer
 from gt.client.trace.uploads import upload_operands
 from gt.errors import UnsupportedOp
@@ -38,7 +39,6 @@ from gt.ir.instr import PARAM
 
 # Mode of an entry -> the function that carries such a call out as several ops; modules register theirs
 SEVERAL_OPS: dict[int, Callable[[OpInfo, Entry, tuple, dict], Any]] = {}
-_wrap = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 _known = _infos.get
 
@@ -104,7 +104,7 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
         if meta.large and recorder.live_tensors.ended:
             recorder.free_ended()
         code.extend((entry.number, origin, *ids, *values, number))
-        tensor = _wrap(
+        tensor = entry.new(
             RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, _strided, LAZY, False, False, None,
             False, False, _AUTOCAST,
         )  # fmt: skip
@@ -196,18 +196,19 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
     if several is not None:
         return several(info, entry, args, kwargs)
     recorder, origin = current(), row[1]
+    if entry.mode == ASK and recorder.tape is not None:
+        recorder.tape.refuse(f"the shape of {info.name}'s result depends on values, which a replay does not know", origin)
     numbers = [recorder.new_id() for _ in entry.metas]
     if recorder.live_tensors.ended and any(meta is not None and meta.large for meta in entry.metas):
         recorder.free_ended()
     recorder.code.extend(row + numbers)
     if entry.mode == ASK:
-        if recorder.tape is not None:
-            recorder.tape.refuse(f"the shape of {info.name}'s result depends on values, which a replay does not know", origin)
         recorder.flush()
         output_metas = [metas.of_spec(spec) for spec in recorder.session.describe(numbers)]
     else:
         output_metas = entry.metas
-    outputs = [make(m, Ref(n, m, origin, recorder.live_tensors)) for n, m in zip(numbers, output_metas, strict=True)]
+    live = recorder.live_tensors
+    outputs = [make(m, Ref(n, m, origin, live), entry.new) for n, m in zip(numbers, output_metas, strict=True)]
     if len(recorder.code) > recorder.batch:
         recorder.end_batch()
     operands = _tensors((args, kwargs)) if entry.written else ()
@@ -265,6 +266,8 @@ def _without_out(info: OpInfo) -> Any:
 # Ops whose CPU kernels, and no shape rules, refuse an out= that shares memory with an input
 NO_OVERLAP = {"aten.complex.out", "aten.kthvalue.values", "aten.masked_select.out", "aten.take.out"}
 
+SAME_DTYPE = {"aten.complex.out", "aten.take.out"}  # whose CPU kernels, and no shape rules, refuse an out= of another dtype
+
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two tensors have one storage and their ranges of bytes in it meet, as torch's own check has it."""
@@ -294,6 +297,9 @@ def _into(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
     results = _tensors(op(*args, **rest))
     wanted = entry.metas or [metas.contiguous(tuple(m.shape), t.dtype) for m, t in zip(results, targets, strict=True)]
     for target, result, meta in zip(targets, results, wanted, strict=True):
+        if info.name in SAME_DTYPE and target.dtype != result.dtype:
+            error = RuntimeError(f"{info.name}: the result is of {result.dtype}, out= of {target.dtype}; want the same dtype")
+            raise as_on_cpu(info, list(args), kwargs, error)
         if target.shape != meta.shape:
             rebind(target, empty(meta))
         torch.ops.aten.copy_.default(target, result)

@@ -32,7 +32,7 @@ def in_chunks(info: OpInfo, entry: Entry, args: tuple, kwargs: dict) -> Any:
         return _elementwise(info, count, args, kwargs)
     named, base = {**dict(zip(info.names, args, strict=False)), **kwargs}, info.name.split(".")[1]
     if base in _JOINS:
-        return _join(info, count, **named)
+        return _concatenate(info, count, **named)
     if base in _SPLITS and not info.writes:
         return _split(info, count, **named)
     raise _too_long(info)
@@ -70,7 +70,7 @@ def _elementwise(info: OpInfo, count: int, args: tuple, kwargs: dict) -> Any:
     return results if info.func._schema.returns else None
 
 
-def _join(info: OpInfo, count: int, tensors: Any, dim: int = 0) -> Any:
+def _concatenate(info: OpInfo, count: int, tensors: Any, dim: int = 0) -> Any:
     """Join chunks, then their results. All tensors get the result's dtype first: a chain of promotions may round twice."""
     stacked, dtype = ".stack." in info.name, tensors[0].dtype
     for tensor in tensors:

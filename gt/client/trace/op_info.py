@@ -13,6 +13,7 @@ import torch
 from gt.client import current_session
 from gt.client.device import meta as metas
 from gt.client.device.meta import Meta
+from gt.client.device.remote_tensor import new_tensor
 from gt.ir import ops
 
 Handler = Callable[["OpInfo", tuple, dict], Any]
@@ -55,15 +56,17 @@ class Entry:
 
     number: of the template, or of chunks with mode LONG. metas: of outputs that get an id, in order. result: the value to
     return as a tree of ("new", output), ("arg", operand) and ("const", value). written: operands that are written in place.
+    new: makes an output's tensor object, new_view where an output is a view.
     """
 
-    __slots__ = ("metas", "mode", "number", "result", "written")
+    __slots__ = ("metas", "mode", "new", "number", "result", "written")
 
     def __init__(self) -> None:
         self.number, self.mode = 0, MANY
         self.metas: list[Meta] = []
         self.result: Any = None
         self.written: tuple[int, ...] = ()
+        self.new: Callable[..., Any] = new_tensor
 
 
 def _kind(argument: Any, typed: bool) -> int:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from gt.client.current_session import Current
 from gt.client.device.random import draw
-from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
-from gt.client.trace import host_ops, op_info
+from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, new_view, rebind
+from gt.client.trace import fake_quantization, host_ops, library_ops, op_info, refusals, sequences, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
@@ -24,7 +25,7 @@ def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     """detach: another Python object for the same view. Nothing is sent."""
     ref = args[0]._ref
     Current.fresh = None
-    return make(ref.meta, Alias(ref))
+    return make(ref.meta, Alias(ref), new_view)
 
 
 def itself(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
@@ -35,8 +36,8 @@ def decompose(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """A composite op that is dispatched whole, as in inference mode."""
     if info.name == "aten.scaled_dot_product_attention.default":
         return attention(*args, **kwargs)
-    if kwargs.get("layout") not in (None, torch.strided):
-        raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor, and remote tensors are strided: send x.to_dense()")
+    if kwargs.get("layout") not in (None, torch.strided, torch.sparse_coo, torch.sparse_csr):
+        raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor; remote has COO, CSR and dense ones")
     result = info.func.decompose(*args, **kwargs)
     return call(info, args, kwargs) if result is NotImplemented else result
 
@@ -46,7 +47,7 @@ def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     generator = None
     if any(isinstance(a, torch.Generator) for a in args):
         generator = next(a for a in args if isinstance(a, torch.Generator))
-        args = tuple(None if a is generator else a for a in args)
+        args = tuple(a for a in args if a is not generator)  # it is the last one, and optional
     generator = kwargs.pop("generator", generator)
     kwargs.pop("pin_memory", None)
     if not is_remote(kwargs.get("device")):
@@ -110,6 +111,17 @@ def rrelu(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     return x.copy_(result) if info.writes[0] == "self" else result
 
 
+def group_norm(x: torch.Tensor, groups: int, *rest: Any) -> torch.Tensor:
+    """group_norm that keeps channels last, as on the CPU; torch makes the input of other devices contiguous."""
+    kept = x.dim() == 4 and suggest_memory_format(x) == torch.channels_last and x.shape[1] % groups == 0 and x.numel() > 0
+    if not kept:
+        return aten.group_norm.default.decompose(x, groups, *rest)
+    weight, bias, eps = (*rest, *(None, None, 1e-5)[len(rest) :])[:3]
+    rows, channels, height, width = x.shape
+    x = x.contiguous(memory_format=torch.channels_last)
+    return aten.native_group_norm.default(x, weight, bias, rows, channels, height * width, groups, eps)[0]
+
+
 def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     raise UnsupportedOp(f"{info.name} is not supported on remote: compute it on the CPU and move the result with .to('remote')")
 
@@ -142,6 +154,10 @@ _ROWS: dict[str, Handler | None] = {
     "aten.empty_strided.default": host_ops.new_empty,
     "aten.resize_.default": host_ops.resize,
     "aten.resize_as_.default": host_ops.resize,
+    "aten._pack_padded_sequence.default": sequences.pack,
+    "aten.ctc_loss.Tensor": lambda info, args, kwargs: sequences.ctc_loss(*args, **kwargs),
+    "aten._fused_moving_avg_obs_fq_helper.default": fake_quantization.observe_and_quantize,
+    "aten.group_norm.default": lambda info, args, kwargs: group_norm(*args, **kwargs),
     "aten.is_pinned.default": is_pinned,
     "aten.record_stream.default": ignore,
     "aten._efficientzerotensor.default": instead(aten.zeros.default),  # has no memory that could be sent
@@ -157,6 +173,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.arange.start_out": factory(aten.arange.start_step),
     "aten.linspace.out": factory(aten.linspace.default),
     "aten.logspace.out": factory(aten.logspace.default),
+    "aten._nested_view_from_jagged.default": refusals.nested,
     "aten.eye.out": factory(aten.eye.default),
     "aten.eye.m_out": factory(aten.eye.m),
     "aten.randperm.out": factory(aten.randperm.default),
@@ -176,11 +193,12 @@ def _returns_no_tensor(info: OpInfo) -> bool:
 # Ops without a row above: the first condition that holds decides
 _CONDITIONS: list[tuple[Condition, Handler]] = [
     (lambda info: info.composite, decompose),
+    (library_ops.foreign, library_ops.run),
     (_returns_no_tensor, from_shapes),
     (lambda info: info.name.startswith("aten.set_."), host_ops.set_),
     (lambda info: torch.Tag.inplace_view in info.func.tags, view_in_place),
     (lambda info: info.random, random),
-    (lambda info: info.name.startswith("aten._to_sparse"), refuse),
+    (lambda info: info.name.startswith("aten._to_sparse"), refuse),  # BSR, CSC
     (lambda info: torch.Tag.nondeterministic_seeded in info.func.tags, refuse),
     (lambda info: "device" in info.named, host_ops.placed),
 ]
@@ -188,4 +206,4 @@ _CONDITIONS: list[tuple[Condition, Handler]] = [
 
 def register() -> None:
     """Register these handlers; once, before the first op."""
-    op_info.register({**dict.fromkeys(map(str, WHOLE)), **_ROWS}, _CONDITIONS)
+    op_info.register({**dict.fromkeys(map(str, WHOLE)), **_ROWS, **sparse_ops.HANDLERS}, _CONDITIONS)

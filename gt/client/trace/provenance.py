@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gt.client.groups.group_context import stack
+from gt.client.groups.group_context import groups_of, stack
 
 if TYPE_CHECKING:
     from gt.client.trace.recorder import Recorder
@@ -91,7 +91,7 @@ class Origins:
     def text(self, number: int) -> str:
         """Line, group and micro-batch of an origin, for an error that compares two."""
         file, line, group, backward, micro = next((row for row, n in self._rows.items() if n == number), ("", 0, "", False, -1))
-        parts = [f"at {file}:{line}", f"in group {group}" if group else "in no group"]
+        parts = [f"at {file}:{line}", f"in group {groups_of(group, backward)}" if group else "in no group"]
         parts += ["in the backward pass"] * backward + [f"in micro-batch {micro}"] * (micro >= 0)
         return " ".join(parts)
 
@@ -134,7 +134,7 @@ class Origins:
         key = (file, line, group, backward, micro)
         number = self._rows.get(key)
         if number is None:
-            number = self._rows[key] = self._recorder.new_origin(*key)
+            number = self._rows[key] = self._recorder.new_origin(file, line, groups_of(group, backward), backward, micro)
             self._places[number] = f"{file}:{line}" if line else ""
             if not backward:
                 self._forward[number] = (file, line, group, micro)

@@ -43,7 +43,7 @@ def upload(host: torch.Tensor) -> RemoteTensor:
             recorder.flush_ops()
             recorder.session.wait_room(data.nbytes)
         row[2] = recorder.session.keep(number, data)
-        recorder.code.extend(row)
+        recorder.emit_large_upload(row)
     recorder.ops += 1
     return make(meta, Ref(number, meta, origin, recorder.live_tensors))
 

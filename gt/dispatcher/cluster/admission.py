@@ -10,6 +10,7 @@ from gt.config.schema import Config
 from gt.dispatcher.cluster.leases import PATIENCE_SECONDS, Exclusive, Shared, Waiting
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.errors import ConfigError, ProtocolError, Refused
+from gt.ir import library_ops
 from gt.wire.messages import Hello
 
 MAX_CONFIG_CHARACTERS = 32 << 10  # characters: parsing takes up to 0.4 s, and everybody waits
@@ -47,7 +48,7 @@ class Admission:
             raise ConfigError(f"{hello.config_path or 'config'} is nested too deep") from None
         if self.most:
             check_workers(config, [f"w{n}" for n in range(self.most)])
-        client = Waiting(peer, hello, config, now + PATIENCE_SECONDS, _used(config))
+        client = Waiting(peer, hello, config, now + PATIENCE_SECONDS, used_workers(config))
         self.lending.examine(client)
         self.waiting.append(client)
 
@@ -58,7 +59,7 @@ class Admission:
         return any(w.peer == peer for w in self.waiting)
 
 
-def _used(config: Config) -> frozenset[int]:
+def used_workers(config: Config) -> frozenset[int]:
     """Indices of the workers that a config names."""
     return frozenset(index for group in config.groups.values() for index in group.flat)
 
@@ -92,7 +93,7 @@ def _switches(switches: dict[str, Any]) -> None:
 
 
 def worker_info(info: dict[str, Any]) -> dict[str, Any]:
-    """A worker's info with all fields; ProtocolError names a field that is unknown or has a bad value."""
+    """A worker's info with all fields, `ops` as schemas by name. ProtocolError names a field that is unknown or bad."""
     defaults = {
         "name": "",
         "pid": 0,
@@ -105,6 +106,7 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
         "unique_id": "",
         "home": "",
         "proof": "",
+        "ops": [],
     }
     for key, value in info.items():
         if key not in defaults:
@@ -117,6 +119,10 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
     if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > MAX_NAME_CHARACTERS:
         got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"
         raise ProtocolError(f"Hello.info: {got}, want -1 or more, and {MAX_NAME_CHARACTERS} printable characters at most")
+    try:
+        whole["ops"] = library_ops.parse(whole["ops"])
+    except ValueError as error:
+        raise ProtocolError(f"Hello.info.ops: {error}") from None
     return whole
 
 

@@ -14,7 +14,7 @@ from gt.dispatcher.events import Examine, Examined
 from gt.dispatcher.schedule.measure import measured
 from gt.dispatcher.session import ClientSession
 from gt.ir.instr import COMMUNICATION
-from gt.wire.liveness import LOOKS, STOPPED, describe
+from gt.wire.liveness import POLLS, STOPPED, describe
 from gt.wire.messages import Query, Report
 
 COMPILE = "compile"  # kind of what a worker is at while it compiles a program
@@ -118,8 +118,8 @@ class Watch:
 
     # ---- whether they get on
 
-    def look(self, now: float) -> tuple[list[tuple[bytes, Query]], list[Examine]]:
-        """Whom to ask where it is: workers that have something to do. And whose processes to look at."""
+    def poll(self, now: float) -> tuple[list[tuple[bytes, Query]], list[Examine]]:
+        """Queries to busy workers, which ask how far each is, and the processes to examine."""
         if now - self._ticked > JUMP:
             self.awake = now
         self._ticked = now
@@ -129,16 +129,16 @@ class Watch:
             if worker.lost or worker.done >= worker.runs:
                 self.places.pop(worker.index, None)
             elif place is None or place.life != worker.lives or place.done != worker.done:
-                soon = now - self.heartbeat / LOOKS  # it is asked for the first time at the next tick
+                soon = now - self.heartbeat / POLLS  # it is asked for the first time at the next tick
                 self.places[worker.index] = WorkerPosition(worker.lives, worker.done, now, now, soon, now)
-            elif now - place.asked >= self.heartbeat / LOOKS:
+            elif now - place.asked >= self.heartbeat / POLLS:
                 place.asked = now
                 asked.append((worker.peer, Query(self.cluster.key(), False)))
         return asked, self._examine(now)
 
     def _examine(self, now: float) -> list[Examine]:
         self.halts = {i: halt for i, halt in self.halts.items() if self._living(i, halt.life)}
-        if not self.home or now - self._examined < self.heartbeat / LOOKS:
+        if not self.home or now - self._examined < self.heartbeat / POLLS:
             return []
         self._examined = now
         return [
@@ -158,7 +158,7 @@ class Watch:
             self.halts.pop(index, None)
         elif index not in self.halts:
             self.halts[index] = Halt(worker.lives, event.at, describe(worker.info["pid"], event.state))
-        if place is not None and not place.waits and event.at - place.heard > 2 * self.heartbeat / LOOKS:
+        if place is not None and not place.waits and event.at - place.heard > 2 * self.heartbeat / POLLS:
             self._worked(place, 1, event.seconds)
 
     def halted(self, share: float) -> dict[int, Halt]:

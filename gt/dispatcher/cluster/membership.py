@@ -9,7 +9,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from gt.dispatcher.cluster.admission import Admission, shared_out, worker_info
+from gt.config.load import resolve
+from gt.dispatcher.cluster.admission import Admission, shared_out, used_workers, worker_info
 from gt.dispatcher.cluster.health import Survey
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
 from gt.dispatcher.cluster.workers import Worker
@@ -93,10 +94,10 @@ class Membership:
         names = [w.name for w in lease.cluster.workers] if lease else [name]
         self._core.send(peer, Welcome(0, name, names, [], CREDIT, self._core.process))
         if lease is not None:
-            self._tell_world(lease, lease.cluster.form(again=True) if lease.cluster.formed else ())
+            self._announce_world(lease, lease.cluster.form(again=True) if lease.cluster.formed else ())
         self._admit_clients()
 
-    def _tell_world(self, lease: Lease, members: Sequence[int] = ()) -> None:
+    def _announce_world(self, lease: Lease, members: Sequence[int] = ()) -> None:
         """members: those whose devices are to share memory."""
         cluster = lease.cluster
         cluster.generation += 1
@@ -122,13 +123,14 @@ class Membership:
                 self._core.fault(client.peer, "Hello", error)
 
     def _welcome(self, client: Waiting) -> None:
-        config, lease = client.config, self._lending.grant(client, self._core.now)
+        lease = self._lending.grant(client, self._core.now)
+        config = resolve(client.config, [worker.index for worker in lease.cluster.workers if not worker.lost])
         cluster, switches = lease.cluster, {k: v for k, v in client.hello.switches.items() if k not in OWN}
         self._workers.update({worker.peer: worker for worker in workers(lease)})
         terms = SessionTerms(
             self._terms.memory,
             client.hello.switches.get("stall_timeout", STALL_SECONDS),
-            lambda worker: shared_out(switches, client.used, cluster, worker),
+            lambda worker: shared_out(switches, used_workers(config), cluster, worker),
             self._core.pace,
             self._core.page if self._core.logging else None,
         )
@@ -138,10 +140,11 @@ class Membership:
         self._sessions[client.peer] = lease.sessions[client.peer] = session
         members = cluster.form()
         if members or not cluster.generation:  # before the first program that may need it
-            self._tell_world(lease, members)
+            self._announce_world(lease, members)
         self._core.log_line("CONNECT", self._core.name(client.peer), f"client with {len(config.groups)} groups")
         names, name, groups = [w.name for w in cluster.workers], self._core.name(client.peer), list(config.groups)
-        self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process))
+        ops = [schema.line for schema in context.ops.libraries.values()]
+        self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process, ops))
 
     def goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
         self.remove(peer, plain(message.reason, MAX_REASON_CHARACTERS) or GOODBYE)
@@ -188,17 +191,17 @@ class Membership:
         if self._admission.waiting:
             self._admit_clients()
         for lease in list(self._lending.leases):
-            self._look(lease)
+            self._poll(lease)
 
-    def _look(self, lease: Lease) -> None:
+    def _poll(self, lease: Lease) -> None:
         """Ask busy workers whether they get on; give up those that are stopped, and tell programs of slow ones."""
-        queries, examinations = lease.watch.look(self._core.now)
+        queries, examinations = lease.watch.poll(self._core.now)
         for peer, query in queries:
             self._core.send(peer, query)
         self._core.act(examinations)
         for index, halt in lease.watch.halted(1.0).items():
             self._give_up(lease.cluster.workers[index], f"for {self._core.heartbeat:g} s {halt.how}")
-        lease.stragglers.tell(lease.sessions.values(), self._core.now)
+        lease.stragglers.report(lease.sessions.values(), self._core.now)
 
     def examined(self, event: Examined) -> None:
         lease, worker = self._lending.of(event.peer), self._workers.get(event.peer)

@@ -16,8 +16,9 @@ from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import WorkerStuck
 from gt.ir.instr import COMMUNICATION
-from gt.wire.messages import Describe, Failed, Fetch, FinishCapture, Inspect, Message, Notice, Ops, Stats
+from gt.wire.messages import Describe, Failed, Fetch, FinishCapture, Inspect, InspectFragments, Message, Notice, Ops, Stats
 
+QUESTIONS = (Fetch, Describe, Inspect, InspectFragments, Stats)
 SLOW = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0)  # seconds at one instruction after which a program is told, then every 600
 SAME = 60.0  # seconds in which a program is not told for the second time that it has come to a slow instruction at one line
 HALTED = 0.5  # of a heartbeat: a process that is stopped for a moment is looked at by a debugger
@@ -43,7 +44,7 @@ class Stragglers:
     def forget(self, session: ClientSession) -> None:
         self._told.pop(session.number, None)
 
-    def tell(self, sessions: Iterable[ClientSession], now: float) -> None:
+    def report(self, sessions: Iterable[ClientSession], now: float) -> None:
         """Notices and errors for the programs that wait for workers."""
         halted = {i: halt.how for i, halt in self.watch.halted(HALTED).items()}
         for session in sessions:
@@ -85,7 +86,7 @@ class Stragglers:
             stopped = {i: halted[i] for i in waits & set(halted)}
             if stopped or (stalled and waits):
                 said = self._says(session, self._blamed(waits), now)
-                self._tell_stuck(session, self._error(session, stopped, said))
+                self._report_stuck(session, self._error(session, stopped, said))
 
     def _end_held(self, session: ClientSession, halted: dict[int, str], now: float) -> None:
         """End questions behind an upload that a stopped worker has to take in, or only such as do not get on."""
@@ -97,11 +98,11 @@ class Stragglers:
         said = f"{self._alive(waits)} taken in nothing of an upload for {now - uploads.moved:.1f} s"
         error = self._error(session, stopped, said)
         if self._without_credit(session):
-            self._tell_stuck(session, error)
+            self._report_stuck(session, error)
         left: deque[tuple[Message, tuple]] = deque()
         for message, frames in session.inbox:
             # FinishCapture ends a call whose ops are sent and which must not be made again: it waits until the worker is lost.
-            if isinstance(message, (Fetch, Describe, Inspect, Stats)) or (stalled and isinstance(message, FinishCapture)):
+            if isinstance(message, QUESTIONS) or (stalled and isinstance(message, FinishCapture)):
                 session.send(Failed(message.request, errors.to_wire(error)))
             else:
                 left.append((message, frames))
@@ -143,7 +144,7 @@ class Stragglers:
         return batches >= CREDIT and not session.op_stream.told_stuck
 
     @staticmethod
-    def _tell_stuck(session: ClientSession, error: WorkerStuck) -> None:
+    def _report_stuck(session: ClientSession, error: WorkerStuck) -> None:
         session.op_stream.told_stuck = True
         session.send(Failed(-1, errors.to_wire(error)))
 

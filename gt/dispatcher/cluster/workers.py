@@ -13,6 +13,8 @@ from gt.dispatcher.fairness.run_queue import RunQueue
 from gt.errors import SystemFailure
 from gt.ir.heap import MEETING_BYTES, Sizes, channel_bytes, channel_class, enough, sizes, team_bytes
 from gt.ir.instr import FIRST, Define
+from gt.ir.library_ops import common
+from gt.ir.schema import Schema
 from gt.ir.template import weight
 
 MOST = 1 << 17  # numbers of one Run, about: it has to fit a body whatever a client sends
@@ -65,8 +67,8 @@ class Worker:
             self.weight += weight(definition.payload)
         return number
 
-    def tell(self, definition: Define) -> None:
-        """Have it know of what a program will name, whether or not what this event writes is sent."""
+    def announce(self, definition: Define) -> None:
+        """Send it a definition that a program will name, even if the instructions of this event are discarded."""
         if definition.number not in self.known:
             self.known.add(definition.number)
             self.told.append(definition.wire())
@@ -134,6 +136,10 @@ class Cluster:
         """Numbers of workers that compute in their host's memory, by host."""
         return dict(Counter(w.info.get("host", "") for w in self.workers if not w.lost and w.info.get("device") == "cpu"))
 
+    def library_ops(self) -> dict[str, Schema]:
+        """Schemas of the libraries' ops that all workers have."""
+        return common(w.info.get("ops") or {} for w in self.workers if not w.lost)
+
     def finished(self, worker: Worker, run: int) -> None:
         """A worker has carried out its Runs up to this one: what waited for that is sent."""
         worker.done = run
@@ -166,7 +172,7 @@ class Cluster:
         self.next_key += 1
         return self.next_key
 
-    def _take(self, nbytes: int, members: tuple[int, ...]) -> int:
+    def _allocate(self, nbytes: int, members: tuple[int, ...]) -> int:
         offset = self.heap_used
         limit = min(self.workers[i].info.get("heap_bytes", 0) for i in members)
         if offset + nbytes > limit:
@@ -184,14 +190,14 @@ class Cluster:
         shared = channel_class(source, target)
         if shared not in self._channels:
             found = self._sizes((source, target))
-            self._channels[shared] = self._take(channel_bytes(found.slot, found.slots), (source, target)), found
+            self._channels[shared] = self._allocate(channel_bytes(found.slot, found.slots), (source, target)), found
         return self._channels[shared]
 
     def team(self, workers: tuple[int, ...]) -> tuple[int, int, int]:
         """(id, heap offset, buffer size) of a team, made on first use."""
         if workers not in self._teams:
             buffer = self._sizes(workers).buffer
-            self._teams[workers] = len(self._teams), self._take(team_bytes(buffer, len(workers)), workers), buffer
+            self._teams[workers] = len(self._teams), self._allocate(team_bytes(buffer, len(workers)), workers), buffer
         return self._teams[workers]
 
     def team_payload(self, workers: tuple[int, ...], rank: int) -> dict:

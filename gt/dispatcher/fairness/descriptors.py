@@ -40,7 +40,7 @@ class Reserve:
         self.short = False
         self._keep(KEPT)
 
-    def look(self, now: float) -> bool:
+    def poll(self, now: float) -> bool:
         """True while the process has too few descriptors, which is said once."""
         if not self.short:
             if self._keep(KEPT + 1):

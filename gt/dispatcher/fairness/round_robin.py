@@ -15,9 +15,10 @@ from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.fetches import MAX_REQUESTS
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import GTError, ProtocolError
-from gt.wire.messages import Describe, Fetch, FinishCapture, Inspect, Message, Ops, Stats
+from gt.wire.messages import Describe, Fetch, FinishCapture, Inspect, InspectFragments, Message, Ops, Stats
 
-DEFERRED = frozenset({Ops, Fetch, Describe, Inspect, FinishCapture, Stats})  # what a stalled session keeps for later, in order
+# Messages that a stalled session keeps for later, in order
+DEFERRED = frozenset({Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats})
 MAX_DEFERRED_MESSAGES = CREDIT + MAX_REQUESTS + 1
 
 
@@ -26,7 +27,7 @@ class SessionHost(Protocol):
 
     sessions: dict[Peer, ClientSession]
 
-    def take(self, peer: Peer, message: Message, frames: tuple) -> None: ...
+    def handle_message(self, peer: Peer, message: Message, frames: tuple) -> None: ...
     def attempt(self, peer: Peer, what: str, call: Callable, *args: object) -> None: ...
     def refuse(self, peer: Peer, error: GTError) -> None: ...
 
@@ -79,7 +80,7 @@ class RoundRobin:
             if self._stalled(peer, session, session.inbox[0][0]):
                 break
             if session.inbox:  # or the session has just ended
-                core.take(peer, *session.inbox.popleft())
+                core.handle_message(peer, *session.inbox.popleft())
             if self._pace.spent:
                 break
         self._note(peer)
@@ -117,7 +118,7 @@ class RoundRobin:
         if not session.stalled and not isinstance(message, Ops):
             self._core.attempt(peer, "Ops", session.op_stream.finish)
             if not isinstance(message, FinishCapture) and not session.op_stream.busy:
-                session.programs.deferred.flush()
+                session.outbox.send_deferred()
         return session.stalled or session.arenas.awaits(message)
 
     def check(self) -> None:

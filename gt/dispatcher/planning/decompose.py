@@ -95,7 +95,7 @@ class Decompose:
             else:
                 self._planner.plan_part(part.known[0], origin, operands, (), made)
             over = [names[name] for name in dict.fromkeys((*part.ins, *part.outs)) if last.get(name) == n and name != SUMS]
-            self._redistributor.release(over)
+            self._redistributor.free(over)
         if SUMS in names:
             made_by = rows[outs[0]]
             made_by.sums = made_by.storage.version, rows.pop(names[SUMS])
@@ -119,7 +119,7 @@ class Decompose:
             if t.layout is not None and t.layout.partial:
                 self._redistributor.reduce_partial(t.storage)
         self._planner.plan_part(quotient(known), origin, pair, (), [outs[0]])
-        self._redistributor.release([total])
+        self._redistributor.free([total])
 
     def _part_of_mean(
         self, divide: OpSchema, part: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]
@@ -128,4 +128,4 @@ class Decompose:
         grad = self._emitter.temporary()
         self._planner.plan_part(divide, origin, ins[:1], (), [grad])
         self._planner.plan_part(part, origin, [self._table.rows[grad], *ins[1:]], values, outs)
-        self._redistributor.release([grad])
+        self._redistributor.free([grad])

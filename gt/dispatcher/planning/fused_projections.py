@@ -17,7 +17,7 @@ from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.op_queue import NeedsLookahead
 from gt.dispatcher.state.records import Origin
 from gt.dispatcher.state.tensors import Table, Tensor
-from gt.ir.instr import FREE, PARAM
+from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, FREE, PARAM
 from gt.ir.layout import Layout, Shard
 
 log = logging.getLogger("gt.dispatcher")
@@ -73,7 +73,7 @@ def needs_lookahead(context: SessionContext, known: OpSchema, origin: Origin, in
     if meaning is None or meaning.kind != COLUMN or meaning.parts or known.name not in WEIGHTS:
         return False
     right = WEIGHTS[known.name][1]
-    if right < 0 or not ins[right].storage.param or ins[right].placed:
+    if right < 0 or not ins[right].storage.param or (ins[right].placed and not ins[right].movable):
         return False
     try:
         count_split_parts(context, outs)
@@ -93,6 +93,12 @@ def count_split_parts(context: SessionContext, outs: list[int]) -> int:
                 return 1
             if number in (FREE, PARAM) and type(code[at + 1]) is int:
                 at += 2 + (max(code[at + 1], 0) if number == FREE else 0)
+                continue
+            if number == FRAGMENT:
+                at += FRAGMENT_HEADER
+                continue
+            if number == END_FRAGMENT and type(code[at + 1]) is int:
+                at += 2 + max(code[at + 1], 0)
                 continue
             known = context.templates.get(number)
             if known is None:  # something else, or a lie, which will be met in its turn

@@ -94,7 +94,7 @@ class ListOps:
             if t.layout is None:
                 home = self._home(known, origin, ins, place)
                 self._redistributor.place(t.storage, home or replicated(self._context.default_mesh()))
-                t.storage.default = home is None
+                t.storage.note_placed(home is not None)
             assert t.layout is not None
             if t.layout.partial:
                 self._redistributor.reduce_partial(t.storage)
@@ -114,7 +114,8 @@ class ListOps:
             beside = ins[items[place]] if place < len(items) else None
             if beside is not None and beside.layout is not None:
                 return beside.layout if beside.spec.shape == shape else replicated(beside.layout.mesh)
-        return replicated(origin.meaning.mesh) if origin.meaning else None
+        group = origin.meaning or ins[known.columns[0].indices(T)[place]].storage.home
+        return replicated(group.mesh) if group else None
 
     def _plan_part(self, layout: Layout, indices: list[int], op: _ListOp) -> tuple[ListPart, OpPlan] | None:
         """Plan and emit a list op over some of its indices; None if a worker that it needs is lost."""

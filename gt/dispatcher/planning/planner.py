@@ -15,13 +15,19 @@ from gt.dispatcher.planning.fused_projections import WEIGHTS, needs_lookahead, r
 from gt.dispatcher.planning.list_ops import ListOps
 from gt.dispatcher.planning.materializer import Materializer, root_layout
 from gt.dispatcher.planning.op_binder import OpBinder
-from gt.dispatcher.planning.parameters import place_weights, split, weight
+from gt.dispatcher.planning.parameters import (
+    ReplicationWarnings,
+    declare_frozen,
+    place_weights,
+    split,
+    weight,
+)
 from gt.dispatcher.planning.redistributor import Redistributor, same_terms
 from gt.dispatcher.sharding.decomposition import mean_of_rows
 from gt.dispatcher.sharding.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.redistribute import Order
-from gt.dispatcher.sharding.rules import Decision, decide_along, whole
+from gt.dispatcher.sharding.rules import VALUELESS, Decision, decide_along, whole
 from gt.dispatcher.sharding.views import VIEWS, wanted_parts
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import lost_in
@@ -33,6 +39,8 @@ from gt.dispatcher.state.uploads import Uploads
 from gt.ir.layout import Layout, Mesh, Partial, Placement, R, replicated
 
 log = logging.getLogger("gt.dispatcher")
+# Ops that read an operand's shape and none of its values: no use of a weight
+SHAPE_ONLY = VALUELESS | {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"}
 
 
 class Planner:
@@ -52,6 +60,7 @@ class Planner:
         self._failures, self._journal, self._scribe = context.failures, context.journal, context.scribe
         self._warned: set[str] = set()
         self._decompose = Decompose(context, redistributor, self)
+        self._replicated = ReplicationWarnings(context)
         self._lists = ListOps(context, binder, redistributor, self)
         self.hits = 0
 
@@ -71,6 +80,8 @@ class Planner:
             self._after(known, origin, ins, outs)
             return
         self._queue.due = 0  # what is planned anew takes long
+        if origin.meaning is not None:
+            declare_frozen(known, origin.meaning, ins)
         if needs_lookahead(self._context, known, origin, ins, outs):
             raise NeedsLookahead
         if self._scribe is not None:
@@ -93,7 +104,7 @@ class Planner:
         if mean_of_rows(known, [t.layout for t in ins]):
             self._decompose.mean_of_rows(known, origin, ins, values, outs)
             return
-        if plan is None or (origin.meaning is not None and any(t.storage.default and t.storage.param for t in ins)):
+        if plan is None or (origin.meaning is not None and any(t.movable for t in ins)):
             mesh = self._mesh(known, origin, ins)
             if lost_in(self._cluster, mesh):
                 self.abandon(known, mesh, ins, outs)
@@ -114,7 +125,10 @@ class Planner:
         if any(t.storage.failed and t.storage.failed.lost >= 0 for t in ins):
             self.abandon(known, (plan.wants + plan.outs)[0].mesh, ins, outs)
             return
+        unplaced = [t.storage for t in ins if t.layout is None and t.storage.param]
         self.carry_out(known, plan, ins, values, outs)
+        for storage in unplaced:
+            storage.undecided = storage.undecided or known.name in SHAPE_ONLY
         if origin.meaning is not None and origin.meaning.kind == COLUMN:
             record_producer(self._table, known, ins, outs)
 
@@ -169,7 +183,7 @@ class Planner:
         writes = tuple([reads[i] for i in known.template.writes])
         for storage in writes:
             storage.version += 1
-            storage.data = storage.data and known.overwrites
+            storage.undecided = storage.undecided and (known.overwrites or storage.param)
         makes = tuple([rows[i].storage for i in outs])
         if origin.meaning is None:
             for storage in makes:
@@ -208,7 +222,7 @@ class Planner:
         if origin.meaning is not None:
             return origin.meaning.mesh
         if not placed:
-            return self._context.default_mesh()
+            return next((t.storage.home.mesh for t in ins if t.storage.home is not None), self._context.default_mesh())
         weight: dict[Mesh, int] = {}
         for t in placed:
             assert t.layout is not None
@@ -230,7 +244,8 @@ class Planner:
             if target.layout is None and not lost_in(self._cluster, mesh):
                 start = tuple(p or R for p in self._start(target, mesh, meaning, True))
                 self._redistributor.place(target.storage, root_layout(target, Layout(mesh, start)))
-                target.storage.default = origin.meaning is None
+                target.storage.note_placed(origin.meaning is not None)
+                target.storage.undecided = target.storage.undecided or target.storage.param  # its use is yet to come
 
     # ---- which layouts
 
@@ -263,9 +278,25 @@ class Planner:
                 if there:
                     self._redistributor.relayout(target.storage, replicated(mesh))
             return self._plan(known, origin, ins, outs, mesh)
+        if meaning is not None and known.name not in VIEWS:
+            self._settle_parameters(known, ins, wants, mesh)
+            self._replicated.check(known, origin, ins, wants)
         want_layouts = tuple(self._context.intern(Layout(mesh, w)) for w in wants)
         out_layouts = tuple(self._context.intern(Layout(mesh, m)) for m in makes)
         return OpPlan(want_layouts, out_layouts, self._binder.bind(known, want_layouts, out_layouts), False)
+
+    def _settle_parameters(
+        self, known: OpSchema, ins: list[Tensor], wants: Sequence[tuple[Placement, ...]], mesh: Mesh
+    ) -> None:
+        """The first use in a group decides a parameter's layout; a vector that is whole on these workers is split for good.
+
+        Anything larger, but the weight of a matmul, might be an activation that was declared a leaf, as checkpoints do.
+        """
+        for index, (t, want) in enumerate(zip(ins, wants, strict=True)):
+            if t.storage.param and t.storage.undecided and index not in known.template.writes:
+                if t.may_choose(mesh) and len(t.spec.shape) == 1:
+                    self._redistributor.relayout(t.storage, root_layout(t, Layout(mesh, want)))
+                t.storage.undecided = False
 
     def _terms_stay(self, known: OpSchema, ins: list[Tensor]) -> bool:
         """Accumulating terms into terms needs no addition over the mesh."""
@@ -287,15 +318,18 @@ class Planner:
 
         Data that lies whole is split as it enters a group, at every use, unless it `stays` to be written or viewed.
         """
-        enters = t.storage.data and not t.storage.param and meaning is not None and not stays
-        if t.layout is not None and t.layout.mesh == mesh and not (enters and t.layout.replicated):
+        enters = t.storage.undecided and not t.storage.param and meaning is not None and not stays
+        chooses = t.storage.param and (t.layout is None or (not stays and t.may_choose(mesh) and len(t.spec.shape) == 1))
+        if t.layout is not None and t.layout.mesh == mesh and not chooses and not (enters and t.layout.replicated):
             return list(t.layout.placements)
-        if t.layout is None and t.storage.param:
+        if chooses:
             free = meaning is not None and meaning.kind in (COLUMN, ROW)
             return [None if free and name == "tp" else R for name, _ in mesh.axes]
+        if meaning is None and t.layout is None and t.storage.home is not None and t.storage.home.mesh == mesh:
+            meaning = t.storage.home
         if meaning is None or t.storage.param:
             return [R] * len(mesh.axes)
-        if t.layout is not None and t.layout.mesh.axes == mesh.axes and not t.storage.data:
+        if t.layout is not None and t.layout.mesh.axes == mesh.axes and not t.storage.undecided:
             return [R if isinstance(p, Partial) else p for p in t.layout.placements]  # as it lies on a mesh that is alike
         return list(self._entering(t, mesh, meaning))
 
@@ -357,7 +391,7 @@ def _key(origin: Origin, ins: list[Tensor]) -> tuple:
     for t in ins:
         layout = t.layout
         if layout is None:
-            lies.append(t.storage.param)
+            lies.append((t.storage.param, t.storage.home))
         else:
-            lies.append(-id(layout) if t.storage.data else id(layout))  # whole data is split anew by each group it enters
+            lies.append(-id(layout) if t.storage.undecided else id(layout))  # a group may choose another layout for it
     return (origin.meaning, origin.target, *lies)

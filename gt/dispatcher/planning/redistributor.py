@@ -35,7 +35,7 @@ class Redistributor:
         """Id that names `tensor` in layout `want`: the tensor itself, a kept copy, or a new one."""
         if tensor.layout is None:
             self.place(tensor.storage, root_layout(tensor, want))
-            tensor.storage.default = self._context.origin.meaning is None
+            tensor.storage.note_placed(self._context.origin.meaning is not None)
         assert tensor.layout is not None
         if tensor.layout == want:
             return tensor.id
@@ -260,7 +260,7 @@ class Redistributor:
             self.drop_copies(sums)
             self._emitter.free(sums.layout.mesh.workers, [sums.id])  # type: ignore[union-attr]
 
-    def release(self, ids: list[int]) -> None:
+    def free(self, ids: list[int]) -> None:
         """The client has freed these: copies go at once, a base only with its last view."""
         gone: dict[Mesh, list[int]] = {}
         rows = self._table.rows

@@ -16,13 +16,9 @@ from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.programs.recording import Instruction, Recording
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.outbox import BufferedInstructions, Outbox
-from gt.dispatcher.state.validate import CREDIT
 from gt.errors import ProtocolError
 from gt.ir.dataflow import accesses, decode, defines_once
-from gt.ir.instr import FORGET, FREE, TRANSFERS, Define
-
-MAX_PENDING_BATCHES = CREDIT * 3 // 4  # its client waits when it has no credit left
-UNFIT_KINDS = TRANSFERS | {"fetch", "describe", "program"}  # no instructions of such a program
+from gt.ir.instr import FORGET, FREE, Define
 
 
 @dataclass(slots=True)
@@ -33,7 +29,7 @@ class StreamEnds:
     made: dict[int, None] = field(default_factory=dict)
     forgotten: list[int] = field(default_factory=list)
 
-    def take(self, code: Sequence, defines: dict[int, Define]) -> list:
+    def follow(self, code: Sequence, defines: dict[int, Define]) -> list:
         """Follow a stream. Returned are its uploads alone: constants, which are sent ahead of a program."""
         uploads: list = []
         for at, define, operands in decode(code, defines.__getitem__):
@@ -60,65 +56,36 @@ class Lowering(Protocol):
 
 
 class DeferredRuns:
-    """The buffered instructions of one session's recording; none unless `begin` was called."""
+    """Makes one program of the instructions that `Outbox.deferred` has of a recorded call."""
 
     able = True  # False where no worker executes: a dry run
 
     def __init__(self, context: SessionContext, outbox: Outbox, lowering: Lowering) -> None:
         self._context, self._outbox, self._lowering = context, outbox, lowering
-        self._emitter, self._cluster, self._queue, self._failures = (
-            context.emitter, context.cluster, context.queue, context.failures,
-        )  # fmt: skip
+        self._emitter, self._cluster, self._failures = context.emitter, context.cluster, context.failures
         self.recompute = 0  # as FinishCapture.recompute
-        self._held: list[BufferedInstructions] | None = None
-
-    @property
-    def holds(self) -> bool:
-        return self._held is not None
 
     def begin(self, how: int) -> None:
         """how: 0 to execute at once, 1 to buffer the instructions that follow, more to recompute cheap values too."""
         if how not in (0, 1, 2, 3):
             raise ProtocolError(f"Ops.code records in way {how!r:.40}, want 0, 1, 2 or 3")
-        self._held = [] if how and self.able and not self._failures.troubled else None
+        self._outbox.deferred = [] if how and self.able and not self._failures.troubled else None
         self.recompute = max(0, how - 1)
-
-    def hold(self, held: BufferedInstructions) -> bool:
-        """Buffer instructions instead of sending them; False if they are to be sent."""
-        if self._held is None or not held.timed:  # written before the recording, and sent now that its uploads are here
-            return False
-        self._held.append(held)
-        tape = self._context.tape
-        unfit = tape is None or any(define.kind in UNFIT_KINDS for define in tape.defines.values())
-        if unfit or self._failures.troubled or len(self._queue.pending) >= MAX_PENDING_BATCHES:
-            self.flush()
-        return True
-
-    def flush(self) -> None:
-        """Send the buffered instructions as they were written."""
-        held, self._held = self._held or [], None
-        for one in held:
-            self._outbox.dispatch(one)
-
-    def drop(self) -> list[BufferedInstructions]:
-        """The session is over; the buffered instructions."""
-        held, self._held = self._held or [], None
-        return held
 
     def end(self, tape: Recording) -> None:
         """The recording is over, and has all that was written: send it as one program, or as it was written."""
-        held = self._held or []
+        held = self._outbox.deferred or []
         blocked = self._failures.troubled or bool(self._outbox.held)
         if not held or not tape.code or blocked or not all(map(defines_once, tape.code.values())):
-            self.flush()
+            self._outbox.send_deferred()
             return
         ends = {worker.index: StreamEnds() for worker in self._cluster.workers}
         with self._context.apart():
             sent = [self._only_uploads(one, tape, ends) for one in held]
             parts = self._parts(tape, held[0].base, ends)
-        if self._held is not held:  # a worker was lost meanwhile, and the buffered instructions are sent
+        if self._outbox.deferred is not held:  # a worker was lost meanwhile, and the buffered instructions are sent
             return
-        self._held = None
+        self._outbox.deferred = None
         for one in sent:
             self._outbox.dispatch(one)
         last = self._program(tape, held[0].base, ends, parts)
@@ -127,7 +94,7 @@ class DeferredRuns:
 
     @staticmethod
     def _only_uploads(one: BufferedInstructions, tape: Recording, ends: dict[int, StreamEnds]) -> BufferedInstructions:
-        rows = [(w, life, defines, ends[w.index].take(code, tape.defines)) for w, life, defines, code in one.rows]
+        rows = [(w, life, defines, ends[w.index].follow(code, tape.defines)) for w, life, defines, code in one.rows]
         return replace(one, rows=[row for row in rows if row[2] or row[3]], runs={})
 
     def _parts(self, tape: Recording, base: int, ends: dict[int, StreamEnds]) -> dict[int, tuple[list[dict], list[int]]]:

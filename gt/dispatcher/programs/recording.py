@@ -9,8 +9,11 @@ from typing import Any
 
 from gt.dispatcher.state.failures import Planned
 from gt.dispatcher.state.tensors import Tensor
+from gt.ir.dataflow import decode
 from gt.ir.instr import Define
 from gt.ir.layout import Layout
+
+MAX_INSTRUCTIONS_PER_SESSION = 1 << 22  # kept in programs, and while one is recorded
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +59,7 @@ class Recording:
     journal: list[Planned] = field(default_factory=list)
     code: Code = field(default_factory=lambda: defaultdict(list))
     size: int = 0  # instructions
+    room: int = MAX_INSTRUCTIONS_PER_SESSION  # for instructions
     constants: list[tuple[list[int], int]] = field(default_factory=list)  # uploads kept for it: workers and name
     defines: dict[int, Define] = field(default_factory=dict)
 
@@ -80,6 +84,17 @@ class Recording:
         """An upload's bytes are sent with this layout. An input of the same bytes gets it in later calls."""
         if id(data) in self._sources:
             self.used_layouts.setdefault(self._sources[id(data)][1], layout)
+
+    def append(self, worker: int, base: int, code: Sequence) -> None:
+        """Keep the instructions that are sent to a worker, but for frees: sealing decides where a value dies."""
+        if self.size > self.room:
+            self.code.clear()
+            return
+        rows = self.code[worker]
+        for at, define, operands in decode(code, self.defines.__getitem__):
+            if define is not None:
+                rows.append(Instruction(base + code[at + 1], define, list(operands)))
+                self.size += 1
 
     def keep(self, workers: list[int], name: int) -> None:
         self.constants.append((workers, name))

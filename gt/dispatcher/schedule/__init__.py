@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gt.dispatcher.schedule import auto, vocab_parallel
+from gt.dispatcher.schedule import auto, shared_stages
 from gt.dispatcher.schedule.actions import Action, Rows, check, forwards, parse, text, whole
 from gt.dispatcher.schedule.costs import Costs, uniform
-from gt.dispatcher.schedule.epilogue import finish
+from gt.dispatcher.schedule.insert_epilogue import insert_epilogue
 from gt.dispatcher.schedule.one_f_one_b import gpipe, interleaved, one_f_one_b
 from gt.dispatcher.schedule.placement import Members, checked
 from gt.dispatcher.schedule.simulate import Timeline, simulate
@@ -23,7 +23,7 @@ from gt.ir.schedules import NAMES
 SCHEDULES: dict[str, auto.Table] = dict(zip(NAMES, (gpipe, one_f_one_b, zb_h1, interleaved, zb_v)))
 __all__ = [
     "NAMES", "SCHEDULES", "Action", "Costs", "Schedule", "ScheduleRequest", "Timeline",
-    "check", "finish", "make", "parse", "show", "simulate", "text", "uniform",
+    "check", "insert_epilogue", "make", "parse", "show", "simulate", "text", "uniform",
 ]  # fmt: skip
 
 
@@ -78,20 +78,20 @@ def make(request: ScheduleRequest, costs: Costs | None = None) -> Schedule:
     rows = auto.named(SCHEDULES, name, single, micro_batches, costs)
     rows = rows if request.backward else forwards(rows)
     if costs is not None:
-        rows = finish(rows, costs)
+        rows = insert_epilogue(rows, costs)
     _keep_within(name, rows, priced, limits)
     return Schedule(name, whole(rows), where)
 
 
 def _shared(name: str, where: Sequence[Members], m: int, costs: Costs, limits: list[float], backward: bool) -> Rows:
-    if name not in vocab_parallel.NAMES:
+    if name not in shared_stages.NAMES:
         stage = next(stage for stage, some in enumerate(where) if len(some) > 1)
         raise ConfigError(
             f"{name} wants one worker for each stage, and stage {stage} is on workers {list(where[stage])} together: try "
-            f"{' or '.join(vocab_parallel.NAMES)}"
+            f"{' or '.join(shared_stages.NAMES)}"
         )
     most = limits if name == "auto" else [float("inf")] * len(limits)
-    rows = auto.best(((name, rows) for rows in vocab_parallel.orders(name, where, m, costs)), m, costs, most, backward)[1]
+    rows = auto.best(((name, rows) for rows in shared_stages.orders(name, where, m, costs)), m, costs, most, backward)[1]
     _keep_within(name, rows, costs, limits)
     return rows
 

@@ -10,9 +10,9 @@ from contextlib import suppress
 
 from gt.dispatcher.schedule.actions import Action, Rows, forwards
 from gt.dispatcher.schedule.costs import Costs
-from gt.dispatcher.schedule.epilogue import finish
 from gt.dispatcher.schedule.fill import fill
 from gt.dispatcher.schedule.greedy import greedy
+from gt.dispatcher.schedule.insert_epilogue import insert_epilogue
 from gt.dispatcher.schedule.one_f_one_b import depths, loops
 from gt.dispatcher.schedule.placement import Placement, blocks, expand, mates, turns
 from gt.dispatcher.schedule.simulate import simulate
@@ -58,7 +58,7 @@ def best(
             continue
         if found is not None and line.makespan > found[0] * CLOSE:
             continue  # L, R and O never make a step shorter
-        rows = finish(rows, costs)
+        rows = insert_epilogue(rows, costs)
         judged = (simulate(rows, costs).makespan, max(line.peak), name, rows)
         if found is None or judged[0] * CLOSE < found[0] or (judged[0] <= found[0] * CLOSE and judged[1] * CLOSE < found[1]):
             found = judged

@@ -85,7 +85,7 @@ class Groups:
         return STAGE if split else DATA
 
     def _read(self, group: Group) -> Meaning:
-        kind = self._kind(group.name)
+        kind = STAGE if group.replicated else self._kind(group.name)
         axis = group.axis if group.axis is not None else 0
         return Meaning(group.name, kind, mesh(group.workers, kind == DATA), axis, group.backward)
 
@@ -101,7 +101,7 @@ class Groups:
                     missing.append(name)
                 continue
             if backward and meaning.backward:
-                meaning = self._meanings[meaning.backward]
+                meaning = self._meanings.get(meaning.backward, meaning)
             return meaning, missing
         return None, missing
 

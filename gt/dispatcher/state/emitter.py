@@ -131,9 +131,9 @@ class Emitter:
         if seconds > max(LONG_SECONDS, self.costs.get(define.number, 0.0)):
             self.costs[define.number] = seconds
 
-    def tell(self, worker: Worker, define: Define) -> None:
-        """Have a worker know of what a program will name."""
-        worker.tell(define)
+    def announce(self, worker: Worker, define: Define) -> None:
+        """Send a worker a definition that a program will name."""
+        worker.announce(define)
         self.used.add(worker.index)
 
     def ids(self, ids: Iterable[int]) -> list[int]:

@@ -289,9 +289,9 @@ class Fetches:
             sent = request.sizes[key] - request.left[key]
             raise ProtocolError(f"UploadProgress.upto is {upto} of piece {key}, of which {sent} bytes were sent")
         request.granted[key], request.moved = upto + AHEAD, self._cluster.now
-        self._tell(request, key, upto + AHEAD)
+        self._update_window(request, key, upto + AHEAD)
 
-    def _tell(self, request: Request, key: int, upto: int) -> None:
+    def _update_window(self, request: Request, key: int, upto: int) -> None:
         worker = self._cluster.workers[request.keys[key]]
         if not worker.lost:
             self._context.out(worker.peer, WindowUpdate(key, upto), ())
@@ -383,7 +383,7 @@ class Fetches:
         for key in request.keys:
             self.by_key.pop(key, None)
             if request.left.get(key) and request.sizes[key] > AHEAD and request.place is None:
-                self._tell(request, key, -1)
+                self._update_window(request, key, -1)
 
     def _fail(self, number: int, cause: Cause) -> None:
         if cause.full:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,8 +10,12 @@ from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.fairness.run_queue import Unit
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.uploads import Uploads
+from gt.dispatcher.state.validate import CREDIT
+from gt.ir.instr import TRANSFERS
 from gt.wire.messages import Run, TorchSettings
 
+MAX_PENDING_BATCHES = CREDIT * 3 // 4  # its client waits when it has no credit left
+UNFIT_KINDS = TRANSFERS | {"fetch", "describe", "program"}  # no instructions of a deferred call
 NO_SECONDS: dict[int, float] = {}
 UNSENT = 1 << 62  # number of a Run that is held back, until it has one
 
@@ -32,20 +36,14 @@ class BufferedInstructions:
 class Outbox:
     """Instructions that consume an upload are held until the whole upload has been sent: a worker never waits for a client.
 
-    keep(worker, base, code) is told of each Run's code while a program is recorded. hold: takes what would be sent, and is
-    true if it keeps that for later.
+    Instructions of a recorded call may be deferred until it returns: `programs/deferred.py` makes one program of them.
     """
 
-    def __init__(
-        self,
-        context: SessionContext,
-        uploads: Uploads,
-        keep: Callable[[int, int, Sequence], None],
-        hold: Callable[[BufferedInstructions], bool],
-    ) -> None:
-        self._context, self._uploads, self._keep, self._hold = context, uploads, keep, hold
+    def __init__(self, context: SessionContext, uploads: Uploads) -> None:
+        self._context, self._uploads = context, uploads
         self._cluster, self._emitter = context.cluster, context.emitter
         self.held: list[BufferedInstructions] = []  # until their uploads are here
+        self.deferred: list[BufferedInstructions] | None = None  # of the call that is recorded, None if it is not deferred
         self.uses: set[int] = set()  # workers that were sent something
         self._cluster.queue.enter(context.number)
 
@@ -58,9 +56,10 @@ class Outbox:
         if not (self.held or self._uploads.awaited):
             self._emitter.forget()
         written = self.written(base)
-        if self._context.tape is not None:
+        tape = self._context.tape
+        if tape is not None:
             for worker, _, _, code in written.rows:
-                self._keep(worker.index, base, code)
+                tape.append(worker.index, base, code)
         if self._uploads.awaited:
             self.held.append(written)
         else:
@@ -83,7 +82,10 @@ class Outbox:
 
     def dispatch(self, buffered: BufferedInstructions) -> None:
         """Send it when it is this session's turn, and not before a recording that it belongs to is over."""
-        if self._hold(buffered):
+        if self.deferred is not None and buffered.timed:  # else written before the recording: its uploads were awaited
+            self.deferred.append(buffered)
+            if self._prevents_deferral():
+                self.send_deferred()
             return
         queue, number = self._cluster.queue, self._context.number
         if not buffered.seconds and queue.free(number):
@@ -93,6 +95,21 @@ class Outbox:
         unit = Unit(number, costs, partial(self._transmit, buffered), buffered.uploads)
         if queue.offer(unit):
             unit.send()
+
+    def _prevents_deferral(self) -> bool:
+        """True if the recorded call cannot be one program, or its client is nearly out of credit."""
+        context, tape = self._context, self._context.tape
+        unfit = tape is None or any(define.kind in UNFIT_KINDS for define in tape.defines.values())
+        return unfit or context.failures.troubled or len(context.queue.pending) >= MAX_PENDING_BATCHES
+
+    def send_deferred(self) -> None:
+        """Send the instructions of a recorded call as they were written."""
+        for buffered in self.take_deferred():
+            self.dispatch(buffered)
+
+    def take_deferred(self) -> list[BufferedInstructions]:
+        deferred, self.deferred = self.deferred or [], None
+        return deferred
 
     def _switch(self, worker: Worker, shared: bool) -> None:
         """Tell a worker whose Runs follow, unless it knows."""
@@ -127,7 +144,7 @@ class Outbox:
             runs.clear()
             runs.update(reach)
 
-    def release(self) -> None:
+    def send_held(self) -> None:
         """Send what was held back."""
         held, self.held = self.held, []
         for buffered in held:

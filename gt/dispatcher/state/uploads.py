@@ -21,8 +21,7 @@ from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.arenas import BlockPlace, SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.errors import ProtocolError
-from gt.ir.boxes import shape, take
-from gt.ir.layout import Box
+from gt.ir.layout import Box, piece_shape, read_boxes
 from gt.ir.spec import Spec
 from gt.wire.arena import upload_index
 from gt.wire.messages import CHUNK, Data, Release, UploadChunk, UploadRequest, UseBlock, WindowUpdate
@@ -68,7 +67,7 @@ class BlockUpload:
     @property
     def nbytes(self) -> int:
         """Of the region."""
-        return prod(shape(self.boxes)) * self.spec.itemsize
+        return prod(piece_shape(self.boxes)) * self.spec.itemsize
 
 
 class Uploads:
@@ -111,7 +110,7 @@ class Uploads:
         self._context.uploaded += spec.nbytes
         self.unsent.append((key, workers))
         if kind == "host":
-            total = prod(shape(parts)) * spec.itemsize
+            total = prod(piece_shape(parts)) * spec.itemsize
             living = [w.index for w in workers if not w.lost]
             boxes, place = [[list(span) for span in box] for box in parts], self._places.get(data)
             if place is None:
@@ -121,7 +120,7 @@ class Uploads:
                 self._hand_over(BlockUpload(key, data, place, spec, boxes, set(living)))
             return key
         flat = np.frombuffer(data, dtype=np.uint8).view(f"V{spec.itemsize}") if spec.nbytes else np.empty(0, "V1")
-        piece = take(flat.reshape(spec.shape), parts).reshape(-1) if spec.nbytes else flat
+        piece = read_boxes(flat.reshape(spec.shape), parts).reshape(-1) if spec.nbytes else flat
         raw = memoryview(piece.view(np.uint8)).cast("B") if spec.nbytes else memoryview(b"")
         for worker in workers:
             for offset in range(0, 0 if worker.lost else max(len(raw), 1), CHUNK):

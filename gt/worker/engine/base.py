@@ -245,6 +245,9 @@ class Engine(Moves, Protocol):
     def progress(self) -> Progress | None:
         """Progress of the device, None on the host."""
 
+    def load(self, libraries: Sequence[str]) -> list[str]:
+        """Import libraries for their ops: lines of the ops' schemas. For the process's owner, before it serves anybody."""
+
     def guard(self) -> AbstractContextManager:
         """Around a batch of instructions: nothing is recorded for autograd."""
 

@@ -28,7 +28,7 @@ def finish(outs: Sequence[Sequence[Any]]) -> list[tuple[int, bool, Spec | None]]
 def fitting(payload: dict[str, Any]) -> tuple[Schema, list[Arg], dict[str, Arg]]:
     """The schema of an `op` definition, and its arguments. UnsupportedOp if the table lacks it, ValueError if they misfit."""
     args, kwargs = from_wire(list(payload["args"])), {name: from_wire(arg) for name, arg in payload["kwargs"].items()}
-    return arguments.bind(TABLE.find(payload["op"]), args, kwargs), args, kwargs
+    return arguments.match(TABLE.find(payload["op"]), args, kwargs), args, kwargs
 
 
 @dataclass(frozen=True, slots=True)

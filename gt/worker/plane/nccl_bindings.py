@@ -19,10 +19,6 @@ ID_BYTES = 128  # of a unique id
 TYPES = {"int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 OPS = {"sum": 0, "product": 1, "max": 2, "min": 3}
 
-# By number of members (of more: the last): bytes from which NCCL is faster than members that read one another's memory. For an
-# all-reduce of two H200s it is faster at every size (benchmarks/gpu/bench_plane.py); more members are not measured.
-MIN_BYTES = {2: 0}
-
 
 class _UniqueId(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_byte * ID_BYTES)]
@@ -92,11 +88,6 @@ class Nccl:
     def _check(self, code: int) -> None:
         if code:
             raise SystemFailure(f"NCCL: {self._lib.ncclGetErrorString(code).decode()}")
-
-
-def is_faster(members: int, nbytes: int) -> bool:
-    """True if NCCL is faster for a collective of so many bytes (of the whole, not of one member's part)."""
-    return nbytes >= MIN_BYTES.get(members, MIN_BYTES[max(MIN_BYTES)])
 
 
 def can_reduce(combine: Any) -> bool:

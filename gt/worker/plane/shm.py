@@ -253,7 +253,7 @@ class ShmPlane(Plane):
             raise PeerGone(ALL, "the plane is not open")
         return self._own
 
-    def _forget(self) -> None:
+    def _unmap_left(self) -> None:
         """Unmap the heaps of workers that left. The thread that transfers does this: it alone knows that it uses none."""
         with self._lock:
             left, self._left = self._left, []
@@ -267,7 +267,7 @@ class ShmPlane(Plane):
 
     def _peer(self, index: int) -> Peer:
         if self._left:
-            self._forget()
+            self._unmap_left()
         peer = self._peers.get(index)
         if peer is None:
             raise PeerGone(index, "it is not in the world")

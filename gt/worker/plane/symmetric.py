@@ -19,6 +19,9 @@ from gt.worker.plane.collectives import parts
 from gt.worker.plane.kernels import Passage, split_message
 
 DIRECT_BYTES = 256 << 10  # up to which every member of an all-reduce adds everything
+# By number of members (of more: the last): bytes from which NCCL is faster than members that read one another's memory. For an
+# all-reduce of two H200s it is faster at every size (benchmarks/gpu/bench_plane.py); more members are not measured.
+NCCL_MIN_BYTES = {2: 0}
 
 
 @dataclass(slots=True)
@@ -268,8 +271,9 @@ class _Team:
         self._comm: Any = None
 
     def by_nccl(self, nbytes: int) -> bool:
-        """True if a collective of so many bytes goes by NCCL; the same on all members."""
-        return self._arena.ring is not None and self.size > 1 and nccl_bindings.is_faster(self.size, nbytes)
+        """True if a collective of so many bytes (the whole, not one member's part) goes by NCCL; the same on all members."""
+        least = NCCL_MIN_BYTES.get(self.size, NCCL_MIN_BYTES[max(NCCL_MIN_BYTES)])
+        return self._arena.ring is not None and self.size > 1 and nbytes >= least
 
     @property
     def comm(self) -> Any:

@@ -109,7 +109,7 @@ class Budget:
     def need(self, nbytes: int) -> None:
         """So many bytes are about to be allocated; OutOfMemory if there is no room."""
         left = self._left - nbytes
-        self._left = left if left >= 0 or not self._bound else self._take(nbytes)
+        self._left = left if left >= 0 or not self._bound else self._room_after(nbytes)
 
     def fits(self, nbytes: int) -> bool:
         """As `need`; False if there is no room."""
@@ -146,7 +146,7 @@ class Budget:
             raise OutOfMemory(self._refusal(nbytes, room))
         self._left = -1
 
-    def _take(self, nbytes: int) -> int:
+    def _room_after(self, nbytes: int) -> int:
         """Bytes that are left once these are allocated; OutOfMemory if there is no room."""
         room = self._room()
         if nbytes > room:

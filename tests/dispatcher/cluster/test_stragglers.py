@@ -473,10 +473,10 @@ def test_a_process_is_seen_as_it_is(child: int):
     assert liveness.sight(child, home) == ("T", pytest.approx(0, abs=5)) and liveness.sight(child, home).stopped
     assert liveness.sight(child, "another host").state == "" and liveness.sight(1 << 30, home).state == ""
     vigil = liveness.Vigil(child, home, 3)
-    assert [bool(vigil.look()) for _ in range(4)] == [False, False, True, True]
+    assert [bool(vigil.poll()) for _ in range(4)] == [False, False, True, True]
     os.kill(child, signal.SIGCONT)
     os.waitpid(child, os.WCONTINUED)
-    assert not vigil.look()
+    assert not vigil.poll()
 
 
 def test_a_connection_whose_other_host_answers_is_not_cut():
@@ -484,7 +484,7 @@ def test_a_connection_whose_other_host_answers_is_not_cut():
         other, _ = server.accept()
         with other:
             one.sendall(bytes(1 << 16))
-            assert liveness.unheard(one.fileno()) < liveness.SHORTEST and not liveness.Cable(one.fileno(), 0).look()
+            assert liveness.unheard(one.fileno()) < liveness.SHORTEST and not liveness.Cable(one.fileno(), 0).poll()
             other.sendall(b"answer")
             assert one.recv(6) == b"answer", "looking takes nothing away"
     assert liveness.unheard(1 << 20) == 0.0
@@ -495,7 +495,7 @@ def test_a_host_that_acknowledges_nothing_for_a_heartbeat_is_gone_and_told_so_sh
     monkeypatch.setattr(liveness, "unheard", lambda fd: heard.pop(0) if heard else 0.0)
     cable = liveness.Cable(0, 10.0)
     heard += [9.0, 11.0, 0.0, 11.0, 12.0]
-    assert [cable.look() for _ in range(5)] == [""] * 4 + ["its host has acknowledged nothing for 12 s"]
+    assert [cable.poll() for _ in range(5)] == [""] * 4 + ["its host has acknowledged nothing for 12 s"]
     lost, over = [], threading.Event()
     with serving(1) as server:
         monkeypatch.setattr(Dealer, "_ended", lambda link, cable: "")  # it takes the other for alive

@@ -86,15 +86,15 @@ def test_the_reserve_is_there_again_once_there_is_room(caplog):
     reserve, taken = Reserve(1, set, set), []
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
-        assert not reserve.look(0.0)
+        assert not reserve.poll(0.0)
         with contextlib.suppress(OSError):
             while True:
                 taken.append(os.dup(0))
-        assert reserve.look(0.25) and reserve.look(0.5) and not reserve._kept
+        assert reserve.poll(0.25) and reserve.poll(0.5) and not reserve._kept
         for descriptor in taken:
             os.close(descriptor)
         taken.clear()
-        assert not reserve.look(0.75) and len(reserve._kept) == KEPT
+        assert not reserve.poll(0.75) and len(reserve._kept) == KEPT
     finally:
         for descriptor in taken:
             os.close(descriptor)

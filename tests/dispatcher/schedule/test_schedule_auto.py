@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gt.dispatcher.schedule import SCHEDULES, Action, Costs, Schedule, ScheduleRequest, check, finish, make, simulate, uniform
+from gt.dispatcher.schedule import (
+    SCHEDULES,
+    Action,
+    Costs,
+    Schedule,
+    ScheduleRequest,
+    check,
+    insert_epilogue,
+    make,
+    simulate,
+    uniform,
+)
 from gt.dispatcher.schedule.auto import within
 from gt.dispatcher.schedule.fill import fill
 from gt.dispatcher.schedule.greedy import greedy
@@ -213,7 +224,7 @@ def test_last_actions_are_there_once_and_no_later_than_at_the_end(seed: int, p: 
     workers = list(range(p)) + [rng.randrange(p) for _ in range(more)]
     costs = random_costs(rng, len(workers), once=True)
     plain = random_rows(rng, [(w,) for w in workers], m, replace(costs, loss=(), reduce=(), optimizer=()))
-    rows = finish(plain, costs)
+    rows = insert_epilogue(plain, costs)
     check(rows, m)
     assert [[action for action in row if action.kind in "FBIW"] for row in rows] == plain
     assert last_ones(rows) == wanted(costs)
@@ -230,7 +241,7 @@ def test_last_actions_where_one_rule_was_not_enough(seed: int, most: float) -> N
     workers = list(range(p)) + [rng.randrange(p) for _ in range(more)]
     costs = random_costs(rng, len(workers), once=True)
     plain = random_rows(rng, [(w,) for w in workers], m, replace(costs, loss=(), reduce=(), optimizer=()))
-    assert simulate(finish(plain, costs), costs).makespan <= most
+    assert simulate(insert_epilogue(plain, costs), costs).makespan <= most
 
 
 def test_last_actions_take_the_time_that_a_pipeline_leaves() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import gt
 from gt.dispatcher import schedule
 from gt.dispatcher.events import Received, Send
+from gt.dispatcher.programs.passes.scheduled_instruction import Key, ScheduledInstruction
 from gt.dispatcher.programs.passes.stage_costs import time_instructions
-from gt.dispatcher.programs.passes.stages import Key, ScheduledInstruction
 from gt.dispatcher.programs.recording import Instruction
 from gt.dispatcher.schedule import Costs
 from gt.dispatcher.schedule.balance import balance, said

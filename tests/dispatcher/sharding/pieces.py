@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from gt.dispatcher.sharding.redistribute import RedistributionStep
-from gt.ir.boxes import put, take
-from gt.ir.layout import Layout, Partial, boxes
+from gt.ir.instr import Define
+from gt.ir.layout import Layout, Partial, boxes, read_boxes, write_boxes
 from gt.worker.engine.base import IDENTITY
 
 COMBINE = {
@@ -24,7 +24,7 @@ def scattered(whole: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """The piece of each worker; of a partial layout the first has the value, the others the reduction's identity."""
     pieces = []
     for rank in range(len(layout.mesh.workers)):
-        piece = torch.from_numpy(take(numbers(whole), boxes(layout, tuple(whole.shape), rank)).copy())
+        piece = torch.from_numpy(read_boxes(numbers(whole), boxes(layout, tuple(whole.shape), rank)).copy())
         pieces.append(piece.view(torch.bfloat16) if whole.dtype is torch.bfloat16 else piece)
         for place, placement in zip(layout.mesh.coordinates(rank), layout.placements, strict=True):
             if isinstance(placement, Partial) and place:
@@ -41,7 +41,7 @@ def joined(pieces: list[torch.Tensor], layout: Layout, shape: tuple[int, ...]) -
         term, region = tuple(place for place, p in places if isinstance(p, Partial)), boxes(layout, shape, rank)
         first = copies.setdefault((term, repr(region)), piece)
         torch.testing.assert_close(piece, first, rtol=0, atol=0, equal_nan=True)
-        put(numbers(terms.setdefault(term, torch.zeros(shape, dtype=piece.dtype))), region, numbers(piece))
+        write_boxes(numbers(terms.setdefault(term, torch.zeros(shape, dtype=piece.dtype))), region, numbers(piece))
     (op,) = {p.op for p in layout.placements if isinstance(p, Partial)} or {""}
     return COMBINE[op](torch.stack(list(terms.values()))) if op else terms[()]
 
@@ -65,18 +65,17 @@ def carry_out(step: RedistributionStep, pieces: dict[int, np.ndarray]) -> tuple[
     for order in step.orders:
         mine, p = pieces.get(order.worker), order.payload
         if order.kind == "shard":
-            after[order.worker] = take(mine, p["boxes"])
-            assert after[order.worker].shape == tuple(p["shape"])
+            after[order.worker] = read_boxes(mine, p["boxes"])
         elif order.kind == "partial":
             after[order.worker] = mine if p["keep"] else np.zeros_like(mine)
         elif order.kind in ("all_gather", "all_to_all"):
             whole = np.full(p["shape"], -1, mine.dtype)
             for worker, part in zip(p["team"]["workers"], p["boxes" if order.kind == "all_gather" else "have"], strict=True):
-                put(whole, part, pieces[worker])
-            after[order.worker] = whole if order.kind == "all_gather" else take(whole, p["want"][p["team"]["rank"]])
+                write_boxes(whole, part, pieces[worker])
+            after[order.worker] = whole if order.kind == "all_gather" else read_boxes(whole, p["want"][p["team"]["rank"]])
         elif order.kind == "send":
             for box in p["boxes"]:
-                posted[(order.worker, p["channel"]["peer"])].append(take(mine, [box]))
+                posted[(order.worker, p["channel"]["peer"])].append(read_boxes(mine, [box]))
         elif order.kind in ("recv", "merge"):
             out = np.full(p["shape"], -1, next(iter(pieces.values())).dtype)
             for source, target in p.get("local", []):
@@ -87,6 +86,9 @@ def carry_out(step: RedistributionStep, pieces: dict[int, np.ndarray]) -> tuple[
                     moved += data.size
                     out[_slices(box)] = data
             after[order.worker] = out
+        if order.kind != "send":
+            shape = Define(0, order.kind, p).result_shape
+            assert after[order.worker].shape == (mine.shape if shape is None else shape)
     assert not any(posted.values()), "something was sent that nobody receives"
     return after, moved
 

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from gt.dispatcher.sharding.localize import payload
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.rules import decide, decide_along
-from gt.ir.boxes import take
-from gt.ir.layout import Layout, Mesh, P, Partial, R, Shard, boxes
+from gt.ir.layout import Layout, Mesh, P, Partial, R, Shard, boxes, read_boxes
 from gt.worker.engine.registry import open_engine
 from tests.dispatcher.sharding.pieces import joined, scattered
 from tests.helpers.planned import planned
@@ -262,7 +261,7 @@ def test_pieces_that_two_axes_split_are_reshaped_as_the_whole_is(shape, sizes):
     engine, done = open_engine("torch", "cpu"), 0
 
     def piece(whole, layout, rank):
-        return torch.from_numpy(take(whole.numpy(), boxes(layout, tuple(whole.shape), rank)).copy())
+        return torch.from_numpy(read_boxes(whole.numpy(), boxes(layout, tuple(whole.shape), rank)).copy())
 
     for into in RESHAPED[shape]:
         known = Recorded("view", {"view": (lambda a, into=into: a.view(into), value)}).known

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 import torch
 
 from tests.helpers import ROOT
-from tests.helpers.limits import limit
+from tests.helpers.processes import run_program
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
@@ -43,18 +41,7 @@ def close(a, b):
 """
 
 
-def run(program: str, **variables: str) -> str:
-    code = PRELUDE.format(root=str(ROOT)) + program
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=limit(300),
-        env={**os.environ, **variables},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+run = partial(run_program, PRELUDE, seconds=300)
 
 
 def test_local_cuda_training_works_beside_remote_where_the_name_is_left_out():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 import torch
 
 from tests.helpers import ROOT
-from tests.helpers.limits import limit
+from tests.helpers.processes import run_program
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
@@ -52,18 +50,7 @@ def close(a, b, most=1e-3):
 """
 
 
-def run(program: str, **variables: str) -> str:
-    code = PRELUDE.format(root=str(ROOT)) + program
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=limit(200),
-        env={**os.environ, **variables},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+run = partial(run_program, PRELUDE, seconds=200)
 
 
 @pytest.mark.parametrize("transport", ["nvshmem", "nccl"])

@@ -10,9 +10,11 @@ import torch
 
 from gt.ir.template import T
 from gt.wire.messages import Data
+from gt.worker.engine.philox import Words
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.attention import bind, choice
 from gt.worker.engine.torch.attention_call import AttentionCall
+from gt.worker.engine.torch.gpu.cuda import Cuda
 from gt.worker.engine.torch.gpu.fused_attention import MATH
 from gt.worker.instructions.pieces import as_boxes, local
 from tests.helpers.limits import limit
@@ -48,6 +50,91 @@ def test_attention(dtype, masked, p):
         torch.testing.assert_close(ours.float().cpu(), theirs, **loose)
     kernel = choice(AttentionCall(q, k, v, mask, *args)).kernel
     assert kernel == MATH if p else kernel != MATH
+
+
+def seeds_of_a_gpu():
+    from gt.worker.engine.torch.gpu.attention_seeds import AttentionSeeds  # wants Triton
+    from gt.worker.engine.torch.gpu.philox_kernel import PhiloxKey
+
+    return AttentionSeeds(PhiloxKey(torch.device("cuda:0")))
+
+
+def attend(seeds, args: tuple, counter: int, place: list | None = None) -> tuple[torch.Tensor, ...]:
+    """out, and gradients of q, k and v for a gradient of ones."""
+    q, k, v, mask, *rest = args
+    draw = {"seed": 5, "counter": counter}
+    with torch.no_grad():
+        out, lse = bind("gt.sdpa.default", place, seeds)(q, k, v, mask, *rest, **draw)
+        backward = bind("gt.sdpa_backward.default", place, seeds)
+        return out, *backward(torch.ones_like(out), q, k, v, mask, out, lse, *rest, **draw)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("size", [64, 60])
+@pytest.mark.parametrize("kind", ["causal", "grouped", "masked"])
+def test_dropout_of_attention_is_drawn_by_its_seed_forward_and_backward(kind, size, exact):
+    """out is linear in v, by the matrix of weights that dropout left: so the sum of out is v times its gradient."""
+    torch.manual_seed(0)
+    seeds = seeds_of_a_gpu()
+    seeds.exact = exact
+    groups = 2 if kind == "grouped" else 8
+    q, k, v = (torch.randn(4, n, 128, size, device="cuda", dtype=torch.bfloat16) for n in (8, groups, groups))
+    mask = torch.rand(4, 1, 128, 128, device="cuda") > 0.3 if kind == "masked" else None
+    args = (q, k, torch.ones_like(v), mask, 0.25, kind == "causal", None, kind == "grouped")
+    call = AttentionCall(*args)
+    assert (choice(call, seeds).kernel == MATH) is exact
+    out, of_q, of_k, of_v = attend(seeds, args, 7)
+    assert abs(out.float().mean().item() - 1) < 0.02 and out.float().std() > 0.02  # as much as without, and not everywhere
+    again = attend(seeds, args, 7)
+    assert torch.equal(out, again[0])
+    for ours, theirs in zip((of_q, of_k, of_v), again[1:], strict=True):  # sums of atomic adds may differ in their last bits
+        torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
+    assert not torch.equal(out, attend(seeds, args, 8)[0])
+    shape, there = [8, *q.shape[1:3], 128], [[[4, 8], [0, 8], [0, 128], [0, 128]]]
+    assert not torch.equal(out, attend(seeds, args, 7, [shape, there])[0])  # another piece of a batch
+    random = (q, k, v, *args[3:])
+    out, *_, of_v = attend(seeds, random, 7)
+    assert abs(out.double().sum() - (v.double() * of_v.double()).sum()) < 1e-2 * out.double().abs().sum()
+
+
+def test_a_graph_draws_dropout_of_attention_anew_with_the_seeds_of_single_calls():
+    torch.manual_seed(0)
+    device = torch.device("cuda:0")
+    seeds = seeds_of_a_gpu()
+    cuda = Cuda(device, seeds)
+    q, k, v = (torch.randn(2, 4, 64, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = torch.rand(2, 1, 64, 64, device="cuda") > 0.3
+    for case in ((q, k, v, None, 0.25, True, None, False), (q, k, v, mask, 0.25, False, None, False)):
+        seeds.key.set(5, 100)
+        seeds.program_draws = 6  # forward and backward, twice, and once more as checkpointing computes it
+        made: list[tuple] = []
+        attend(seeds, case, 100)  # loads the kernels
+        replay = cuda.record(lambda case=case, made=made: made.extend(attend(seeds, case, at) for at in (100, 101, 100)))
+        drawn = set()
+        for counter in (100, 240, 100):
+            seeds.key.set(5, counter)
+            replay()
+            got = [tuple(t.clone() for t in row) for row in made]
+            for row, at in zip(got, (counter, counter + 1, counter), strict=True):
+                want = attend(seeds, case, at)
+                assert torch.equal(row[0], want[0])
+                for ours, theirs in zip(row[1:], want[1:], strict=True):
+                    torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
+            seeds.key.set(5, counter)
+            drawn.add(got[0][0].double().sum().item())
+        assert len(drawn) == 2
+
+
+def test_the_device_mixes_seeds_as_the_host():
+    from gt.worker.engine.torch.gpu.attention_seeds import mixed_seed
+
+    seeds = seeds_of_a_gpu()
+    whole = [8, 4, 16, 16]
+    for seed, counter, box in ((0, 0, None), (2**63 + 5, 2**62, None), (7, 123, [[2, 4], [0, 4], [0, 16], [0, 16]])):
+        words = Words(seed, counter, None if box is None else [whole, [box]])
+        want = mixed_seed(seed, counter, 0 if box is None else 2 * 4 * 16 * 16)
+        assert seeds.device_state(words).tolist() == [want, 0]
+        assert seeds.state(words)[0].item() == want
 
 
 BATCH, HEADS, LONG = 2, 8, 48

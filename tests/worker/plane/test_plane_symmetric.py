@@ -22,7 +22,7 @@ from gt.errors import SystemFailure
 from gt.ir.heap import LANES, channel_bytes, channel_class, sizes, team_bytes
 from gt.worker.engine.torch import COMBINE, TorchEngine
 from gt.worker.engine.torch.gpu.direct import DirectEngine
-from gt.worker.plane import nccl_bindings, nvshmem
+from gt.worker.plane import nccl_bindings, nvshmem, symmetric
 from gt.worker.plane.base import ALL, Unrecoverable
 from gt.worker.plane.kernels import split_message
 from gt.worker.plane.nccl import NcclTransport
@@ -494,7 +494,7 @@ def test_a_large_all_reduce_goes_by_shares() -> None:
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_large_collectives_are_nccls(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their size alone, which all members know; uneven parts and reductions that it lacks are not. Both kinds in turn."""
-    monkeypatch.setattr(nccl_bindings, "MIN_BYTES", {1: 1 << 12})
+    monkeypatch.setattr(symmetric, "NCCL_MIN_BYTES", {1: 1 << 12})
     ring = Ring()
     norms = DirectEngine(TorchEngine("cpu"), COMBINE).combine("norm2", "float32")
 
@@ -535,7 +535,7 @@ def test_large_collectives_are_nccls(count: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("nccls", [True, False])
 def test_all_reduces_of_a_batch(nccls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one where all of it is large, of two teams each by itself; what has to be done afterwards is."""
-    monkeypatch.setattr(nccl_bindings, "MIN_BYTES", {1: 1 << 12})
+    monkeypatch.setattr(symmetric, "NCCL_MIN_BYTES", {1: 1 << 12})
     ring = Ring() if nccls else None
     lengths = (3, 900, 200, 300)
 

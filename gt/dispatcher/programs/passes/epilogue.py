@@ -17,7 +17,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gt.dispatcher.programs.passes.stages import LATE, Parts, ScheduledInstruction, match_collectives, match_transfers
+from gt.dispatcher.programs.passes.scheduled_instruction import (
+    LATE,
+    Parts,
+    ScheduledInstruction,
+    match_collectives,
+    match_transfers,
+)
 from gt.ir.instr import COLLECTIVES
 
 Uses = frozenset[tuple[int, bool]]  # stages that something depends on, and whether on their backward

@@ -19,8 +19,7 @@ from gt.dispatcher import schedule
 from gt.dispatcher.programs.passes.context import PassContext
 from gt.dispatcher.programs.passes.epilogue import place_epilogue
 from gt.dispatcher.programs.passes.report import schedule_report
-from gt.dispatcher.programs.passes.stage_costs import OlderShapes, StageCosts, stage_costs, time_instructions
-from gt.dispatcher.programs.passes.stages import (
+from gt.dispatcher.programs.passes.scheduled_instruction import (
     EARLY,
     LATE,
     Key,
@@ -29,6 +28,7 @@ from gt.dispatcher.programs.passes.stages import (
     match_collectives,
     match_transfers,
 )
+from gt.dispatcher.programs.passes.stage_costs import OlderShapes, StageCosts, stage_costs, time_instructions
 from gt.dispatcher.programs.recording import Code, Instruction, Recording
 from gt.dispatcher.programs.reorder_check import CannotReorder
 from gt.dispatcher.schedule.auto import NoRoom
@@ -168,7 +168,7 @@ def _scheduled(journal: Sequence[Planned], code: Code, stages: StageAssignment, 
     ops = {row.seq: row for row in journal}
     parts = {worker: _parts(worker, rows, ops, stages) for worker, rows in code.items()}
     _Needs(parts, stages.meshes).assign()
-    _mark_weights(parts, places)
+    _flag_weights(parts, places)
     return parts
 
 
@@ -375,8 +375,8 @@ def _reports(parts: Parts, meshes: Sequence[tuple[int, ...]]) -> None:
             part.once = (last, "L") if part.once is not None else None
 
 
-def _mark_weights(parts: Parts, places: Sequence[tuple[int, ...]]) -> None:
-    """Mark the backward rows from which no other stage gets anything, and at most one gradient comes.
+def _flag_weights(parts: Parts, places: Sequence[tuple[int, ...]]) -> None:
+    """Flag the backward rows from which no other stage gets anything, and at most one gradient comes.
 
     Where a stage is in several rows its W are at no one time, so the collectives of its workers are none of them.
     """
@@ -385,14 +385,14 @@ def _mark_weights(parts: Parts, places: Sequence[tuple[int, ...]]) -> None:
     chain = {part for part in members if part.key is not None and len(places[part.key.stage]) > 1}
     while True:
         for rows in parts.values():
-            _mark(rows, chain)
+            _flag(rows, chain)
         split = [team for team in collectives if len({part.weight for part in team}) > 1]
         if not split:
             return
         chain.update(part for team in split for part in team)
 
 
-def _mark(rows: Sequence[ScheduledInstruction], chain: set[ScheduledInstruction]) -> None:
+def _flag(rows: Sequence[ScheduledInstruction], chain: set[ScheduledInstruction]) -> None:
     """chain: rows that are none of weights, whatever comes from them."""
     leads: dict[tuple[Key, int], frozenset] = {}  # memory -> where it leads within an action: SENT, or up to two ends
     stages: dict[int, set[int]] = defaultdict(set)  # memory -> stages that read it

@@ -198,7 +198,7 @@ class Rematerializer:
             step = self._next(some, peak, alive, left)
             if step is None:
                 break
-            self._take(step)
+            self._add_uses(step)
             steps.append(step)
             alive[step.last + 1 : step.first] -= found.sizes[step.root]
             alive[step.first] += step.beside
@@ -241,7 +241,7 @@ class Rematerializer:
             some.remove(root)
         return found
 
-    def _take(self, step: Recomputation) -> None:
+    def _add_uses(self, step: Recomputation) -> None:
         """Note that the inputs of the recomputation are used where it is."""
         found, at = self.memory, step.first
         self.gaps[step.root] = step.last, at

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from gt.dispatcher.programs.passes.epilogue import Epilogue
-from gt.dispatcher.programs.passes.stages import Parts, ScheduledInstruction, match_collectives
+from gt.dispatcher.programs.passes.scheduled_instruction import Parts, ScheduledInstruction, match_collectives
 from gt.dispatcher.programs.recording import Instruction
 from gt.dispatcher.schedule import Costs
 from gt.dispatcher.schedule.balance import Unit
@@ -176,10 +176,8 @@ def _moved_shape(row: Instruction, source: Shape) -> Shape:
     """The shape of the result of a collective, transfer or local change of layout."""
     payload = row.define.payload
     size = DTYPES[payload["dtype"]][0] if "dtype" in payload else source[1]
-    for kind, key in (("reduce_scatter", "boxes"), ("all_to_all", "want")):
-        if row.kind == kind:
-            return (sum(map(volume, payload[key][payload["team"]["rank"]])),), size
-    return tuple(payload["shape"]) if "shape" in payload else source[0], size
+    shape = row.define.result_shape
+    return source[0] if shape is None else shape, size
 
 
 def nominal_seconds(row: Instruction, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:

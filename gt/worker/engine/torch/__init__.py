@@ -15,7 +15,7 @@ import torch
 
 from gt.errors import ConfigError
 from gt.ir.ops import RANDOM
-from gt.ir.schema import Schema
+from gt.ir.schema import OWN, Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Combine, Compiler
@@ -28,6 +28,7 @@ from gt.worker.engine.torch.gpu.direct import direct
 from gt.worker.engine.torch.gpu.graphs import Graphs
 from gt.worker.engine.torch.gpu.pinned import PinnedCopies
 from gt.worker.engine.torch.inductor import Inductor
+from gt.worker.engine.torch.libraries import load
 from gt.worker.engine.torch.overloads import OVERLOADS
 
 
@@ -45,20 +46,22 @@ class TorchEngine:
         self.progress = None if self.host else Events(self._mark)
         self.direct = direct(self, COMBINE)
         self.copies = None if self.host else PinnedCopies(self.device)
-        self.key = None if self.host else self._key()
+        self.seeds = None if self.host else self._seeds()
+        self.key = None if self.seeds is None else self.seeds.key
         self._inductor: Inductor | None = None
         self._graphs: Graphs | None = None
 
     def _mark(self) -> torch.cuda.Event:
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(blocking=True))
 
-    def _key(self) -> Any:
-        """The key of a GPU's random kernels, in its memory; None without Triton, where the host draws."""
+    def _seeds(self) -> Any:
+        """Seeds of a GPU's random kernels, over the key in its memory; None without Triton, where the host draws."""
         try:
+            from gt.worker.engine.torch.gpu.attention_seeds import AttentionSeeds
             from gt.worker.engine.torch.gpu.philox_kernel import PhiloxKey
         except ImportError:
             return None
-        return PhiloxKey(self.device)
+        return AttentionSeeds(PhiloxKey(self.device))
 
     def draws(self, payload: dict[str, Any]) -> bool:
         """True if the device draws an op's random numbers, by the key in its memory."""
@@ -70,10 +73,14 @@ class TorchEngine:
         drawn = name in DRAW or name in attention.OPS
         return drawn and not any(out[1] is not None and out[1][3] in wide for out in payload["outs"])
 
-    def draw_from(self, seed: int, counter: int) -> None:
-        """Set the key from which a program's draws count, in the device's order of work."""
-        if self.key is not None:
-            self.key.set(seed, counter)
+    def draw_from(self, seed: int, counter: int, draws: int) -> None:
+        """Set the key from which a program's draws count, in the device's order of work. draws: their number."""
+        if self.seeds is not None:
+            self.seeds.key.set(seed, counter)
+            self.seeds.program_draws = draws
+
+    def load(self, libraries: Sequence[str]) -> list[str]:
+        return load(libraries, self.kind)
 
     def guard(self) -> AbstractContextManager:
         return torch.no_grad()
@@ -95,13 +102,15 @@ class TorchEngine:
     def _bound(self, schema: Schema, payload: dict[str, Any]) -> Callable:
         name = schema.op
         if name in attention.OPS:
-            return attention.bind(name, payload["random"], self.key)
+            return attention.bind(name, payload["random"], self.seeds)
         if name in RANDOM:
             return random.bind(name, payload["random"], self.key)
         if name == "gt.move.default":
             return torch.ops.aten.clone.default
         op: Callable = OVERLOADS[name]._op
-        base = name.split(".")[1]
+        space, base, _ = name.split(".")
+        if space not in OWN:
+            return op
         op = ALIKE[base](op) if base in ALIKE else op
         op = op if self.host and memory.switch() is not None else memory.cleared(base, op)
         if self.host:
@@ -115,7 +124,7 @@ class TorchEngine:
         if backend != "cudagraphs" or self.host:
             return self._inductor, "no CUDA device, so inductor" if backend == "cudagraphs" else ""
         if self._graphs is None:
-            self._graphs = Graphs(self._inductor, Cuda(self.device))
+            self._graphs = Graphs(self._inductor, Cuda(self.device, self.seeds))
         return self._graphs, ""
 
     def _constant(self, const: Const) -> Any:

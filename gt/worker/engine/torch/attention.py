@@ -1,16 +1,17 @@
 """Attention: the kernel that plain torch would take for the same inputs, forward and backward; GT's own dropout mask.
 
 On the CPU the results have the bits of F.scaled_dot_product_attention; a GPU's kernels are called in gpu/fused_attention.py.
-Dropout's mask must not depend on the worker that has a head, as the fused kernels' mask does: with dropout every device uses
-the composite maths.
+On the CPU dropout is the composite maths, whose mask does not depend on the worker that has a head. On a GPU the fused kernels
+draw it, and masks depend on how the scores are split; GT_EXACT_ATTENTION_DROPOUT=1 has the composite there too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf, sqrt
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -19,13 +20,16 @@ from gt.worker.engine.torch.attention_call import AttentionCall
 from gt.worker.engine.torch.gpu import fused_attention
 from gt.worker.engine.torch.gpu.fused_attention import FUSED, MATH, Choice
 
+if TYPE_CHECKING:
+    from gt.worker.engine.torch.gpu.attention_seeds import AttentionSeeds
+
 aten = torch.ops.aten
 Tensor: TypeAlias = torch.Tensor
 
 
-def choice(call: AttentionCall) -> Choice:
-    """The kernel that torch picks, MATH where dropout is drawn here."""
-    if call.dropout:
+def choice(call: AttentionCall, seeds: AttentionSeeds | None = None) -> Choice:
+    """The kernel that torch picks, MATH where dropout is drawn here. seeds: of a GPU whose kernels can draw."""
+    if call.dropout and (seeds is None or seeds.exact or call.dropout >= 1 or not call.q.is_cuda):
         return Choice(MATH)
     if call.q.is_cuda:
         return fused_attention.choice(call)
@@ -33,15 +37,15 @@ def choice(call: AttentionCall) -> Choice:
     return Choice(pick if pick in FUSED else MATH)
 
 
-def _kept(call: AttentionCall, words: Words, key: Any) -> Tensor | None:
+def _kept(call: AttentionCall, words: Words, seeds: AttentionSeeds | None) -> Tensor | None:
     """The scores [..., heads, L, S] that dropout keeps."""
     if not call.dropout:
         return None
     shape = (*call.q.shape[:-1], call.k.shape[-2])
-    if key is not None:
+    if seeds is not None:
         from gt.worker.engine.torch.gpu import philox_kernel
 
-        return philox_kernel.hits(key, words, shape, 1.0 - call.dropout)
+        return philox_kernel.hits(seeds.key, words, shape, 1.0 - call.dropout)
     return torch.from_numpy(hits(words.of(shape), 1.0 - call.dropout)).to(call.q.device)
 
 
@@ -75,25 +79,26 @@ def _flash_on_host(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return flash(*call.inputs, 0.0, call.causal, attn_mask=call.bias(), scale=call.scale)
 
 
-def _forward(words: Words, key: Any, *args: Any) -> tuple[Tensor, Tensor]:
+def _forward(words: Words, seeds: AttentionSeeds | None, *args: Any) -> tuple[Tensor, Tensor]:
     call = AttentionCall(*args)
-    chosen = choice(call)
+    chosen = choice(call, seeds)
     if chosen.kernel == MATH:
-        out = _maths(call, _kept(call, words, key))  # batch dims broadcast: of q they need not be all
+        out = _maths(call, _kept(call, words, seeds))  # batch dims broadcast: of q they need not be all
         return out, torch.zeros(out.shape[:-1], dtype=torch.float32, device=call.q.device)
-    out, lse = fused_attention.forward(call, chosen) if call.q.is_cuda else _flash_on_host(call)
+    with seeds.drawing(words) if seeds is not None and call.dropout else nullcontext():
+        out, lse = fused_attention.forward(call, chosen) if call.q.is_cuda else _flash_on_host(call)
     return out, lse[..., : call.q.shape[-2]].to(torch.float32)
 
 
-def _backward(words: Words, key: Any, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _backward(words: Words, seeds: AttentionSeeds | None, grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     q, k, v, mask, out, lse, *rest = args
     call = AttentionCall(q, k, v, mask, *rest)
-    chosen = choice(call)
+    chosen = choice(call, seeds)
     if chosen.kernel == MATH:
-        kept = _kept(call, words, key)
+        kept = _kept(call, words, seeds)
         return _again(call, grad, lambda live: _maths(live, kept))
     if q.is_cuda:
-        return fused_attention.backward(call, chosen, grad, out, lse)
+        return fused_attention.backward(call, chosen, grad, out, lse, None if seeds is None else (seeds, words))
     if q.dtype == torch.float64:  # logsumexp travels as float32: not enough here
         out, lse = _flash_on_host(call)
     flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -111,15 +116,15 @@ def _again(call: AttentionCall, grad: Tensor, forward: Callable[[AttentionCall],
 OPS: dict[str, Callable[..., Any]] = {"gt.sdpa.default": _forward, "gt.sdpa_backward.default": _backward}
 
 
-def bind(name: str, place: list | None, key: Any = None) -> Callable:
+def bind(name: str, place: list | None, seeds: AttentionSeeds | None = None) -> Callable:
     """The op as a callable of its arguments (ir.ops.GT_OPS) and `seed` and `counter`; place is that of the scores.
 
-    key: of a GPU that draws by itself.
+    seeds: of a GPU that draws by itself.
     """
     run = OPS[name]
 
     def draw(*args: Any, seed: int, counter: int) -> Any:
-        return run(Words(seed, counter, place), key, *args)
+        return run(Words(seed, counter, place), seeds, *args)
 
     draw.draws = True  # type: ignore[attr-defined]
     return draw

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from gt.worker.engine.torch.gpu.attention_seeds import AttentionSeeds
 
 MAX_NOTES = 64  # of more every second one is kept
 
@@ -117,9 +120,9 @@ class Pool:
 class Cuda:
     """A GPU. Recordings share a pool of memory and the stream that they are made on."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, seeds: AttentionSeeds | None = None) -> None:
         warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)  # a run of views rightly issues nothing
-        self.device = device
+        self.device, self._seeds = device, seeds
         self._pool: Callable[[], Pool | None] = lambda: None  # while there are recordings
         self._broken: list[Any] = []
         self._stream = torch.cuda.Stream(device)
@@ -142,15 +145,20 @@ class Cuda:
             pool = Pool()
             pool.graphs.append(self._record(lambda: torch.zeros(1, device=self.device), pool))
             self._pool = weakref.ref(pool)
-        graph = self._record(run, pool)
+        graph, seeds = torch.cuda.CUDAGraph(), self._seeds
+        draws = [] if seeds is None else seeds.register(graph)
+        self._record(run, pool, graph)
 
         def replay(pool: Pool = pool) -> None:
+            if draws:
+                assert seeds is not None
+                seeds.seed(draws)
             graph.replay()
 
         return replay
 
-    def _record(self, run: Callable[[], Any], pool: Pool) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+    def _record(self, run: Callable[[], Any], pool: Pool, graph: torch.cuda.CUDAGraph | None = None) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph() if graph is None else graph
         here = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream), _uncollected():

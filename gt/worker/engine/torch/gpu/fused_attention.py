@@ -1,20 +1,26 @@
 """Attention by a GPU's fused kernels: torch's choice, inputs in the form that the kernel takes, and its own backward.
 
 Keys and values of grouped heads stay as they are where the kernel reads them so. Masks are expanded by strides, not copied.
-Dropout is not drawn here.
+Dropout is drawn by the kernel, seeded as attention_seeds.py says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, sqrt
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.nn.functional import pad
 
+from gt.worker.engine.philox import Words
 from gt.worker.engine.torch.attention_call import AttentionCall
+
+if TYPE_CHECKING:
+    from gt.worker.engine.torch.gpu.attention_seeds import AttentionSeeds
 
 aten = torch.ops.aten
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # torch.nn.attention.SDPBackend
@@ -24,6 +30,7 @@ HEAD_MULTIPLE = 8  # flash takes head sizes that are multiples of it
 BIAS_MULTIPLE = 16  # elements: rows of a bias begin at multiples of it
 LSE_MULTIPLE = 32  # rows of the efficient kernel's logsumexp are padded to multiples of it
 _choices: dict[Hashable, Choice] = {}
+Draw: TypeAlias = "tuple[AttentionSeeds, Words]"
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ def choice(call: AttentionCall) -> Choice:
     """torch's choice for inputs of these sizes, the same in forward and backward."""
     mask = None if call.mask is None else (call.mask.shape, call.mask.dtype)
     sizes = call.q.shape, call.k.shape, call.v.shape, call.q.dtype, call.q.device
-    key = sizes, mask, call.causal, call.scale, call.gqa, torch.are_deterministic_algorithms_enabled()
+    key = sizes, mask, call.dropout, call.causal, call.scale, call.gqa, torch.are_deterministic_algorithms_enabled()
     chosen = _choices.get(key)
     if chosen is None:
         if len(_choices) >= MAX_CHOICES:
@@ -67,49 +74,61 @@ def _choose(call: AttentionCall) -> Choice:
 def _ask(call: AttentionCall) -> int:
     with torch.enable_grad():  # some kernels lack a backward for inputs of their forward
         q, k, v = (tensor.detach().requires_grad_() for tensor in call.inputs)
-        return torch._fused_sdp_choice(q, k, v, call.mask, 0.0, call.causal, scale=call.scale, enable_gqa=call.gqa)
+        with _no_cudnn() if call.dropout else nullcontext():  # cuDNN draws by a generator of its own kind
+            return torch._fused_sdp_choice(q, k, v, call.mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.gqa)
+
+
+@contextmanager
+def _no_cudnn() -> Iterator[None]:
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def forward(call: AttentionCall, chosen: Choice) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [batch, heads, L, Ev], logsumexp f32 [batch, heads, L]."""
+    """out [batch, heads, L, Ev], logsumexp f32 [batch, heads, L]. Dropout draws from torch's generator."""
     call, size = _given(call, chosen), call.v.shape[-1]
     rest = {"scale": call.scale}
     if chosen.kernel == FLASH:
-        out, lse = aten._scaled_dot_product_flash_attention(*call.inputs, 0.0, call.causal, False, **rest)[:2]
+        out, lse = aten._scaled_dot_product_flash_attention(*call.inputs, call.dropout, call.causal, False, **rest)[:2]
     elif chosen.kernel == CUDNN:
         cudnn = aten._scaled_dot_product_cudnn_attention
         out, lse = cudnn(*call.inputs, _bias(call), True, 0.0, call.causal, False, **rest)[:2]
         lse = lse.flatten(-2)
     else:
         efficient = aten._scaled_dot_product_efficient_attention
-        out, lse = efficient(*call.inputs, _whole_bias(call), True, 0.0, call.causal, **rest)[:2]
+        out, lse = efficient(*call.inputs, _whole_bias(call), True, call.dropout, call.causal, **rest)[:2]
     return out[..., :size], lse[..., : call.q.shape[-2]]
 
 
 def backward(
-    call: AttentionCall, chosen: Choice, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    call: AttentionCall, chosen: Choice, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, draw: Draw | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, by the kernel that grads out and lse."""
+    """Gradients of q, k and v, by the kernel that made out and lse. draw: of forward's dropout."""
     sizes = [tensor.shape[-1] for tensor in call.inputs]
     groups, given = call.k.shape[-3], _given(call, chosen)
-    state, rest = _no_state(call.q.device), {"scale": given.scale}
+    seed, offset = _state(call, chosen, draw)
+    p, rest = call.dropout, {"scale": given.scale}
     grad = _rows(grad)
     if chosen.wide:
         grad, out = _widened(grad), _widened(out)
     if chosen.kernel == FLASH:
         lengths = given.q.shape[-2], given.k.shape[-2]
         flash = aten._scaled_dot_product_flash_attention_backward
-        grads = flash(grad, *given.inputs, out, lse, None, None, *lengths, 0.0, given.causal, state, state, **rest)
+        grads = flash(grad, *given.inputs, out, lse, None, None, *lengths, p, given.causal, seed, offset, **rest)
     elif chosen.kernel == CUDNN:
         lengths = given.q.shape[-2], given.k.shape[-2]
         cudnn = aten._scaled_dot_product_cudnn_attention_backward
-        saved = out, lse.unsqueeze(-1), state[0], state[1]
+        saved = out, lse.unsqueeze(-1), seed, offset
         grads = cudnn(grad, *given.inputs, *saved, _bias(given), None, None, *lengths, 0.0, given.causal, **rest)
     else:
         lse = pad(lse, (0, -lse.shape[-1] % LSE_MULTIPLE), value=inf)
         efficient = aten._scaled_dot_product_efficient_attention_backward
-        inputs, saved, wanted = (*given.inputs, _whole_bias(given)), (out, lse, state[0], state[1]), [True, True, True, False]
-        grads = efficient(grad, *inputs, *saved, 0.0, wanted, given.causal, **rest)
+        inputs, saved, wanted = (*given.inputs, _whole_bias(given)), (out, lse, seed, offset), [True, True, True, False]
+        grads = efficient(grad, *inputs, *saved, p, wanted, given.causal, **rest)
     of_q, of_k, of_v = (part[..., :size] for part, size in zip(grads, sizes, strict=False))
     if chosen.repeat:
         of_k, of_v = (part.unflatten(-3, (groups, -1)).sum(-3) for part in (of_k, of_v))
@@ -180,6 +199,18 @@ def _whole_bias(call: AttentionCall) -> torch.Tensor | None:
     """The same, [batch, heads, L, S]."""
     bias = _bias(call)
     return None if bias is None else bias.expand(*call.q.shape[:-1], call.k.shape[-2])
+
+
+def _state(call: AttentionCall, chosen: Choice, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward's random state as the kernel's backward takes it: flash reads seed and offset from one tensor."""
+    if draw is None or not call.dropout:
+        none = _no_state(call.q.device)
+        return (none, none) if chosen.kernel == FLASH else (none[0], none[1])
+    seeds, words = draw
+    if chosen.kernel == FLASH:
+        state = seeds.device_state(words).view(torch.uint64)
+        return state, state
+    return seeds.state(words)
 
 
 @cache

@@ -109,6 +109,11 @@ class PhiloxKey:
         self._seed, self._counter = self.memory
         self._held = 0, 0
 
+    @property
+    def held(self) -> tuple[int, int]:
+        """Seed and counter."""
+        return self._held
+
     def set(self, seed: int, counter: int) -> None:
         """Set the key in the device's order of work; nothing waits for the host."""
         if seed != self._held[0]:

@@ -1,4 +1,4 @@
-"""Placement of a step's epilogue in a schedule: L, R and O of each stage.
+"""Inserts a step's epilogue into the rows of a schedule: L, R and O of each stage. `programs/passes/epilogue.py` finds them.
 
 They must not delay actions that other workers wait for, so each takes the first gap that it fits into, else the end of its
 row. Actions that several workers execute together are at the end, in one order for all of them.
@@ -19,7 +19,7 @@ Slot = tuple[float, float, Action]  # start, end of its worker's compute, action
 Insert = Callable[[list[Slot], int, float, float], tuple[int, float]]  # slots, first place, ready, time -> place, start
 
 
-def finish(rows: Rows, costs: Costs) -> Made:
+def insert_epilogue(rows: Rows, costs: Costs) -> Made:
     """Rows with L, R and O of each stage that has a time for them in `costs`, placed so that the step is shortest.
 
     An all-reduce that overlaps compute follows its stage's last W. An optimizer follows its stage's all-reduce, or those of
