@@ -250,15 +250,14 @@ class Release(Message):
 class Value(Message):
     """Dispatcher -> client, answers Fetch: shape and dtype of a tensor. Its pieces follow as Piece messages.
 
-    pieces: [[key, boxes], ...]. If the Value has a frame, that frame is the only piece, and no Piece follows. in_arena: the
-    whole value is in the block that Fetch named, and there are no pieces.
+    pieces: [[key, boxes], ...]. If the Value has a frame, that frame is the only piece, and no Piece follows. Without
+    pieces the whole value is in the block that Fetch named.
     """
 
     request: int
     shape: list
     dtype: str
     pieces: list
-    in_arena: bool = False
 
 
 @dataclass(frozen=True, slots=True)
