@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from gt import env, log
+from gt import env, logs
 from gt.dispatcher.cluster.leases import Terms
 from gt.dispatcher.server import Server
 from gt.errors import GTError, Refused
@@ -75,7 +75,7 @@ def terms(args: argparse.Namespace) -> Terms:
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 once told to stop, 2 if it cannot start."""
     args = parser().parse_args(argv)
-    log.setup("dispatcher")
+    logs.setup("dispatcher")
     more_descriptors()
     try:
         access = Access(env.token(args.token_file), args.encrypt, args.insecure)

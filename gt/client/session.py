@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gt import errors
-from gt import log as logs
+from gt import errors, logs
 from gt.client import host_buffers
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.spec import DTYPES, Spec

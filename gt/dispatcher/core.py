@@ -41,7 +41,7 @@ from gt.dispatcher.state.failures import op_failed
 from gt.dispatcher.state.fetches import MAX_REQUESTS
 from gt.dispatcher.state.memory_report import memory_report
 from gt.errors import GTError, ProtocolError, SystemFailure
-from gt.log import Sparse
+from gt.logs import Sparse
 from gt.wire.messages import (
     THROUGH,
     Describe,

@@ -9,7 +9,7 @@ import stat
 from typing import Any
 
 from gt.dispatcher.events import MARK, Lines, Log
-from gt.log import plain
+from gt.logs import plain
 
 log = logging.getLogger("gt.dispatcher")
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from gt import env, log
+from gt import env, logs
 from gt.launch import machine
 from gt.launch.process import ending, fork
 from gt.wire.liveness import POLLS, Vigil, home, sight
@@ -245,7 +245,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
         with contextlib.suppress(OSError):
             os.write(status, json.dumps(facts).encode() + b"\n")
 
-    log.setup("dispatcher", "gt.server")
+    logs.setup("dispatcher", "gt.server")
     more_descriptors()
     try:
         access, terms = Access(secret=order["token"]), Terms(most=order["workers"])

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gt import env, errors
-from gt import log as logs
+from gt import env, errors, logs
 from gt.wire import liveness
 from gt.wire.access.proof import proof
 from gt.wire.dealer import Dealer, LinkTimeouts

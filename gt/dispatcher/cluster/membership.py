@@ -21,7 +21,7 @@ from gt.dispatcher.state.context import SessionContext, SessionTerms
 from gt.dispatcher.state.failures import worker_lost
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import GTError, ProtocolError
-from gt.log import plain
+from gt.logs import plain
 from gt.wire.link import examine
 from gt.wire.messages import Abort, Exit, Goodbye, Hello, Message, Notice, Renew, Welcome, World
 
