@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
     from gt.client.groups import signal as signal
     from gt.client.capture.compiled_function import compile as compile
     from gt.client.groups.signal import microbatches as microbatches
+    from gt.client.metrics import log as log
     from gt.errors import (
         CaptureError as CaptureError, ConfigError as ConfigError, DispatcherLost as DispatcherLost, GTError as GTError,
         OpFailed as OpFailed, Refused as Refused, SessionExpired as SessionExpired, UnsupportedOp as UnsupportedOp,
@@ -47,6 +48,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
         )
     },
     "compile": ("gt.client.capture.compiled_function", "compile"),
+    "log": ("gt.client.metrics", "log"),
     "microbatches": ("gt.client.groups.signal", "microbatches"),
     "nn": ("torch.nn", None),
     "no_grad": ("torch", "no_grad"),

@@ -14,6 +14,7 @@ from gt.dispatcher.cluster.admission import Admission
 from gt.dispatcher.cluster.health import Survey, Watch, answer
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, workers
 from gt.dispatcher.cluster.membership import Membership
+from gt.dispatcher.cluster.observers import Observers, logged
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.dispatcher.events import (
     Action,
@@ -55,6 +56,8 @@ from gt.wire.messages import (
     Hello,
     Inspect,
     Message,
+    Metrics,
+    Observe,
     OpError,
     Ops,
     Piece,
@@ -98,6 +101,7 @@ class Core:
         self.received = self.sent = self.relayed = 0
         self.admission = Admission(self.lending, most=self.terms.most)
         self.round_robin = RoundRobin(self, self.pace)
+        self.observers = Observers(self)
         self.membership = Membership(self)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
@@ -107,7 +111,8 @@ class Core:
             Hello: self.membership.hello, Ops: self._ops, Fetch: self._fetch, Describe: self._describe, Inspect: self._inspect,
             FinishCapture: self._finish_capture, Stats: self._stats, UploadChunk: self._upload_chunk,
             Goodbye: self.membership.goodbye, Piece: self._piece, Described: self._described, Report: self._report,
-            Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
+            Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress, Metrics: self._metrics,
+            Observe: self.observers.observe,
         }  # fmt: skip
 
     @property
@@ -137,6 +142,7 @@ class Core:
             self.refuse(event.peer, ProtocolError(event.reason))
         elif isinstance(event, Tick):
             self.membership.tick()
+            self.observers.tick()
         elif isinstance(event, Examined):
             self.membership.examined(event)
         elif isinstance(event, Turn):
@@ -156,6 +162,7 @@ class Core:
             assert len(session.op_stream.coming) <= MAX_WAITING_BATCHES
             session.uploads.check()
         self.round_robin.check()
+        self.observers.check()
         for lease in self.lending.leases:
             lease.cluster.check()
             assert all(self.workers[w.peer] is w and self.lending.of(w.peer) is lease for w in workers(lease))
@@ -191,6 +198,8 @@ class Core:
     def name(self, peer: Peer) -> str:
         if peer in self.workers:
             return self.workers[peer].name
+        if peer in self.observers.peers:
+            return "an observer"
         return f"client{self.sessions[peer].number}" if peer in self.sessions else self.lending.name(peer) or peer.hex()[:8]
 
     def _receive(self, event: Received) -> None:
@@ -248,7 +257,7 @@ class Core:
             self.send(peer, Failed(-1, errors.to_wire(error)))
             self.send(peer, Exit(str(error)))
         else:
-            joined = peer in self.workers or self.lending.name(peer)
+            joined = peer in self.workers or peer in self.observers.peers or self.lending.name(peer)
             self.send(peer, Exit(str(error)) if joined else Reject(errors.to_wire(error)))
         self.membership.remove(peer, str(error))
         self.close(peer)
@@ -293,6 +302,9 @@ class Core:
         if not survey.left:
             for one in watch.without(-1):
                 self.surveyed(one)
+
+    def _metrics(self, peer: Peer, message: Metrics, frames: tuple) -> None:
+        self._session(peer).logged = logged(message)
 
     def _upload_chunk(self, peer: Peer, message: UploadChunk, frames: tuple) -> None:
         session = self._session(peer)
@@ -374,6 +386,7 @@ class Core:
 
     def _report(self, peer: Peer, message: Report, frames: tuple) -> None:
         worker = self._worker(peer)
+        self.observers.answered(worker, message)
         survey = self._lease(peer).watch.answered(worker, message)
         if survey is not None:
             self.surveyed(survey)

@@ -116,7 +116,7 @@ class Supervisor:
     def _turn(self, timeout: float) -> None:
         ready = self._select.select(timeout)
         # Looked at first: what workers say of a dead dispatcher, the program is told anyway.
-        self._silent |= bool(ready) and not log.asked("worker") and (not self._dispatcher or ending(self._dispatcher))
+        self._silent |= bool(ready) and not logs.asked("worker") and (not self._dispatcher or ending(self._dispatcher))
         dead = list(_ended())
         for key, _ in ready:
             key.data(key.fd)

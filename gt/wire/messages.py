@@ -13,6 +13,7 @@ Numbers = list  # a stream: numbers only
 VERSION = 5
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
+MAX_VALUES = 64  # in one Metrics
 TIMES = 4096  # definitions in one Done, at most
 MAX_BODY = 16 << 20  # bytes of one msgpack body
 
@@ -27,14 +28,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """Client or worker -> dispatcher: the first message. Answered by Welcome or Reject.
+    """Client, worker or observer -> dispatcher: the first message. Answered by Welcome or Reject.
 
-    role: "client" or "worker". config: text of a client's YAML, "" for none. config_path: its path, for error messages only.
-    switches: of a client; {"threads": int, "matmul_precision": str, "deterministic": bool, "cudnn_benchmark": bool,
-    "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many workers it
-    wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one, "pid", "host",
-    "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof": see
-    gt.wire.access.proof}.
+    role: "client", "worker" or "observer". config: text of a client's YAML, "" for none. config_path: its path, for error
+    messages only. switches: of a client; {"threads": int, "matmul_precision": str, "deterministic": bool, "cudnn_benchmark":
+    bool, "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many
+    workers it wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one,
+    "pid", "host", "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof":
+    see gt.wire.access.proof}. Of a client, for observers; {"user", "program", "host", "pid"}.
     """
 
     version: int
@@ -124,6 +125,17 @@ class Stats(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Metrics(Message):
+    """Client -> dispatcher: numbers that the program logs, while it is watched. Not answered.
+
+    steps: calls of gt.log so far. values: by name, the newest.
+    """
+
+    steps: int
+    values: dict
+
+
+@dataclass(frozen=True, slots=True)
 class UploadChunk(Message):
     """Client -> dispatcher, answers UploadRequest and WindowUpdate: the next frame of a host copy's region.
 
@@ -137,7 +149,7 @@ class UploadChunk(Message):
 
 @dataclass(frozen=True, slots=True)
 class Goodbye(Message):
-    """Client or worker -> dispatcher: ends the connection; not answered. reason: why a worker ended, or ""."""
+    """Client, worker or observer -> dispatcher: ends the connection; not answered. reason: why a worker ended, or ""."""
 
     reason: str = ""
 
@@ -147,7 +159,7 @@ class Goodbye(Message):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Dispatcher -> client or worker, answers Hello.
+    """Dispatcher -> client, worker or observer, answers Hello.
 
     workers: their names, in order of index. groups: names of the signal groups, in order. process: [pid, home] of the
     dispatcher, see wire.liveness; peers on its host see whether it is stopped.
@@ -163,7 +175,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True)
 class Reject(Message):
-    """Dispatcher -> client or worker, answers Hello: the connection is refused. error: see errors.to_wire."""
+    """Dispatcher -> client, worker or observer, answers Hello: the connection is refused. error: see errors.to_wire."""
 
     error: dict
 
@@ -254,6 +266,13 @@ class Notice(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Watched(Message):
+    """Dispatcher -> client: whether anybody observes the server. Only while somebody does, the client sends Metrics."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Failed(Message):
     """Dispatcher -> client: a request failed; request -1 raises at the next wait. error: see errors.to_wire."""
 
@@ -332,10 +351,10 @@ class Query(Message):
     """Dispatcher -> worker: asks for the state of its work. Its I/O thread answers with a Report.
 
     stats: include the counters. programs: definitions whose last replay and compiled parts are reported. Report.body: {"done":
-    last Run executed, "stats": {...}, "at": [Run, place in it, the op's seq, kind, Runs that its GPU has finished] of the
-    current instruction or None, "work": seconds of CPU time used}; the kind is the instruction's, or "compile", "load" (its GPU
-    runs it for the first time) or "device" (it waits for its GPU). With the same `at` twice an instruction takes long; with the
-    same `work` too, the worker makes no progress.
+    last Run executed, "stats": {...}, "took": seconds of CPU time for these, "at": [Run, place in it, the op's seq, kind, Runs
+    that its GPU has finished] of the current instruction or None, "work": seconds of CPU time used}; the kind is the
+    instruction's, or "compile", "load" (its GPU runs it for the first time) or "device" (it waits for its GPU). With the same
+    `at` twice an instruction takes long; with the same `work` too, the worker makes no progress.
     """
 
     request: int
@@ -352,7 +371,7 @@ class Renew(Message):
 
 @dataclass(frozen=True, slots=True)
 class Exit(Message):
-    """Dispatcher -> worker or client: the server stops."""
+    """Dispatcher -> any peer: the server stops, or has ended this connection."""
 
     reason: str
 
@@ -400,8 +419,34 @@ class UploadProgress(Message):
     upto: int
 
 
+# ---- observers
+
+
+@dataclass(frozen=True, slots=True)
+class Observe(Message):
+    """Observer -> dispatcher: asks for Records, and acknowledges those up to number `seen`; 0 at first.
+
+    interval: milliseconds between two Records, at least; the dispatcher may send fewer. An observer that acknowledges too
+    little is dropped.
+    """
+
+    seen: int
+    interval: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Records(Message):
+    """Dispatcher -> observer: the state of server, workers and sessions at one moment.
+
+    number: from 1. rows: see gt.wire.records.
+    """
+
+    number: int
+    rows: list
+
+
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
-    UploadProgress, FinishCapture, Notice, Renew,
+    UploadProgress, FinishCapture, Notice, Renew, Metrics, Watched, Observe, Records,
 )  # fmt: skip
