@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gt import env, logs
@@ -15,6 +17,9 @@ from gt.errors import GTError, Refused
 from gt.wire.access.auth import Access
 from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
 from gt.wire.socket import PORT
+
+
+STOP_SECONDS = 5.0  # for a process beside the server to end
 
 
 def port(text: str) -> int:
@@ -43,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
     option("--max-session-time", type=limit(float), default=0.0, help="seconds until a session ends; default: no limit")
     memory = "most bytes of a session on a CPU worker, as 4GiB; default: no limit"
     option("--memory-limit", default="", help=memory)
+    metrics = "serve metrics for Prometheus on this port of 127.0.0.1, by a process of its own; default: none"
+    option("--metrics", type=port, metavar="PORT", help=metrics)
     return made
 
 
@@ -72,6 +79,27 @@ def terms(args: argparse.Namespace) -> Terms:
     return Terms(exclusive, args.max_workers, args.max_session_time, secret, memory=memory)
 
 
+@contextmanager
+def beside(server: Server, args: argparse.Namespace) -> Iterator[None]:
+    """Inside, `gt metrics` runs as a process of its own, if asked for: it observes the server, and ends with it."""
+    if args.metrics is None:
+        yield
+        return
+    host = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1"}.get(server.host, server.host)
+    command = [sys.executable, "-m", "gt", "metrics", f"{host}:{server.port}", "--port", str(args.metrics)]
+    command += ["--token-file", str(args.token_file)] if args.token_file else []
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 once told to stop, 2 if it cannot start."""
     args = parser().parse_args(argv)
@@ -93,7 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     keep_freed()
     collect_less()
     take_turns()
-    server.run()
+    with beside(server, args):
+        server.run()
     return 0
 
 
