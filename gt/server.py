@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from gt.errors import GTError, Refused
 from gt.wire.access.auth import Access
 from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
 from gt.wire.socket import PORT
-
 
 STOP_SECONDS = 5.0  # for a process beside the server to end
 
@@ -87,8 +87,10 @@ def beside(server: Server, args: argparse.Namespace) -> Iterator[None]:
         return
     host = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1"}.get(server.host, server.host)
     command = [sys.executable, "-m", "gt", "metrics", f"{host}:{server.port}", "--port", str(args.metrics)]
+    command += ["--parent", str(os.getpid())]
     command += ["--token-file", str(args.token_file)] if args.token_file else []
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    variables = env.child(PYTHONPATH=env.python_path(str(Path(__file__).parents[1])))
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=variables)
     try:
         yield
     finally:

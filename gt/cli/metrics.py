@@ -10,6 +10,7 @@ from typing import Any
 
 from gt import env
 from gt.errors import GTError
+from gt.launch.process import die_with_parent
 from gt.observe.live_view import LiveView
 from gt.observe.prometheus import COUNTER, samples
 from gt.observe.record_stream import RecordStream
@@ -22,6 +23,8 @@ INTERVAL = 1.0  # seconds between two Records
 def main(args: list[str], text: str) -> int:
     """Exit code: 0 once interrupted, 1 if the server cannot be observed, or its link has ended."""
     given = _parser(text).parse_args(args)
+    if given.parent:
+        die_with_parent(given.parent)
     address = given.address or env.get("GT_SERVER") or f"127.0.0.1:{PORT}"
     try:
         import prometheus_client
@@ -58,6 +61,7 @@ def _parser(text: str) -> argparse.ArgumentParser:
     option("address", nargs="?", default="", metavar="HOST:PORT", help=f"default: GT_SERVER, or 127.0.0.1:{PORT}")
     option("--port", type=int, default=9470, help="port of the HTTP server, 0 for a free one; default: 9470")
     option("--host", default="127.0.0.1", help="address of the HTTP server, which asks for no token; default: 127.0.0.1")
+    option("--parent", type=int, default=0, help=argparse.SUPPRESS)  # process that this one ends with
     option("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
     return parser
 
