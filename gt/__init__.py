@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the public names once more, since checkers and editors do not run __getattr__
     # isort: off
     # fmt: off
-    from torch import nn as nn, no_grad as no_grad, optim as optim
+    from torch import (
+        bfloat16 as bfloat16, bool as bool, float16 as float16, float32 as float32, float64 as float64, int32 as int32,
+        int64 as int64, nn as nn, no_grad as no_grad, optim as optim,
+    )
+    from gt import debug as debug
     from gt.api import (
         arange as arange, cat as cat, connect as connect, cpu_workers as cpu_workers, device as device, empty as empty,
         empty_like as empty_like, eye as eye, from_numpy as from_numpy, full as full, full_like as full_like,
@@ -24,6 +28,10 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
         zeros as zeros, zeros_like as zeros_like,
     )
     from gt.client.groups import signal as signal
+    from gt.config.registry import (
+        ShardConfig as ShardConfig, SignalConfig as SignalConfig, load_config as load_config,
+        register_config as register_config,
+    )
     from gt.client.capture.compiled_function import compile as compile
     from gt.client.groups.signal import microbatches as microbatches
     from gt.client.metrics import log as log
@@ -50,6 +58,9 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "compile": ("gt.client.capture.compiled_function", "compile"),
     "log": ("gt.client.metrics", "log"),
     "microbatches": ("gt.client.groups.signal", "microbatches"),
+    "debug": ("gt.debug", None),
+    **{name: ("gt.config.registry", name) for name in ("ShardConfig", "SignalConfig", "load_config", "register_config")},
+    **{name: ("torch", name) for name in ("bfloat16", "bool", "float16", "float32", "float64", "int32", "int64")},
     "nn": ("torch.nn", None),
     "no_grad": ("torch", "no_grad"),
     "optim": ("torch.optim", None),

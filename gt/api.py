@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -17,7 +17,9 @@ from gt.client.device import random, torch_remote
 from gt.client.device import register as device_
 from gt.client.device.remote_tensor import RemoteTensor, Shown
 from gt.client.trace import shape_inference
-from gt.config.files import read
+from gt.config.doubts import doubts
+from gt.config.load import check_workers, load
+from gt.config.registry import source
 
 if TYPE_CHECKING:
     from gt.observe.plan import Plan
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("gt")
 MAX_STALL_SECONDS = 1e9
 MAX_WORKERS = 1 << 16
+AUTO_SHARD = "gt: {data_parallel: null}"  # the config of GT_AUTO_SHARD
 cat, stack = torch.cat, torch.stack
 Factory = TypeVar("Factory", bound=Callable)
+Config = str | Mapping[str, Any] | None
 
 
 class _Started:
@@ -35,7 +39,7 @@ class _Started:
 
     local: Any = None
     trace: Callable[[], None] | None = None  # called before a session ends
-    plan: Callable[[str | None, int], None] | None = None  # opens a session that only plans; None outside of gt.plan
+    plan: Callable[[Config, int], None] | None = None  # opens a session that only plans; None outside of gt.plan
 
 
 def __getattr__(name: str) -> Any:
@@ -49,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     address: str,
-    config: str | None = None,
+    config: Config = None,
     *,
     token: str | None = None,
     name: bool = True,
@@ -59,7 +63,8 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
 ) -> None:
     """Connect to the dispatcher at "host:port". Ops run there from now on; an open session ends.
 
-    config: path of the YAML of signal groups, or gt:NAME of a ready config; GT_CONFIG if None, "" for none.
+    config: the signal groups: path of the YAML, gt:NAME of a ready config, YAML text, or a dict of the same form. None for
+        GT_CONFIG and the groups of gt.register_config, "" for no groups.
     token: the server's secret; GT_TOKEN if None.
     name: False leaves the device name "remote" unregistered, so that local CUDA training works in this process; the device is
         then `gt.device`.
@@ -83,11 +88,12 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     if _Started.plan is not None:
         _Started.plan(config, workers)
         return
-    path = env.get("GT_CONFIG") if config is None else config
-    text = read(path)
+    text, path = config_of(config)
     token = env.get("GT_TOKEN") if token is None else token
     session = Session(address, (text, path), switches=switches, token=token, wait=wait)
     current_session.connect(session, text, path)
+    for doubt in doubts(load(text, path)):
+        log.warning("%s", doubt)
 
 
 def _switches(stall_timeout: float | None) -> dict[str, Any]:
@@ -105,42 +111,69 @@ def _switches(stall_timeout: float | None) -> dict[str, Any]:
     }
 
 
-def gpu_workers(n: int, config: str | None = None, *, name: bool = True, stall_timeout: float | None = None) -> None:
+def gpu_workers(
+    n: int,
+    config: Config = None,
+    *,
+    name: bool = True,
+    stall_timeout: float | None = None,
+    libraries: Sequence[str] | None = None,
+) -> None:
     """Start a dispatcher and n workers on this machine, one GPU each. They end with this program.
 
-    With fewer than n GPUs it warns and starts n CPU workers. config, name, stall_timeout: as for gt.connect. ValueError for n
-    below 1, ConfigError for a config that names more than n workers.
+    With fewer than n GPUs it warns and starts n CPU workers. config, name, stall_timeout: as for gt.connect. libraries: modules
+    whose ops the workers execute, such as "torchvision"; GT_LIBRARIES if None. ValueError for n below 1, ConfigError for a
+    config that names more than n workers.
     """
     have = torch.cuda.device_count()
     if have < n:
         log.warning("gt.gpu_workers(%d) found %s: it uses %d CPU workers instead", n, f"{have} GPUs" if have else "no GPU", n)
-    _start_local(n, have >= n, config, name, stall_timeout)
+    _start_local(n, have >= n, config, name, stall_timeout, libraries)
 
 
-def cpu_workers(n: int, config: str | None = None, *, name: bool = True, stall_timeout: float | None = None) -> None:
+def cpu_workers(
+    n: int,
+    config: Config = None,
+    *,
+    name: bool = True,
+    stall_timeout: float | None = None,
+    libraries: Sequence[str] | None = None,
+) -> None:
     """Start a dispatcher and n workers on this machine's CPUs. They end with this program.
 
-    config, name, stall_timeout: as for gt.connect. ValueError for n below 1, ConfigError for a config that names more than n
-    workers.
+    config, name, stall_timeout: as for gt.connect. libraries: as for gt.gpu_workers. ValueError for n below 1, ConfigError for
+    a config that names more than n workers.
     """
-    _start_local(n, False, config, name, stall_timeout)
+    _start_local(n, False, config, name, stall_timeout, libraries)
 
 
-def _start_local(n: int, gpu: bool, config: str | None, name: bool, stall_timeout: float | None = None) -> None:
+def _start_local(
+    n: int,
+    gpu: bool,
+    config: Config,
+    name: bool,
+    stall_timeout: float | None = None,
+    libraries: Sequence[str] | None = None,
+) -> None:
     from gt.launch import local
 
     if n < 1:
         raise ValueError(f"the number of workers is {n}, want at least 1")
     _switches(stall_timeout)
+    everyone = False
     if _Started.plan is None:
-        _check_config(env.get("GT_CONFIG") if config is None else config, n)
+        groups = load(*config_of(config))
+        check_workers(groups, [f"w{i}" for i in range(n)])
+        everyone = any(group.everyone for group in groups.groups.values())
     shutdown()
     if _Started.plan is not None:
         _Started.plan(config, n)
         return
-    started = local.start(n, gpu=gpu, backend=env.get("GT_BACKEND"), meanwhile=shape_inference.warm)
+    loaded = env.names("GT_LIBRARIES") if libraries is None else libraries
+    started = local.start(n, gpu=gpu, backend=env.backend(), meanwhile=shape_inference.warm, libraries=loaded)
     try:
-        connect(started.address, config, token=started.token, name=name, stall_timeout=stall_timeout)
+        wanted = n if everyone else 0  # all of them have to be there, since the config is of all
+        connect(started.address, config, token=started.token, name=name, stall_timeout=stall_timeout, workers=wanted)
     except BaseException:
         started.stop()
         raise
@@ -156,22 +189,19 @@ def start() -> None:
         connect(address)
         return
     gpus = torch.cuda.device_count()
-    wanted = max(_workers_of_config(env.get("GT_CONFIG")), gpus, 1)
+    wanted = max(workers_named(config_of(None)), gpus, 1)
     _start_local(wanted, 0 < wanted <= gpus, None, True)
 
 
-def _check_config(path: str, n: int) -> None:
-    """Raise ConfigError if a config names more than n workers."""
-    from gt.config.load import check_workers, load
+def config_of(config: Config) -> tuple[str, str]:
+    """Text and path of a session's config: of GT_CONFIG for None, and with GT_AUTO_SHARD data parallel if that is empty."""
+    text, path = source(config, env.get("GT_CONFIG"))
+    return (AUTO_SHARD, "GT_AUTO_SHARD") if config is None and not text and env.flag("GT_AUTO_SHARD") else (text, path)
 
-    check_workers(load(read(path), path), [f"w{i}" for i in range(n)])
 
-
-def _workers_of_config(path: str) -> int:
-    """Number of workers that a config's groups name."""
-    from gt.config.load import load
-
-    return max([w + 1 for group in load(read(path), path).groups.values() for w in group.flat], default=0)
+def workers_named(config: tuple[str, str]) -> int:
+    """Number of workers that a config's groups name. config: text and path."""
+    return max([w + 1 for group in load(*config).groups.values() for w in group.flat], default=0)
 
 
 def disconnect() -> None:
@@ -248,12 +278,12 @@ def inspect(tensor: torch.Tensor) -> dict[str, Any]:
     return recorder.session.inspect(tensor._ref.id)
 
 
-def plan(fn: Callable, *args: Any, workers: int = 0, config: str | None = None) -> Plan:
+def plan(fn: Callable, *args: Any, workers: int = 0, config: Config = None) -> Plan:
     """Plan fn(*args) for workers that need not exist. str() of the result is the text, `.body` the data.
 
     fn: makes the model and other remote tensors itself and runs a few steps. Values read as zeros; its result is dropped.
     workers: their number; by default the number that fn asks for, or that the config names.
-    config: path of a YAML, as for gt.connect.
+    config: as for gt.connect.
     """
     with planning(workers, config) as plan_of:
         fn(*args)
@@ -261,7 +291,7 @@ def plan(fn: Callable, *args: Any, workers: int = 0, config: str | None = None) 
 
 
 @contextmanager
-def planning(workers: int = 0, config: str | None = None) -> Iterator[Callable[[str], Plan]]:
+def planning(workers: int = 0, config: Config = None) -> Iterator[Callable[[str], Plan]]:
     """Inside, functions that connect or start workers open a session that only plans.
 
     Yields a function of a title, which returns the plan after the context has ended.
@@ -273,12 +303,14 @@ def planning(workers: int = 0, config: str | None = None) -> Iterator[Callable[[
     sessions: list[Dry] = []
     names: dict[int, str] = {}  # identity of a parameter -> its name
 
-    def begin(asked: str | None, wanted: int) -> None:
-        path = next(p for p in (config, asked, env.get("GT_CONFIG")) if p is not None)
+    def begin(asked: Config, wanted: int) -> None:
+        text, path = config_of(asked if config is None else config)
         device_.register()
-        sessions.append(Dry(read(path), path, workers or wanted or _workers_of_config(path) or 1))
+        sessions.append(Dry(text, path, workers or wanted or workers_named((text, path)) or 1))
         sessions[-1].living = lambda: list(tensor_roles.weights(weight_names()))
-        current_session.connect(sessions[-1], read(path), path)
+        current_session.connect(sessions[-1], text, path)
+        for doubt in doubts(load(text, path)):
+            log.warning("%s", doubt)
 
     def weight_names() -> dict[int, str]:
         """Names of weights, collected with their rules while the modules are alive."""
@@ -316,20 +348,32 @@ def manual_seed(seed: int) -> None:
     random.manual_seed(seed)
 
 
-def from_numpy(array: Any) -> torch.Tensor:
-    """A remote copy of a NumPy array, with its shape and dtype."""
-    return torch.from_numpy(array).to(Shown.device)
+def from_numpy(array: Any, requires_grad: bool = False) -> torch.Tensor:
+    """A remote copy of a NumPy array, with its shape and dtype; with requires_grad, a leaf."""
+    return torch.from_numpy(array).to(Shown.device).requires_grad_(requires_grad)
+
+
+def dtype_of(dtype: Any) -> Any:
+    """A torch dtype of its name, as "float32"; any other value as it is. ValueError for an unknown name."""
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}, want a torch dtype or its name, such as 'float32' or 'int64'")
+    return found
 
 
 def _remote(factory: Factory) -> Factory:
-    """A factory of torch whose default device is the remote one. It keeps its type, for checkers and editors."""
+    """A factory of torch whose default device is the remote one, and whose dtype may be a name. It keeps its type."""
 
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs.setdefault("device", Shown.device)
+        if type(kwargs.get("dtype")) is str:
+            kwargs["dtype"] = dtype_of(kwargs["dtype"])
         return factory(*args, **kwargs)
 
     make.__name__ = make.__qualname__ = factory.__name__
-    make.__doc__ = f"torch.{factory.__name__} with the remote device as default."
+    make.__doc__ = f"torch.{factory.__name__} with the remote device as default; dtype may be a name, such as \"float32\"."
     return cast("Factory", make)
 
 

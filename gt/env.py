@@ -19,12 +19,14 @@ class Variable:
 
 VARIABLES = (
     Variable("GT_CONFIG", "", "path of the YAML of signal groups, or `gt:` and the name of a ready config, as gt:llama/tp2"),
+    Variable("GT_AUTO_SHARD", "", "1: without a config, every op is data parallel over all workers"),
     Variable("GT_SERVER", "", "host:port of a running server, also for `gt worker`; empty: this program starts one"),
     Variable("GT_TOKEN", "", "secret of server, workers and clients; needed off loopback (`gt key FILE` makes one)"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (on CPUs, without torch)"),
     Variable("GT_TRANSPORT", "", "transport between workers: nvshmem or nccl (GPUs), shm (host memory); empty: GT chooses"),
     Variable("GT_EXACT_ATTENTION_DROPOUT", "", "1: on GPUs too, attention's dropout has one mask for every split; slower"),
     Variable("GT_OPS", "", "path of a file of op schemas, made by `gt ops`, for ops that GT's table lacks"),
+    Variable("GT_LIBRARIES", "", "modules whose ops workers execute, divided by commas, as torchvision,my_ops"),
     Variable("GT_HEAP_SIZE", "", "a worker's memory for exchange with others, as 512MiB; default 256MiB on CPUs, 2GiB on GPUs"),
     Variable("GT_MEMORY_LIMIT", "", "memory limit of a worker, as 4GiB; empty: its CPU workers share 90% of the host's memory"),
     Variable("GT_INSTRUCTION_LOG", "", "path of a log: the dispatcher writes a line for each event"),
@@ -34,12 +36,19 @@ VARIABLES = (
     Variable("GT_DEBUG_DISPATCHER", "", "1: debug log of the dispatcher"),
     Variable("GT_DEBUG_WORKER", "", "1: debug log of the workers"),
 )
+BACKEND_ALIASES = {"pytorch": "torch"}  # other spellings of GT_BACKEND and --backend
 _NAMES = {v.name: v for v in VARIABLES}
 
 
 def get(name: str) -> str:
     """Value of a variable in VARIABLES, or its default."""
     return os.environ.get(name, "") or _NAMES[name].default
+
+
+def backend(name: str | None = None) -> str:
+    """The engine of workers: `name`, else GT_BACKEND."""
+    name = name or get("GT_BACKEND")
+    return BACKEND_ALIASES.get(name, name)
 
 
 def token(file: Path | None) -> str:
@@ -50,6 +59,11 @@ def token(file: Path | None) -> str:
 def runtime_folder() -> str:
     """The user's runtime directory (XDG_RUNTIME_DIR), "" if the system has not set one."""
     return os.environ.get("XDG_RUNTIME_DIR", "")
+
+
+def names(name: str) -> list[str]:
+    """A variable's parts between commas."""
+    return [part.strip() for part in get(name).split(",") if part.strip()]
 
 
 def flag(name: str) -> bool:

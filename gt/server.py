@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     option = made.add_argument
     option("-p", "--port", type=port, default=PORT, help=f"port to listen on; default: {PORT}; 0: a free one")
     host = "address to listen on; default: 127.0.0.1; an address off loopback needs a token"
-    option("--host", default="127.0.0.1", help=host)
+    option("-H", "--host", default="127.0.0.1", help=host)
     option("--token-file", type=Path, help="file with the token for clients and workers; default: GT_TOKEN")
     option("--encrypt", action="store_true", help="encrypt on loopback too, where anybody with the token may then connect")
     option("--insecure", action="store_true", help="without a token, accept anybody off loopback, unencrypted")

@@ -1,4 +1,4 @@
-"""Writes the generated pages of docs/: `python -m tools.docs` (or `make docs`).
+"""Writes the generated pages of docs/, and configs/schema.json: `python -m tools.docs` (or `make docs`).
 
 protocol.md is made from gt/wire/messages.py and gt/ir/instr.py, environment.md from gt/env.py, and ops.md from runs of
 tests.conformance. A test compares the pages with their sources.
@@ -14,11 +14,13 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from gt import env
+from gt.config import json_schema
 from gt.ir import instr
 from gt.wire import link, messages
 from tools import ops_page
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS, SCHEMA = ROOT / "docs", ROOT / "configs" / "schema.json"
 MADE = "<!-- made by `python -m tools.docs`; edit {source}, then run that -->\n"
 
 
@@ -199,6 +201,7 @@ PAGES = {"protocol.md": protocol, "environment.md": environment, "ops.md": ops}
 def main() -> None:
     for name, page in PAGES.items():
         (DOCS / name).write_text(page())
+    SCHEMA.write_text(json_schema.text())
 
 
 if __name__ == "__main__":

@@ -85,6 +85,15 @@ def ops(args: list[str]) -> int:
     return main(args, COMMANDS["ops"][1])
 
 
+def schema(args: list[str]) -> int:
+    """Print the JSON Schema of configs."""
+    no_options("schema", args)
+    from gt.config.json_schema import text
+
+    print(text(), end="")
+    return 0
+
+
 def show_env(args: list[str]) -> int:
     """Print every variable that GT reads, with its value and meaning."""
     no_options("env", args)
@@ -122,6 +131,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "metrics": (metrics, "serve metrics of a running server over HTTP, for Prometheus"),
     "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),
     "ops": (ops, "print schemas of ops of the installed torch that GT lacks, as lines for the file GT_OPS"),
+    "schema": (schema, "print the JSON Schema of the YAML of signal groups, for editors"),
     "env": (show_env, "print environment variables and their values"),
     "version": (version, "print versions of GT, torch and Python; the same as gt --version"),
 }

@@ -10,17 +10,22 @@ import contextlib
 import difflib
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NoReturn
 
 import yaml
 
 from gt.config.schema import (
+    DATA_AXIS,
+    DATA_PARALLEL,
     GROUP_KEYS,
     GT_KEYS,
+    MAX_AXIS,
     RESERVED,
     RULE_KEYS,
     SHARD_KEYS,
+    STAGES,
     SUFFIX_AXIS,
     Config,
     Group,
@@ -35,6 +40,7 @@ LONGEST_WORD, MOST_WORDS = 64, 64  # characters of a name, and names, among whic
 SHOWN, SHORT = 20, 80  # names in an error, characters of a value in an error
 _NESTED = re.compile(rf"(?:[-?:][ \t]+){{{MOST_NESTED}}}")  # libyaml reads each by a call within a call
 _COMPOSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times as fast
+WORKERS = "write workers: [0, 1], or workers: null for all"
 BROKEN = "check the indentation (spaces, no tabs) and the brackets there and above, and the space after each colon"
 
 
@@ -54,8 +60,17 @@ def load(text: str, path: str = "") -> Config:
     for group in groups.values():
         if group.backward is not None and group.backward not in groups:
             reader.fail(group.name, group.line, f"backward: no group {group.backward[:SHORT]!r}{hint(group.backward, groups)}")
-    rules, schedule = reader.reserved(reserved, groups) if reserved is not None else ((), None)
-    return Config(groups, rules, schedule, path, text)
+    settings = reader.reserved(reserved, groups) if reserved is not None else {}
+    return Config(groups, **settings, path=path, text=text)
+
+
+def resolve(config: Config, workers: Iterable[int]) -> Config:
+    """The config in a session of these workers, which the groups of `workers: null` name all."""
+    if not any(group.everyone for group in config.groups.values()):
+        return config
+    rows = (tuple(workers),)
+    groups = {n: replace(g, workers=rows, everyone=False) if g.everyone else g for n, g in config.groups.items()}
+    return replace(config, groups=groups)
 
 
 def check_workers(config: Config, names: list[str]) -> None:
@@ -134,7 +149,8 @@ class _Reader:
         found = {}
         for name, key, value in self.entries(node, what, group):
             if name not in keys:
-                self.fail(group, _line(key), f"unknown key {name[:SHORT]!r} in {what}{hint(name, keys)}")
+                ready = "; ready configs have such layouts, as gt:llama/tp2" if name in ("tp", "pp", "dp") else ""
+                self.fail(group, _line(key), f"unknown key {name[:SHORT]!r} in {what}{hint(name, keys)}{ready}")
             found[name] = value
         return found
 
@@ -160,35 +176,47 @@ class _Reader:
     def group(self, name: str, key: yaml.Node, node: yaml.Node) -> Group:
         line = _line(key)
         if isinstance(node, yaml.ScalarNode) and not node.value:
-            self.fail(name, line, "the group is empty, want a mapping: write workers: [0, 1]")
+            self.fail(name, line, f"the group is empty, want a mapping: {WORKERS}")
         found = self.known(node, GROUP_KEYS, "the group", name)
-        if "shard" in found and "workers" in found:
-            self.fail(name, _line(found["workers"]), "workers both in the group and in its shard; keep one")
-        axis, workers = None, found.get("workers")
-        if "shard" in found:
-            shard = self.known(found["shard"], SHARD_KEYS, "shard", name)
-            if "workers" not in shard:
-                self.fail(name, _line(found["shard"]), "shard has no workers; write workers: [0, 1]")
-            workers = shard["workers"]
-            if "axis" in shard:
-                axis = self.value(shard["axis"], int, "axis", SHARD_KEYS["axis"], name)
-        if workers is None:
-            self.fail(name, line, "the group has no workers; write workers: [0, 1]")
-        rows, nested = self.workers(name, workers)
-        backward = found.get("backward")
-        compiled = found.get("compile")
+        axis, shard = None, self.known(found["shard"], SHARD_KEYS, "shard", name) if "shard" in found else {}
+        for both in found.keys() & shard.keys():
+            self.fail(name, _line(found[both]), f"{both} both in the group and in its shard; keep one")
+        if "shard" in found and "workers" not in shard and "workers" not in found:
+            self.fail(name, _line(found["shard"]), f"shard has no workers; {WORKERS}")
+        if "axis" in shard:
+            axis = self.value(shard["axis"], int, "axis", SHARD_KEYS["axis"], name)
+        found = {**found, **shard}
+        workers, backward = found.get("workers"), found.get("backward")
+        compiled, replicated = (
+            key in found and self.value(found[key], bool, key, GROUP_KEYS[key], name) for key in ("compile", "replicated")
+        )
+        if workers is None and (replicated or not compiled):
+            self.fail(name, line, f"the group has no workers; {WORKERS}")
+        everyone = workers is not None and _everyone(workers)
+        rows, nested = ((), False) if workers is None or everyone else self.workers(name, workers)
+        if replicated and name.endswith(tuple(SUFFIX_AXIS)):
+            self.fail(name, line, f"replicated, but a group named *_{name.rpartition('_')[2]} splits weights: keep one of them")
         return Group(
             name,
             self.axis(name, line, axis),
             rows,
             nested,
             None if backward is None else self.value(backward, str, "backward", GROUP_KEYS["backward"], name),
-            compiled is not None and self.value(compiled, bool, "compile", GROUP_KEYS["compile"], name),
+            compiled,
             line,
+            everyone,
+            replicated,
         )
 
     def axis(self, name: str, line: int, axis: int | None) -> int:
         """The axis, which has to agree with the group's suffix; by default the suffix's axis, else 0."""
+        if axis is not None and not 0 <= axis <= MAX_AXIS:
+            self.fail(
+                name,
+                line,
+                f"axis is {axis}, want a dim from 0 to {MAX_AXIS}: 0 splits a batch over the workers, which is the default; "
+                "a _colpar group has 1, a _rowpar group 0",
+            )
         for suffix, want in SUFFIX_AXIS.items():
             if name.endswith(suffix):
                 if axis is not None and axis != want:
@@ -199,7 +227,7 @@ class _Reader:
 
     def workers(self, name: str, node: yaml.Node) -> tuple[tuple[tuple[int, ...], ...], bool]:
         """[0, 1] -> ((0, 1),), False; [[0, 1], [2, 3]] -> ((0, 1), (2, 3)), True."""
-        want = "a list of worker numbers such as [0, 1], or a list of such lists of one length"
+        want = "a list of worker numbers such as [0, 1], a list of such lists of one length, or null for all workers"
         if not isinstance(node, yaml.SequenceNode) or not node.value:
             shown = "an empty list" if isinstance(node, yaml.SequenceNode) else self.show(node)
             self.fail(name, _line(node), f"workers is {shown}, want {want}")
@@ -219,10 +247,12 @@ class _Reader:
             seen.add(number)
         return tuple(tuple(row) for row in numbers), nested
 
-    def reserved(self, node: yaml.Node, groups: dict[str, Group]) -> tuple[tuple[Rule, ...], str | None]:
-        """The rules and the schedule under `gt:`."""
+    def reserved(self, node: yaml.Node, groups: dict[str, Group]) -> dict[str, Any]:
+        """The settings under `gt:`, as fields of a Config. `data_parallel` adds its group to `groups`."""
         found = self.known(node, GT_KEYS, RESERVED, RESERVED)
         schedule, rules = found.get("schedule"), tuple[Rule, ...]()
+        if "data_parallel" in found:
+            self.data_parallel(found["data_parallel"], groups)
         if "modules" in found:
             rules = tuple(
                 self.rule(pattern, key, value, groups)
@@ -233,7 +263,43 @@ class _Reader:
             asked(name or NAMES[0])
         except ValueError as error:
             self.fail(RESERVED, _line(schedule or node), str(error))
-        return rules, name
+        zero = self.zero(found["zero"], groups) if "zero" in found else 0
+        if zero == STAGES[-1] and name is not None:
+            self.fail(
+                RESERVED,
+                _line(found["zero"]),
+                f"zero is {zero} with schedule {name}: a micro-batch would free weights that another one uses; try zero: 2",
+            )
+        return {"modules": rules, "schedule": name, "zero": zero}
+
+    def data_parallel(self, node: yaml.Node, groups: dict[str, Group]) -> None:
+        """Workers, which become a group of that name, or the axis that groups split data along: there is only one."""
+        line, everyone = _line(node), _everyone(node)
+        if isinstance(node, yaml.ScalarNode) and not everyone:
+            if self.value(node, str, DATA_PARALLEL, GT_KEYS[DATA_PARALLEL], RESERVED) != DATA_AXIS:
+                self.fail(RESERVED, line, f"{DATA_PARALLEL} is {self.show(node)}, want {GT_KEYS[DATA_PARALLEL]}")
+            return
+        if DATA_PARALLEL in groups:
+            other = groups[DATA_PARALLEL].line
+            self.fail(RESERVED, line, f"{DATA_PARALLEL} makes a group of this name, and line {other} has one: rename that")
+        rows, nested = ((), False) if everyone else self.workers(RESERVED, node)
+        if nested:
+            self.fail(RESERVED, line, f"{DATA_PARALLEL} is a list of lists, want a list such as [0, 1]: it has one axis")
+        groups[DATA_PARALLEL] = Group(DATA_PARALLEL, 0, rows, line=line, everyone=everyone)
+
+    def zero(self, node: yaml.Node, groups: dict[str, Group]) -> int:
+        """The stage of ZeRO. Above 0, some group has to have several workers along its data-parallel axis."""
+        stage = self.value(node, int, "zero", GT_KEYS["zero"], RESERVED)
+        if stage not in STAGES:
+            self.fail(RESERVED, _line(node), f"zero is {stage}, want {GT_KEYS['zero']}")
+        if stage and not any(len(group.workers) > 1 or _splits_data(group, groups) for group in groups.values()):
+            self.fail(
+                RESERVED,
+                _line(node),
+                f"zero is {stage}, and no group has several workers that split data, over which weights could be sharded: "
+                "write data_parallel: [0, 1], or the workers of a group as [[0], [1]]",
+            )
+        return int(stage)
 
     def rule(self, pattern: str, key: yaml.Node, node: yaml.Node, groups: dict[str, Group]) -> Rule:
         """One entry of modules: a group's name, a suffix, a list of groups, or {group, parts} with one of them."""
@@ -266,11 +332,22 @@ class _Reader:
         return str(group)
 
 
+def _everyone(node: yaml.Node) -> bool:
+    """True for null, as it is written; an empty value is a mistake more often."""
+    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null" and bool(node.value)
+
+
 def _plain_number(node: yaml.Node) -> bool:
     """True for a plain number from 0 to 9999, as most values of a large config are."""
     if node.tag != "tag:yaml.org,2002:int" or len(node.value) > 4:
         return False
     return node.value.isdecimal() and node.value.isascii() and (node.value[0] != "0" or len(node.value) == 1)
+
+
+def _splits_data(group: Group, groups: dict[str, Group]) -> bool:
+    """True for a group whose one list of workers is an axis of data, not of tensor parallelism."""
+    tensor = any(group.name.endswith(suffix) or group.name + suffix in groups for suffix in SUFFIX_AXIS)
+    return (group.everyone or len(group.flat) > 1) and not tensor
 
 
 def _line(node: yaml.Node) -> int:

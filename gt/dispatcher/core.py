@@ -45,6 +45,8 @@ from gt.errors import GTError, ProtocolError, SystemFailure
 from gt.logs import Sparse
 from gt.wire.messages import (
     THROUGH,
+    ArenaOpened,
+    CloseArenas,
     Describe,
     Described,
     Done,
@@ -55,9 +57,11 @@ from gt.wire.messages import (
     Goodbye,
     Hello,
     Inspect,
+    InspectFragments,
     Message,
     Metrics,
     Observe,
+    OfferArena,
     OpError,
     Ops,
     Piece,
@@ -111,8 +115,10 @@ class Core:
             Hello: self.membership.hello, Ops: self._ops, Fetch: self._fetch, Describe: self._describe, Inspect: self._inspect,
             FinishCapture: self._finish_capture, Stats: self._stats, UploadChunk: self._upload_chunk,
             Goodbye: self.membership.goodbye, Piece: self._piece, Described: self._described, Report: self._report,
-            Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress, Metrics: self._metrics,
-            Observe: self.observers.observe,
+            Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
+            InspectFragments: self._inspect_fragments,
+            OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
+            Metrics: self._metrics, Observe: self.observers.observe,
         }  # fmt: skip
 
     @property
@@ -278,13 +284,18 @@ class Core:
     def _fetch(self, peer: Peer, message: Fetch, frames: tuple) -> None:
         what = "of every device" if message.tensor == THROUGH else f"%{message.tensor}"
         self.log_line("RECV", self.name(peer), f"Fetch {what}")
-        self._session(peer).fetches.fetch(message.request, message.tensor)
+        self._session(peer).fetches.fetch(message.request, message.tensor, message.place)
 
     def _describe(self, peer: Peer, message: Describe, frames: tuple) -> None:
         self._session(peer).fetches.describe(message.request, message.tensors)
 
     def _inspect(self, peer: Peer, message: Inspect, frames: tuple) -> None:
         self._session(peer).fetches.inspect(message.request, message.tensor)
+
+    def _inspect_fragments(self, peer: Peer, message: InspectFragments, frames: tuple) -> None:
+        session = self._session(peer)
+        session.op_stream.finish()
+        session.send(Report(message.request, session.op_stream.fragments.report(message.slot)))
 
     def _finish_capture(self, peer: Peer, message: FinishCapture, frames: tuple) -> None:
         session = self._session(peer)
@@ -310,6 +321,12 @@ class Core:
         session = self._session(peer)
         session.uploads.host(message, frames)
         session.send_held()
+
+    def _offer_arena(self, peer: Peer, message: OfferArena, frames: tuple) -> None:
+        self._session(peer).arenas.offer(message)
+
+    def _close_arenas(self, peer: Peer, message: CloseArenas, frames: tuple) -> None:
+        self._session(peer).arenas.close(message)
 
     # ---- workers
 
@@ -344,9 +361,20 @@ class Core:
             self.sessions[peer].fetches.taken_in(message.key, message.upto)
             return
         worker = self._worker(peer)
-        session = next((s for s in self._lease(peer).sessions.values() if message.key in s.uploads.open), None)
+        key = message.key
+        session = next(
+            (s for s in self._lease(peer).sessions.values() if key in s.uploads.open or key in s.uploads.reads), None
+        )
         if session is not None:
-            session.uploads.took(worker.index, message.key, message.upto)
+            session.uploads.took(worker.index, key, message.upto)
+
+    def _arena_opened(self, peer: Peer, message: ArenaOpened, frames: tuple) -> None:
+        worker = self._worker(peer)
+        session = next((s for s in self._lease(peer).sessions.values() if message.arena in s.arenas.by_key), None)
+        if session is not None:
+            session.arenas.opened(worker.index, message)
+            session.uploads.decide()
+            session.send_held()
 
     def _done(self, peer: Peer, message: Done, frames: tuple) -> None:
         worker = self._worker(peer)

@@ -15,6 +15,8 @@ from gt.wire.messages import (
     VERSION,
     Abort,
     Ack,
+    ArenaOpened,
+    CloseArenas,
     Data,
     Describe,
     Described,
@@ -26,10 +28,12 @@ from gt.wire.messages import (
     Goodbye,
     Hello,
     Inspect,
+    InspectFragments,
     Message,
     Metrics,
     Notice,
     Observe,
+    OfferArena,
     OpError,
     Ops,
     Piece,
@@ -45,6 +49,7 @@ from gt.wire.messages import (
     UploadChunk,
     UploadProgress,
     UploadRequest,
+    UseBlock,
     Value,
     Watched,
     Welcome,
@@ -58,13 +63,21 @@ RELEASE = "0.1.0"  # for people; VERSION decides
 # role -> (messages that it may send after Hello, messages that it may receive)
 MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
     "client": (
-        frozenset({Ops, Fetch, Describe, Inspect, FinishCapture, Stats, Metrics, UploadChunk, UploadProgress, Goodbye}),
-        frozenset({Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report})
-        | {Failed, Notice, Watched, Exit},
+        frozenset(
+            {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, Metrics, UploadChunk, UploadProgress}
+            | {OfferArena, CloseArenas, Goodbye}
+        ),
+        frozenset(
+            {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice}
+            | {Watched, Exit}
+        ),
     ),
     "worker": (
-        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, Goodbye}),
-        frozenset({Welcome, Reject, World, Run, Data, WindowUpdate, TorchSettings, Abort, Query, Renew, Exit}),
+        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, Goodbye}),
+        frozenset(
+            {Welcome, Reject, World, Run, Data, OfferArena, CloseArenas, UseBlock, WindowUpdate, TorchSettings, Abort, Query}
+            | {Renew, Exit}
+        ),
     ),
     "observer": (frozenset({Observe, Goodbye}), frozenset({Welcome, Reject, Records, Exit})),
 }

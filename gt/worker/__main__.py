@@ -20,16 +20,20 @@ from gt.worker.process.restart import Renewal
 def main(argv: list[str] | None = None, own: bool = False) -> int:
     """Exit code. own: this process is the worker and nothing else, so that it can execute itself anew."""
     parser = argparse.ArgumentParser(prog="gt worker", description="One worker: carries out what the server says.")
-    parser.add_argument("--host", default="", help="host of the server; default: GT_SERVER's, or localhost")
+    parser.add_argument("-H", "--host", default="", help="host of the server; default: GT_SERVER's, or localhost")
     parser.add_argument("-p", "--port", default="", help=f"port of the server; default: GT_SERVER's, or {PORT}")
     parser.add_argument("--name", default="", help="name in messages and logs; default: the next free one")
     parser.add_argument("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
     parser.add_argument("--worker-token-file", type=Path, help="file with the secret of the server's workers, if it has one")
     parser.add_argument("--device", default="", help="cpu or cuda:0; default: the GPU if there is one")
-    parser.add_argument("--backend", choices=list(ENGINES), help="library that carries out ops; default: GT_BACKEND")
+    names = [*ENGINES, *env.BACKEND_ALIASES]
+    parser.add_argument("--backend", choices=names, help="library that carries out ops; pytorch is torch; default: GT_BACKEND")
     parser.add_argument("--wait", type=float, help="seconds to wait for the server; default: no limit")
     parser.add_argument("--memory-limit", default="", help="most memory of the worker, as 4GiB; default: GT_MEMORY_LIMIT")
+    library = "import this module, and execute the ops that it registers with torch; again for more; default: GT_LIBRARIES"
+    parser.add_argument("--library", action="append", dest="libraries", metavar="MODULE", help=library)
     args = parser.parse_args(argv)
+    libraries = env.names("GT_LIBRARIES") if args.libraries is None else args.libraries
     try:
         limit = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
         host, port = _server(args.host, args.port)
@@ -46,9 +50,11 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
         sys.stderr.write(f"gt worker: waiting for the server at {host}:{port}; Ctrl-C ends the wait\n")
     files = {"--token-file": token if args.token_file else "", "--worker-token-file": secret}
     renew = Renewal(files).start if own else None
-    backend = args.backend or env.get("GT_BACKEND")
+    backend = env.backend(args.backend)
     try:
-        options = WorkerOptions(host, port, token, args.name, backend, args.device, args.wait, secret, limit)
+        options = WorkerOptions(
+            host, port, token, args.name, backend, args.device, args.wait, secret, limit, libraries=libraries
+        )
         why = run(options, _joined, renew)
     except KeyboardInterrupt:
         why = "interrupted"

@@ -14,7 +14,7 @@ import signal
 import socket as bsd
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,13 @@ from gt.wire.link import hello
 from gt.wire.messages import (
     CHUNK,
     Abort,
+    CloseArenas,
     Data,
     Done,
     Exit,
     Goodbye,
     Message,
+    OfferArena,
     Piece,
     Query,
     Reject,
@@ -39,6 +41,7 @@ from gt.wire.messages import (
     Run,
     TorchSettings,
     UploadProgress,
+    UseBlock,
     Welcome,
     WindowUpdate,
     World,
@@ -88,7 +91,7 @@ class Loop:
         self.done = self._running = -1  # the last Run carried out (on a GPU: issued), and the one under way
         self._busy_seconds = self._run_began = 0.0  # in Runs, and when the one under way began, 0.0 for none
         self._unreported = 0  # Runs carried out that no Done has reported
-        self._completions = Completions(self.send)
+        self._completions: Completions[Done] = Completions(self.send)
         self._shared = False  # a Run is done once the device has completed it
         self._engine, self._plane = engine, plane
         self._effort = Effort(engine.progress is None)
@@ -114,10 +117,10 @@ class Loop:
         uploads = self.executor.uploads
         match message:
             case Data():
-                uploads.receive(message, frames[0] if frames else None)
-                if message.total > MAX_SMALL_UPLOAD_BYTES:
-                    self.send(UploadProgress(message.key, message.offset + len(frames[0])))
-            case Run() | TorchSettings() | World():
+                self._receive_data(message, frames)
+            case UseBlock() | OfferArena():
+                self.executor.arenas.receive(message)
+            case Run() | TorchSettings() | World() | CloseArenas():
                 if isinstance(message, World) and self._own(message) in message.members:
                     self._members = frozenset(message.members)
                 self._inbox.put((message, uploads.epoch))
@@ -151,6 +154,13 @@ class Loop:
             case _:
                 log.warning("a worker got %s, which it does not expect", type(message).__name__)
 
+    def _receive_data(self, message: Data, frames: tuple) -> None:
+        self.executor.uploads.receive(message, frames[0] if frames else None)
+        if message.total < 0:
+            self.executor.arenas.forget(message.key)
+        if message.total > MAX_SMALL_UPLOAD_BYTES:
+            self.send(UploadProgress(message.key, message.offset + len(frames[0])))
+
     def _start_afresh(self, reason: str) -> None:
         """Restart the process at once: nobody waits for the instruction under way."""
         log.info("%s: this process starts afresh", reason)
@@ -179,7 +189,7 @@ class Loop:
         pending, progress = self._completions.first(), self._engine.progress
         if pending is None or progress is None:
             return None
-        return [pending.done.seq, 0, pending.op, "device", progress.completed()]
+        return [pending.message.seq, 0, pending.op, "device", progress.completed()]
 
     def lost(self, reason: str) -> None:
         """The link ended. After an Exit this changes nothing."""
@@ -208,6 +218,9 @@ class Loop:
                 return self._why
             if isinstance(message, TorchSettings):
                 self._switch(message)
+                continue
+            if isinstance(message, CloseArenas):
+                self.executor.arenas.close(message)
                 continue
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
@@ -266,6 +279,7 @@ class Loop:
         """Send Goodbye as the last message, and end the link."""
         self.renew = None  # a worker that was told to end does not restart
         self._completions.close()
+        self.executor.arenas.end()
         if self.link is not None:
             self.send(Goodbye(why))
             self.link.close()
@@ -278,6 +292,7 @@ class WorkerOptions:
     name: wanted, "" for the next free one. device: "" takes a GPU if the engine has one. wait: seconds to look for the server,
     None for ever. secret: of the server's workers, "" where it asks for none. memory: bytes it may take, 0 for GT_MEMORY_LIMIT,
     else its share of the host's; of a GPU bytes of the device, and no limit by itself.
+    libraries: modules whose ops it executes.
     """
 
     host: str
@@ -289,6 +304,7 @@ class WorkerOptions:
     wait: float | None = 10.0
     secret: str = ""
     memory: int = 0
+    libraries: Sequence[str] = ()
 
     @property
     def limit(self) -> int:
@@ -319,6 +335,7 @@ def run(
     try:
         limit = options.limit
         engine = open_engine(options.backend, options.device)
+        ops = engine.load(options.libraries)
         plane = open_plane(env.get("GT_TRANSPORT"), engine)
         info = plane.open()
         if main and engine.kind == "cpu":
@@ -326,7 +343,7 @@ def run(
         elif limit:
             engine.bound(limit)
         loop = Loop(engine, plane, joined, renew, budget)
-        _join(loop, options, {"device": engine.kind, **info})
+        _join(loop, options, {"device": engine.kind, "ops": ops, **info})
         return loop.serve()
     except Terminated:
         return ""

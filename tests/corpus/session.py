@@ -17,6 +17,7 @@ import torch
 from gt import api, env, errors
 from gt.client import current_session
 from gt.client.device import register
+from gt.config.registry import source
 from gt.dispatcher.core import Core
 from gt.dispatcher.events import MARK, Action, Lines, Log, Received, Send, Turn, TurnWanted
 from gt.dispatcher.fairness.time_slices import Pace
@@ -136,10 +137,14 @@ class PlannedSession:
         self._handle(Received(CLIENT, m.Ops(self._batch, templates, origins, code), tuple(frames)))
         self._batch += 1
 
-    def keep(self, tensor: int, array: np.ndarray) -> None:
+    def keep(self, tensor: int, array: np.ndarray) -> int:
         self._kept[tensor] = array
+        return -1
 
-    def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
+    def crowded(self, nbytes: int) -> bool:
+        return False
+
+    def fetch(self, tensor: int, nbytes: int = 0) -> tuple[tuple[int, ...], str, np.ndarray]:
         number = self._number()
         self._handle(Received(CLIENT, m.Fetch(number, tensor)))
         request = self._open(number)
@@ -171,6 +176,9 @@ class PlannedSession:
     def inspect(self, tensor: int) -> dict[str, Any]:
         return self._ask(m.Inspect(self._number(), tensor))
 
+    def inspect_fragments(self, slot: int) -> dict[str, Any]:
+        return self._ask(m.InspectFragments(self._number(), slot))
+
     def stats(self, program: int = -1) -> dict[str, Any]:
         """Statistics in a server's form, all zero."""
         row = {"instructions": 0, "collectives": {}, "live_tensors": 0, "live_bytes": 0, "definitions": 0, "actions": []}
@@ -192,9 +200,9 @@ def written(config: str | None, workers: int) -> Iterator[Transcript]:
 
     def begin(given: str | None, wanted: int) -> None:
         path = next(p for p in (config, given, env.get("GT_CONFIG")) if p is not None)
-        text = api.read(path)
+        text, path = source(path, "")
         register.register()
-        session = PlannedSession(text, path, workers or wanted or api._workers_of_config(path) or 1, transcript)
+        session = PlannedSession(text, path, workers or wanted or api.workers_named((text, path)) or 1, transcript)
         current_session.connect(session, text, path)
 
     before, api._Started.plan = (api._Started.plan, current_session.set_aside()), begin

@@ -18,7 +18,7 @@ from gt.dispatcher.core import Core
 from gt.dispatcher.events import Close, Malformed, PeerLost, Received, Send, Tick
 from gt.dispatcher.state.emitter import BASE_BITS
 from gt.errors import ProtocolError
-from gt.ir.instr import DISCARD, DROP, END, FORGET, FREE, LAUNCH, RECORD, Define
+from gt.ir.instr import DISCARD, DROP, END, END_FRAGMENT, FORGET, FRAGMENT, FREE, LAUNCH, RECORD, Define
 from gt.wire import codec
 from gt.wire.link import hello
 from gt.wire.messages import (
@@ -225,6 +225,13 @@ class Liar:
     def recorded(self, code: list) -> list:
         """With beginnings, ends and replays of programs about it."""
         rng, some = self.rng, [i for i, _ in self.ids[-3:]]
+        if code and rng.random() < 0.3:
+            freed = [self.id() for _ in range(rng.randrange(3))]
+            count = rng.choice([len(code)] * 20 + [0, -1, 1 << 40, len(code) - 1])
+            backend, seed = rng.choice([0] * 20 + [1, 2, 9]), rng.choice([0, 7])
+            header = [FRAGMENT, rng.randrange(3), rng.randrange(2), backend, seed, 0, count]
+            ending = [END_FRAGMENT, rng.choice([len(freed)] * 20 + [-1, 1 << 40]), *freed]
+            code = [*header, *code, *(ending if rng.random() < 0.97 else [])]
         if rng.random() < 0.15:
             code = [RECORD, rng.randrange(4), rng.randrange(3), rng.choice([len(some)] * 20 + [1 << 40, -1]), *some, *code]
         if rng.random() < 0.1:

@@ -12,39 +12,85 @@ from typing import Any
 import torch
 
 
+class Scope:
+    """One signal group in one micro-batch. Equal ones are one object.
+
+    owner, numbers: of the session whose ops are recorded, which keeps here what it knows of positions in code.
+    """
+
+    __slots__ = ("group", "micro", "numbers", "owner")
+
+    def __init__(self, group: str, micro: int) -> None:
+        self.group, self.micro = group, micro
+        self.owner: Any = None
+        self.numbers: dict[int, dict[int, int]] = {}
+
+
+_scopes: dict[tuple[str, int], Scope] = {}
+
+
 class GroupStack(threading.local):
     """Signal groups that this thread has entered, and its micro-batch."""
 
     def __init__(self) -> None:
         self.names: list[str] = [""]  # paths such as "outer/inner", the innermost last
         self.in_backward: list[bool] = [False]  # whether each was entered inside a backward pass
-        self.micro = -1  # number of the current micro-batch, -1 for none
+        self._micro = -1
+        self.change_scope()
+
+    @property
+    def micro(self) -> int:
+        """Number of the current micro-batch, -1 for none."""
+        return self._micro
+
+    @micro.setter
+    def micro(self, number: int) -> None:
+        self._micro = number
+        self.change_scope()
+
+    def change_scope(self) -> None:
+        """Set `scope` after a change of the group or micro-batch."""
+        key = self.names[-1], self._micro
+        self.scope = _scopes.get(key) or _scopes.setdefault(key, Scope(*key))
 
 
 stack = GroupStack()
+BACKWARD = "\x1f"  # in a path, between a group's name and that of the group of its backward ops
+
+
+def groups_of(path: str, backward: bool) -> str:
+    """The path as the dispatcher reads it, of forward or of backward ops."""
+    if BACKWARD not in path:
+        return path
+    return "/".join(step.partition(BACKWARD)[2 if backward and BACKWARD in step else 0] for step in path.split("/"))
 
 
 class context(ContextDecorator):
     """Ops inside run in a signal group: `with gt.signal.context("pp_stage0"):`, or the same as a decorator of a function.
 
     name: the group's name in the config. parts: number of weights that are fused in one there, such as 3 for q, k and v; with
-    1 the planner finds it from their split. Contexts nest, and the innermost decides. TypeError for a name that is no
-    non-empty string, ValueError for one with "/" or "#".
+    1 the planner finds it from their split. backward: name of the group of the ops that differentiate the ops inside; by
+    default the config's. Contexts nest, and the innermost decides. TypeError for a name that is no non-empty string,
+    ValueError for one with "/" or "#".
     """
 
-    def __init__(self, name: str, parts: int = 1) -> None:
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"a signal group is a non-empty string, got {name!r}")
-        if "/" in name or "#" in name:
-            raise ValueError(f"a signal group's name has no '/' or '#', got {name!r}")
-        self.name = f"{name}#{parts}" if parts > 1 else name  # as the dispatcher reads it
+    def __init__(self, name: str, parts: int = 1, backward: str | None = None) -> None:
+        for given in (name,) if backward is None else (name, backward):
+            if not isinstance(given, str) or not given:
+                raise TypeError(f"a signal group is a non-empty string, got {given!r}")
+            if "/" in given or "#" in given:
+                raise ValueError(f"a signal group's name has no '/' or '#', got {given!r}")
+        forward = f"{name}#{parts}" if parts > 1 else name  # as the dispatcher reads it
+        self.name = forward if backward is None else forward + BACKWARD + backward
 
     def __enter__(self) -> context:
         stack.in_backward.append(torch._C._current_autograd_node() is not None)
         outer = stack.names[-1]
         stack.names.append(f"{outer}/{self.name}" if outer else self.name)
+        stack.change_scope()
         return self
 
     def __exit__(self, *error: Any) -> None:
         stack.names.pop()
         stack.in_backward.pop()
+        stack.change_scope()

@@ -5,6 +5,7 @@ The config says what the name of a group means; nothing here knows it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +17,47 @@ from gt.client.groups.group_context import context, stack
 from gt.client.trace.custom_ops import Move
 
 
+class _Entered(threading.local):
+    """Contexts that `enter` has entered on this thread."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[str, context]] = []
+
+
+_entered = _Entered()
+
+
 def move(x: torch.Tensor) -> torch.Tensor:
     """Transfer a remote tensor to the mesh to which the current group `A_to_B` leads. Its gradient is transferred back.
 
     Returns a tensor of the same shape and dtype. TypeError for a tensor that is not remote.
     """
     return Move.apply(x)
+
+
+def enter(name: str, backward: str | None = None) -> None:
+    """Enter a signal group without `with`, until `exit(name)`. Arguments as for `context`."""
+    entered = context(name, backward=backward)
+    entered.__enter__()
+    _entered.open.append((name, entered))
+
+
+def exit(name: str) -> None:
+    """Leave the group that `enter` entered last. ValueError if that is another one, or none is open."""
+    opened = _entered.open[-1][0] if _entered.open else None
+    if opened != name:
+        have = f"the group entered last is {opened!r}" if opened else "no group is open"
+        raise ValueError(f"gt.signal.exit({name!r}), but {have}: leave groups in the reverse order")
+    _entered.open.pop()[1].__exit__()
+
+
+def tensor(x: torch.Tensor, name: str, backward: str | None = None) -> torch.Tensor:
+    """The tensor as an activation of a signal group: on its workers, split as the group splits what enters.
+
+    Returns a tensor of the same shape and dtype; its gradient is transferred back. TypeError for a tensor that is not remote.
+    """
+    with context(name, backward=backward):
+        return move(x)
 
 
 def groups() -> list[str]:

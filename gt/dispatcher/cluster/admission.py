@@ -47,7 +47,7 @@ class Admission:
             raise ConfigError(f"{hello.config_path or 'config'} is nested too deep") from None
         if self.most:
             check_workers(config, [f"w{n}" for n in range(self.most)])
-        client = Waiting(peer, hello, config, now + PATIENCE_SECONDS, _used(config), client_info(hello.info))
+        client = Waiting(peer, hello, config, now + PATIENCE_SECONDS, used_workers(config), client_info(hello.info))
         self.lending.examine(client)
         self.waiting.append(client)
 
@@ -58,7 +58,7 @@ class Admission:
         return any(w.peer == peer for w in self.waiting)
 
 
-def _used(config: Config) -> frozenset[int]:
+def used_workers(config: Config) -> frozenset[int]:
     """Indices of the workers that a config names."""
     return frozenset(index for group in config.groups.values() for index in group.flat)
 

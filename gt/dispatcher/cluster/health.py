@@ -233,6 +233,7 @@ def counters(session: ClientSession, sent: int, received: int, relayed: int) -> 
         "runs_sent": sum(worker.runs for worker in session.cluster.workers),
         "tensor_bytes_uploaded": session.context.uploaded,
         "tensor_bytes_fetched": session.fetches.fetched,
+        "tensor_bytes_shared": session.arenas.bytes_shared,
         "tensor_bytes_relayed": relayed,
         **session.pace.lag.counters(),
     }

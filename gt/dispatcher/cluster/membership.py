@@ -9,7 +9,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from gt.dispatcher.cluster.admission import Admission, shared_out
+from gt.config.load import resolve
+from gt.dispatcher.cluster.admission import Admission, shared_out, used_workers
 from gt.dispatcher.cluster.health import Survey
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
 from gt.dispatcher.cluster.observers import Observers
@@ -128,13 +129,14 @@ class Membership:
                 self._core.fault(client.peer, "Hello", error)
 
     def _welcome(self, client: Waiting) -> None:
-        config, lease = client.config, self._lending.grant(client, self._core.now)
+        lease = self._lending.grant(client, self._core.now)
+        config = resolve(client.config, [worker.index for worker in lease.cluster.workers if not worker.lost])
         cluster, switches = lease.cluster, {k: v for k, v in client.hello.switches.items() if k not in OWN}
         self._workers.update({worker.peer: worker for worker in workers(lease)})
         terms = SessionTerms(
             self._terms.memory,
             client.hello.switches.get("stall_timeout", STALL_SECONDS),
-            lambda worker: shared_out(switches, client.used, cluster, worker),
+            lambda worker: shared_out(switches, used_workers(config), cluster, worker),
             self._core.pace,
             self._core.page if self._core.logging else None,
         )
@@ -148,7 +150,8 @@ class Membership:
             self._announce_world(lease, members)
         self._core.log_line("CONNECT", self._core.name(client.peer), f"client with {len(config.groups)} groups")
         names, name, groups = [w.name for w in cluster.workers], self._core.name(client.peer), list(config.groups)
-        self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process))
+        ops = [schema.line for schema in context.ops.libraries.values()]
+        self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process, ops))
         self._core.observers.welcomed(client.peer)
 
     def goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:

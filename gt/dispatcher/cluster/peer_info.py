@@ -5,23 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from gt.errors import ProtocolError
+from gt.ir.schema import library_schemas
 from gt.logs import plain
 
 MAX_NAME_CHARACTERS = 64
 MAX_TEXT_CHARACTERS = 255
-WORKER = {
+WORKER: dict[str, Any] = {
     "name": "", "pid": 0, "host": "", "backend": "", "device": "", "heap_fd": -1, "heap_bytes": 0, "doorbell": "",
-    "unique_id": "", "home": "", "proof": "",
+    "unique_id": "", "home": "", "proof": "", "ops": [],
 }  # fmt: skip
-CLIENT = {"user": "", "program": "", "host": "", "pid": 0}
+CLIENT: dict[str, Any] = {"user": "", "program": "", "host": "", "pid": 0}
 
 
 def worker_info(info: dict[str, Any]) -> dict[str, Any]:
-    """A worker's info with all fields; ProtocolError names a field that is unknown or has a bad value."""
+    """A worker's info with all fields, `ops` as schemas by name. ProtocolError names a field that is unknown or bad."""
     whole = _whole(info, WORKER)
     if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > MAX_NAME_CHARACTERS:
         got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"
         raise ProtocolError(f"Hello.info: {got}, want -1 or more, and {MAX_NAME_CHARACTERS} printable characters at most")
+    try:
+        whole["ops"] = library_schemas(whole["ops"])
+    except ValueError as error:
+        raise ProtocolError(f"Hello.info.ops: {error}") from None
     return whole
 
 

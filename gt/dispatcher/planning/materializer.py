@@ -21,7 +21,6 @@ from gt.dispatcher.state.tensors import RecipeStep, Storage, Tensor
 from gt.dispatcher.state.uploads import Uploads
 from gt.ir.layout import Layout, R, Shard, boxes, local_shape, replicated
 from gt.ir.spec import Spec
-from gt.wire.messages import Release
 
 ELEMENTWISE = ("clone", "_to_copy", "zeros_like", "empty_like")  # and whatever torch tags as pointwise
 MAX_RECIPE_STEPS = 64  # steps of a recipe; a longer one is placed
@@ -51,7 +50,9 @@ class Materializer:
             return False
         if not ins:
             return known.results == len(template.outs)
-        if grouped or not (known.overwrites or template.pointwise or known.name in ELEMENTWISE):
+        if not (known.overwrites or template.pointwise or known.name in ELEMENTWISE):
+            return False
+        if grouped and not _initialises(known, ins):
             return False
         return self._context.tape is None or self._context.tape.defers(ins)
 
@@ -71,7 +72,9 @@ class Materializer:
             if views:
                 self._table.view(tensor_id, out.spec, ins[0], None, (known, values, index)).storage.slots[tensor_id] = slot
             else:
-                self._assign(self._table.new(tensor_id, out.spec, None, self._context.origin).storage, steps, {tensor_id: slot})
+                storage = self._table.new(tensor_id, out.spec, None, self._context.origin).storage
+                storage.home = self._context.origin.meaning or next((t.storage.home for t in ins if t.storage.home), None)
+                self._assign(storage, steps, {tensor_id: slot})
 
     def _assign(self, storage: Storage, steps: list[RecipeStep], slots: dict[int, int]) -> None:
         """Give a storage its (longer) recipe, counting who needs which host copy."""
@@ -92,7 +95,7 @@ class Materializer:
             self.host_uses[host] -= 1
             if not self.host_uses[host]:
                 del self.host_uses[host]
-                self._context.send(Release([host]))
+                self._uploads.release(host)
 
     # ---- carrying them out
 
@@ -111,7 +114,7 @@ class Materializer:
         self.drop_recipe(storage)
         for tensor in storage.tensors.values():
             tensor.layout = self._context.intern(made[storage.slots[tensor.id]])
-        storage.data = recipe[0].data is not None and not storage.param
+        storage.undecided = recipe[0].data is not None and not storage.param
         storage.recipe, storage.slots = None, {}
         spec, layout = root.spec, root.layout
         assert layout is not None
@@ -130,9 +133,14 @@ class Materializer:
         self._context.note_planned((storage.recipe or [])[-1].known, (), (copy.storage,))
         return copy
 
+    def can_split(self, storage: Storage, want: Layout) -> bool:
+        """True if the recipe can be run in parts, with the root in layout `want`."""
+        root = next(t for t in storage.tensors.values() if t.base is None)
+        return storage.recipe is not None and self._layouts(storage.recipe, storage, root, want) is not None
+
     def unsplittable(self, storage: Storage) -> bool:
         """True if its recipe cannot be run in parts: counted positions are cheaper whole than gathered."""
-        return any(_runs_whole(step) for step in storage.recipe or ())
+        return any(runs_whole(step) for step in storage.recipe or ())
 
     def _layouts(self, recipe: list[RecipeStep], storage: Storage, root: Tensor, want: Layout) -> dict[int, Layout] | None:
         """Layout of every value of the recipe if all can be made in parts; None if something has to run whole."""
@@ -142,7 +150,7 @@ class Materializer:
             template = step.known.template
             specs = [template.outs[i].spec for i in step.known.news]
             if not step.ins:
-                if _runs_whole(step) and not want.replicated:
+                if runs_whole(step) and not want.replicated:
                     return None
                 for slot, spec in zip(step.outs, specs, strict=True):
                     made[slot] = want if spec and spec.shape == shape else replicated(want.mesh)
@@ -220,7 +228,19 @@ class Materializer:
         return known.plans[key]
 
 
-def _runs_whole(step: RecipeStep) -> bool:
+def _initialises(known: OpSchema, ins: list[Tensor]) -> bool:
+    """True for an op in a group that makes a new weight's first value: in place, or of one random tensor, as randn(..) * std.
+
+    Any other op computes something, which runs in its group at once. Uploads are read once.
+    """
+    writes = known.template.writes
+    read = [step for index, t in enumerate(ins) if index not in writes for step in t.storage.recipe or ()]
+    if known.overwrites:
+        return True
+    return not any(step.data for step in read) and (bool(writes) or (len(ins) == 1 and any(s.known.random for s in read)))
+
+
+def runs_whole(step: RecipeStep) -> bool:
     """eye, arange and the like: a piece is not the same op of other sizes."""
     return not step.ins and step.data is None and not step.known.random and step.known.name not in SIZES
 

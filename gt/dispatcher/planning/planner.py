@@ -15,13 +15,21 @@ from gt.dispatcher.planning.fused_projections import WEIGHTS, needs_lookahead, r
 from gt.dispatcher.planning.list_ops import ListOps
 from gt.dispatcher.planning.materializer import Materializer, root_layout
 from gt.dispatcher.planning.op_binder import OpBinder
-from gt.dispatcher.planning.parameters import place_weights, split, weight
+from gt.dispatcher.planning.parameters import (
+    ReplicationWarnings,
+    declare_frozen,
+    place_weights,
+    split,
+    weight,
+)
 from gt.dispatcher.planning.redistributor import Redistributor, same_terms
+from gt.dispatcher.planning.sharded_parameters import ShardedParameters
+from gt.dispatcher.sharding import zero
 from gt.dispatcher.sharding.decomposition import mean_of_rows
 from gt.dispatcher.sharding.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.redistribute import Order
-from gt.dispatcher.sharding.rules import Decision, decide_along, whole
+from gt.dispatcher.sharding.rules import VALUELESS, Decision, decide_along, whole
 from gt.dispatcher.sharding.views import VIEWS, wanted_parts
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import lost_in
@@ -33,6 +41,8 @@ from gt.dispatcher.state.uploads import Uploads
 from gt.ir.layout import Layout, Mesh, Partial, Placement, R, replicated
 
 log = logging.getLogger("gt.dispatcher")
+# Ops that read an operand's shape and none of its values: no use of a weight
+SHAPE_ONLY = VALUELESS | {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"}
 
 
 class Planner:
@@ -52,12 +62,18 @@ class Planner:
         self._failures, self._journal, self._scribe = context.failures, context.journal, context.scribe
         self._warned: set[str] = set()
         self._decompose = Decompose(context, redistributor, self)
+        self._replicated = ReplicationWarnings(context)
         self._lists = ListOps(context, binder, redistributor, self)
+        self.sharded = ShardedParameters(context, redistributor)
+        self._shards = self.sharded.stage > 0
+        self._key = _key_of_sharded if self._shards else _key
         self.hits = 0
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Plan and emit one op; NeedsLookahead, and nothing is done, if it has to wait for what follows."""
-        plan = known.plans.get(_key(origin, ins))
+        if self._shards:
+            known, values = self.sharded.before(known, ins, values)
+        plan = known.plans.get(self._key(origin, ins))
         if plan is not None and plan.direct and not self._failures.troubled:
             self.hits += 1
             ids = [t.id for t in ins]
@@ -71,11 +87,13 @@ class Planner:
             self._after(known, origin, ins, outs)
             return
         self._queue.due = 0  # what is planned anew takes long
+        if origin.meaning is not None:
+            declare_frozen(known, origin.meaning, ins)
         if needs_lookahead(self._context, known, origin, ins, outs):
             raise NeedsLookahead
         if self._scribe is not None:
             self._scribe.received(known, origin, [t.id for t in ins])
-        if self._materializer.can_defer(known, ins, origin.meaning is not None):
+        if self._materializer.can_defer(known, ins, origin.meaning not in (None, self._context.groups.everywhere)):
             self._materializer.defer(known, ins, values, outs, self._uploads.source(known, values, outs))
             return
         elif known.columns:
@@ -89,20 +107,20 @@ class Planner:
     ) -> None:
         if any(ins[i].layout is None for i in known.template.writes):
             self._place_targets(known, origin, ins)
-            plan = known.plans.get(_key(origin, ins))
+            plan = known.plans.get(self._key(origin, ins))
         if mean_of_rows(known, [t.layout for t in ins]):
             self._decompose.mean_of_rows(known, origin, ins, values, outs)
             return
-        if plan is None or (origin.meaning is not None and any(t.storage.default and t.storage.param for t in ins)):
+        if plan is None or (origin.meaning is not None and any(t.movable for t in ins)):
             mesh = self._mesh(known, origin, ins)
             if lost_in(self._cluster, mesh):
                 self.abandon(known, mesh, ins, outs)
                 return
             if self._decompose.op(known, origin, ins, outs, values, mesh):
                 return
-            before = _key(origin, ins)
+            before = self._key(origin, ins)
             plan = self._plan(known, origin, ins, outs, mesh)
-            key = _key(origin, ins)
+            key = self._key(origin, ins)
             plan.direct = all(t.layout is w for t, w in zip(ins, plan.wants, strict=True))
             known.plans[key] = plan
             if before != key and not (known.name in VIEWS or known.template.writes):
@@ -114,7 +132,10 @@ class Planner:
         if any(t.storage.failed and t.storage.failed.lost >= 0 for t in ins):
             self.abandon(known, (plan.wants + plan.outs)[0].mesh, ins, outs)
             return
+        unplaced = [t.storage for t in ins if t.layout is None and t.storage.param]
         self.carry_out(known, plan, ins, values, outs)
+        for storage in unplaced:
+            storage.undecided = storage.undecided or known.name in SHAPE_ONLY
         if origin.meaning is not None and origin.meaning.kind == COLUMN:
             record_producer(self._table, known, ins, outs)
 
@@ -122,7 +143,8 @@ class Planner:
         """Bring the inputs to where the plan wants them, and emit the op."""
         for t, want in zip(ins, plan.wants, strict=True):
             if t.layout is not None and t.layout.partial and not same_terms(t.layout, want):
-                self._redistributor.reduce_partial(t.storage)  # before any is brought: another operand may view the same terms
+                # before any is brought: another operand may view the same terms
+                self._redistributor.reduce_partial(t.storage, t, want)
         brought = [self._redistributor.redistribute(t, want) for t, want in zip(ins, plan.wants, strict=True)]
         self.emit(known, plan, ins, brought, values, outs)
         for index in known.template.writes:
@@ -131,7 +153,7 @@ class Planner:
 
     def plan_part(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Plan and emit one of the ops that another is carried out as."""
-        self._planned(known, origin, ins, values, outs, known.plans.get(_key(origin, ins)))
+        self._planned(known, origin, ins, values, outs, known.plans.get(self._key(origin, ins)))
 
     def bound(self, wants: tuple[Layout, ...], makes: tuple[Layout, ...], orders: list[Order]) -> OpPlan:
         """The plan of an op that is decided."""
@@ -169,12 +191,14 @@ class Planner:
         writes = tuple([reads[i] for i in known.template.writes])
         for storage in writes:
             storage.version += 1
-            storage.data = storage.data and known.overwrites
+            storage.undecided = storage.undecided and (known.overwrites or storage.param)
         makes = tuple([rows[i].storage for i in outs])
         if origin.meaning is None:
             for storage in makes:
                 storage.default = True
         self._journal.add(Planned(self._emitter.seq, known, origin, reads, writes, makes))
+        if self._shards:
+            self.sharded.after(known, ins, outs)
         if self._failures.troubled:
             self._failures.spread(known, reads, writes, makes)
 
@@ -208,7 +232,7 @@ class Planner:
         if origin.meaning is not None:
             return origin.meaning.mesh
         if not placed:
-            return self._context.default_mesh()
+            return next((t.storage.home.mesh for t in ins if t.storage.home is not None), self._context.default_mesh())
         weight: dict[Mesh, int] = {}
         for t in placed:
             assert t.layout is not None
@@ -230,7 +254,8 @@ class Planner:
             if target.layout is None and not lost_in(self._cluster, mesh):
                 start = tuple(p or R for p in self._start(target, mesh, meaning, True))
                 self._redistributor.place(target.storage, root_layout(target, Layout(mesh, start)))
-                target.storage.default = origin.meaning is None
+                target.storage.note_placed(origin.meaning is not None)
+                target.storage.undecided = target.storage.undecided or target.storage.param  # its use is yet to come
 
     # ---- which layouts
 
@@ -251,7 +276,7 @@ class Planner:
                 self._redistributor.reduce_partial(target.storage)
         stays = bool(known.template.writes) or known.name in VIEWS
         starts = self._starts(known, ins, mesh, meaning, stays)
-        wants, makes = self._decide(known, ins, starts, mesh)
+        wants, makes = self._at_rest(known, ins, starts) or self._decide(known, ins, starts, mesh)
         views = known.name in VIEWS and ins and ins[0].layout is not None
         if views and wants[0] != ins[0].layout.placements:  # type: ignore[union-attr]
             self._move_base(known, ins[0], mesh)
@@ -263,9 +288,25 @@ class Planner:
                 if there:
                     self._redistributor.relayout(target.storage, replicated(mesh))
             return self._plan(known, origin, ins, outs, mesh)
+        if meaning is not None and known.name not in VIEWS:
+            self._settle_parameters(known, ins, wants, mesh)
+            self._replicated.check(known, origin, ins, wants)
         want_layouts = tuple(self._context.intern(Layout(mesh, w)) for w in wants)
         out_layouts = tuple(self._context.intern(Layout(mesh, m)) for m in makes)
         return OpPlan(want_layouts, out_layouts, self._binder.bind(known, want_layouts, out_layouts), False)
+
+    def _settle_parameters(
+        self, known: OpSchema, ins: list[Tensor], wants: Sequence[tuple[Placement, ...]], mesh: Mesh
+    ) -> None:
+        """The first use in a group decides a parameter's layout; a vector that is whole on these workers is split for good.
+
+        Anything larger, but the weight of a matmul, might be an activation that was declared a leaf, as checkpoints do.
+        """
+        for index, (t, want) in enumerate(zip(ins, wants, strict=True)):
+            if t.storage.param and t.storage.undecided and index not in known.template.writes:
+                if t.may_choose(mesh) and len(t.spec.shape) == 1:
+                    self._redistributor.relayout(t.storage, root_layout(t, Layout(mesh, want)))
+                t.storage.undecided = False
 
     def _terms_stay(self, known: OpSchema, ins: list[Tensor]) -> bool:
         """Accumulating terms into terms needs no addition over the mesh."""
@@ -274,7 +315,8 @@ class Planner:
 
     def _starts(self, known: OpSchema, ins: list[Tensor], mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[list]:
         """Each input's; a weight that is at home on other workers comes as the group splits it, each worker's part alone."""
-        starts = [self._start(t, mesh, meaning, stays) for t in ins]
+        at_rest = self._shards and zero.at_rest(known) and self.sharded.all_rest(ins)
+        starts = [self._start(t, mesh, meaning, stays or at_rest) for t in ins]
         if meaning is not None and meaning.kind in (COLUMN, ROW) and known.name in WEIGHTS:
             index, dim = weight(known, meaning, ins) or (-1, 0)
             t = ins[index]
@@ -285,18 +327,25 @@ class Planner:
     def _start(self, t: Tensor, mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[Placement | None]:
         """Placements of an input on this mesh before planning, axis by axis; None: the rule may choose.
 
-        Data that lies whole is split as it enters a group, at every use, unless it `stays` to be written or viewed.
+        Data that lies whole is split as it enters a group, at every use, unless it `stays` to be written or viewed. A sharded
+        parameter is used whole, unless it stays.
         """
-        enters = t.storage.data and not t.storage.param and meaning is not None and not stays
-        if t.layout is not None and t.layout.mesh == mesh and not (enters and t.layout.replicated):
+        if t.storage.rest is not None and not stays and t.layout is not None and t.layout.mesh == mesh:
+            return list(zero.used(t.layout).placements)
+        enters = t.storage.undecided and not t.storage.param and meaning is not None and not stays
+        chooses = t.storage.param and (t.layout is None or (not stays and t.may_choose(mesh) and len(t.spec.shape) == 1))
+        if t.layout is not None and t.layout.mesh == mesh and not chooses and not (enters and t.layout.replicated):
             return list(t.layout.placements)
-        if t.layout is None and t.storage.param:
+        if chooses:
             free = meaning is not None and meaning.kind in (COLUMN, ROW)
             return [None if free and name == "tp" else R for name, _ in mesh.axes]
+        if meaning is None and t.layout is None and t.storage.home is not None and t.storage.home.mesh == mesh:
+            meaning = t.storage.home
         if meaning is None or t.storage.param:
             return [R] * len(mesh.axes)
-        if t.layout is not None and t.layout.mesh.axes == mesh.axes and not t.storage.data:
-            return [R if isinstance(p, Partial) else p for p in t.layout.placements]  # as it lies on a mesh that is alike
+        if t.layout is not None and t.layout.mesh.axes == mesh.axes and not t.storage.undecided:
+            lies = t.layout if t.storage.rest is None else zero.used(t.layout)
+            return [R if isinstance(p, Partial) else p for p in lies.placements]  # as it lies on a mesh that is alike
         return list(self._entering(t, mesh, meaning))
 
     def _entering(self, t: Tensor, mesh: Mesh, meaning: Meaning) -> Sequence[Placement]:
@@ -316,6 +365,13 @@ class Planner:
         if root.layout.mesh.axes == mesh.axes and root.layout.placements == enters and not t.layout.replicated:
             return t.layout.placements
         return meaning.entering(t.spec.shape).placements
+
+    def _at_rest(self, known: OpSchema, ins: list[Tensor], starts: list[list]) -> tuple[list, list] | None:
+        """As `_decide`, for an op that has a rule of its own where its operand rests."""
+        if not self._shards or not self.sharded.all_rest(ins):
+            return None
+        made = zero.norm(known, starts[0])
+        return None if made is None else ([tuple(starts[0])], [made])
 
     def _decide(
         self, known: OpSchema, ins: list[Tensor], starts: list[list], mesh: Mesh
@@ -342,13 +398,10 @@ class Planner:
         made_by = base.storage.made_by
         if parts and made_by and split_by_parts(self._redistributor, base, parts[1]):
             return
+        if self._shards and self.sharded.view_base(known, base):
+            return
         self._gathered(known, list(base.layout.placements))
         self._redistributor.relayout(base.storage, replicated(mesh))
-
-
-def _own(origin: Origin, mesh: Mesh) -> Meaning | None:
-    """Meaning of the op's group, if the op is done on the group's mesh."""
-    return origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None
 
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:
@@ -357,7 +410,17 @@ def _key(origin: Origin, ins: list[Tensor]) -> tuple:
     for t in ins:
         layout = t.layout
         if layout is None:
-            lies.append(t.storage.param)
+            lies.append((t.storage.param, t.storage.home))
         else:
-            lies.append(-id(layout) if t.storage.data else id(layout))  # whole data is split anew by each group it enters
+            lies.append(-id(layout) if t.storage.undecided else id(layout))  # a group may choose another layout for it
     return (origin.meaning, origin.target, *lies)
+
+
+def _key_of_sharded(origin: Origin, ins: list[Tensor]) -> tuple:
+    """As _key, and the operands that rest: they are used in other layouts than those they have."""
+    return (*_key(origin, ins), *[t.storage.rest is not None for t in ins])
+
+
+def _own(origin: Origin, mesh: Mesh) -> Meaning | None:
+    """Meaning of the op's group, if the op is done on the group's mesh."""
+    return origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None

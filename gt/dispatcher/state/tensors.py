@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from gt.dispatcher.sharding.groups import Meaning
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.records import Cause, Origin
-from gt.ir.layout import Layout
+from gt.ir.layout import Layout, Mesh
 from gt.ir.spec import Spec
 
 UNKNOWN = Spec((), (), 0, "uint8")  # until a dynamic op's output has been described
@@ -31,7 +32,8 @@ class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
     __slots__ = (
-        "data", "default", "failed", "made_by", "origin", "param", "recipe", "slots", "tensors", "unallocated", "version",
+        "default", "failed", "home", "made_by", "origin", "param", "recipe", "rest", "sharded", "slots", "tensors",
+        "unallocated", "undecided", "version",
     )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
@@ -42,10 +44,29 @@ class Storage:
         self.failed: Cause | None = None
         self.unallocated = False  # no room was found for it, nor for a placeholder: an overwrite cannot heal it
         self.recipe: list[RecipeStep] | None = None  # not placed yet
+        self.home: Meaning | None = None  # the group that made it, where it is placed if no op in a group uses it first
         self.slots: dict[int, int] = {}  # tensor id -> position among the recipe's values
         self.made_by: tuple | None = None  # (weight, bias) tensors of the matmul that made it, dim split
-        self.data = False  # the user's data, not a value that was computed: whole, it enters a group wherever that uses it
+        self.undecided = False  # a use in a group may choose its layout: each, of whole user data; the first, of a parameter
         self.default = False  # placed for want of a group: its first grouped use may move it
+        self.sharded = False  # a parameter that rests in pieces of the data-parallel axis, once it is placed
+        # layout of the root between uses, of a sharded parameter and of its gradient and optimizer state
+        self.rest: Layout | None = None
+
+    def declare_parameter(self) -> None:
+        """It is a weight. One that is whole on its workers already is split by its first use in a group, as a new one is."""
+        self.param = True
+        self.undecided = self._whole_on_several()
+
+    def note_placed(self, grouped: bool) -> None:
+        """It was placed by an op in a group, or for want of one."""
+        self.default = not grouped
+        self.undecided = self.undecided or (self.param and not grouped and self._whole_on_several())
+
+    def _whole_on_several(self) -> bool:
+        """True if each of several workers has all of it, which a use in their group may cut."""
+        layout = next(iter(self.tensors.values())).layout
+        return layout is not None and len(layout.mesh.workers) > 1 and layout.replicated
 
 
 class Tensor:
@@ -68,6 +89,16 @@ class Tensor:
         """Its session is over: what it names goes without the help of the collector of cycles."""
         self.storage.tensors.clear()
         self.base = self.via = self.copies = self.sums = None
+
+    def may_choose(self, mesh: Mesh) -> bool:
+        """True if the first use of a parameter, which is whole on each worker of this mesh, may choose its layout."""
+        storage, layout = self.storage, self.layout
+        return storage.param and storage.undecided and layout is not None and layout.mesh == mesh and layout.replicated
+
+    @property
+    def movable(self) -> bool:
+        """True for a parameter that no group has used yet."""
+        return self.storage.param and (self.storage.default or self.storage.undecided)
 
     @property
     def placed(self) -> bool:

@@ -1,0 +1,73 @@
+"""The JSON Schema of a config, for editors, made from schema.py's tables. `gt schema` prints it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gt.config.schema import (
+    DATA_AXIS,
+    GROUP_KEYS,
+    GT_KEYS,
+    MAX_AXIS,
+    RESERVED,
+    RULE_KEYS,
+    SHARD_KEYS,
+    STAGES,
+    SUFFIX_AXIS,
+)
+from gt.ir.schedules import NAMES
+
+_NUMBERS = {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"type": "integer", "minimum": 0}}
+_GROUP_NAMES = {"type": "array", "minItems": 1, "items": {"type": "string"}}
+
+# the form of a value, as schema.py states it -> its JSON Schema
+FORMS: dict[str, dict[str, Any]] = {
+    "a whole number": {"type": "integer", "minimum": 0, "maximum": MAX_AXIS},
+    "a whole number of at least 1": {"type": "integer", "minimum": 1},
+    "true or false": {"type": "boolean"},
+    "a list of worker numbers": {"anyOf": [_NUMBERS, {"type": "array", "minItems": 1, "items": _NUMBERS}, {"type": "null"}]},
+    "the name of a group": {"type": "string"},
+    "the name of a group, a suffix, or a list of groups": {"anyOf": [{"type": "string"}, _GROUP_NAMES]},
+    "a list of worker numbers, null for all, or dp: the outer lists of groups' workers": {
+        "anyOf": [_NUMBERS, {"type": "null"}, {"const": DATA_AXIS}]
+    },
+    "0, 1, 2 or 3": {"type": "integer", "enum": list(STAGES)},
+    "the name of a schedule": {"type": "string", "pattern": f"^({'|'.join(NAMES)})(:.*)?$"},
+}
+
+
+def schema() -> dict[str, Any]:
+    """The schema as a dict. KeyError if schema.py has a form that FORMS lacks."""
+    rule = {"anyOf": [*FORMS[RULE_KEYS["group"]]["anyOf"], _mapping(RULE_KEYS, required=["group"])]}
+    modules = {"type": "object", "additionalProperties": rule}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "signal groups of GT",
+        "type": "object",
+        "properties": {RESERVED: _mapping(GT_KEYS, {"modules": {**modules, "description": GT_KEYS["modules"]}})},
+        "patternProperties": {f"{suffix}$": _group({"const": axis}) for suffix, axis in SUFFIX_AXIS.items()},
+        "additionalProperties": _group(),
+    }
+
+
+def text() -> str:
+    return json.dumps(schema(), indent=1) + "\n"
+
+
+def _group(axis: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A signal group. axis: the schema of its axis, if its suffix decides that."""
+    own = {"axis": {**axis, "description": SHARD_KEYS["axis"]}} if axis else {}
+    shard = {**_mapping(SHARD_KEYS, own), "description": GROUP_KEYS["shard"]}
+    return {
+        **_mapping(GROUP_KEYS, {"shard": shard}),
+        "anyOf": [{"required": [key]} for key in ("workers", "shard", "compile")],
+    }
+
+
+def _mapping(keys: dict[str, str], own: dict[str, Any] | None = None, required: list[str] | None = None) -> dict[str, Any]:
+    """A mapping with these keys. own: schemas of those whose form is a mapping."""
+    own = own or {}
+    properties = {key: own[key] if key in own else {**FORMS[form], "description": form} for key, form in keys.items()}
+    made: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": properties}
+    return {**made, "required": required} if required else made
