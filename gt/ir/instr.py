@@ -28,12 +28,12 @@ DROP = 6  # from the client: [DROP, program], a program that is not launched aga
 # from the client: [FRAGMENT, slot, call, backend, seed, counter, n, <n numbers of ops>, END_FRAGMENT, m, ids...], the ops
 # between two reads of a value, which may be replayed as one program; m tensors are freed behind them. slot: the function; call:
 # its call; backend: an index into BACKENDS; seed, counter: state of the random numbers before
-FRAGMENT = 10
-END_FRAGMENT = 11
+FRAGMENT = 8
+END_FRAGMENT = 9
 FRAGMENT_HEADER = 7  # numbers of FRAGMENT before those of ops
 END = 7  # to workers: [END, seq, 2, first, last], frees every tensor whose id is from first to below last
-SHARDED = 8  # from the client: [SHARDED, id], a parameter that ZeRO shards
-GRAD = 9  # from the client: [GRAD, parameter, gradient], autograd has added a term to the gradient
+SHARDED = 10  # from the client: [SHARDED, id], a parameter that ZeRO shards
+GRAD = 11  # from the client: [GRAD, parameter, gradient], autograd has added a term to the gradient
 FIRST = 16  # templates and definitions are numbered from here
 
 # Numbers of each of the client's instructions about tensors, those of FREE without its ids
