@@ -50,7 +50,7 @@ def test_decoding_gives_every_instruction_once() -> None:
     assert [dataflow.instruction(code, at, DEFINES.__getitem__) for at, _, _ in decoded] == [row[1:] for row in decoded]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "op"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("op", "fragment")])
 def test_effects_of_a_kind_are_those_of_its_operands(kind: str) -> None:
     names = KINDS[kind][0]
     define = Define(30, kind, dict.fromkeys(KINDS[kind][1]))
@@ -58,6 +58,14 @@ def test_effects_of_a_kind_are_those_of_its_operands(kind: str) -> None:
     assert list(names[define.effects.reads]) == read and define.operands == len(names)
     assert list(names[define.effects.makes]) == [name for name in names if name == "dst"]
     assert define.effects.writes == ((0,) if kind == "all_reduce" else ())
+
+
+def test_effects_of_a_fragment_are_those_of_its_parameters() -> None:
+    payload = dict.fromkeys(KINDS["fragment"][1], []) | {"ins": [1, 2], "outs": [3], "values": [0, 4, 8]}
+    define = Define(30, "fragment", payload)
+    assert define.operands == 2 + 2 + 1 + 3
+    row = Instruction(0, define, [0, 0, 11, 12, 13, 1.0, 2.0, 3.0])
+    assert (row.reads, row.makes) == ([11, 12], [13])
 
 
 def test_every_kind_that_moves_values_is_in_one_set() -> None:

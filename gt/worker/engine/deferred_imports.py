@@ -36,7 +36,7 @@ class _DeferredLoader(Loader):
         module.__class__ = DeferredModule
 
 
-class _Finder(MetaPathFinder):
+class _DeferringFinder(MetaPathFinder):
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
 
@@ -50,7 +50,7 @@ class _Finder(MetaPathFinder):
 @contextmanager
 def deferred(*names: str) -> Iterator[None]:
     """Inside, imports of these modules are deferred. Modules that are imported already stay as they are."""
-    finder = _Finder(frozenset(names))
+    finder = _DeferringFinder(frozenset(names))
     sys.meta_path.insert(0, finder)
     try:
         yield
