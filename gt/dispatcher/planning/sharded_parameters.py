@@ -102,7 +102,7 @@ class ShardedParameters:
         return bool(sized) and all(sized)
 
     def after(self, known: OpSchema, ins: Sequence[Tensor], outs: Sequence[int]) -> None:
-        """What an op on tensors at rest makes rests too; copies of what it writes end, and the oldest of too many."""
+        """Results of an op on tensors at rest, rest too. Copies of tensors that it writes end, and the oldest of too many."""
         rows = self._context.table.rows
         if outs and zero.at_rest(known) and self.all_rest(ins):
             for i in outs:
