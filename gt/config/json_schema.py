@@ -29,8 +29,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "a list of worker numbers": {"anyOf": [_NUMBERS, {"type": "array", "minItems": 1, "items": _NUMBERS}, {"type": "null"}]},
     "the name of a group": {"type": "string"},
     "the name of a group, a suffix, or a list of groups": {"anyOf": [{"type": "string"}, _GROUP_NAMES]},
-    "a list of worker numbers, or dp: the outer lists of groups' workers": {"anyOf": [_NUMBERS, {"const": DATA_AXIS}]},
-    "0, 1, 2 or 3": {"enum": [*STAGES]},
+    "a list of worker numbers, null for all, or dp: the outer lists of groups' workers": {
+        "anyOf": [_NUMBERS, {"type": "null"}, {"const": DATA_AXIS}]
+    },
+    "0, 1, 2 or 3": {"type": "integer", "enum": list(STAGES)},
     "the name of a schedule": {"type": "string", "pattern": f"^({'|'.join(NAMES)})(:.*)?$"},
 }
 

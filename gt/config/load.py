@@ -274,18 +274,18 @@ class _Reader:
 
     def data_parallel(self, node: yaml.Node, groups: dict[str, Group]) -> None:
         """Workers, which become a group of that name, or the axis that groups split data along: there is only one."""
-        line = _line(node)
-        if isinstance(node, yaml.ScalarNode):
+        line, everyone = _line(node), _everyone(node)
+        if isinstance(node, yaml.ScalarNode) and not everyone:
             if self.value(node, str, DATA_PARALLEL, GT_KEYS[DATA_PARALLEL], RESERVED) != DATA_AXIS:
                 self.fail(RESERVED, line, f"{DATA_PARALLEL} is {self.show(node)}, want {GT_KEYS[DATA_PARALLEL]}")
             return
         if DATA_PARALLEL in groups:
             other = groups[DATA_PARALLEL].line
             self.fail(RESERVED, line, f"{DATA_PARALLEL} makes a group of this name, and line {other} has one: rename that")
-        rows, nested = self.workers(RESERVED, node)
+        rows, nested = ((), False) if everyone else self.workers(RESERVED, node)
         if nested:
             self.fail(RESERVED, line, f"{DATA_PARALLEL} is a list of lists, want a list such as [0, 1]: it has one axis")
-        groups[DATA_PARALLEL] = Group(DATA_PARALLEL, 0, rows, line=line)
+        groups[DATA_PARALLEL] = Group(DATA_PARALLEL, 0, rows, line=line, everyone=everyone)
 
     def zero(self, node: yaml.Node, groups: dict[str, Group]) -> int:
         """The stage of ZeRO. Above 0, some group has to have several workers along its data-parallel axis."""
@@ -347,7 +347,7 @@ def _plain_number(node: yaml.Node) -> bool:
 def _splits_data(group: Group, groups: dict[str, Group]) -> bool:
     """True for a group whose one list of workers is an axis of data, not of tensor parallelism."""
     tensor = any(group.name.endswith(suffix) or group.name + suffix in groups for suffix in SUFFIX_AXIS)
-    return len(group.flat) > 1 and not tensor
+    return (group.everyone or len(group.flat) > 1) and not tensor
 
 
 def _line(node: yaml.Node) -> int:

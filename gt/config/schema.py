@@ -21,7 +21,7 @@ SHARD_KEYS = {"axis": "a whole number", "workers": "a list of worker numbers", "
 GT_KEYS = {
     "modules": "a mapping from module pattern to group",
     "schedule": "the name of a schedule",
-    "data_parallel": "a list of worker numbers, or dp: the outer lists of groups' workers",
+    "data_parallel": "a list of worker numbers, null for all, or dp: the outer lists of groups' workers",
     "zero": "0, 1, 2 or 3",
 }
 RULE_KEYS = {"group": "the name of a group, a suffix, or a list of groups", "parts": "a whole number of at least 1"}

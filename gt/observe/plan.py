@@ -12,6 +12,7 @@ from gt.dispatcher.schedule.balance import said
 from gt.dispatcher.sharding.cost import LINK
 from gt.ir.instr import COLLECTIVES
 from gt.ir.layout import Replicate
+from gt.ir.schedules import size
 from gt.ir.text import PlanLine
 from gt.observe import pipeline_report
 from gt.observe.dry_run import Dry, PlannedStep
@@ -57,7 +58,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     moves = [(line, count) for line, count in lines if not line.op.startswith(LOCAL)]
     body: dict[str, Any] = {
         "program": about, "workers": len(dry.workers), "step": STEP[kind], "values": dry.values,
-        "weights": [_weight(line, name, dry.rules.get(name)) for line, name, _ in dry.weights],
+        "weights": [_weight(line, name, dry.rules.get(name)) for line, name, _ in sorted(dry.weights, key=_order)],
         "unplaced": [name for name, rule in dry.rules.items() if rule is None],
         "collectives": [_move(line, count) for line, count in moves if line.op.startswith(tuple(COLLECTIVES))],
         "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(tuple(COLLECTIVES))],
@@ -90,6 +91,11 @@ def _weight(line: PlanLine, name: str, rule: Rule | None) -> dict[str, Any]:
     said = "" if rule is None else f" by {rule.pattern} in {rule.group}" + (f", {rule.parts} in one" if rule.parts > 1 else "")
     shown = None if rule is None else {"pattern": rule.pattern, "group": rule.group, "parts": rule.parts}
     return {"plan": str(replace(line, note=line.note + said)), "name": name, "bytes": _nbytes(line), "rule": shown}
+
+
+def _order(row: tuple[PlanLine, str, Any]) -> list[tuple[int, int, str]]:
+    """Key that sorts names as a reader counts: h.2 before h.10."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in row[1].split(".")]
 
 
 def _move(line: PlanLine, count: int) -> dict[str, Any]:
@@ -157,7 +163,7 @@ def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
         whole = [a for (a, n), p in zip(layout.mesh.axes, layout.placements) if a == "tp" and isinstance(p, Replicate)]
         nbytes = _nbytes(line)
         if whole and nbytes >= max(LARGE, PART * total):
-            found.append(f"{name or line.spec}, {nbytes} B, lies whole on each tp worker: use it in a _colpar group")
+            found.append(f"{name or line.spec}, {size(nbytes)}, is whole on each tp worker: use it in a _colpar group")
     if dry.values:
         found.append(
             f"{dry.values} values were read as 0 while planning: a real run may differ where the program decides by them"
@@ -187,18 +193,24 @@ def _text(body: dict[str, Any]) -> list[str]:
             f"# zero {body['zero']}: weights, gradients and optimizer state rest in pieces of {DATA_AXIS}",
             f"# {KEPT[body['zero']]}",
         ]
-    lines += ["#", "# memory a worker: weights, gradients, optimizer, activations at most, all at once; arena; sent, received"]
-    for row in body["memory"]:
-        sizes = ", ".join(size(row[k]) for k in (WEIGHTS, GRADIENTS, OPTIMIZER, "activations", "peak"))
-        moved = ", ".join(size(sum(row[k].values())) for k in ("sent", "received"))
-        order = ""
-        if "peak_scheduled" in row:
-            order = f"; in the schedule {size(row['activations_scheduled'])}, {size(row['peak_scheduled'])}"
-        lines.append(f"# {_range(row['workers'])}: {sizes}; {size(row['arena'])}; {moved}{order}")
+    lines += ["#", "# memory of each worker", *(f"# {line}" for line in _memory(body["memory"]))]
     if pipe:
         lines += _pipeline(pipe)
     lines += ["#", *[f"# warning: {warning}" for warning in body["warnings"]]] if body["warnings"] else []
     return lines
+
+
+def _memory(rows: list[dict[str, Any]]) -> list[str]:
+    """A table: a line for each kind of worker. Columns of the schedule are there if a worker has one."""
+    kinds = (WEIGHTS, GRADIENTS, OPTIMIZER, "activations", "peak")
+    scheduled = [key for key in ("activations_scheduled", "peak_scheduled") if any(key in row for row in rows)]
+    table = [["worker", *kinds, *(f"{key.partition('_')[0]} in schedule" for key in scheduled), "arena", "sent", "received"]]
+    for row in rows:
+        sizes = [size(row[key]) for key in kinds] + [size(row[key]) if key in row else "-" for key in scheduled]
+        moved = [size(sum(row[key].values())) for key in ("sent", "received")]
+        table.append([_range(row["workers"]).removeprefix("worker "), *sizes, size(row["arena"]), *moved])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
 
 
 def _pipeline(pipe: dict[str, Any]) -> list[str]:
@@ -241,12 +253,3 @@ def _range(workers: list[int]) -> str:
 
 def time(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3f} us"
-
-
-def size(nbytes: int) -> str:
-    left = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if left < 1024 or unit == "GiB":
-            return f"{left:.0f} {unit}" if unit == "B" else f"{left:.1f} {unit}"
-        left /= 1024
-    raise AssertionError

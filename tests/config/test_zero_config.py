@@ -19,7 +19,7 @@ REFUSED = [
     (STAGED + "gt: {zero: 2}", "no group has several workers that split data"),
     (TENSOR + "gt: {zero: 3}", "no group has several workers that split data"),
     ("gt: {data_parallel: [0], zero: 1}", "no group has several workers that split data"),
-    ("gt: {data_parallel: tp}", "data_parallel is 'tp', want a list of worker numbers, or dp"),
+    ("gt: {data_parallel: tp}", "data_parallel is 'tp', want a list of worker numbers, null for all, or dp"),
     ("gt: {data_parallel: []}", "workers is an empty list"),
     ("gt: {data_parallel: [0, 0]}", "worker 0 is named twice"),
     ("gt: {data_parallel: [[0, 1], [2, 3]]}", "data_parallel is a list of lists"),

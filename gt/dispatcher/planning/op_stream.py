@@ -23,19 +23,7 @@ from gt.dispatcher.state.records import Origin
 from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.validate import CREDIT, Definitions
 from gt.errors import ProtocolError
-from gt.ir.instr import (
-    DISCARD,
-    DROP,
-    END_FRAGMENT,
-    FIRST,
-    FRAGMENT,
-    FREE,
-    GRAD,
-    LAUNCH,
-    PARAM,
-    RECORD,
-    SHARDED,
-)
+from gt.ir.instr import DISCARD, DROP, END_FRAGMENT, FIRST, FRAGMENT, FREE, GRAD, LAUNCH, PARAM, RECORD, SHARDED
 from gt.wire.messages import Ack, Ops
 
 MAX_WAITING_BATCHES = CREDIT // 2  # batches: a client without credit could not send the next

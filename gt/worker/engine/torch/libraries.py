@@ -13,6 +13,8 @@ import torch
 
 from gt.errors import ConfigError
 from gt.ir.schema import OWN, TABLE, library_schemas
+from gt.worker.engine.deferred_imports import execute_deferred
+from gt.worker.engine.registry import UNUSED
 from gt.worker.engine.torch.overloads import row
 
 log = logging.getLogger("gt.worker")
@@ -32,6 +34,8 @@ def load(libraries: Sequence[str], device: str) -> list[str]:
     ConfigError for a module that cannot be imported, or that registers no op.
     """
     lines: dict[str, str] = {}
+    if libraries:  # whose ops may use any module of torch
+        execute_deferred(*UNUSED)
     for library in libraries:
         before = _names()
         try:
