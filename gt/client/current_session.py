@@ -28,6 +28,7 @@ class Current:
 _starting = threading.RLock()
 auto_start: Callable[[], None] | None = None  # set by gt.api
 on_clear: list[Callable[[], None]] = []  # caches that hold template numbers
+on_connect: list[Callable[[Recorder], Callable[[], None]]] = []  # parts that begin with a session; they return their end
 on_disconnect: list[Callable[[], None]] = []  # called once, at the end of the session
 
 
@@ -58,10 +59,7 @@ def connect(session: Any, config_text: str = "", config_path: str = "") -> Recor
     _apply(config_text, config_path)
     Current.origins = Origins(recorder)
     Current.recorder = recorder
-    if Current.declares_modules:
-        from gt.client.groups.module_state import ModuleState
-
-        on_disconnect.append(ModuleState(recorder).close)
+    on_disconnect.extend(begin(recorder) for begin in on_connect)
     return recorder
 
 

@@ -6,12 +6,13 @@ No gradient shows that they are state, and they are not to be split as data of a
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gt.client.current_session import Current
+from gt.client.current_session import Current, on_connect
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.dispatch import declare_buffer, declare_frozen
 
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
 
 
 class ModuleState:
-    """The hook on the forward of every module, for one session."""
+    """The hook on the forward of every module, for one session whose config wants it."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._declared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._hook = register_module_forward_pre_hook(self._declare)
+        self._hook = register_module_forward_pre_hook(self._declare) if Current.declares_modules else None
 
     def close(self) -> None:
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
 
     def _declare(self, module: torch.nn.Module, args: Any) -> None:
         """At a module's first call, declare its own buffers and frozen parameters."""
@@ -41,3 +43,13 @@ class ModuleState:
         for parameter in module._parameters.values():
             if isinstance(parameter, RemoteTensor) and not parameter.requires_grad:
                 declare_frozen(parameter)
+
+
+def begin(recorder: Recorder) -> Callable[[], None]:
+    """Begin with a session; the function that ends it."""
+    return ModuleState(recorder).close
+
+
+def prepare() -> None:
+    """Have sessions begin with their module state. Runs once, on import."""
+    on_connect.append(begin)

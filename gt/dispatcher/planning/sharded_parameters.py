@@ -102,7 +102,7 @@ class ShardedParameters:
         return bool(sized) and all(sized)
 
     def after(self, known: OpSchema, ins: Sequence[Tensor], outs: Sequence[int]) -> None:
-        """Results of an op on tensors at rest rest too. Copies of written tensors end, and the oldest of too many copies."""
+        """Results of an op on tensors at rest, rest too. Copies of written tensors end, and the oldest of too many copies."""
         rows = self._context.table.rows
         if outs and zero.at_rest(known) and self.all_rest(ins):
             for i in outs:
