@@ -18,7 +18,7 @@ log = logging.getLogger("gt.client")
 Call = Callable[[Any], None]
 
 
-class _Finder(MetaPathFinder):
+class _WatchingFinder(MetaPathFinder):
     """Finds a watched module by the other finders, and has its import end with the call."""
 
     def __init__(self, calls: dict[str, Call]) -> None:
@@ -47,7 +47,7 @@ def watch(calls: dict[str, Call]) -> None:
         if name in sys.modules:
             _guarded(waiting.pop(name), sys.modules[name])
     if waiting:
-        sys.meta_path.insert(0, _Finder(waiting))
+        sys.meta_path.insert(0, _WatchingFinder(waiting))
 
 
 def _guarded(call: Call, module: ModuleType) -> None:
