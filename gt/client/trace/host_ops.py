@@ -189,4 +189,4 @@ def ctc_loss(
     overload, lengths = aten.ctc_loss.Tensor, (input_lengths, target_lengths)
     if all(isinstance(length, RemoteTensor) for length in lengths):
         return overload.decompose(log_probs, targets, *lengths, *rest)
-    return aten.ctc_loss.IntList(log_probs, targets, *(length.tolist() for length in lengths), *rest)
+    return aten.ctc_loss.IntList(log_probs, targets, *(length.reshape(-1).tolist() for length in lengths), *rest)
