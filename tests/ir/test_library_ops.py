@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gt.dispatcher.cluster.admission import worker_info
+from gt.dispatcher.cluster.peer_info import worker_info
 from gt.dispatcher.cluster.workers import Cluster
 from gt.errors import ProtocolError, UnsupportedOp
 from gt.ir import check
