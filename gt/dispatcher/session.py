@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from gt.dispatcher.cluster.peer_info import client_info
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.planning.materializer import Materializer
@@ -13,10 +14,11 @@ from gt.dispatcher.planning.op_stream import OpStream
 from gt.dispatcher.planning.planner import Planner
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.programs import Programs
-from gt.dispatcher.state.arenas import Arenas
+from gt.dispatcher.state.arenas import SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.fetches import Fetches
 from gt.dispatcher.state.outbox import Outbox
+from gt.dispatcher.state.records import Logged
 from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.uploads import Uploads
 from gt.wire.messages import Data, Message
@@ -33,7 +35,7 @@ class ClientSession:
         )  # fmt: skip
         self.pace, self.stall_timeout = context.pace, context.terms.stall_timeout
         binder = OpBinder(context)
-        self.arenas = Arenas(context)
+        self.arenas = SessionArenas(context)
         self.uploads = Uploads(context, self.arenas)
         self.outbox = Outbox(context, self.uploads)
         materializer = Materializer(context, self.uploads, binder)
@@ -43,12 +45,15 @@ class ClientSession:
         self.programs = Programs(context, self.outbox, self.redistributor)
         self.op_stream = OpStream(context, self.outbox, self.planner, self.redistributor, self.programs, self.fetches)
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
+        self.about = client_info({})  # of its process, for observers
+        self.logged = Logged()
         self.began, self.warned = self.cluster.now, False  # warned: told that its time is nearly over
 
     @property
     def stalled(self) -> bool:
         """True while messages have to wait."""
-        return bool(self.outbox.held) or self.op_stream.busy or self.op_stream.in_thread
+        awaits = bool(self.inbox) and self.arenas.awaits(self.inbox[0][0])
+        return awaits or bool(self.outbox.held) or self.op_stream.busy or self.op_stream.in_thread
 
     @property
     def send(self) -> Callable[..., None]:

@@ -37,7 +37,7 @@ from gt.client.trace.refusals import as_on_cpu
 from gt.client.trace.shape_inference import infer
 from gt.client.trace.uploads import upload_operands
 from gt.errors import UnsupportedOp
-from gt.ir.instr import PARAM
+from gt.ir.instr import GRAD, PARAM, SHARDED
 
 # Mode of an entry -> the function that carries such a call out as several ops; modules register theirs
 SEVERAL_OPS: dict[int, Callable[[OpInfo, Entry, tuple, dict], Any]] = {}
@@ -224,9 +224,32 @@ def note_first_use(tensor: RemoteTensor, ref: Ref | Alias) -> None:
         check(tensor)
         Current.recorder.code.extend((PARAM, ref.id))  # type: ignore[union-attr]
         ref.home = -1
+        if Current.zero:
+            _declare_sharded(tensor)
     if torch.is_grad_enabled():
         ref.home = Current.origins.here()
         ref.pending = 0
+
+
+def _declare_sharded(parameter: RemoteTensor) -> None:
+    """Declare a parameter as one that ZeRO shards, and each gradient as soon as autograd has accumulated it."""
+    Current.recorder.code.extend((SHARDED, parameter._ref.id))  # type: ignore[union-attr]
+    if parameter.is_leaf and parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(_note_gradient)
+
+
+def _note_gradient(parameter: torch.Tensor) -> None:
+    grad = parameter.grad
+    if isinstance(grad, RemoteTensor) and isinstance(parameter, RemoteTensor):
+        Current.recorder.code.extend((GRAD, parameter._ref.id, grad._ref.id))  # type: ignore[union-attr]
+
+
+def declare_frozen(parameter: RemoteTensor) -> None:
+    """Declare a module's parameter that requires no grad: it is no data of a batch, and ZeRO shards it."""
+    if not parameter._ref.home:
+        declare_buffer(parameter)
+        if Current.zero:
+            _declare_sharded(parameter)
 
 
 def declare_buffer(buffer: RemoteTensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from gt.client.device.remote_tensor import LiveTensors
 from gt.ir.instr import FIRST, FREE
-from gt.ir.library_ops import Schemas
+from gt.ir.schema import Schemas
 from gt.ir.template import Template
 from gt.wire.signals import uninterrupted
 

@@ -87,23 +87,14 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Ten
     return torch.empty_like(result, memory_format=last.pop()) if last else result
 
 
-def _group_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> tuple:
-    """The input's gradient has the input's memory format."""
-    first, *others = torch.ops.aten.native_group_norm_backward.default(grad, x, *rest)
-    return (first if first is None else torch.empty_like(first, memory_format=suggest_memory_format(x))), *others
-
-
-def _as_input(name: str) -> Callable[..., Any]:
-    """A meta kernel that gives the op's first result the memory format of its input, as the CPU's kernel does."""
+def _as_input(name: str) -> Callable[..., torch.Tensor]:
+    """A meta kernel that gives the op's result the memory format of its input, as the CPU's kernel does."""
     op = getattr(torch.ops.aten, name).default
 
-    def meta(x: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        result = op(x, *rest, **named)
-        if x.dim() != 4 or suggest_memory_format(x) != torch.channels_last:
-            return result
-        if isinstance(result, torch.Tensor):
-            return torch.empty_like(result, memory_format=torch.channels_last)
-        return torch.empty_like(result[0], memory_format=torch.channels_last), *result[1:]
+    def meta(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        result = op(x, *rest)
+        last = x.dim() == 4 and suggest_memory_format(x) == torch.channels_last
+        return torch.empty_like(result, memory_format=torch.channels_last) if last else result
 
     return meta
 
@@ -124,9 +115,7 @@ _META: dict[str, Callable] = {
     "aten.convolution.default": _convolution,
     "aten._ctc_loss.default": _ctc_loss,
     **dict.fromkeys(("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor"), _ctc_loss_backward),
-    "aten.native_group_norm_backward.default": _group_norm_backward,
-    **{f"aten.{name}.default": _as_input(name)
-       for name in ("native_group_norm", "pixel_shuffle", "reflection_pad2d", "replication_pad2d")},
+    **{f"aten.{name}.default": _as_input(name) for name in ("pixel_shuffle", "reflection_pad2d", "replication_pad2d")},
     **dict.fromkeys(
         (f"aten.{name}_backward.default" for name in ("softplus", "hardswish", "hardtanh", "hardsigmoid", "logit")), _as_mul
     ),
