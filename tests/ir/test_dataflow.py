@@ -61,7 +61,7 @@ def test_effects_of_a_kind_are_those_of_its_operands(kind: str) -> None:
 
 
 def test_effects_of_a_fragment_are_those_of_its_parameters() -> None:
-    payload = dict.fromkeys(KINDS["fragment"][1], []) | {"ins": [1, 2], "outs": [3], "values": [0, 4, 8]}
+    payload = {key: [] for key in KINDS["fragment"][1]} | {"ins": [1, 2], "outs": [3], "values": [0, 4, 8]}
     define = Define(30, "fragment", payload)
     assert define.operands == 2 + 2 + 1 + 3
     row = Instruction(0, define, [0, 0, 11, 12, 13, 1.0, 2.0, 3.0])

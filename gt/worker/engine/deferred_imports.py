@@ -37,10 +37,18 @@ class _DeferredLoader(Loader):
 
 
 class _DeferringFinder(MetaPathFinder):
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
+    """Defers some modules while `deferring`. The next import of the library's other modules executes them first."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names, self._packages = names, tuple(name.partition(".")[0] + "." for name in names)
+        self.deferring = True
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not self.deferring:
+            if name.startswith(self._packages) and self in sys.meta_path:
+                sys.meta_path.remove(self)
+                execute_deferred(*self._names)
+            return None
         spec = PathFinder.find_spec(name, path, target) if name in self._names else None
         if spec is not None and spec.loader is not None:
             spec.loader = _DeferredLoader(spec.loader)
@@ -49,13 +57,16 @@ class _DeferringFinder(MetaPathFinder):
 
 @contextmanager
 def deferred(*names: str) -> Iterator[None]:
-    """Inside, imports of these modules are deferred. Modules that are imported already stay as they are."""
-    finder = _DeferringFinder(frozenset(names))
+    """Inside, imports of these modules are deferred, until they are used or another module of their library is imported.
+
+    Modules that are imported already stay as they are.
+    """
+    finder = _DeferringFinder(names)
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        finder.deferring = False
 
 
 def execute(module: ModuleType) -> None:

@@ -36,8 +36,8 @@ def test_the_text_of_a_large_tensor_takes_few_bytes(one: None) -> None:
     session = current_session.current().session
     fetch = session.fetch
 
-    def noted(tensor: int) -> Any:
-        answer = fetch(tensor)
+    def noted(tensor: int, *size: int) -> Any:
+        answer = fetch(tensor, *size)
         shapes.append(answer[0])
         return answer
 

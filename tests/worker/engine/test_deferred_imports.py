@@ -23,6 +23,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "executions", [], raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield folder
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, deferred_imports._Finder)]
     for name in [name for name in sys.modules if name.startswith("deferred_package")]:
         del sys.modules[name]
 
@@ -46,6 +47,15 @@ def test_modules_outside_of_the_block_and_other_modules_are_executed_at_once() -
     with deferred_imports.deferred("deferred_package.other"):
         importlib.import_module("deferred_package")
     assert sys.executions == ["deferred_package.heavy"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("package")
+def test_the_import_of_another_module_of_the_library_executes_the_deferred_ones_first(package: Path) -> None:
+    (package / "later.py").write_text("import sys\nsys.executions.append(__name__)\n")
+    with deferred_imports.deferred("deferred_package.heavy"):
+        importlib.import_module("deferred_package")
+    importlib.import_module("deferred_package.later")
+    assert sys.executions == ["deferred_package.heavy", "deferred_package.later"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("package")
