@@ -113,7 +113,12 @@ def test_an_upload_waits_for_room_but_not_in_a_recorded_call(inline):  # noqa: F
     assert waits == [360_000]
     recorder = current_session.current()
     recorder.flush()
-    recorder.tape = SimpleNamespace(source=lambda host: None, append=lambda code, frames, freed: freed, deferred=False)
+    recorder.tape = SimpleNamespace(
+        source=lambda host: None,
+        uploads=lambda code: code,
+        take_batch=lambda code, frames, freed: (code, freed),
+        most_held=0,
+    )
     torch.zeros(300, 300).to("remote")
     assert waits == [360_000]
     recorder.flush()
