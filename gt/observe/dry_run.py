@@ -33,7 +33,21 @@ from gt.ir.spec import DTYPES, Spec
 from gt.ir.text import PlanLine
 from gt.observe.simulated_worker import WEIGHTS, SimulatedInterval, SimulatedWorker
 from gt.wire.link import hello
-from gt.wire.messages import Done, Failed, FinishCapture, Inspect, Message, Notice, Ops, Query, Reject, Report, Run, Stats
+from gt.wire.messages import (
+    Done,
+    Failed,
+    FinishCapture,
+    Inspect,
+    InspectFragments,
+    Message,
+    Notice,
+    Ops,
+    Query,
+    Reject,
+    Report,
+    Run,
+    Stats,
+)
 
 log = logging.getLogger("gt")
 ALL_FOLLOWED = 16  # workers, at most, that are all followed
@@ -233,6 +247,10 @@ class Dry:
 
     def inspect(self, tensor: int) -> dict[str, Any]:
         self._handle(Received(CLIENT, Inspect(1, tensor)))
+        return self._reports.pop(1)
+
+    def inspect_fragments(self, slot: int) -> dict[str, Any]:
+        self._handle(Received(CLIENT, InspectFragments(1, slot)))
         return self._reports.pop(1)
 
     def stats(self, program: int = -1) -> dict[str, Any]:

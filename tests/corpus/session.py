@@ -176,6 +176,9 @@ class PlannedSession:
     def inspect(self, tensor: int) -> dict[str, Any]:
         return self._ask(m.Inspect(self._number(), tensor))
 
+    def inspect_fragments(self, slot: int) -> dict[str, Any]:
+        return self._ask(m.InspectFragments(self._number(), slot))
+
     def stats(self, program: int = -1) -> dict[str, Any]:
         """Statistics in a server's form, all zero."""
         row = {"instructions": 0, "collectives": {}, "live_tensors": 0, "live_bytes": 0, "definitions": 0, "actions": []}

@@ -52,6 +52,7 @@ from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
 
 log = logging.getLogger("gt")
+_CHANGE = re.compile(r" from \S+ to \S+")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
 
 MAX_PROGRAMS_PER_FUNCTION = 8  # the least recently used one is dropped beyond that
@@ -402,9 +403,9 @@ class CompiledFunction:
             log.warning("%s: %s", getattr(self.fn, "__qualname__", "a compiled function"), text)
 
     def _add_reason(self, reason: str) -> None:
-        """Keep a reason, the newest last. Reasons that differ in numbers alone are one."""
-        kind = _NUMBER.sub("#", reason)
-        others = [r for r in self._reasons if _NUMBER.sub("#", r) != kind]
+        """Keep a reason, the newest last. Changes of one value are one reason, not one a step."""
+        kind = _CHANGE.sub("", reason)
+        others = [r for r in self._reasons if _CHANGE.sub("", r) != kind]
         self._reasons = [*others[1 - MAX_REASONS :], reason]
 
 

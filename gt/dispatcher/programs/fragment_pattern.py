@@ -14,6 +14,7 @@ from typing import Any
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.ir.instr import FREE, PARAM
 
+MAX_NUMBERS = 1 << 15  # of a fragment; clients send some 1,500
 Getter = Callable[[list], tuple]
 
 
@@ -113,6 +114,8 @@ def parse(code: list, templates: Mapping[int, OpSchema], seed: int, counter: int
     freed: list[int] = []
     randoms: list[tuple[int, int]] = []
     at, end = 0, len(code)
+    if end > MAX_NUMBERS:
+        return None
     while at < end:
         if code[at] == PARAM and at + 1 < end:
             fixed.append(at)
@@ -120,7 +123,7 @@ def parse(code: list, templates: Mapping[int, OpSchema], seed: int, counter: int
             (made if code[at + 1] in made.numbers else before).add(code[at + 1], at + 1)
             at += 2
             continue
-        if code[at] == FREE and at + 1 < end and at + 2 + code[at + 1] <= end:
+        if code[at] == FREE and at + 1 < end and type(code[at + 1]) is int and 0 <= code[at + 1] <= end - at - 2:
             fixed += (at, at + 1)
             for place in range(at + 2, at + 2 + code[at + 1]):
                 freed.append(code[place])
@@ -136,7 +139,7 @@ def parse(code: list, templates: Mapping[int, OpSchema], seed: int, counter: int
         for place in range(at + 2, scalars):
             (made if code[place] in made.numbers else before).add(code[place], place)
         stop = outs
-        if known.random and code[outs - 2] == seed:
+        if known.random and known.values > 1 and code[outs - 2] == seed:
             stop -= 2
             randoms.append((stop, code[stop + 1] - counter))
         for place in range(outs, at + 2 + known.length):

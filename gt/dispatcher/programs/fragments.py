@@ -20,10 +20,12 @@ from gt.dispatcher.programs.fragment_code import FragmentBounds, FragmentCode, W
 from gt.dispatcher.programs.fragment_pattern import FragmentCall, FragmentPattern, parse, text
 from gt.dispatcher.programs.programs import Programs
 from gt.dispatcher.programs.recording import Recording
+from gt.dispatcher.sharding.groups import Meaning
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import TEMPORARY
 from gt.dispatcher.state.failures import Launched, Planned
+from gt.dispatcher.state.records import NO_ORIGIN
 from gt.dispatcher.state.tensors import Storage, Tensor
 from gt.errors import ProtocolError
 from gt.ir.instr import BACKENDS, END_FRAGMENT, FRAGMENT_HEADER, Define
@@ -50,7 +52,9 @@ class MadeTensor:
     base: tuple[bool, int] | None
     known: OpSchema | None  # of a view: its op, and its index among the outputs
     index: int
-    default: bool  # see Storage
+    default: bool  # of its storage, as the next two
+    undecided: bool
+    home: Meaning | None
 
 
 @dataclass(slots=True)
@@ -69,7 +73,8 @@ class FragmentProgram:
     rebound: list[int]  # those that get other memory
     sharing: tuple[int, ...]  # of each, the first that shares its memory
     moved: tuple[int, ...]  # of these, those that the program frees
-    writes: tuple[tuple[int, bool], ...]  # of these, those whose memory it changes, and whether they are the user's data then
+    writes: tuple[int, ...]  # of these, those whose memory it changes
+    flags: list[tuple[bool, bool]]  # of these, `default` and `undecided` of the storage afterwards
     makes: list[MadeTensor]
     live: frozenset[int]  # numbers of tensors that may be alive afterwards
     constants: list[tuple[list[int], int]]
@@ -205,8 +210,8 @@ class Fragments:
         ins = [self._table.rows.get(i) for i in call.ins]
         if any(tensor is None for tensor in ins):
             return "a tensor is not of this session", ops  # the op that reads it raises the error
-        if self._failures.troubled and self._in_trouble(fragment, ins):  # type: ignore[arg-type]
-            return "an op failed, or a worker is lost", ops
+        if harm := self._harm(fragment, ins):  # type: ignore[arg-type]
+            return harm, ops
         if fragment.program is not None:
             misfit = self._launch(fragment, fragment.program, call, ins, freed)  # type: ignore[arg-type]
             if not misfit:
@@ -223,12 +228,13 @@ class Fragments:
         self._recording = _Recording(fragment, call, backend, ins)  # type: ignore[arg-type]
         return fragment.why or RECORDED, ops
 
-    def _in_trouble(self, fragment: Fragment, ins: list[Tensor]) -> bool:
-        """True while a worker is lost, or a tensor that the fragment reads has failed; a recording wants that none has."""
+    def _harm(self, fragment: Fragment, ins: list[Tensor]) -> str:
+        """Why the fragment gives no values: a worker is lost, or it reads a failed tensor; "" if neither holds."""
+        if not self._failures.troubled:
+            return ""
         self._failures.recover()
-        lost = any(worker.lost for worker in self._context.cluster.workers)
-        harmed = fragment.program is None or any(tensor.storage.failed is not None for tensor in ins)
-        return self._failures.troubled and (lost or harmed)
+        known = fragment.pattern.ops[0].known
+        return self._failures.harm([Planned(0, known, NO_ORIGIN, tuple(t.storage for t in ins), (), ())])
 
     def _find(self, rows: list, backend: str, seed: int, counter: int) -> tuple[Fragment | None, FragmentCall | None]:
         key = (backend, len(rows), rows[0], rows[1] if len(rows) > 1 else 0)
@@ -277,6 +283,8 @@ class Fragments:
 
     def clear(self) -> None:
         """Forget all: numbers of templates begin again, or a worker is lost and with it its part of the programs."""
+        if self._recording is not None:
+            self._programs.discard()
         for fragment in list(self._all):
             self._remove(fragment)
         self._recording = self._met = None
@@ -368,7 +376,8 @@ class Fragments:
             rebound=result.rebound,
             sharing=tuple(homes.setdefault(id(t.storage), n) for n, t in enumerate(ins)),
             moved=tuple(bounds.moved),
-            writes=tuple((n, t.storage.undecided) for n, t in enumerate(ins) if id(t.storage) in written),
+            writes=tuple(n for n, t in enumerate(ins) if id(t.storage) in written),
+            flags=[(t.storage.default, t.storage.undecided) for t in ins],
             makes=makes,
             live=frozenset(tensor.number for tensor in makes),
             constants=tape.constants,
@@ -412,7 +421,10 @@ class Fragments:
             i = tensor.base.id
             base = (True, call.ins.index(i)) if i in call.ins else (False, call.made.index(i))
         known, _, index = tensor.via or (None, (), 0)
-        return MadeTensor(number, tensor.spec, tensor.layout, base, known, index, tensor.storage.default)
+        storage = tensor.storage
+        return MadeTensor(
+            number, tensor.spec, tensor.layout, base, known, index, storage.default, storage.undecided, storage.home
+        )
 
     # ---- replaying
 
@@ -460,8 +472,8 @@ class Fragments:
             tensors[n].layout = layout
         for before, number in fragment.pattern.params:
             declared = ins[number] if before else rows.get(call.made[number])
-            if declared is not None:
-                declared.storage.param = True
+            if declared is not None and not declared.storage.param:
+                declared.storage.declare_parameter()
         self._redistributor.free(freed)
         return ""
 
@@ -476,18 +488,19 @@ class Fragments:
         """Enter the results into the table of tensors, and the launch into the journal."""
         table, makers, ops = self._table, fragment.pattern.makers, fragment.pattern.ops
         writes: dict[Storage, None] = {}
-        for n, undecided in program.writes:
-            storage = ins[n].storage
-            storage.undecided = storage.undecided and undecided
-            writes[storage] = None
+        for n in program.writes:
+            writes[ins[n].storage] = None
+        for before, (default, undecided) in zip(ins, program.flags, strict=True):
+            storage = before.storage
+            storage.default, storage.undecided = storage.default and default, storage.undecided and undecided
         makes: dict[Storage, None] = {}
         for row, i in zip(program.makes, made, strict=True):
             if row.base is None:
                 tensor = table.new(i, row.spec, row.layout, self._context.origin)
-                tensor.storage.default = row.default
+                tensor.storage.default, tensor.storage.undecided, tensor.storage.home = row.default, row.undecided, row.home
             else:
-                before, number = row.base
-                base = ins[number] if before else table.rows[call.made[number]]
+                older, number = row.base
+                base = ins[number] if older else table.rows[call.made[number]]
                 values = tuple(call.code[place] for place in ops[makers[row.number]].values)
                 tensor = table.view(i, row.spec, base, row.layout, (row.known, values, row.index))
             makes[tensor.storage] = None

@@ -167,7 +167,7 @@ def test_a_read_in_the_middle_has_earlier_ops_done(connect: Callable, ways: list
     for turn in range(1, 4):
         step()
         assert w.tolist() == [3.0**turn] * 8
-    assert ways == ["as written"], step.explain()
+    assert ways[0] == "as written" and "whole" not in ways, step.explain()
 
 
 @pytest.mark.parametrize("ask", [lambda w: gt.stats(), gt.inspect])
