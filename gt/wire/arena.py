@@ -9,8 +9,6 @@ opens it through /proc/PID/fd/FD, two numbers that the client states, and believ
 - Proof: it must begin with the nonce that the client sent. Who does not own the arena cannot know its nonce. So a client on
   another host, in another pid namespace or of another user proves nothing, and keeps using the socket.
 - Size: seals forbid any change of size, and the size is compared after the seals. So no access ends in SIGBUS.
-
-The worker reads and writes an arena in place: one copy out of it on a CPU; on a GPU the device copies, from pinned pages.
 """
 
 from __future__ import annotations
