@@ -52,6 +52,7 @@ log = logging.getLogger("gt.client")
 
 NO_PLACE = -1  # value of a gt.upload op whose bytes are in no arena
 MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
+ROOM_SECONDS = 0.25  # until a wait for room becomes a wait for all workers
 FIRST_NOTICE_SECONDS = 3.0  # without an answer; then a warning tells the user
 WELCOME_SECONDS = 45.0  # for a server that is up: it waits for the workers that the config names
 MAX_ABOUT_CHARACTERS = 255  # of each text about this process
@@ -270,18 +271,23 @@ class Session:
         return self._arenas.crowded(nbytes)
 
     def wait_room(self, nbytes: int) -> None:
-        """Wait until workers have read enough of earlier uploads, or have nothing left to do."""
+        """Wait until workers have read enough of earlier uploads, or have nothing left to do.
+
+        The dispatcher may keep ops until it knows those that follow; so a wait that lasts ends in a question, which it answers.
+        """
         if self._link.inside:
             return
 
         def ready() -> bool:
             return not self._arenas.crowded(nbytes) or self._idle or self.failure is not None
 
-        if not self._link.lead(ready):
+        if not self._link.lead(ready, ROOM_SECONDS):
             with self._room:
-                while not ready():
-                    self._room.wait()
-        if self._idle:
+                self._room.wait_for(ready, ROOM_SECONDS)
+        if not ready():
+            self.synchronize()
+            self._arenas.settle()
+        elif self._idle:
             self._arenas.settle()
 
     @property

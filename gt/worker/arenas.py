@@ -50,7 +50,7 @@ class _TensorBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the worker's piece."""
+        """Size of the worker's piece."""
         count = self.whole.itemsize
         for extent in piece_shape(self.boxes):
             count *= extent

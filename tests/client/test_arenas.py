@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from gt.client import arenas
+import pytest
+import torch
+
+from gt.client import arenas, current_session
 from gt.client.arenas import ARENA_BYTES, KEPT_BYTES, ClientArenas
 from gt.wire.arena import BLOCK_BYTES, OwnArena, parse_place
 from gt.wire.messages import CloseArenas, OfferArena
+from tests.helpers.inline_session import inline  # noqa: F401 - a fixture
 
 MIB = 1 << 20
 
@@ -99,3 +103,23 @@ def test_uploads_that_no_worker_has_read_are_bounded(pool):
     for block in blocks:
         made.free(block)
     assert not made.crowded(100 * MIB)
+
+
+def test_an_upload_waits_for_room_but_not_in_a_recorded_call(inline):  # noqa: F811
+    """A recorded call may be executed at its end: nothing that it has uploaded is read before."""
+    waits: list[int] = []
+    inline.crowded, inline.wait_room = lambda nbytes: True, waits.append
+    torch.zeros(300, 300).to("remote")
+    assert waits == [360_000]
+    recorder = current_session.current()
+    recorder.flush()
+    recorder.tape = SimpleNamespace(
+        source=lambda host: None,
+        uploads=lambda code: code,
+        take_batch=lambda code, frames, freed: (code, freed),
+        most_held=0,
+    )
+    torch.zeros(300, 300).to("remote")
+    assert waits == [360_000]
+    recorder.flush()
+    recorder.tape = None

@@ -196,6 +196,17 @@ def test_many_tensors_that_nothing_uses_yet_do_not_block(one):
     assert same(remote[79].cpu(), weights[79])
 
 
+def test_uploads_wait_for_ops_that_the_dispatcher_keeps(session):
+    """The last op of each batch may be the first of a fused projection: its plan depends on ops that follow."""
+    session("tp_colpar: {workers: [0, 1]}\ntp_rowpar: {workers: [0, 1]}\n")
+    layer, host = torch.nn.Linear(1024, 6).to("remote"), torch.ones(16384, 1024)
+    expected = layer.weight.cpu().sum().item() * 16384 + layer.bias.cpu().sum().item() * 16384
+    for _ in range(8):  # 64 MiB each
+        with gt.signal.context("tp_colpar"):
+            y = layer(host.to("remote"))
+    assert y.sum().item() == pytest.approx(expected, rel=1e-3, abs=50)
+
+
 def test_a_checkpoint_passes_in_shared_memory(one, tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(700, 900), torch.nn.Linear(900, 700))
     expected = {name: value.clone() for name, value in model.state_dict().items()}

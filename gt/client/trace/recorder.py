@@ -81,7 +81,7 @@ class Recorder:
             self._emit_upload(row)
 
     def emit_large_upload(self, row: list) -> None:
-        """Append the row of an upload whose data stays in this process until a worker requests it."""
+        """Append the row of an upload whose data stays in this process, or in an arena, until workers have it."""
         with self._lock:
             self._emit_upload(row)
 

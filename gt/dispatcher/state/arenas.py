@@ -108,7 +108,7 @@ class SessionArenas:
         return BlockPlace(arena, offset)
 
     def undecided(self, place: BlockPlace, workers: Iterable[int]) -> set[int]:
-        """Those among the workers that have not told whether they share the block's arena."""
+        """Workers among these that have not told whether they share the block's arena."""
         return place.arena.asked.intersection(workers)
 
     @property

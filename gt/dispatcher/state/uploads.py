@@ -66,7 +66,7 @@ class BlockUpload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the region."""
+        """Size of the region."""
         return prod(piece_shape(self.boxes)) * self.spec.itemsize
 
 

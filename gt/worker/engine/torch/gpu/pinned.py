@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,19 +31,19 @@ class PinnedCopies:
 
     def pin(self, memory: np.ndarray) -> Callable[[], None]:
         address = memory.ctypes.data
-        self._call("cudaHostRegister", address, memory.nbytes, 0)
+        self._check("cudaHostRegister", lambda library: library.cudaHostRegister(address, memory.nbytes, 0))
 
         def unpin() -> None:
             self._copying().synchronize()
-            self._call("cudaHostUnregister", address)
+            self._check("cudaHostUnregister", lambda library: library.cudaHostUnregister(address))
 
         return unpin
 
-    def _call(self, name: str, *args: int) -> None:
-        """Call a function of CUDA's library; RuntimeError with its reason if it fails."""
+    def _check(self, name: str, call: Callable[[Any], Any]) -> None:
+        """Call CUDA's library; RuntimeError with its reason if that fails."""
         library = torch.cuda.cudart()
         with torch.cuda.device(self._device):
-            error = getattr(library, name)(*args)
+            error = call(library)
             if error == library.cudaError.success:
                 return
             with suppress(RuntimeError):  # the driver's record of the error would fail the next op
