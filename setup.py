@@ -19,6 +19,7 @@ def without_links(markdown: str) -> str:
 
 if __name__ == "__main__":
     setup(
+        py_modules=["gt_autoload"],
         packages=[*find_packages(include=["gt", "gt.*"]), "gt.configs"],
         package_dir={"gt.configs": "configs"},
         long_description=without_links(README.read_text()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -111,28 +111,50 @@ def _switches(stall_timeout: float | None) -> dict[str, Any]:
     }
 
 
-def gpu_workers(n: int, config: Config = None, *, name: bool = True, stall_timeout: float | None = None) -> None:
+def gpu_workers(
+    n: int,
+    config: Config = None,
+    *,
+    name: bool = True,
+    stall_timeout: float | None = None,
+    libraries: Sequence[str] | None = None,
+) -> None:
     """Start a dispatcher and n workers on this machine, one GPU each. They end with this program.
 
-    With fewer than n GPUs it warns and starts n CPU workers. config, name, stall_timeout: as for gt.connect. ValueError for n
-    below 1, ConfigError for a config that names more than n workers.
+    With fewer than n GPUs it warns and starts n CPU workers. config, name, stall_timeout: as for gt.connect. libraries: modules
+    whose ops the workers execute, such as "torchvision"; GT_LIBRARIES if None. ValueError for n below 1, ConfigError for a
+    config that names more than n workers.
     """
     have = torch.cuda.device_count()
     if have < n:
         log.warning("gt.gpu_workers(%d) found %s: it uses %d CPU workers instead", n, f"{have} GPUs" if have else "no GPU", n)
-    _start_local(n, have >= n, config, name, stall_timeout)
+    _start_local(n, have >= n, config, name, stall_timeout, libraries)
 
 
-def cpu_workers(n: int, config: Config = None, *, name: bool = True, stall_timeout: float | None = None) -> None:
+def cpu_workers(
+    n: int,
+    config: Config = None,
+    *,
+    name: bool = True,
+    stall_timeout: float | None = None,
+    libraries: Sequence[str] | None = None,
+) -> None:
     """Start a dispatcher and n workers on this machine's CPUs. They end with this program.
 
-    config, name, stall_timeout: as for gt.connect. ValueError for n below 1, ConfigError for a config that names more than n
-    workers.
+    config, name, stall_timeout: as for gt.connect. libraries: as for gt.gpu_workers. ValueError for n below 1, ConfigError for
+    a config that names more than n workers.
     """
-    _start_local(n, False, config, name, stall_timeout)
+    _start_local(n, False, config, name, stall_timeout, libraries)
 
 
-def _start_local(n: int, gpu: bool, config: Config, name: bool, stall_timeout: float | None = None) -> None:
+def _start_local(
+    n: int,
+    gpu: bool,
+    config: Config,
+    name: bool,
+    stall_timeout: float | None = None,
+    libraries: Sequence[str] | None = None,
+) -> None:
     from gt.launch import local
 
     if n < 1:
@@ -147,7 +169,8 @@ def _start_local(n: int, gpu: bool, config: Config, name: bool, stall_timeout: f
     if _Started.plan is not None:
         _Started.plan(config, n)
         return
-    started = local.start(n, gpu=gpu, backend=env.backend(), meanwhile=shape_inference.warm)
+    loaded = env.names("GT_LIBRARIES") if libraries is None else libraries
+    started = local.start(n, gpu=gpu, backend=env.backend(), meanwhile=shape_inference.warm, libraries=loaded)
     try:
         wanted = n if everyone else 0  # all of them have to be there, since the config is of all
         connect(started.address, config, token=started.token, name=name, stall_timeout=stall_timeout, workers=wanted)

@@ -26,6 +26,7 @@ VARIABLES = (
     Variable("GT_TRANSPORT", "", "transport between workers: nvshmem or nccl (GPUs), shm (host memory); empty: GT chooses"),
     Variable("GT_EXACT_ATTENTION_DROPOUT", "", "1: on GPUs too, attention's dropout has one mask for every split; slower"),
     Variable("GT_OPS", "", "path of a file of op schemas, made by `gt ops`, for ops that GT's table lacks"),
+    Variable("GT_LIBRARIES", "", "modules whose ops workers execute, divided by commas, as torchvision,my_ops"),
     Variable("GT_HEAP_SIZE", "", "a worker's memory for exchange with others, as 512MiB; default 256MiB on CPUs, 2GiB on GPUs"),
     Variable("GT_MEMORY_LIMIT", "", "memory limit of a worker, as 4GiB; empty: its CPU workers share 90% of the host's memory"),
     Variable("GT_INSTRUCTION_LOG", "", "path of a log: the dispatcher writes a line for each event"),
@@ -58,6 +59,11 @@ def token(file: Path | None) -> str:
 def runtime_folder() -> str:
     """The user's runtime directory (XDG_RUNTIME_DIR), "" if the system has not set one."""
     return os.environ.get("XDG_RUNTIME_DIR", "")
+
+
+def names(name: str) -> list[str]:
+    """A variable's parts between commas."""
+    return [part.strip() for part in get(name).split(",") if part.strip()]
 
 
 def flag(name: str) -> bool:

@@ -93,7 +93,7 @@ DENIED: dict[str, tuple[str, str]] = {
     "*quantized*": (_QUANTIZED, "_make_per_channel_quantized_tensor(x, scales[1], zeros[1], 0)"),
     "q_per_channel_*": (_QUANTIZED, "q_per_channel_scales(x)"),
     "int_repr": (_QUANTIZED, "int_repr(x)"),
-    "_fused_moving_avg_obs*": (_QUANTIZED, "_fused_moving_avg_obs_fq_helper(x, ..., ch_axis=9)"),
+    "_fused_moving_avg_obs_fq_helper_functional": (_QUANTIZED, "_fused_moving_avg_obs_fq_helper_functional(x, ..., ch_axis=9)"),
     # kernels of one library or for one packed format
     "*mkldnn*": (_LIBRARY, "mkldnn_rnn_layer(x, w, ...)"),
     "*cudnn*": (_LIBRARY, "_cudnn_rnn_backward(..., reserve=ones(1))"),

@@ -14,22 +14,8 @@ import numpy as np
 
 from gt.errors import ProtocolError
 from gt.ir.layout import Boxes, piece_shape, read_boxes, write_boxes
+from gt.wire.arena import WORDS, check_boxes
 from gt.wire.messages import CHUNK
-
-_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # a NumPy type of that size, whatever the element means
-
-
-def check_boxes(rows: Any, shape: tuple[int, ...]) -> Boxes:
-    """Return the boxes of a message; ProtocolError unless they are boxes of a tensor of this shape."""
-    try:
-        fits = bool(rows) and all(
-            len(box) == len(shape) and all(0 <= start <= stop <= n for (start, stop), n in zip(box, shape)) for box in rows
-        )
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise ProtocolError(f"{rows!r:.80} are not boxes of a tensor of shape {shape}")
-    return rows
 
 
 def region(array: np.ndarray, rows: Any) -> np.ndarray:
@@ -53,7 +39,7 @@ class Assembly:
 
     def __init__(self, shape: tuple[int, ...], itemsize: int, pieces: list) -> None:
         self.data = np.empty(prod(shape) * itemsize, np.uint8)
-        whole = self.data.view(_WORDS[itemsize]).reshape(shape)
+        whole = self.data.view(WORDS[itemsize]).reshape(shape)
         self._pieces = {key: _Piece(whole, check_boxes(rows, shape)) for key, rows in pieces}
 
     @property

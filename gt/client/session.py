@@ -10,28 +10,51 @@ import atexit
 import itertools
 import logging
 import os
+import pwd
+import socket
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gt import errors
-from gt import log as logs
+from gt import errors, logs
 from gt.client import host_buffers
+from gt.client.arenas import ArenaBlock, ClientArenas
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
+from gt.ir.schema import library_schemas
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import link, messages
+from gt.wire.arena import upload_index
 from gt.wire.dealer import Dealer, LinkTimeouts
-from gt.wire.messages import THROUGH, Describe, Fetch, FinishCapture, Goodbye, Inspect, Message, Ops, Stats, UploadChunk
+from gt.wire.messages import (
+    CHUNK,
+    THROUGH,
+    Describe,
+    Fetch,
+    FinishCapture,
+    Goodbye,
+    Inspect,
+    InspectFragments,
+    Message,
+    Metrics,
+    Ops,
+    Stats,
+    UploadChunk,
+)
 
 log = logging.getLogger("gt.client")
 
+NO_PLACE = -1  # value of a gt.upload op whose bytes are in no arena
 MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
 FIRST_NOTICE_SECONDS = 3.0  # without an answer; then a warning tells the user
 WELCOME_SECONDS = 45.0  # for a server that is up: it waits for the workers that the config names
+MAX_ABOUT_CHARACTERS = 255  # of each text about this process
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -75,9 +98,11 @@ class Session:
         self._pending: dict[int, _Pending] = {}
         self._pieces: dict[int, _Pending] = {}  # key of an incomplete piece -> its fetch
         self._host_copies: dict[int, np.ndarray] = {}  # tensor -> array, until Release
+        self._blocks: dict[int, ArenaBlock] = {}  # tensor -> the block that its host copy is in, if any
         self._uploading: dict[int, Any] = {}  # key -> array and boxes, then the frames left to send
         self._numbers = itertools.count()
         self._outbox: deque[Message | tuple[Any, ...]] = deque()
+        self._arenas = ClientArenas(self._outbox.append)
         self._room = threading.Condition()
         self._window = link.Window(0)
         self._deferred_error: GTError | None = None  # raised by the next wait
@@ -86,6 +111,7 @@ class Session:
         self._notice_count = 0  # received before the Welcome
         self._queued = False  # the server has no free workers for this session yet
         self._fetches = 0
+        self.watched = False  # somebody observes the server
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
             messages.UploadRequest: self._upload_requested,
@@ -97,6 +123,7 @@ class Session:
             messages.Report: lambda m, _: self._finish(m.request, m.body),
             messages.Failed: self._failed,
             messages.Notice: self._notice,
+            messages.Watched: self._watch,
             messages.Welcome: self._answer_to_hello,
             messages.Reject: self._answer_to_hello,
             messages.Exit: lambda m, _: self._fail_all(self._why_exited(m.reason)),
@@ -111,7 +138,7 @@ class Session:
             token=token,
         )
         try:
-            self._link.send(link.hello("client", *config, switches=switches or {}))
+            self._link.send(link.hello("client", *config, switches=switches or {}, info=_about()))
             welcome = self._await_welcome(address, wait)
         except BaseException:
             self._link.close()
@@ -119,6 +146,7 @@ class Session:
         self.workers: list[str] = welcome.workers
         self.groups: list[str] = welcome.groups
         self.number: int = welcome.session
+        self.library_ops = library_schemas(welcome.ops)
         _open.add(self)
 
     def _await_welcome(self, address: str, wait: float) -> messages.Welcome:
@@ -167,9 +195,24 @@ class Session:
     def _unblocked(self) -> bool:
         return self.has_credit() or self.failure is not None or self._deferred_error is not None
 
-    def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
-        """Shape, dtype and bytes of a tensor's value, the bytes as a row-major uint8 array. Waits."""
-        return self._ask(lambda request: Fetch(request, tensor))
+    def fetch(self, tensor: int, nbytes: int = 0) -> tuple[tuple[int, ...], str, np.ndarray]:
+        """Shape, dtype and bytes of a tensor's value, the bytes as a row-major uint8 array. Waits.
+
+        nbytes: of the value, 0 if unknown; a large one is received in a block of shared memory.
+        """
+        self._check()
+        block = self._arenas.take(nbytes) if nbytes > CHUNK else None
+        if block is None:
+            return self._ask(lambda request: Fetch(request, tensor))
+        try:
+            shape, dtype, data = self._ask(lambda request: Fetch(request, tensor, block.place))
+        except BaseException:
+            self._arenas.abandon(block)
+            raise
+        if data is None:
+            data = block.bytes(prod(shape) * DTYPES[dtype][0]).copy()
+        self._arenas.free(block)
+        return shape, dtype, data
 
     def synchronize(self) -> None:
         """Wait until all workers and their devices have executed what was submitted."""
@@ -187,6 +230,10 @@ class Session:
         """Layout, mesh and pieces of a tensor. Waits."""
         return self._ask(lambda request: Inspect(request, tensor))
 
+    def inspect_fragments(self, slot: int) -> dict[str, Any]:
+        """Counts of a function's ops and of those that programs carried out. Waits."""
+        return self._ask(lambda request: InspectFragments(request, slot))
+
     def stats(self, program: int = -1) -> dict[str, Any]:
         """Counters of the dispatcher and the workers, and of this link under "client". program: see messages.Stats. Waits."""
         body = self._ask(lambda request: Stats(request, program))
@@ -197,9 +244,50 @@ class Session:
         }
         return {**body, "client": mine}
 
-    def keep(self, tensor: int, array: np.ndarray) -> None:
-        """Hold a host copy for an upload until Release. array: of the tensor's shape and element size, of any NumPy dtype."""
-        self._host_copies[tensor] = array
+    def log(self, steps: int, values: dict[str, float]) -> None:
+        """Send numbers that the program logs. Never waits."""
+        self._outbox.append(Metrics(steps, values))
+        self._link.push()
+
+    def keep(self, tensor: int, array: np.ndarray) -> int:
+        """Hold a copy of `array` for an upload until Release; the value of its gt.upload op.
+
+        array: of the tensor's shape and element size, of any NumPy dtype. The copy is in shared memory, if workers use it.
+        """
+        self._check()
+        block = self._arenas.take(array.nbytes)
+        if block is None:
+            self._host_copies[tensor] = array.copy(order="C").view(f"V{array.itemsize}")
+            return NO_PLACE
+        target = block.bytes(array.nbytes).view(array.dtype).reshape(array.shape)
+        np.copyto(target, array)
+        self._host_copies[tensor] = target.view(f"V{array.itemsize}")
+        self._blocks[tensor] = block
+        return upload_index(block.place)
+
+    def crowded(self, nbytes: int) -> bool:
+        """True if workers have still to read so much of earlier uploads that the next should wait: see `wait_room`."""
+        return self._arenas.crowded(nbytes)
+
+    def wait_room(self, nbytes: int) -> None:
+        """Wait until workers have read enough of earlier uploads, or have nothing left to do."""
+        if self._link.inside:
+            return
+
+        def ready() -> bool:
+            return not self._arenas.crowded(nbytes) or self._idle or self.failure is not None
+
+        if not self._link.lead(ready):
+            with self._room:
+                while not ready():
+                    self._room.wait()
+        if self._idle:
+            self._arenas.settle()
+
+    @property
+    def _idle(self) -> bool:
+        """True if workers have executed all that was submitted."""
+        return not self._outbox and self._window.acked == self._window.sent
 
     def close(self) -> None:
         """End the session, its thread and its socket. May be called twice; does nothing in a forked child."""
@@ -214,7 +302,9 @@ class Session:
             self._link.send(Goodbye())
         self._link.close()
         self._host_copies.clear()
+        self._blocks.clear()
         self._uploading.clear()
+        self._arenas.close()
 
     # ---- waiting
 
@@ -325,6 +415,9 @@ class Session:
             log.warning("waiting for the server at %s: %s", self.address, message.text)
         self._last_notice = message.text
 
+    def _watch(self, message: messages.Watched, frames: tuple[Any, ...]) -> None:
+        self.watched = message.on
+
     def _finish(self, request: int, value: Any = None, error: GTError | None = None) -> None:
         pending = self._pending.get(request)  # None: the caller was interrupted
         if pending is not None:
@@ -332,6 +425,13 @@ class Session:
 
     def _ack(self, message: messages.Ack, frames: tuple[Any, ...]) -> None:
         self._window.ack(message.seq)
+        self._note_room()
+
+    def _note_room(self) -> None:
+        """Wake threads in `wait_room`, but for a thread that leads the link: it looks by itself."""
+        if self._blocks:
+            with self._room:
+                self._room.notify_all()
 
     def _failed(self, message: messages.Failed, frames: tuple[Any, ...]) -> None:
         error = errors.from_wire(message.error)
@@ -348,6 +448,9 @@ class Session:
         array = self._host_copies.get(message.tensor)
         if array is None:
             raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, want a tensor with a host copy")
+        if message.tensor in self._blocks:  # a worker cannot open the arena
+            self._arenas.disable()
+            array = array.copy()  # frames are read after the block is used again
         self._uploading[message.key] = (array, message.boxes)
         if message.upto or not any(all(start < stop for start, stop in box) for box in message.boxes):
             self._send_chunks(message.key, message.upto)
@@ -368,6 +471,10 @@ class Session:
     def _release(self, message: messages.Release, frames: tuple[Any, ...]) -> None:
         for tensor in message.tensors:
             self._host_copies.pop(tensor, None)
+            block = self._blocks.pop(tensor, None)
+            if block is not None:
+                self._arenas.free(block)
+        self._note_room()
 
     def _value(self, message: messages.Value, frames: tuple[Any, ...]) -> None:
         pending = self._pending.get(message.request)
@@ -376,6 +483,9 @@ class Session:
         if message.dtype not in DTYPES:
             raise ProtocolError(f"Value.dtype is {message.dtype!r}, want one of {', '.join(DTYPES)}")
         shape = tuple(message.shape)
+        if not message.pieces:
+            pending.finish((shape, message.dtype, None))
+            return
         pending.assembly = host_buffers.Assembly(shape, DTYPES[message.dtype][0], message.pieces)
         pending.value = (shape, message.dtype, pending.assembly.data)
         if frames:
@@ -396,6 +506,17 @@ class Session:
     def _finish_if_complete(self, pending: _Pending) -> None:
         if pending.assembly is not None and pending.assembly.complete:
             pending.done.set()
+
+
+def _about() -> dict[str, Any]:
+    """This process, as observers of the server see it."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container's user without a name
+        user = str(os.getuid())
+    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] not in ("", "-c") else "python"
+    names = {"user": user, "program": program, "host": socket.gethostname()}
+    return {**{key: name[:MAX_ABOUT_CHARACTERS] for key, name in names.items()}, "pid": os.getpid()}
 
 
 @atexit.register

@@ -14,6 +14,7 @@ from gt.dispatcher.cluster.admission import Admission
 from gt.dispatcher.cluster.health import Survey, Watch, answer
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, workers
 from gt.dispatcher.cluster.membership import Membership
+from gt.dispatcher.cluster.observers import Observers, logged
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.dispatcher.events import (
     Action,
@@ -41,9 +42,11 @@ from gt.dispatcher.state.failures import op_failed
 from gt.dispatcher.state.fetches import MAX_REQUESTS
 from gt.dispatcher.state.memory_report import memory_report
 from gt.errors import GTError, ProtocolError, SystemFailure
-from gt.log import Sparse
+from gt.logs import Sparse
 from gt.wire.messages import (
     THROUGH,
+    ArenaOpened,
+    CloseArenas,
     Describe,
     Described,
     Done,
@@ -54,7 +57,11 @@ from gt.wire.messages import (
     Goodbye,
     Hello,
     Inspect,
+    InspectFragments,
     Message,
+    Metrics,
+    Observe,
+    OfferArena,
     OpError,
     Ops,
     Piece,
@@ -98,6 +105,7 @@ class Core:
         self.received = self.sent = self.relayed = 0
         self.admission = Admission(self.lending, most=self.terms.most)
         self.round_robin = RoundRobin(self, self.pace)
+        self.observers = Observers(self)
         self.membership = Membership(self)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
@@ -108,6 +116,9 @@ class Core:
             FinishCapture: self._finish_capture, Stats: self._stats, UploadChunk: self._upload_chunk,
             Goodbye: self.membership.goodbye, Piece: self._piece, Described: self._described, Report: self._report,
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
+            InspectFragments: self._inspect_fragments,
+            OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
+            Metrics: self._metrics, Observe: self.observers.observe,
         }  # fmt: skip
 
     @property
@@ -137,6 +148,7 @@ class Core:
             self.refuse(event.peer, ProtocolError(event.reason))
         elif isinstance(event, Tick):
             self.membership.tick()
+            self.observers.tick()
         elif isinstance(event, Examined):
             self.membership.examined(event)
         elif isinstance(event, Turn):
@@ -156,6 +168,7 @@ class Core:
             assert len(session.op_stream.coming) <= MAX_WAITING_BATCHES
             session.uploads.check()
         self.round_robin.check()
+        self.observers.check()
         for lease in self.lending.leases:
             lease.cluster.check()
             assert all(self.workers[w.peer] is w and self.lending.of(w.peer) is lease for w in workers(lease))
@@ -191,6 +204,8 @@ class Core:
     def name(self, peer: Peer) -> str:
         if peer in self.workers:
             return self.workers[peer].name
+        if peer in self.observers.peers:
+            return "an observer"
         return f"client{self.sessions[peer].number}" if peer in self.sessions else self.lending.name(peer) or peer.hex()[:8]
 
     def _receive(self, event: Received) -> None:
@@ -248,7 +263,7 @@ class Core:
             self.send(peer, Failed(-1, errors.to_wire(error)))
             self.send(peer, Exit(str(error)))
         else:
-            joined = peer in self.workers or self.lending.name(peer)
+            joined = peer in self.workers or peer in self.observers.peers or self.lending.name(peer)
             self.send(peer, Exit(str(error)) if joined else Reject(errors.to_wire(error)))
         self.membership.remove(peer, str(error))
         self.close(peer)
@@ -269,13 +284,18 @@ class Core:
     def _fetch(self, peer: Peer, message: Fetch, frames: tuple) -> None:
         what = "of every device" if message.tensor == THROUGH else f"%{message.tensor}"
         self.log_line("RECV", self.name(peer), f"Fetch {what}")
-        self._session(peer).fetches.fetch(message.request, message.tensor)
+        self._session(peer).fetches.fetch(message.request, message.tensor, message.place)
 
     def _describe(self, peer: Peer, message: Describe, frames: tuple) -> None:
         self._session(peer).fetches.describe(message.request, message.tensors)
 
     def _inspect(self, peer: Peer, message: Inspect, frames: tuple) -> None:
         self._session(peer).fetches.inspect(message.request, message.tensor)
+
+    def _inspect_fragments(self, peer: Peer, message: InspectFragments, frames: tuple) -> None:
+        session = self._session(peer)
+        session.op_stream.finish()
+        session.send(Report(message.request, session.op_stream.fragments.report(message.slot)))
 
     def _finish_capture(self, peer: Peer, message: FinishCapture, frames: tuple) -> None:
         session = self._session(peer)
@@ -294,10 +314,21 @@ class Core:
             for one in watch.without(-1):
                 self.surveyed(one)
 
+    def _metrics(self, peer: Peer, message: Metrics, frames: tuple) -> None:
+        self._session(peer).logged = logged(message)
+
     def _upload_chunk(self, peer: Peer, message: UploadChunk, frames: tuple) -> None:
         session = self._session(peer)
         session.uploads.host(message, frames)
         session.send_held()
+
+    def _offer_arena(self, peer: Peer, message: OfferArena, frames: tuple) -> None:
+        session = self._session(peer)
+        session.arenas.offer(message)
+        session.uploads.moved = self.now
+
+    def _close_arenas(self, peer: Peer, message: CloseArenas, frames: tuple) -> None:
+        self._session(peer).arenas.close(message)
 
     # ---- workers
 
@@ -332,9 +363,21 @@ class Core:
             self.sessions[peer].fetches.taken_in(message.key, message.upto)
             return
         worker = self._worker(peer)
-        session = next((s for s in self._lease(peer).sessions.values() if message.key in s.uploads.open), None)
+        key = message.key
+        session = next(
+            (s for s in self._lease(peer).sessions.values() if key in s.uploads.open or key in s.uploads.reads), None
+        )
         if session is not None:
-            session.uploads.took(worker.index, message.key, message.upto)
+            session.uploads.took(worker.index, key, message.upto)
+
+    def _arena_opened(self, peer: Peer, message: ArenaOpened, frames: tuple) -> None:
+        worker = self._worker(peer)
+        session = next((s for s in self._lease(peer).sessions.values() if message.arena in s.arenas.by_key), None)
+        if session is not None:
+            session.arenas.opened(worker.index, message)
+            session.uploads.decide()
+            session.send_held()
+            self.round_robin.resume(session.peer)
 
     def _done(self, peer: Peer, message: Done, frames: tuple) -> None:
         worker = self._worker(peer)
@@ -374,6 +417,7 @@ class Core:
 
     def _report(self, peer: Peer, message: Report, frames: tuple) -> None:
         worker = self._worker(peer)
+        self.observers.answered(worker, message)
         survey = self._lease(peer).watch.answered(worker, message)
         if survey is not None:
             self.surveyed(survey)

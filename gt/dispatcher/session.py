@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from gt.dispatcher.cluster.peer_info import client_info
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.planning.materializer import Materializer
@@ -13,9 +14,11 @@ from gt.dispatcher.planning.op_stream import OpStream
 from gt.dispatcher.planning.planner import Planner
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.programs import Programs
+from gt.dispatcher.state.arenas import SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.fetches import Fetches
 from gt.dispatcher.state.outbox import Outbox
+from gt.dispatcher.state.records import Logged
 from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.uploads import Uploads
 from gt.wire.messages import Data, Message
@@ -32,21 +35,25 @@ class ClientSession:
         )  # fmt: skip
         self.pace, self.stall_timeout = context.pace, context.terms.stall_timeout
         binder = OpBinder(context)
-        self.uploads = Uploads(context)
+        self.arenas = SessionArenas(context)
+        self.uploads = Uploads(context, self.arenas)
         self.outbox = Outbox(context, self.uploads)
         materializer = Materializer(context, self.uploads, binder)
         self.redistributor = Redistributor(context, binder, materializer)
         self.planner = Planner(context, self.uploads, binder, materializer, self.redistributor)
-        self.fetches = Fetches(context, self.outbox, materializer, self.redistributor)
+        self.fetches = Fetches(context, self.outbox, materializer, self.redistributor, self.arenas)
         self.programs = Programs(context, self.outbox, self.redistributor)
         self.op_stream = OpStream(context, self.outbox, self.planner, self.redistributor, self.programs, self.fetches)
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
+        self.about = client_info({})  # of its process, for observers
+        self.logged = Logged()
         self.began, self.warned = self.cluster.now, False  # warned: told that its time is nearly over
 
     @property
     def stalled(self) -> bool:
         """True while messages have to wait."""
-        return bool(self.outbox.held) or self.op_stream.busy or self.op_stream.in_thread
+        awaits = bool(self.inbox) and self.arenas.awaits(self.inbox[0][0])
+        return awaits or bool(self.outbox.held) or self.op_stream.busy or self.op_stream.in_thread
 
     @property
     def send(self) -> Callable[..., None]:
@@ -65,6 +72,7 @@ class ClientSession:
         """A worker is gone: what it held is failed for good, and so is what waits for it."""
         self.cluster.queue.lose(worker.index)
         self.cluster.send_all()
+        self.arenas.lose(worker.index)
         self.uploads.lose(worker.index)
         if worker.index not in self.emitter.used:
             self.send_held()
@@ -72,6 +80,7 @@ class ClientSession:
         self.failures.troubled = True
         cause = self.failures.cause_of_loss(worker)
         self.programs.lose(worker.index, cause)
+        self.op_stream.fragments.clear()
         for tensor in self.table.rows.values():
             if tensor.layout is not None and worker.index in tensor.layout.mesh.workers:
                 tensor.storage.failed = cause
@@ -89,6 +98,7 @@ class ClientSession:
         self.cluster.send_all()
         self.failures.regain(worker)
         self.emitter.used.discard(worker.index)
+        self.arenas.regain(worker)
 
     def close(self, leavings: Leavings) -> None:
         """The client is gone: nothing of it stays on any worker. What is large is left to be freed in slices."""
@@ -96,6 +106,7 @@ class ClientSession:
         takes = [buffered.uploads for buffered in (*outbox.take_deferred(), *outbox.held)]
         takes += [unit.uploads for unit in self.cluster.queue.leave(self.number)]
         self.programs.discard()
+        self.op_stream.fragments.close()
         outbox.discard()
         context.ended = True  # what follows frees, for which workers need no switches
         self.fetches.close()
@@ -106,6 +117,7 @@ class ClientSession:
                 context.out(self.cluster.workers[index].peer, Data(key, 0, -1), ())
         self.emitter.end()
         outbox.flush(self.cluster.seq)
+        self.arenas.end()
         self.cluster.take_turns()
         leavings.add(self.table.rows, Tensor.leave)
         self.table.rows = {}

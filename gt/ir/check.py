@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gt.ir import arguments, ops, shapes
-from gt.ir.schema import TABLE
+from gt.ir.schema import TABLE, OpTable, SessionOps
 from gt.ir.template import T, Template, V, weight
 
 MAX_TEMPLATE_PARTS = 16 << 10  # numbers and names of one template: the dispatcher serves nobody during its check
@@ -18,8 +18,11 @@ LIGHT_OPERANDS = 192  # operands and outputs up to which a template never has mo
 OUT_KINDS = frozenset({"new", "view", "same", "none"})
 
 
-def template(row: Any) -> Template:
-    """The template of a wire form. ValueError names the part that is wrong; UnsupportedOp names an op that no worker has."""
+def template(row: Any, table: SessionOps | OpTable = TABLE) -> Template:
+    """The template of a wire form, by a session's ops.
+
+    ValueError names the part that is wrong; UnsupportedOp names an op that no worker has.
+    """
     if type(row) is not list or len(row) != 9:
         raise ValueError(f"{row!r:.80} is not a template, want a list of 9 parts")
     if weight(row, MAX_TEMPLATE_PARTS) > MAX_TEMPLATE_PARTS:
@@ -27,7 +30,7 @@ def template(row: Any) -> Template:
     op, args, kwargs, ins, values, outs, writes, *flags = row
     if type(op) is not str:
         raise ValueError(f"op is {op!r:.80}, want a name")
-    schemas = TABLE.find(op)
+    schemas = table.find(op)
     for name, part, kind in (("args", args, list), ("kwargs", kwargs, dict), ("ins", ins, list), ("outs", outs, list)):
         if type(part) is not kind:
             raise ValueError(f"{name} is a {type(part).__name__}, want a {kind.__name__}")

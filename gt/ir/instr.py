@@ -25,9 +25,15 @@ RECORD = 3
 DISCARD = 4  # from the client: [DISCARD], the ops recorded since RECORD become no program
 LAUNCH = 5  # from the client: [LAUNCH, program, seed, counter], replays a program
 DROP = 6  # from the client: [DROP, program], a program that is not launched again
+# from the client: [FRAGMENT, slot, call, backend, seed, counter, n, <n numbers of ops>, END_FRAGMENT, m, ids...], the ops
+# between two reads of a value, which may be replayed as one program; m tensors are freed behind them. slot: the function; call:
+# its call; backend: an index into BACKENDS; seed, counter: state of the random numbers before
+FRAGMENT = 8
+END_FRAGMENT = 9
+FRAGMENT_HEADER = 7  # numbers of FRAGMENT before those of ops
 END = 7  # to workers: [END, seq, 2, first, last], frees every tensor whose id is from first to below last
-SHARDED = 8  # from the client: [SHARDED, id], a parameter that ZeRO shards
-GRAD = 9  # from the client: [GRAD, parameter, gradient], autograd has added a term to the gradient
+SHARDED = 10  # from the client: [SHARDED, id], a parameter that ZeRO shards
+GRAD = 11  # from the client: [GRAD, parameter, gradient], autograd has added a term to the gradient
 FIRST = 16  # templates and definitions are numbered from here
 
 # Numbers of each of the client's instructions about tensors, those of FREE without its ids
@@ -69,7 +75,14 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # operand. actions: [place, name] where an action of a schedule begins, "" between two. backend: one of BACKENDS.
     # channels, with the first of several: [peer, offset, true if it sends] of all channels in use. once: no second launch
     "program": (("seed", "counter"), ("code", "randoms", "actions", "backend", "channels", "once")),
+    # A program with parameters. Operands: seed, counter, the tensors that it reads, those that it makes, scalars. ins, outs:
+    # names of these tensors in `code`. moved: numbers of the ins that it frees. values: places of the scalars in `code`.
+    "fragment": (
+        ("seed", "counter"),
+        ("code", "randoms", "actions", "backend", "channels", "once", "ins", "outs", "moved", "values"),
+    ),
 }
+PROGRAMS = frozenset({"program", "fragment"})  # kinds that carry out other instructions
 
 # Kinds that move values between workers. All members of a team take part in a collective; a transfer has two ends.
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
@@ -125,6 +138,8 @@ class Define:
     @cached_property
     def operands(self) -> int:
         """The count of numbers that follow number and seq in the stream."""
+        if self.kind == "fragment":
+            return 2 + sum(len(self.payload[key]) for key in ("ins", "outs", "values"))
         if self.kind != "op":
             return len(KINDS[self.kind][0])
         outs = sum(out[0] in ("new", "view") for out in self.payload["outs"])
@@ -139,6 +154,9 @@ class Define:
             first = payload["tensors"] + payload["values"]
             views = {n: out[2] for n, out in enumerate(outs) if out[0] == "view"}
             return Effects(slice(0, payload["tensors"]), slice(first, first + len(outs)), tuple(payload["writes"]), views)
+        if self.kind == "fragment":
+            first = 2 + len(payload["ins"])
+            return Effects(slice(2, first), slice(first, first + len(payload["outs"])))
         names = KINDS[self.kind][0]
         reads = sum(name in _READS for name in names)
         first = names.index(_MAKES) if _MAKES in names else len(names)

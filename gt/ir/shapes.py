@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from gt.ir.schema import Schema
+from gt.ir.schema import OWN, Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Arg, T
 
@@ -49,7 +49,8 @@ Rule = tuple[str, Callable[[OpArguments], bool]]  # a condition, in words and as
 
 def check(schema: Schema, args: Sequence[Arg], kwargs: Mapping[str, Arg], specs: Sequence[Spec]) -> None:
     """ValueError names the rule that the arguments of a call break."""
-    rule = RULES.get(schema.op.split(".")[1])
+    space, base, _ = schema.op.split(".")
+    rule = RULES.get(base) if space in OWN else None
     if rule is None:
         return
     named = {argument.name: arg for argument, arg in zip(schema.positional, args)}
@@ -230,6 +231,16 @@ def _alike(call: OpArguments) -> bool:
     ) and all(prod(shape) == 1 for shape in call["state_steps"] or ())
 
 
+def _observed(call: OpArguments) -> bool:
+    """Ranges, scales and zero points have an element for each channel, or one. The switches have one."""
+    x, axis = call["self"], call["ch_axis"]
+    by_channel = bool(call["per_row_fake_quant"])
+    buffers = [call[name] for name in ("running_min", "running_max", "scale", "zero_point")]
+    sized = all(shape == (x[axis],) if by_channel else prod(shape) == 1 for shape in buffers)
+    switches = all(prod(call[name]) == 1 for name in ("observer_on", "fake_quant_on"))
+    return axis < len(x) and (axis >= 0 or not by_channel) and prod(x) > 0 and switches and sized
+
+
 def _attended(call: OpArguments) -> bool:
     """Queries are [..., L, E], keys [..., S, E], values [..., S, V]."""
     q, k, v = call["query"], call["key"], call["value"]
@@ -278,6 +289,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("grid_sampler_2d_backward", "grid_sampler_3d_backward"), ("want the input's batch and the grid's sizes", _sampled)
     ),
+    "_fused_moving_avg_obs_fq_helper": ("its buffers want an element for each channel, or one", _observed),
     "_ctc_loss_backward": ("want what the loss kept of the same batch", _aligned),
     **dict.fromkeys(
         ("segment_reduce", "_segment_reduce_backward"), ("want lengths or offsets of the rows before the axis", _segmented)

@@ -11,7 +11,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,16 @@ def start(
     backend: str = "torch",
     heartbeat: float = 10.0,
     meanwhile: Callable[[], None] | None = None,
+    libraries: Sequence[str] = (),
 ) -> Local:
     """Start a dispatcher and `workers` workers, and return when all are up. gpu: each worker gets a GPU, while there are any.
 
-    meanwhile: called while they start.
+    meanwhile: called while they start. libraries: modules whose ops the workers execute; they are looked for where this program
+    finds modules too.
     """
     token = auth.made()
     order = {"token": token, "workers": workers, "gpu": gpu, "backend": backend, "heartbeat": heartbeat}
+    order |= {"libraries": list(libraries), "path": sys.path if libraries else []}
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(
         [sys.executable, "-m", "gt.launch"],

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from gt import env, log
+from gt import env, logs
 from gt.launch import machine
 from gt.launch.process import ending, fork
 from gt.wire.liveness import POLLS, Vigil, home, sight
@@ -34,7 +34,10 @@ WORDS = 12  # lines of stderr kept of each worker, for the error if it dies at s
 
 
 class Supervisor:
-    """order: {"token", "workers", "gpu", "backend", "heartbeat"}, see launch.local; the token is the server's secret."""
+    """order: {"token", "workers", "gpu", "backend", "heartbeat", "libraries", "path"}, see launch.local.
+
+    The token is the server's secret. path: folders where the program finds modules, for the libraries.
+    """
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._order = order
@@ -116,7 +119,7 @@ class Supervisor:
     def _turn(self, timeout: float) -> None:
         ready = self._select.select(timeout)
         # Looked at first: what workers say of a dead dispatcher, the program is told anyway.
-        self._silent |= bool(ready) and not log.asked("worker") and (not self._dispatcher or ending(self._dispatcher))
+        self._silent |= bool(ready) and not logs.asked("worker") and (not self._dispatcher or ending(self._dispatcher))
         dead = list(_ended())
         for key, _ in ready:
             key.data(key.fd)
@@ -245,7 +248,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
         with contextlib.suppress(OSError):
             os.write(status, json.dumps(facts).encode() + b"\n")
 
-    log.setup("dispatcher", "gt.server")
+    logs.setup("dispatcher", "gt.server")
     more_descriptors()
     try:
         access, terms = Access(secret=order["token"]), Terms(most=order["workers"])
@@ -270,7 +273,11 @@ def _work(order: dict[str, Any], port: int, gpu: str) -> None:
     if gpu:
         env.export(CUDA_VISIBLE_DEVICES=gpu)
     device = "cuda:0" if gpu else "cpu"
-    why = run(WorkerOptions("127.0.0.1", port, order["token"], backend=order["backend"], device=device))
+    sys.path.extend(folder for folder in order["path"] if folder not in sys.path)
+    options = WorkerOptions(
+        "127.0.0.1", port, order["token"], backend=order["backend"], device=device, libraries=order["libraries"]
+    )
+    why = run(options)
     if why:
         sys.stderr.write(f"gt worker: {why}\n")
 
@@ -280,16 +287,15 @@ def _work(order: dict[str, Any], port: int, gpu: str) -> None:
 
 def _preload(backend: str) -> list[str]:
     """Import the modules that all workers share, and return the usable GPUs."""
-    import gt.worker.loop
-    from gt.worker.engine.registry import ENGINES, open_engine
+    import gt.worker.loop  # noqa: F401
+    from gt.worker.engine.registry import ENGINES, import_torch_engine, open_engine
 
     if backend != "torch":
         if backend in ENGINES:
             open_engine(backend, "cpu")  # for its modules, which the workers then share
         return []
+    import_torch_engine()
     import torch
-
-    import gt.worker.engine.torch  # noqa: F401
 
     return machine.gpus() if torch.backends.cuda.is_built() else []
 

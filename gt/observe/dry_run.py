@@ -33,7 +33,21 @@ from gt.ir.spec import DTYPES, Spec
 from gt.ir.text import PlanLine
 from gt.observe.simulated_worker import WEIGHTS, SimulatedInterval, SimulatedWorker
 from gt.wire.link import hello
-from gt.wire.messages import Done, Failed, FinishCapture, Inspect, Message, Notice, Ops, Query, Reject, Report, Run, Stats
+from gt.wire.messages import (
+    Done,
+    Failed,
+    FinishCapture,
+    Inspect,
+    InspectFragments,
+    Message,
+    Notice,
+    Ops,
+    Query,
+    Reject,
+    Report,
+    Run,
+    Stats,
+)
 
 log = logging.getLogger("gt")
 ALL_FOLLOWED = 16  # workers, at most, that are all followed
@@ -199,10 +213,14 @@ class Dry:
             self._end_interval()  # a recording begins
         self._tape = tape
 
-    def keep(self, tensor: int, array: Any) -> None:
-        """Nothing to keep: a fetch reads zeros."""
+    def keep(self, tensor: int, array: Any) -> int:
+        """The value of an upload whose bytes are not in shared memory. Nothing is kept: a fetch reads zeros."""
+        return -1
 
-    def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
+    def crowded(self, nbytes: int) -> bool:
+        return False
+
+    def fetch(self, tensor: int, nbytes: int = 0) -> tuple[tuple[int, ...], str, np.ndarray]:
         self._ask()
         spec = self.state.context.row(tensor).spec
         self.values += 1
@@ -229,6 +247,10 @@ class Dry:
 
     def inspect(self, tensor: int) -> dict[str, Any]:
         self._handle(Received(CLIENT, Inspect(1, tensor)))
+        return self._reports.pop(1)
+
+    def inspect_fragments(self, slot: int) -> dict[str, Any]:
+        self._handle(Received(CLIENT, InspectFragments(1, slot)))
         return self._reports.pop(1)
 
     def stats(self, program: int = -1) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
         "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(tuple(COLLECTIVES))],
         "memory": [_worker(dry, step, i) for i in dry.followed],
         "pipeline": pipe,
-        "zero": dry.state.config.zero,
+        **({"zero": dry.state.config.zero} if dry.state.config.zero else {}),
     }  # fmt: skip
     _scheduled(body, pipe, dry)
     body["warnings"] = _warnings(dry, step, body)
@@ -148,7 +148,7 @@ def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
     found = []
     gathers: dict[str, list[dict[str, Any]]] = {}
     for row in body["collectives"]:
-        sharded = body["zero"] and row["kind"] == "all_gather" and row["axis"] == DATA_AXIS  # a weight before its use
+        sharded = "zero" in body and row["kind"] == "all_gather" and row["axis"] == DATA_AXIS  # a weight before its use
         if row["kind"] in ("all_gather", "all_to_all") and not sharded:
             gathers.setdefault(row["where"], []).append(row)
     for where, rows in gathers.items():
@@ -187,7 +187,7 @@ def _text(body: dict[str, Any]) -> list[str]:
         lines += ["#", f"# {title}: {len(rows)} lines, {size(total)}"] + [row["plan"] for row in rows]
         if title == "weights" and body["unplaced"]:
             lines.append(f"# no rule for {_some(body['unplaced'])}")
-    if body["zero"]:
+    if "zero" in body:
         lines += [
             "#",
             f"# zero {body['zero']}: weights, gradients and optimizer state rest in pieces of {DATA_AXIS}",

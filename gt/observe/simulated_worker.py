@@ -13,7 +13,7 @@ from typing import Any
 
 from gt.dispatcher.sharding import cost
 from gt.ir.dataflow import bytes_alive, decode
-from gt.ir.instr import COLLECTIVES, END, FORGET, FREE, KINDS, Define
+from gt.ir.instr import COLLECTIVES, END, FORGET, FREE, KINDS, PROGRAMS, Define
 from gt.ir.spec import DTYPES
 from gt.observe import comm_volume
 
@@ -71,7 +71,7 @@ class SimulatedWorker:
         self.tensors: dict[int, SimulatedTensor] = {}
         self.defines: dict[int, Define] = {}
         self.now = SimulatedInterval()
-        self._on: dict[str, Any] = {"op": self._op, "alias": self._alias, "program": None, "fetch": None, "describe": None}
+        self._on: dict[str, Any] = {"op": self._op, "alias": self._alias, **dict.fromkeys((*PROGRAMS, "fetch", "describe"))}
         self._names: dict[int, tuple[str, str]] = {}  # kind and name of weights, gradients and optimizer state
         self._outs: dict[int, list] = {}  # definition -> shape, itemsize and viewed operand of each output
 

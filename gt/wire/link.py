@@ -15,6 +15,8 @@ from gt.wire.messages import (
     VERSION,
     Abort,
     Ack,
+    ArenaOpened,
+    CloseArenas,
     Data,
     Describe,
     Described,
@@ -26,12 +28,17 @@ from gt.wire.messages import (
     Goodbye,
     Hello,
     Inspect,
+    InspectFragments,
     Message,
+    Metrics,
     Notice,
+    Observe,
+    OfferArena,
     OpError,
     Ops,
     Piece,
     Query,
+    Records,
     Reject,
     Release,
     Renew,
@@ -42,7 +49,9 @@ from gt.wire.messages import (
     UploadChunk,
     UploadProgress,
     UploadRequest,
+    UseBlock,
     Value,
+    Watched,
     Welcome,
     WindowUpdate,
     World,
@@ -54,21 +63,29 @@ RELEASE = "0.1.0"  # for people; VERSION decides
 # role -> (messages that it may send after Hello, messages that it may receive)
 MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
     "client": (
-        frozenset({Ops, Fetch, Describe, Inspect, FinishCapture, Stats, UploadChunk, UploadProgress, Goodbye}),
         frozenset(
-            {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice, Exit}
+            {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, Metrics, UploadChunk, UploadProgress}
+            | {OfferArena, CloseArenas, Goodbye}
+        ),
+        frozenset(
+            {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice}
+            | {Watched, Exit}
         ),
     ),
     "worker": (
-        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, Goodbye}),
-        frozenset({Welcome, Reject, World, Run, Data, WindowUpdate, TorchSettings, Abort, Query, Renew, Exit}),
+        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, Goodbye}),
+        frozenset(
+            {Welcome, Reject, World, Run, Data, OfferArena, CloseArenas, UseBlock, WindowUpdate, TorchSettings, Abort, Query}
+            | {Renew, Exit}
+        ),
     ),
+    "observer": (frozenset({Observe, Goodbye}), frozenset({Welcome, Reject, Records, Exit})),
 }
 CARRIES = {Ops: 4096, UploadChunk: 1, Piece: 1, Data: 1}  # messages with frames -> number of frames, at most
 
 
 def hello(role: str, config: str = "", config_path: str = "", **rest: dict[str, Any]) -> Hello:
-    """The first message. rest: switches (client), info (worker)."""
+    """The first message. rest: switches (client), info."""
     return Hello(VERSION, RELEASE, role, config, config_path, rest.get("switches", {}), rest.get("info", {}))
 
 
@@ -115,7 +132,8 @@ class Gate:
         if not self.role:
             raise ProtocolError(f"{name} came before Hello")
         if type(message) not in MAY_SEND.get(self.role, (frozenset(), frozenset()))[0]:
-            raise ProtocolError(f"a {self.role} may not send {name}")
+            article = "an" if self.role == "observer" else "a"
+            raise ProtocolError(f"{article} {self.role} may not send {name}")
         if isinstance(message, Ops):
             if message.seq != self._next_batch:
                 raise ProtocolError(f"Ops.seq is {message.seq}, want {self._next_batch}")

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 Numbers = list  # a stream: numbers only
 
-VERSION = 5
+VERSION = 6
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
+MAX_VALUES = 64  # in one Metrics
 TIMES = 4096  # definitions in one Done, at most
 MAX_BODY = 16 << 20  # bytes of one msgpack body
 
@@ -27,14 +28,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """Client or worker -> dispatcher: the first message. Answered by Welcome or Reject.
+    """Client, worker or observer -> dispatcher: the first message. Answered by Welcome or Reject.
 
-    role: "client" or "worker". config: text of a client's YAML, "" for none. config_path: its path, for error messages only.
-    switches: of a client; {"threads": int, "matmul_precision": str, "deterministic": bool, "cudnn_benchmark": bool,
-    "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many workers it
-    wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one, "pid", "host",
-    "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof": see
-    gt.wire.access.proof}.
+    role: "client", "worker" or "observer". config: text of a client's YAML, "" for none. config_path: its path, for error
+    messages only. switches: of a client; {"threads": int, "matmul_precision": str, "deterministic": bool, "cudnn_benchmark":
+    bool, "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many
+    workers it wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one,
+    "pid", "host", "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof":
+    see gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.schema}. Of a client, for observers;
+    {"user", "program", "host", "pid"}.
     """
 
     version: int
@@ -71,11 +73,13 @@ THROUGH = -1  # Fetch.tensor: no tensor; waits for all devices
 class Fetch(Message):
     """Client -> dispatcher: asks for a tensor's value. Answered by Value and Piece messages, or Failed.
 
-    tensor: its id; -1 waits for the devices: each worker sends a byte that its device makes after all earlier work.
+    tensor: its id; -1 waits for the devices: each worker sends a byte that its device makes after all earlier work. place: of
+    a block of an arena that has room for the value, see gt.wire.arena; -1 for none.
     """
 
     request: int
     tensor: int
+    place: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +120,34 @@ class Inspect(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class InspectFragments(Message):
+    """Client -> dispatcher: asks how much of a function's calls programs carried out. Answered by Report.
+
+    slot: of the function, as in the FRAGMENTs of its stream. Report.body: {"programs": count, "ops": of all calls, "carried":
+    those of them that programs carried out, "last_ops", "last_carried": of the last call, "why": [[ops, reason], ...]}.
+    """
+
+    request: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stats(Message):
     """Client -> dispatcher: asks for counters. Answered by Report. program: whose replay they show, -1 for the newest."""
 
     request: int
     program: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics(Message):
+    """Client -> dispatcher: numbers that the program logs, while it is watched. Not answered.
+
+    steps: calls of gt.log so far. values: by name, the newest.
+    """
+
+    steps: int
+    values: dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +163,31 @@ class UploadChunk(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class OfferArena(Message):
+    """Client -> dispatcher -> workers of its host: memory that they may share, see gt.wire.arena. Answered by ArenaOpened.
+
+    arena: its number; to workers the dispatcher's. pid, fd: process and descriptor that have it. nonce: its first bytes, in
+    hex. home: see gt.wire.liveness. An upload's value in Ops.code is then -2 minus the place of its bytes.
+    """
+
+    arena: int
+    pid: int
+    fd: int
+    nbytes: int
+    nonce: str
+    home: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseArenas(Message):
+    """Client -> dispatcher -> workers: nothing names these arenas any more."""
+
+    arenas: list
+
+
+@dataclass(frozen=True, slots=True)
 class Goodbye(Message):
-    """Client or worker -> dispatcher: ends the connection; not answered. reason: why a worker ended, or ""."""
+    """Client, worker or observer -> dispatcher: ends the connection; not answered. reason: why a worker ended, or ""."""
 
     reason: str = ""
 
@@ -147,10 +197,11 @@ class Goodbye(Message):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Dispatcher -> client or worker, answers Hello.
+    """Dispatcher -> client, worker or observer, answers Hello.
 
     workers: their names, in order of index. groups: names of the signal groups, in order. process: [pid, home] of the
-    dispatcher, see wire.liveness; peers on its host see whether it is stopped.
+    dispatcher, see wire.liveness; peers on its host see whether it is stopped. ops: for a client, lines of the schemas of the
+    libraries' ops that all of its workers have.
     """
 
     session: int
@@ -159,11 +210,12 @@ class Welcome(Message):
     groups: list
     credit: int
     process: list = field(default_factory=list)
+    ops: list = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Reject(Message):
-    """Dispatcher -> client or worker, answers Hello: the connection is refused. error: see errors.to_wire."""
+    """Dispatcher -> client, worker or observer, answers Hello: the connection is refused. error: see errors.to_wire."""
 
     error: dict
 
@@ -202,7 +254,7 @@ class WindowUpdate(Message):
 
 @dataclass(frozen=True, slots=True)
 class Release(Message):
-    """Dispatcher -> client: the host copies of these uploads are no longer needed."""
+    """Dispatcher -> client: the host copies of these uploads are no longer needed, and no worker reads them any more."""
 
     tensors: list
 
@@ -211,7 +263,8 @@ class Release(Message):
 class Value(Message):
     """Dispatcher -> client, answers Fetch: shape and dtype of a tensor. Its pieces follow as Piece messages.
 
-    pieces: [[key, boxes], ...]. If the Value has a frame, that frame is the only piece, and no Piece follows.
+    pieces: [[key, boxes], ...]. If the Value has a frame, that frame is the only piece, and no Piece follows. Without
+    pieces the whole value is in the block that Fetch named.
     """
 
     request: int
@@ -222,7 +275,10 @@ class Value(Message):
 
 @dataclass(frozen=True, slots=True)
 class Piece(Message):
-    """Worker -> dispatcher -> client: a frame of a fetched piece, at byte `offset` of `total`; with total 0 there is none."""
+    """Worker -> dispatcher -> client: a frame of a fetched piece, at byte `offset` of `total`; with total 0 there is none.
+
+    With no frame and offset `total`, all of the piece is in the arena block of UseBlock.
+    """
 
     key: int
     offset: int
@@ -239,7 +295,7 @@ class Described(Message):
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Dispatcher -> client, answers Inspect, Stats and FinishCapture. Worker -> dispatcher, answers Query."""
+    """Dispatcher -> client, answers Inspect, InspectFragments, Stats and FinishCapture. Worker -> dispatcher, answers Query."""
 
     request: int
     body: dict
@@ -251,6 +307,13 @@ class Notice(Message):
 
     text: str
     place: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Watched(Message):
+    """Dispatcher -> client: whether anybody observes the server. Only while somebody does, the client sends Metrics."""
+
+    on: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +367,23 @@ class Data(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class UseBlock(Message):
+    """Dispatcher -> worker: the bytes of upload or fetched piece `key` are in an arena. It precedes the Run that uses them.
+
+    offset, shape, itemsize: of the whole tensor, row-major in the arena. boxes: the worker's piece of it. write: of a fetched
+    piece, which the worker writes there and answers by Piece; an upload it reads and answers by UploadProgress.
+    """
+
+    key: int
+    arena: int
+    offset: int
+    shape: list
+    itemsize: int
+    boxes: list
+    write: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TorchSettings(Message):
     """Dispatcher -> worker: the session whose Runs follow, and its torch switches (as Hello.switches).
 
@@ -332,10 +412,10 @@ class Query(Message):
     """Dispatcher -> worker: asks for the state of its work. Its I/O thread answers with a Report.
 
     stats: include the counters. programs: definitions whose last replay and compiled parts are reported. Report.body: {"done":
-    last Run executed, "stats": {...}, "at": [Run, place in it, the op's seq, kind, Runs that its GPU has finished] of the
-    current instruction or None, "work": seconds of CPU time used}; the kind is the instruction's, or "compile", "load" (its GPU
-    runs it for the first time) or "device" (it waits for its GPU). With the same `at` twice an instruction takes long; with the
-    same `work` too, the worker makes no progress.
+    last Run executed, "stats": {...}, "took": seconds of CPU time for these, "at": [Run, place in it, the op's seq, kind, Runs
+    that its GPU has finished] of the current instruction or None, "work": seconds of CPU time used}; the kind is the
+    instruction's, or "compile", "load" (its GPU runs it for the first time) or "device" (it waits for its GPU). With the same
+    `at` twice an instruction takes long; with the same `work` too, the worker makes no progress.
     """
 
     request: int
@@ -352,7 +432,7 @@ class Renew(Message):
 
 @dataclass(frozen=True, slots=True)
 class Exit(Message):
-    """Dispatcher -> worker or client: the server stops."""
+    """Dispatcher -> any peer: the server stops, or has ended this connection."""
 
     reason: str
 
@@ -391,7 +471,7 @@ class OpError(Message):
 
 @dataclass(frozen=True, slots=True)
 class UploadProgress(Message):
-    """Worker -> dispatcher: it has received bytes of upload `key` up to `upto`.
+    """Worker -> dispatcher: it has received bytes of upload `key` up to `upto`, or read all of them from their block.
 
     Client -> dispatcher: it has received bytes of fetched piece `key` up to `upto`; only for pieces of more than AHEAD bytes.
     """
@@ -400,8 +480,43 @@ class UploadProgress(Message):
     upto: int
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaOpened(Message):
+    """Worker -> dispatcher, answers OfferArena. opened: it has proved that the arena is its client's, and uses it."""
+
+    arena: int
+    opened: bool
+
+
+# ---- observers
+
+
+@dataclass(frozen=True, slots=True)
+class Observe(Message):
+    """Observer -> dispatcher: asks for Records, and acknowledges those up to number `seen`; 0 at first.
+
+    interval: milliseconds between two Records, at least; the dispatcher may send fewer. An observer that acknowledges too
+    little is dropped.
+    """
+
+    seen: int
+    interval: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Records(Message):
+    """Dispatcher -> observer: the state of server, workers and sessions at one moment.
+
+    number: from 1. rows: see gt.wire.records.
+    """
+
+    number: int
+    rows: list
+
+
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
-    UploadProgress, FinishCapture, Notice, Renew,
+    UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
+    Metrics, Watched, Observe, Records,
 )  # fmt: skip

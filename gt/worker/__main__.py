@@ -30,7 +30,10 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     parser.add_argument("--backend", choices=names, help="library that carries out ops; pytorch is torch; default: GT_BACKEND")
     parser.add_argument("--wait", type=float, help="seconds to wait for the server; default: no limit")
     parser.add_argument("--memory-limit", default="", help="most memory of the worker, as 4GiB; default: GT_MEMORY_LIMIT")
+    library = "import this module, and execute the ops that it registers with torch; again for more; default: GT_LIBRARIES"
+    parser.add_argument("--library", action="append", dest="libraries", metavar="MODULE", help=library)
     args = parser.parse_args(argv)
+    libraries = env.names("GT_LIBRARIES") if args.libraries is None else args.libraries
     try:
         limit = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
         host, port = _server(args.host, args.port)
@@ -49,7 +52,9 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     renew = Renewal(files).start if own else None
     backend = env.backend(args.backend)
     try:
-        options = WorkerOptions(host, port, token, args.name, backend, args.device, args.wait, secret, limit)
+        options = WorkerOptions(
+            host, port, token, args.name, backend, args.device, args.wait, secret, limit, libraries=libraries
+        )
         why = run(options, _joined, renew)
     except KeyboardInterrupt:
         why = "interrupted"

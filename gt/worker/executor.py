@@ -6,13 +6,15 @@ and no peer waits for a collective that never begins. Knows neither torch nor so
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any
 
 from gt.errors import ProtocolError
-from gt.ir.instr import COMMUNICATION, END, FIRST, FORGET, FREE, KINDS, Define
+from gt.ir.instr import BASE_BITS, COMMUNICATION, END, FIRST, FORGET, FREE, KINDS, PROGRAMS, Define
+from gt.worker.arenas import WorkerArenas
 from gt.worker.context import Binder, ExecutionContext, FirstLaunch, Rebindable
 from gt.worker.downloads import Downloads
 from gt.worker.engine.base import Engine
@@ -42,7 +44,9 @@ class Executor:
         self.budget.held = lambda session: sum(n for _, n in op_errors.held(self.tensors, session, engine.storage).values())
         self.uploads = UploadBuffers(admit=self.budget.admit)
         self.downloads = Downloads(send)
-        self.worker = ExecutionContext(engine, plane, send, self.tensors, self.uploads, self.downloads, self.budget)
+        self.arenas = WorkerArenas(send, engine, self.uploads, self.budget)
+        bytes_by = self.uploads, self.downloads, self.arenas
+        self.worker = ExecutionContext(engine, plane, send, self.tensors, *bytes_by, self.budget)
         self.runner = ProgramRunner(self.worker)
         self.times: dict[int, float] = {}  # number -> least seconds that it took in timed Runs, until a Done reports it
         self._engine = engine
@@ -67,12 +71,12 @@ class Executor:
             define = Define.from_wire(row)
             outputs = placeholders(define)
             try:
-                step = self._bind_program(define) if define.kind == "program" else self._bind(define)
+                step = self._bind_program(define) if define.kind in PROGRAMS else self._bind(define)
             except Exception as error:
                 step = _failing(error)
             table.steps[define.number] = (step, 2 + define.operands)
             table.definitions[define.number] = BoundDefinition(
-                define.kind, outputs, define if define.kind != "program" else None
+                define.kind, outputs, define if define.kind not in PROGRAMS else None
             )
 
     def _bind(self, define: Define) -> Step:
@@ -96,7 +100,7 @@ class Executor:
     def _bind_program(self, define: Define) -> Step:
         backend: ProgramBackend
         if define.payload["backend"] == "eager":
-            backend = CodeGenerator(define.payload["randoms"], self.runner)
+            backend = CodeGenerator(define.payload["randoms"], self.runner, define.payload.get("values", ()))
         else:
             backend = self._compiled[define.number] = CompiledProgram(define.payload, self.runner)
         with self.runner.compiling():
@@ -164,7 +168,7 @@ class Executor:
 
     def _track_pending(self, number: int, operands: list) -> None:
         """An instruction follows a replay whose outputs are in graph memory."""
-        if self._table.definitions[number].kind != "program":
+        if self._table.definitions[number].kind not in PROGRAMS:
             self.runner.pending_outputs.track(operands)
         elif number not in self._compiled or not self._compiled[number].recorded:
             self.runner.pending_outputs.copy_out()
@@ -219,17 +223,21 @@ class Executor:
 
     def stats(self, programs: Sequence[int] = ()) -> dict[str, Any]:
         """The worker's part of gt.stats(), without its name. programs: definitions whose last replay is reported."""
-        held, free = list(self.tensors.values()), not self._waits()
+        held, free = list(self.tensors.items()), not self._waits()
         if free:
             self._peak_bytes = self._engine.peak()
-        memory = dict(map(self._engine.storage, held))
+        memory = {address: (i, nbytes) for i, tensor in held for address, nbytes in (self._engine.storage(tensor),)}
+        by_session: Counter[str] = Counter()
+        for i, nbytes in memory.values():
+            by_session[str(i >> BASE_BITS)] += nbytes
         compiled = [program for program in map(self._compiled.get, programs) if program is not None]
         return {
             "device": self._engine.kind,
             "instructions": self.instructions,
             "collectives": dict(self.worker.collectives),
             "live_tensors": len(held),
-            "live_bytes": sum(memory.values()),
+            "live_bytes": by_session.total(),
+            "session_bytes": dict(by_session),
             "peak_bytes": self._peak_bytes,
             "memory_used": self.budget.used(),
             "memory_limit": self.budget.limit,

@@ -14,12 +14,11 @@ import signal
 import socket as bsd
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gt import env, errors
-from gt import log as logs
+from gt import env, errors, logs
 from gt.wire import liveness
 from gt.wire.access.proof import proof
 from gt.wire.dealer import Dealer, LinkTimeouts
@@ -27,11 +26,13 @@ from gt.wire.link import hello
 from gt.wire.messages import (
     CHUNK,
     Abort,
+    CloseArenas,
     Data,
     Done,
     Exit,
     Goodbye,
     Message,
+    OfferArena,
     Piece,
     Query,
     Reject,
@@ -40,6 +41,7 @@ from gt.wire.messages import (
     Run,
     TorchSettings,
     UploadProgress,
+    UseBlock,
     Welcome,
     WindowUpdate,
     World,
@@ -87,8 +89,9 @@ class Loop:
         self._host = bsd.gethostname()
         self.link: Dealer | None = None
         self.done = self._running = -1  # the last Run carried out (on a GPU: issued), and the one under way
+        self._busy_seconds = self._run_began = 0.0  # in Runs, and when the one under way began, 0.0 for none
         self._unreported = 0  # Runs carried out that no Done has reported
-        self._completions = Completions(self.send)
+        self._completions: Completions[Done] = Completions(self.send)
         self._shared = False  # a Run is done once the device has completed it
         self._engine, self._plane = engine, plane
         self._effort = Effort(engine.progress is None)
@@ -114,18 +117,20 @@ class Loop:
         uploads = self.executor.uploads
         match message:
             case Data():
-                uploads.receive(message, frames[0] if frames else None)
-                if message.total > MAX_SMALL_UPLOAD_BYTES:
-                    self.send(UploadProgress(message.key, message.offset + len(frames[0])))
-            case Run() | TorchSettings() | World():
+                self._receive_data(message, frames)
+            case UseBlock() | OfferArena():
+                self.executor.arenas.receive(message)
+            case Run() | TorchSettings() | World() | CloseArenas():
                 if isinstance(message, World) and self._own(message) in message.members:
                     self._members = frozenset(message.members)
                 self._inbox.put((message, uploads.epoch))
             case Query(request, wanted, programs):
-                stats = {"name": self.name, **self.executor.stats(programs)} if wanted else {}
+                began = time.thread_time()
+                stats = {"name": self.name, **self._usage(), **self.executor.stats(programs)} if wanted else {}
+                took = time.thread_time() - began
                 at = self._at()
                 work = self._effort.seconds(at[3]) if at is not None else 0.0
-                self.send(Report(request, {"done": self.done, "at": at, "work": work, "stats": stats}))
+                self.send(Report(request, {"done": self.done, "at": at, "work": work, "took": took, "stats": stats}))
             case WindowUpdate(key, upto):
                 self.executor.downloads.grant(key, upto)
             case Abort(index, reason):
@@ -149,6 +154,13 @@ class Loop:
             case _:
                 log.warning("a worker got %s, which it does not expect", type(message).__name__)
 
+    def _receive_data(self, message: Data, frames: tuple) -> None:
+        self.executor.uploads.receive(message, frames[0] if frames else None)
+        if message.total < 0:
+            self.executor.arenas.forget(message.key)
+        if message.total > MAX_SMALL_UPLOAD_BYTES:
+            self.send(UploadProgress(message.key, message.offset + len(frames[0])))
+
     def _start_afresh(self, reason: str) -> None:
         """Restart the process at once: nobody waits for the instruction under way."""
         log.info("%s: this process starts afresh", reason)
@@ -158,6 +170,13 @@ class Loop:
         except OSError as error:
             reason = f"{reason}, and it cannot be started afresh: {error}"
         self.lost(reason)
+
+    def _usage(self) -> dict[str, float]:
+        """Seconds that this process was busy, and of CPU time. By any thread."""
+        busy, began = self._busy_seconds, self._run_began
+        if began:
+            busy += time.monotonic() - began
+        return {"busy_seconds": round(busy, 6), "cpu_seconds": round(time.process_time(), 6)}
 
     def _own(self, world: World) -> int:
         return next((row[0] for row in world.workers if row[1] == self.name), -1)
@@ -170,7 +189,7 @@ class Loop:
         pending, progress = self._completions.first(), self._engine.progress
         if pending is None or progress is None:
             return None
-        return [pending.done.seq, 0, pending.op, "device", progress.completed()]
+        return [pending.message.seq, 0, pending.op, "device", progress.completed()]
 
     def lost(self, reason: str) -> None:
         """The link ended. After an Exit this changes nothing."""
@@ -200,6 +219,9 @@ class Loop:
             if isinstance(message, TorchSettings):
                 self._switch(message)
                 continue
+            if isinstance(message, CloseArenas):
+                self.executor.arenas.close(message)
+                continue
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
                 self.executor.budget.share(message.hosts.get(self._host, 1))
@@ -211,17 +233,20 @@ class Loop:
                 continue
             assert isinstance(message, Run)
             self._running, began = message.seq, time.monotonic()
+            self._run_began = began
             self.executor.downloads.copy_unsent()
             if message.defines:
                 self.executor.define(message.defines)
             self.executor.run(message.code, message.base, epoch, message.timed)
-            self.done = message.seq
+            self.done, self._run_began = message.seq, 0.0
+            took = time.monotonic() - began
+            self._busy_seconds += took
             self._unreported += 1
             if self._shared:
                 self._send_done(message.base + (message.code[1] if message.code else 0), self._engine.progress.fence())
                 continue
             # The dispatcher may have kept others back for it.
-            long = len(message.code) < SHORT_RUN_NUMBERS and time.monotonic() - began > LONG_RUN_SECONDS
+            long = len(message.code) < SHORT_RUN_NUMBERS and took > LONG_RUN_SECONDS
             if self._unreported >= MAX_RUNS_PER_DONE or long:
                 self._send_done()
 
@@ -254,6 +279,7 @@ class Loop:
         """Send Goodbye as the last message, and end the link."""
         self.renew = None  # a worker that was told to end does not restart
         self._completions.close()
+        self.executor.arenas.end()
         if self.link is not None:
             self.send(Goodbye(why))
             self.link.close()
@@ -266,6 +292,7 @@ class WorkerOptions:
     name: wanted, "" for the next free one. device: "" takes a GPU if the engine has one. wait: seconds to look for the server,
     None for ever. secret: of the server's workers, "" where it asks for none. memory: bytes it may take, 0 for GT_MEMORY_LIMIT,
     else its share of the host's; of a GPU bytes of the device, and no limit by itself.
+    libraries: modules whose ops it executes.
     """
 
     host: str
@@ -277,6 +304,7 @@ class WorkerOptions:
     wait: float | None = 10.0
     secret: str = ""
     memory: int = 0
+    libraries: Sequence[str] = ()
 
     @property
     def limit(self) -> int:
@@ -307,6 +335,7 @@ def run(
     try:
         limit = options.limit
         engine = open_engine(options.backend, options.device)
+        ops = engine.load(options.libraries)
         plane = open_plane(env.get("GT_TRANSPORT"), engine)
         info = plane.open()
         if main and engine.kind == "cpu":
@@ -314,7 +343,7 @@ def run(
         elif limit:
             engine.bound(limit)
         loop = Loop(engine, plane, joined, renew, budget)
-        _join(loop, options, {"device": engine.kind, **info})
+        _join(loop, options, {"device": engine.kind, "ops": ops, **info})
         return loop.serve()
     except Terminated:
         return ""

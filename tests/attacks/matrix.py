@@ -24,6 +24,7 @@ SIGNALS = ("KILL", "STOP", "TERM", "SEGV")
 TARGETS = ("client", "dispatcher", "worker", "all workers")
 MOMENTS = ("starting", "idle", "eager", "fetch", "upload", "capture", "replay", "schedule", "all-reduce")
 LIMIT = 60.0  # seconds until a cell is a hang
+ARRIVAL = 300.0  # seconds in which a client comes to the moment: a loaded machine uploads 1 GB twice
 CAUSES = ("worker w", "server at", "is stopped", "dispatcher", "is alive and", "signal SIG", "died", "exit code")
 COLUMNS = ("signal", "target", "moment", "seconds", "error", "names the cause", "goes on after", "a new one after", "left")
 
@@ -194,8 +195,9 @@ class Matrix:
         ground = self.ground
         before = {pid: at_work(pid) for pid in ground.processes()}
         victim = self.victims.begin(moment=cell.moment, address=ground.address, token=ground.token, size=self.size)
-        if victim.wait("mark", LIMIT, 2) is None:
-            cell.hang, cell.text = True, "it did not come to the moment"
+        if victim.wait("mark", ARRIVAL, 2) is None:
+            error = victim.wait("error", 0.0)
+            cell.hang, cell.text = True, f"before the moment: {error['text']}" if error else "it did not come to the moment"
             self.victims.end(victim)
             return
         if cell.moment in ("eager", "replay", "schedule", "all-reduce"):

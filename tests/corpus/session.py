@@ -137,10 +137,14 @@ class PlannedSession:
         self._handle(Received(CLIENT, m.Ops(self._batch, templates, origins, code), tuple(frames)))
         self._batch += 1
 
-    def keep(self, tensor: int, array: np.ndarray) -> None:
+    def keep(self, tensor: int, array: np.ndarray) -> int:
         self._kept[tensor] = array
+        return -1
 
-    def fetch(self, tensor: int) -> tuple[tuple[int, ...], str, np.ndarray]:
+    def crowded(self, nbytes: int) -> bool:
+        return False
+
+    def fetch(self, tensor: int, nbytes: int = 0) -> tuple[tuple[int, ...], str, np.ndarray]:
         number = self._number()
         self._handle(Received(CLIENT, m.Fetch(number, tensor)))
         request = self._open(number)
@@ -171,6 +175,9 @@ class PlannedSession:
 
     def inspect(self, tensor: int) -> dict[str, Any]:
         return self._ask(m.Inspect(self._number(), tensor))
+
+    def inspect_fragments(self, slot: int) -> dict[str, Any]:
+        return self._ask(m.InspectFragments(self._number(), slot))
 
     def stats(self, program: int = -1) -> dict[str, Any]:
         """Statistics in a server's form, all zero."""

@@ -114,7 +114,7 @@ class InlineSession:
             _seed(values)
         return func(*args, **kwargs)
 
-    def fetch(self, tensor: int) -> tuple[tuple, str, bytearray]:
+    def fetch(self, tensor: int, nbytes: int = 0) -> tuple[tuple, str, bytearray]:
         found = self.tensors[tensor].resolve_conj().resolve_neg()
         data = found.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if found.numel() else b""
         return tuple(found.shape), str(found.dtype)[6:], bytearray(data)
@@ -126,8 +126,12 @@ class InlineSession:
         found = [self.tensors[i] for i in ids]
         return [Spec(tuple(t.shape), t.stride(), t.storage_offset(), str(t.dtype)[6:]) for t in found]
 
-    def keep(self, tensor: int, array: Any) -> None:
-        self.kept[tensor] = array
+    def keep(self, tensor: int, array: Any) -> int:
+        self.kept[tensor] = array.copy(order="C")
+        return -1
+
+    def crowded(self, nbytes: int) -> bool:
+        return False
 
     def inspect(self, tensor: int) -> dict:
         return {"shape": list(self.tensors[tensor].shape)}

@@ -65,7 +65,7 @@ class Stream:
         """Upload an array. host: the array stays here until the server requests it."""
         if host:
             made = self.op(UPLOAD, -1, value=array)
-            self.session.keep(made, array)
+            self._code[-2] = self.session.keep(made, array)
             return made
         self._frames.append(array.tobytes())
         return self.op(UPLOAD, len(self._frames) - 1, value=array)

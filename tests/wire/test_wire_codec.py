@@ -67,9 +67,9 @@ def test_well_formed_msgpack_of_another_kind_is_refused_or_a_message(value):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ([CODES.index(Fetch), 1], "Fetch has 1 fields, want 2"),
-        ([CODES.index(Fetch), 1, "x"], "Fetch.tensor is a str, want int"),
-        ([CODES.index(Fetch), True, 1], "Fetch.request is a bool, want int"),
+        ([CODES.index(Fetch), 1], "Fetch has 1 fields, want 3"),
+        ([CODES.index(Fetch), 1, "x", -1], "Fetch.tensor is a str, want int"),
+        ([CODES.index(Fetch), True, 1, -1], "Fetch.request is a bool, want int"),
         ([CODES.index(Ops), 0, [], {}, []], "Ops.origins is a dict, want list"),
         ([99], "unknown message code 99"),
         (["x"], "unknown message code 'x'"),

@@ -5,7 +5,11 @@ Knows snapshots of Python state (state_walk.py) and the recording; nothing of pr
 
 from __future__ import annotations
 
+import builtins
+import functools
 import random
+import sys
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +58,30 @@ class HostRngState:
     def changed(self) -> str:
         """Names of the generators that have been used since, or ""."""
         return " and ".join(name for name, state in self._now().items() if state != self._before[name])
+
+
+class PrintWatch:
+    """While it is entered, notes whether this thread prints. place: of the first print's caller, or ""."""
+
+    def __init__(self) -> None:
+        self.place = ""
+
+    def __enter__(self) -> PrintWatch:
+        self._print, thread = builtins.print, threading.get_ident()
+
+        @functools.wraps(self._print)
+        def noting(*values: Any, **options: Any) -> None:
+            if not self.place and threading.get_ident() == thread:
+                frame = sys._getframe(1)
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self._print(*values, **options)
+
+        self._noting = builtins.print = noting
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if builtins.print is self._noting:
+            builtins.print = self._print
 
 
 def key_of(leaf: Any) -> Any:
@@ -242,6 +270,21 @@ def gradients(entry: StateSnapshot, leaving: StateSnapshot, reads: dict) -> list
         read = start if start is not None and start._ref.id in reads else None
         rows.append((leaf, start is not None, read, leaf.grad))
     return rows
+
+
+# Names with which user code reads a value or prints, and modules of torch that read values
+_READERS = frozenset({"item", "tolist", "numpy", "print"})
+_READING_MODULES = ("torch.distributions", "torch.amp.grad_scaler", "torch.optim.lr_scheduler")
+
+
+def seems_to_read(entry: StateSnapshot) -> bool:
+    """True if a function's code names a way to read a value: its Python will probably have to run at each call."""
+    if any(isinstance(group["lr"], torch.Tensor) for optimizer in entry.optimizers for group in optimizer.param_groups):
+        return False  # only a capturable optimizer leaves the rate where it is
+    if entry.names & _READERS or "distributions" in entry.names:
+        return True
+    kinds = (item.value if isinstance(item.value, type) else type(item.value) for item in entry.items)
+    return any(kind.__module__.startswith(_READING_MODULES) for kind in kinds)
 
 
 def make_capturable(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,7 +1,9 @@
 """`gt.compile`: records calls of a function until two agree, and replays them from then on as one message.
 
 Python does not run in a replay. Everything that could change the outcome of a call is therefore a guard (state_walk.py).
-A side effect beside tensors prevents a program, and `explain()` gives the reason.
+A side effect beside tensors and a read of a value prevent a program. Then Python runs at each call, and runs of its ops are
+programs (fragment_tape.py). Python cannot be resumed in the middle of a function, so this is how a step is cut at a read
+without rewriting its bytecode; matched ops need no guards. It costs the issue of ops, which one program saves.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import gc
 import itertools
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +25,7 @@ from gt.client.capture import explain
 from gt.client.capture.boundary import (
     OUTSIDE,
     HostRngState,
+    PrintWatch,
     RecordedCall,
     detach,
     gradients,
@@ -32,10 +36,12 @@ from gt.client.capture.boundary import (
     modes,
     optimizer_settings,
     prepare_inputs,
+    seems_to_read,
     side_effect,
     why_key_differs,
 )
 from gt.client.capture.captured_program import CapturedProgram, ProgramResult
+from gt.client.capture.fragment_tape import FragmentTape
 from gt.client.capture.guards import Guard
 from gt.client.capture.recording import SAME, CallRecording, Difference, difference
 from gt.client.capture.state_walk import StateSnapshot, snapshot
@@ -46,6 +52,7 @@ from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
 
 log = logging.getLogger("gt")
+_CHANGE = re.compile(r" from \S+ to \S+")
 _NUMBER = re.compile(r"-?\d[\d.e+-]*")
 
 MAX_PROGRAMS_PER_FUNCTION = 8  # the least recently used one is dropped beyond that
@@ -78,8 +85,10 @@ def compile(
     recompute: whether the backward pass computes cheap values (activations, norms, casts) again, where that lowers the peak
         of memory. None: "cudagraphs" recomputes those that save much memory for their time, other backends none.
 
-    Raises TypeError if fn is not callable, ValueError for an unknown schedule or backend. A call raises CaptureError if `fn`
-    reads the value of a remote tensor.
+    A function that reads values or prints runs its Python at each call; the runs of ops between two reads are programs then.
+
+    Raises TypeError if fn is not callable, ValueError for an unknown schedule or backend. A call raises CaptureError if an
+    argument that a program has to fill requires grad.
     """
     if fn is None:
         return functools.partial(compile, schedule=schedule, backend=backend, recompute=recompute)
@@ -119,6 +128,9 @@ class CompiledFunction:
         self._why = "the first call"
         self._strict = False  # whether libraries are told that values cannot be read
         self._sealed = 0  # programs made so far
+        self._recorded = False  # whether a call has been
+        self._fragment_calls = 0
+        self._cuts: Counter[tuple[str, str]] = Counter()  # of these calls
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -140,11 +152,16 @@ class CompiledFunction:
                 return program.replay(leaves)
         if self._programs:
             self._why = mismatch or why_key_differs(self._programs[0].key, key)
-        if self._eager_calls:
-            self._eager_calls -= 1
+        if not recorder.capturing.acquire(blocking=False):  # another thread has begun a call that is recorded
             args, kwargs = tree_unflatten(prepare_inputs(leaves, None)[0], tree)
             return tree_map(detach, self.fn(*args, **kwargs))
-        return self._record(recorder, key, leaves, tree)
+        try:
+            if self._eager_calls:
+                self._eager_calls -= 1
+                return self._run_in_fragments(recorder, leaves, tree)
+            return self._record(recorder, key, leaves, tree)
+        finally:
+            recorder.capturing.release()
 
     def explain(self) -> str:
         """Describe the captured programs as text: why each was recorded, its schedule and backend, and why calls had none.
@@ -152,7 +169,13 @@ class CompiledFunction:
         Waits until the workers have executed what was submitted, if a program has another backend than "eager".
         """
         name = getattr(self.fn, "__qualname__", "function")
-        lines = [f"{name}: {len(self._programs)} program{'' if len(self._programs) == 1 else 's'}"]
+        count = len(self._programs)
+        parts: list[str] = []
+        if self._fragment_calls and current_session.Current.recorder is not None:
+            session = current_session.Current.recorder.session
+            more, parts = explain.fragment_lines(session, self._slot, self._fragment_calls, self._cuts)
+            count += more
+        lines = [f"{name}: {count} program{'' if count == 1 else 's'}", *parts]
         for program in self._programs:
             ops, order = program.answer["ops"], program.answer["schedule"]
             lines.append(f"  program {program.number}: {ops} ops, {program.replays} replays; recorded for: {program.why}")
@@ -168,13 +191,35 @@ class CompiledFunction:
             lines.append(f"  {label}: {reason.replace(OUTSIDE, '').replace(SAME, '') if self._programs else reason}")
         return "\n".join(lines)
 
+    # ---- calls whose Python runs
+
+    def _run_in_fragments(self, recorder: Recorder, leaves: list, tree: TreeSpec) -> Any:
+        """Call the function. Runs of its ops become programs; the rest of it is as in an eager call."""
+        args, kwargs = tree_unflatten(prepare_inputs(leaves, None)[0], tree)
+        backend = BACKENDS.index(self.backend or current_session.Current.backend)
+        recorder.flush()
+        self._fragment_calls += 1
+        recorder.tape = FragmentTape(
+            recorder, current_session.Current.origins, self._slot, self._fragment_calls, backend, self._cuts
+        )
+        try:
+            return tree_map(detach, self.fn(*args, **kwargs))
+        finally:
+            try:
+                recorder.flush()
+            finally:
+                recorder.tape = None
+
     # ---- recording
 
     def _record(self, recorder: Recorder, key: tuple, leaves: list, tree: TreeSpec) -> Any:
         roots = {"": self.fn, "arguments": [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]}
         entry = snapshot(roots)
-        if any([make_capturable(optimizer) for optimizer in entry.optimizers]):
+        # Where values are read the first call decides whether Python has to run; capturable optimizers have other last bits
+        wait = not self._recorded and seems_to_read(entry)
+        if not wait and any([make_capturable(optimizer) for optimizer in entry.optimizers]):
             entry = snapshot(roots)
+        self._recorded = True
         last = self._last if self._last is not None and self._last.key == key and self._last.tape.recorder is recorder else None
         self._last = None
         prepared, inputs = prepare_inputs(leaves, last)
@@ -190,17 +235,20 @@ class CompiledFunction:
         try:
             recorder.tape = tape
             args, kwargs = tree_unflatten(prepared, tree)
-            results = tree_map(detach, self.fn(*args, **kwargs))
+            with PrintWatch() as watch:
+                results = tree_map(detach, self.fn(*args, **kwargs))
             del args, kwargs
             gc.collect()  # frees tensors in reference cycles, which would seem to outlive the call
             recorder.flush()
             tape.finish()
+            if watch.place:
+                self._note_print(tape, watch.place)
             recorder.tape = None
             now = RecordedCall(tape, key, leaves, names, inputs, optimizer_settings(entry))
             program = self._seal(last, now, entry, snapshot(roots), results, rng)
             kept = program is not None
             self._last = None if kept else now  # a kept recording would hold its tensors alive
-            self._count(kept)
+            self._count(kept, tape.cut)
         finally:
             recorder.tape = None
             self._strict |= tape.strict_next
@@ -210,6 +258,15 @@ class CompiledFunction:
             if freed:
                 recorder.code.extend((FREE, len(freed), *freed))
         return results if program is None else program.copy_results()
+
+    def _note_print(self, tape: CallRecording, place: str) -> None:
+        """The call has printed. With a schedule it is captured all the same, since a part of it could not have one."""
+        schedule = self.schedule or current_session.Current.schedule
+        if schedule:
+            self._warn(f"{place}: print is silent in a replay with schedule {schedule}: print outside the function")
+        else:
+            tape.cut = True
+            tape.prevents.append(Difference(place, "the function prints"))
 
     def _recompute_mode(self) -> int:
         """Value of messages.FinishCapture.recompute for this function."""
@@ -321,18 +378,23 @@ class CompiledFunction:
                 return Difference(tape.origins.where(op.origin), text)
         return side_effect(entry, leaving, tape.first)
 
-    def _count(self, kept: bool) -> None:
-        """Count recorded calls without a program; after some in a row say why, and record again only later."""
+    def _count(self, kept: bool, cut: bool) -> None:
+        """Count recorded calls without a program; after some in a row say why, and record again only later.
+
+        cut: the call reads a value or prints, and so will the next ones.
+        """
         if kept:
             self._futile_calls, self._next_eager_calls = 0, MAX_FUTILE_CALLS
             return
         self._futile_calls += 1
+        if cut:
+            self._futile_calls, self._next_eager_calls = MAX_FUTILE_CALLS, MAX_EAGER_CALLS
         if self._futile_calls < MAX_FUTILE_CALLS:
             return
         self._futile_calls, self._eager_calls = MAX_FUTILE_CALLS - 2, self._next_eager_calls
         self._next_eager_calls = min(2 * self._next_eager_calls, MAX_EAGER_CALLS)
         reason = self._reasons[-1] if self._reasons else "no two calls agreed"
-        self._warn(f"runs eagerly: {reason}")
+        self._warn(f"runs in parts: {reason}")
 
     def _warn(self, text: str) -> None:
         kind = _NUMBER.sub("#", text)  # a learning rate that changes is one reason, not one a step
@@ -341,8 +403,9 @@ class CompiledFunction:
             log.warning("%s: %s", getattr(self.fn, "__qualname__", "a compiled function"), text)
 
     def _add_reason(self, reason: str) -> None:
-        """Keep a reason, the newest last."""
-        others = [r for r in self._reasons if r != reason]
+        """Keep a reason, the newest last. Changes of one value are one reason, not one a step."""
+        kind = _CHANGE.sub("", reason)
+        others = [r for r in self._reasons if _CHANGE.sub("", r) != kind]
         self._reasons = [*others[1 - MAX_REASONS :], reason]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from gt.client.current_session import Current
@@ -35,6 +36,28 @@ def backend_lines(session: Session, program: int, asked: str) -> list[str]:
         text.append(f"backend {backend} on {', '.join(names)}: {rest[0]}")
         text += [f"  {line}" for line in rest[1:]]
     return text
+
+
+def fragment_lines(session: Session, slot: int, calls: int, cuts: Counter[tuple[str, str]]) -> tuple[int, list[str]]:
+    """The number of programs of a function that runs in parts, and how much of its ops they carry out, as text. Waits.
+
+    cuts: place and reason -> how often a part ended there.
+    """
+    try:
+        report = session.inspect_fragments(slot)
+    except GTError as error:
+        return 0, [f"  the dispatcher did not answer: {error}"]
+    last, every = (
+        f"{100 * report[carried] / max(report[ops], 1):.0f}% of the {report[ops]} ops of {of}"
+        for carried, ops, of in (
+            ("last_carried", "last_ops", "the last call"),
+            ("carried", "ops", f"{calls} calls" if calls > 1 else "1 call"),
+        )
+    )
+    lines = [f"  in parts: Python runs at each call, and programs carry {last}, {every}"]
+    lines += [f"    cut at {where}: {what} ({count} times)" for (where, what), count in cuts.most_common()]
+    lines += [f"    not carried: {count} ops: {why}" for count, why in report["why"]]
+    return report["programs"], lines
 
 
 def recompute_lines(recomputed: dict[str, list[int]]) -> list[str]:

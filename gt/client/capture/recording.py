@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gt.client.capture.constants import Constants
 from gt.client.capture.recorded_op import RecordedOp
-from gt.errors import CaptureError
+from gt.client.trace import recorder as recorders
 from gt.ir.instr import FIRST, FREE, LENGTHS
 from gt.ir.ops import RANDOM
 from gt.ir.template import T, to_wire
@@ -55,14 +55,26 @@ class CallRecording:
     _sources: list[tuple[StorageWeakRef, str]] = field(default_factory=list)
     _constants: Constants = field(default_factory=Constants)
     _was_asked: bool = False
+    cut: bool = False  # Python has to run at each call: no later recording would do better
 
     def __post_init__(self) -> None:
         self.first = self.recorder.new_id()
 
     # ---- during the call
 
-    def append(self, code: list, frames: list, freed: list[int]) -> list[int]:
-        """Parse a batch of the op stream. Returns the ids among `freed` that may be freed now."""
+    records = True  # values cannot be read, as in a CUDA graph's capture
+
+    @property
+    def most_held(self) -> int:
+        """Numbers that are held back before they are handed over."""
+        return recorders.MAX_HELD_BATCHES * recorders.MAX_BATCH_NUMBERS if self.deferred else 0
+
+    def uploads(self, code: list) -> list:
+        """The list that takes the rows of uploads: that of the ops."""
+        return code
+
+    def take_batch(self, code: list, frames: list, freed: list[int]) -> tuple[list, list[int]]:
+        """Parse a batch of the op stream. Returns the batch, and the ids among `freed` that may be freed now."""
         position, templates = 0, self.recorder.templates
         while position < len(code):
             number = code[position]
@@ -81,7 +93,7 @@ class CallRecording:
                     self.refuse("the function uploads more than 256 KiB of data; pass the data as an argument", origin)
             self.ops.append(RecordedOp(template, origin, code[ins:scalars], values, code[outs:end]))
             position = end
-        return self.defer(freed)
+        return code, self.defer(freed)
 
     def defer(self, freed: list[int]) -> list[int]:
         """Hold back ids from before the call, which the dispatcher may still need for it; returns the others."""
@@ -94,7 +106,8 @@ class CallRecording:
         return held
 
     def refuse(self, what: str, origin: int) -> None:
-        """Note a reason for which this call can be no program; the call itself goes on."""
+        """Note an op for which no call can be one program; the call itself goes on."""
+        self.cut = self.cut or "depends on values" in what
         self.prevents.append(Difference(self.origins.where(origin), what))
 
     def forbids_reads(self) -> bool:
@@ -105,7 +118,7 @@ class CallRecording:
     def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The value of a tensor that is read during the call, if it is the same at each call.
 
-        None: the caller reads it, and this call becomes no program. CaptureError if the function itself reads, no library.
+        None: the caller reads it, and this call becomes no program.
         """
         self.recorder.flush()
         value = self._constants.value(self.ops, tensor._ref.id)  # type: ignore[attr-defined]
@@ -118,10 +131,9 @@ class CallRecording:
                 Difference(where, "a library reads a value to choose an algorithm; the next recording forbids that")
             )
             return None
-        raise CaptureError(
-            f"{where}: the value of a remote tensor of shape {list(tensor.shape)} is asked for inside a compiled function, "
-            "whose Python does not run in a replay: return the tensor and read it outside"
-        )
+        self.cut = True
+        self.prevents.append(Difference(where, f"the value of a remote tensor of shape {list(tensor.shape)} is read"))
+        return None
 
     def source(self, host: torch.Tensor) -> None:
         """Note a CPU tensor that the call uploads: one that outlives the call may have other values at the next."""

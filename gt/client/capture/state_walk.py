@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from gt.client.capture.user_code import LIBRARIES, STATEFUL, has_library_base, is_installed, is_library, is_own, is_stateless
-from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.device.remote_tensor import RemoteTensor, Shown
+from gt.client.device.sparse_tensor import RemoteSparse
 
 MAX_ITEMS = 200_000  # of one snapshot
 MAX_COMPARED_BYTES = 1 << 16  # of an array or CPU tensor that is compared by value
@@ -90,6 +91,7 @@ class StateSnapshot:
     opaque: list[str] = field(default_factory=list)  # objects that cannot be compared: iterators, large host data
     grads: dict[str, RemoteTensor] = field(default_factory=dict)  # path of a leaf -> its gradient
     overflow: bool = False  # more than MAX_ITEMS
+    names: set[str] = field(default_factory=set)  # that user code on the walk uses
 
     def tensors(self) -> Iterator[tuple[str, RemoteTensor]]:
         """Paths and remote tensors, gradients included."""
@@ -109,8 +111,11 @@ def snapshot(roots: dict[str, Any]) -> StateSnapshot:
     while True:
         walker = StateWalker(roots, used)
         state = walker.run()
+        state.names = walker.names
         if walker.names & _DYNAMIC_ACCESS:
-            return StateWalker(roots, None).run()
+            state = StateWalker(roots, None).run()
+            state.names = walker.names
+            return state
         if walker.names <= used:
             return state
         used |= walker.names
@@ -228,6 +233,8 @@ class StateWalker:
     def _add_item(self, path: str, holder: Any, key: Any, attribute: bool, value: Any) -> None:
         if isinstance(value, RemoteTensor):
             self._add_tensor(path, value)
+            for n, part in enumerate(value.parts if isinstance(value, RemoteSparse) else ()):
+                self._add_item(f"{path}'s part {n}", value.parts, n, False, part)  # type: ignore[attr-defined]
         elif isinstance(value, Enum):
             self._queue.append((type(value).__name__, type(value)))
         elif not is_scalar_like(value):
@@ -366,7 +373,7 @@ def fingerprint(thing: Any) -> Any:
     if isinstance(thing, random.Random):
         return thing.getstate()
     if isinstance(thing, torch.Generator):
-        return bytes(thing.get_state().numpy()) if thing.device.type == "cpu" else None
+        return bytes(thing.get_state().numpy()) if thing.device.type in ("cpu", *Shown.types) else None
     if isinstance(thing, (np.random.Generator, np.random.RandomState)):
         bits = thing.bit_generator if isinstance(thing, np.random.Generator) else thing._bit_generator  # type: ignore[attr-defined]
         return repr(bits.state)

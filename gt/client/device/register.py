@@ -16,14 +16,15 @@ import torch
 from torch.utils import backend_registration
 
 from gt.client.current_session import Current
-from gt.client.device import lazy_modules, torch_remote
+from gt.client.device import generator, lazy_modules, module_moves, torch_remote
 from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
-from gt.client.device.serialization import extend_load
-from gt.client.trace import long_lists, overrides, refusals
+from gt.client.device.serialization import extend_save_and_load
+from gt.client.frameworks import accelerate, after_import, lightning
+from gt.client.trace import long_lists, overrides, refusals, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
-from gt.client.trace.host_ops import tensor_split
+from gt.client.trace.host_ops import ctc_loss, tensor_split
 
 NAME = "remote"
 _libraries: list[torch.library.Library] = []  # kernels live as long as these
@@ -85,6 +86,18 @@ def _extend_feature_lists() -> None:
             original = getattr(holder, getter, None)
             if original is not None:
                 setattr(holder, getter, wrapped.setdefault(id(original), _with_remote(original)))
+    for optimizer in ("asgd", "nadam", "radam"):
+        module: Any = importlib.import_module(f"torch.optim.{optimizer}")
+        module._default_to_fused_or_foreach = _loop_by_default(module._default_to_fused_or_foreach)
+
+
+def _loop_by_default(original: Callable[..., tuple[bool, bool]]) -> Callable[..., tuple[bool, bool]]:
+    """The default of an optimizer whose form over lists rounds otherwise than its loop, which is the CPU's default."""
+
+    def default(params: list, *args: Any, **kwargs: Any) -> tuple[bool, bool]:
+        return (False, False) if any(isinstance(p, RemoteTensor) for p in params) else original(params, *args, **kwargs)
+
+    return default
 
 
 _OPTIMIZERS = [
@@ -122,12 +135,22 @@ def prepare() -> None:
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("scaled_dot_product_attention", attention, "AutogradLazy")
     aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradLazy")
+    aten.impl("ctc_loss.Tensor", ctc_loss, "AutogradLazy")
     _libraries.append(aten)
     _extend_feature_lists()
     _patch_capture_query()
-    extend_load()
+    extend_save_and_load()
+    generator.prepare()
     lazy_modules.prepare()
+    module_moves.prepare()
     refusals.prepare()
+    after_import.watch(
+        {
+            **lightning.calls(register),
+            "accelerate.state": accelerate.prefer_remote,
+            "torch.nested._internal.nested_tensor": refusals.nested_tensors,
+        }
+    )
     if not _cuda():
         register()
 
@@ -136,13 +159,19 @@ def register() -> None:
     """Register the name `remote`. Backward of local CUDA tensors no longer works in this process afterwards."""
     if Shown.device is not LAZY:
         return
-    torch.utils.rename_privateuse1_backend(NAME)
     remote = torch_remote.make()
+    if (autoload := sys.modules.get("gt_autoload")) is not None:  # torch has called it, where the package is installed
+        autoload.hand_over(fallback, remote)
+    torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, remote)
-    torch_remote.serve_accelerator(remote)
+    torch_remote.serve_accelerator()
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)  # x.remote(), model.remote(), x.is_remote
     torch._C._acc.register_python_privateuseone_device_guard(backend_registration._DummyDeviceGuard())
     _kernels("PrivateUse1")
+    _libraries.append(sparse_ops.factories("SparsePrivateUse1"))
+    strided_nested = torch.library.Library("aten", "IMPL")
+    strided_nested.impl("_to_copy", refusals.nested, "NestedTensorPrivateUse1")
+    _libraries.append(strided_nested)
     if not _cuda():
         _unpin()
     libraries = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")

@@ -1,37 +1,83 @@
-"""torch.load(..., map_location="remote"): loads to the CPU, then moves tensors. Shared memory in the file stays shared.
+"""torch.save and torch.load: a file says which tensors were remote, and loading makes them remote again.
 
-torch itself would make storages on the device, and a remote tensor has none.
+A remote tensor has no storage. The file has its values as a CPU storage with the location `remote:0`. torch.load reads that
+storage on the CPU, and its tensors move once the whole object is there. Shared memory in the file stays shared.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from gt.client.device.remote_tensor import RemoteTensor, Shown
+from gt.client.device.remote_tensor import RemoteTensor, Shown, saved
+
+LOCATION = "remote:0"  # in a file, whatever the device's name in this process
+_PLACES = frozenset({"remote", "lazy"})
+_PRIORITY = 9  # before torch's functions for CPU storages
 
 
-def extend_load() -> None:
-    """Patch torch.load; once."""
-    original = torch.load
+class _Loading(threading.local):
+    """Storages of remote tensors that the innermost torch.load has read, by identity; None outside of one."""
 
-    @functools.wraps(original)
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(map_location, (str, torch.device)) or str(map_location).partition(":")[0] not in Shown.types:
-            return original(f, map_location, *args, **kwargs)
-        return _RemoteCopy(original(f, "cpu", *args, **kwargs)).result
+    storages: dict[int, torch.UntypedStorage] | None = None
 
-    torch.load = load
+
+_loading = _Loading()
+
+
+def extend_save_and_load() -> None:
+    """Patch torch.save and torch.load; once."""
+    save, load = torch.save, torch.load
+    torch.serialization.register_package(_PRIORITY, _location, _restore)
+
+    @functools.wraps(save)
+    def save_remote(*args: Any, **kwargs: Any) -> None:
+        before, saved.hosts = saved.hosts, {}
+        try:
+            save(*args, **kwargs)
+        finally:
+            saved.hosts = before
+
+    @functools.wraps(load)
+    def load_remote(*args: Any, **kwargs: Any) -> Any:
+        before, _loading.storages = _loading.storages, {}
+        try:
+            result, storages = load(*args, **kwargs), _loading.storages
+        finally:
+            _loading.storages = before
+        return _RemoteCopy(result, storages).result if storages else result
+
+    torch.save, torch.load = save_remote, load_remote
+
+
+def _location(storage: Any) -> str | None:
+    """The location that torch.save writes for a storage: ours for the values of a remote tensor."""
+    return LOCATION if saved.hosts and storage._cdata in saved.hosts else None
+
+
+def _restore(storage: Any, location: str) -> Any:
+    """The storage that torch.load uses for a location, the file's or that of map_location; None for other devices."""
+    place, _, index = location.partition(":")
+    if place not in _PLACES:
+        return None
+    if index not in ("", "0"):
+        raise RuntimeError(f"there is no {location}: all workers are one device; try map_location={Shown.device.type!r}")
+    if _loading.storages is not None:
+        untyped = storage._untyped_storage if isinstance(storage, torch.storage.TypedStorage) else storage
+        _loading.storages[untyped._cdata] = untyped
+    return storage
 
 
 class _RemoteCopy:
-    """A loaded object whose CPU tensors are replaced by remote ones. Containers stay the same objects."""
+    """A loaded object whose tensors in these storages are replaced by remote ones. Containers stay the same objects."""
 
-    def __init__(self, loaded: Any) -> None:
+    def __init__(self, loaded: Any, storages: dict[int, torch.UntypedStorage]) -> None:
+        self._storages = storages
         self._seen: dict[int, Any] = {}
         self._shared = Counter(t.untyped_storage().data_ptr() for t in {id(t): t for t in _tensors(loaded, set())}.values())
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -48,6 +94,10 @@ class _RemoteCopy:
             make = getattr(thing, "_make", type(thing))
             result = thing if all(a is b for a, b in zip(parts, thing, strict=True)) else make(parts)
         self._seen[id(thing)] = thing, result  # the thing too, so that identities stay unique
+        if isinstance(thing, dict) and any(isinstance(key, torch.Tensor) for key in thing):  # an optimizer's state
+            items = [(self._move(key), value) for key, value in thing.items()]
+            thing.clear()
+            thing.update(items)
         for holder, key, value in _parts(thing):
             moved = self._move(value)
             if moved is not value:
@@ -58,6 +108,8 @@ class _RemoteCopy:
         if isinstance(tensor, RemoteTensor) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            return tensor
         if self._shared[storage.data_ptr()] < 2:
             moved = tensor.detach().to(Shown.device)
         else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ import torch
 from gt.client.current_session import Current
 from gt.client.device import random
 from gt.client.device.remote_tensor import Shown
+from gt.errors import UnsupportedOp
+from gt.ir.spec import DTYPES
 
 
 class _Here:
@@ -28,7 +32,8 @@ class _Here:
 
 def recording() -> bool:
     """True while a call of a compiled function is recorded: as in a CUDA graph's capture, values cannot be read."""
-    return Current.recorder is not None and Current.recorder.tape is not None
+    tape = None if Current.recorder is None else Current.recorder.tape
+    return tape is not None and tape.records
 
 
 def synchronize(device: Any = None) -> None:
@@ -55,6 +60,21 @@ def memory_allocated(device: Any = None) -> int:
 def max_memory_allocated(device: Any = None) -> int:
     """Peak bytes of tensors on all workers' GPUs; bytes that are in use now on CPU workers. Waits."""
     return _bytes("peak_bytes") or memory_allocated()
+
+
+def memory_stats(device: Any = None) -> OrderedDict[str, int]:
+    """Bytes of tensors on all workers, by torch's names. Waits. Workers' allocators keep more, which is not counted."""
+    now, peak = memory_allocated(), max_memory_allocated()
+    kinds = ("allocated_bytes", "reserved_bytes")
+    return OrderedDict((f"{kind}.all.{when}", n) for kind in kinds for when, n in (("current", now), ("peak", peak)))
+
+
+def get_memory_info(device: Any = None) -> tuple[int, int]:
+    """Free bytes and limit of all workers' memory. Waits. UnsupportedOp for a worker without a limit."""
+    limit, used = _bytes("memory_limit"), _bytes("memory_used")
+    if not limit:
+        raise UnsupportedOp("the workers have no memory limit: start them with GT_MEMORY_LIMIT, or see gt.stats()")
+    return max(limit - used, 0), limit
 
 
 def make() -> types.ModuleType:
@@ -93,12 +113,29 @@ def make() -> types.ModuleType:
     return module
 
 
-def serve_accelerator(module: types.ModuleType) -> None:
-    """Make functions of torch.accelerator, which ask a C++ backend, use this module for the remote device."""
-    for name in ("synchronize", "empty_cache", "memory_allocated", "max_memory_allocated"):
+# Functions of torch.accelerator that would ask a backend in C++. Peaks are those since the workers began.
+_ACCELERATOR: dict[str, Callable[..., Any]] = {
+    "empty_cache": lambda: None,
+    "empty_host_cache": lambda: None,
+    "get_device_capability": lambda device=None: {"supported_dtypes": {getattr(torch, name) for name in DTYPES}},
+    "get_memory_info": get_memory_info,
+    "max_memory_allocated": max_memory_allocated,
+    "max_memory_reserved": max_memory_allocated,
+    "memory_allocated": memory_allocated,
+    "memory_reserved": memory_allocated,
+    "memory_stats": memory_stats,
+    "reset_accumulated_memory_stats": lambda device=None: None,
+    "reset_peak_memory_stats": lambda device=None: None,
+    "synchronize": synchronize,
+}
+
+
+def serve_accelerator() -> None:
+    """Make functions of torch.accelerator, which ask a C++ backend, serve the remote device."""
+    for name, ours in _ACCELERATOR.items():
         original = getattr(torch.accelerator, name, None)
         if original is not None:
-            setattr(torch.accelerator, name, _either(original, getattr(module, name)))
+            setattr(torch.accelerator, name, _either(original, ours))
 
 
 def _either(original: Any, ours: Any) -> Any:

@@ -6,6 +6,7 @@ metas of the outputs. Nothing here waits, except for ops whose output shape depe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 
 from gt.client.current_session import Current, check, current
 from gt.client.device import meta as metas
-from gt.client.device.remote_tensor import _AUTOCAST, LAZY, Alias, Ref, RemoteTensor, make, rebind
+from gt.client.device.remote_tensor import LAZY, Alias, Ref, RemoteTensor, make, rebind
+from gt.client.groups.group_context import stack
 from gt.client.trace.op_info import (
     ASK,
     CONST,
@@ -39,9 +41,9 @@ from gt.ir.instr import GRAD, PARAM, SHARDED
 
 # Mode of an entry -> the function that carries such a call out as several ops; modules register theirs
 SEVERAL_OPS: dict[int, Callable[[OpInfo, Entry, tuple, dict], Any]] = {}
-_wrap = torch.Tensor._make_wrapper_subclass
-_strided = torch.strided
-_known = _infos.get
+_SCALARS = frozenset({bool, int, float})
+_BY_VALUE = frozenset({TENSOR, VALUE})  # kinds of arguments whose numbers are sent with each call
+_known, _node, _getframe = _infos.get, torch._C._current_autograd_node, sys._getframe
 
 
 class HostOperand(Exception):
@@ -49,11 +51,58 @@ class HostOperand(Exception):
 
 
 def dispatch(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-    """RemoteTensor.__torch_dispatch__."""
+    """RemoteTensor.__torch_dispatch__. The commonest calls are recorded here; `call` does the same for any call."""
     info = _known(id(func)) or info_of(func)
     if info.handler is not None:
         return info.handler(info, args, kwargs or {})
-    return call(info, args, kwargs)
+    recorder = Current.recorder
+    if kwargs or recorder is None or not args or type(first := args[0]) is not RemoteTensor:
+        return call(info, args, kwargs)
+    # The signature of the call, as `call` makes it, and its operands and scalars.
+    ref = first._ref
+    if ref.pending and first.requires_grad:
+        note_first_use(first, ref)
+    operands: tuple
+    if len(args) == 2:
+        second = args[1]
+        if type(second) is RemoteTensor:
+            other = second._ref
+            if other.pending and second.requires_grad:
+                note_first_use(second, other)
+            entry, operands = info.cache.get((ref.meta, other.meta)), (ref.id, other.id)
+        elif info.second == LIST and type(second) is list:
+            entry, operands = info.cache.get((ref.meta, tuple(second))), (ref.id,)
+        elif info.second == CONST:
+            entry, operands = info.cache.get((ref.meta, second)), (ref.id,)
+        elif type(second) in _SCALARS and info.second in _BY_VALUE:
+            entry, operands = info.cache.get((ref.meta, type(second))), (ref.id, second)
+        else:
+            return call(info, args)
+    elif info.constant:
+        entry, operands = info.cache.get((ref.meta, *args[1:])), (ref.id,)
+    else:
+        return call(info, args)
+    if entry is None or entry.mode > FIRST:
+        return call(info, args)
+    origins, frame, scope = Current.origins, _getframe(1), stack.scope
+    numbers = scope.numbers.get(id(frame.f_code)) if scope.owner is origins and _node() is None else None
+    origin = (numbers and numbers.get(frame.f_lasti)) or origins.of_frame(frame)
+    recorder.ops += 1
+    code = recorder.code
+    if entry.mode == ONE:
+        meta, number, live = entry.metas[0], recorder.new_id(), recorder.live_tensors
+        if meta.large and live.ended:
+            recorder.free_ended()
+        code.extend((entry.number, origin, *operands, number))
+        result = entry.new(*entry.wrapper)
+        result._ref = Ref(number, meta, origin, live)
+    else:
+        code.extend((entry.number, origin, *operands))
+        ref.pending = origin
+        result = first
+    if len(code) > recorder.batch:
+        recorder.end_batch()
+    return result
 
 
 def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,10 +154,7 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
         if meta.large and recorder.live_tensors.ended:
             recorder.free_ended()
         code.extend((entry.number, origin, *ids, *values, number))
-        tensor = _wrap(
-            RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, _strided, LAZY, False, False, None,
-            False, False, _AUTOCAST,
-        )  # fmt: skip
+        tensor = entry.new(*entry.wrapper)
         tensor._ref = Ref(number, meta, origin, recorder.live_tensors)
         if len(code) > recorder.batch:
             recorder.end_batch()
@@ -220,18 +266,19 @@ def finish_call(info: OpInfo, entry: Entry, args: tuple, kwargs: dict, extra: tu
     if several is not None:
         return several(info, entry, args, kwargs)
     recorder, origin = current(), row[1]
+    if entry.mode == ASK and recorder.tape is not None:
+        recorder.tape.refuse(f"the shape of {info.name}'s result depends on values, which a replay does not know", origin)
     numbers = [recorder.new_id() for _ in entry.metas]
     if recorder.live_tensors.ended and any(meta is not None and meta.large for meta in entry.metas):
         recorder.free_ended()
     recorder.code.extend(row + numbers)
     if entry.mode == ASK:
-        if recorder.tape is not None:
-            recorder.tape.refuse(f"the shape of {info.name}'s result depends on values, which a replay does not know", origin)
         recorder.flush()
         output_metas = [metas.of_spec(spec) for spec in recorder.session.describe(numbers)]
     else:
         output_metas = entry.metas
-    outputs = [make(m, Ref(n, m, origin, recorder.live_tensors)) for n, m in zip(numbers, output_metas, strict=True)]
+    live = recorder.live_tensors
+    outputs = [make(m, Ref(n, m, origin, live), entry.new) for n, m in zip(numbers, output_metas, strict=True)]
     if len(recorder.code) > recorder.batch:
         recorder.end_batch()
     operands = _tensors((args, kwargs)) if entry.written else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 
 from gt.client.current_session import Current
 from gt.client.device.random import draw
-from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, rebind
-from gt.client.trace import host_ops, op_info
+from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, new_view, rebind
+from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
@@ -24,7 +25,7 @@ def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     """detach: another Python object for the same view. Nothing is sent."""
     ref = args[0]._ref
     Current.fresh = None
-    return make(ref.meta, Alias(ref))
+    return make(ref.meta, Alias(ref), new_view)
 
 
 def itself(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
@@ -35,8 +36,8 @@ def decompose(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """A composite op that is dispatched whole, as in inference mode."""
     if info.name == "aten.scaled_dot_product_attention.default":
         return attention(*args, **kwargs)
-    if kwargs.get("layout") not in (None, torch.strided):
-        raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor, and remote tensors are strided: send x.to_dense()")
+    if kwargs.get("layout") not in (None, torch.strided, torch.sparse_coo, torch.sparse_csr):
+        raise UnsupportedOp(f"{info.name} makes a {kwargs['layout']} tensor; remote has COO, CSR and dense ones")
     result = info.func.decompose(*args, **kwargs)
     return call(info, args, kwargs) if result is NotImplemented else result
 
@@ -46,7 +47,7 @@ def random(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     generator = None
     if any(isinstance(a, torch.Generator) for a in args):
         generator = next(a for a in args if isinstance(a, torch.Generator))
-        args = tuple(None if a is generator else a for a in args)
+        args = tuple(a for a in args if a is not generator)  # it is the last one, and optional
     generator = kwargs.pop("generator", generator)
     kwargs.pop("pin_memory", None)
     if not is_remote(kwargs.get("device")):
@@ -110,6 +111,26 @@ def rrelu(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     return x.copy_(result) if info.writes[0] == "self" else result
 
 
+def observe_and_quantize(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """Fake quantisation with a moving average of the range. By channel, empty buffers get an element for each channel.
+
+    RuntimeError for buffers of another size.
+    """
+    named = dict(zip(info.names, args), **kwargs)
+    x, axis, by_channel = named["self"], named["ch_axis"], named.get("per_row_fake_quant", False)
+    buffers = {name: named[name] for name in ("running_min", "running_max", "scale", "zero_point")}
+    if by_channel and not -1 < axis < x.dim():
+        raise RuntimeError(f"fake quantisation by channel: ch_axis is {axis}, want 0 to {x.dim() - 1}")
+    if by_channel and not named["running_min"].numel():  # as the CPU's kernel sizes and fills them
+        for buffer, value in zip(buffers.values(), (math.inf, -math.inf, 1.0, 0)):
+            buffer.resize_(x.shape[axis]).fill_(value)
+    want = x.shape[axis] if by_channel else 1
+    for name, buffer in buffers.items():
+        if buffer.numel() != want:
+            raise RuntimeError(f"fake quantisation: {name} has {buffer.numel()} elements, want {want}")
+    return call(info, args, kwargs)
+
+
 def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     raise UnsupportedOp(f"{info.name} is not supported on remote: compute it on the CPU and move the result with .to('remote')")
 
@@ -142,6 +163,9 @@ _ROWS: dict[str, Handler | None] = {
     "aten.empty_strided.default": host_ops.new_empty,
     "aten.resize_.default": host_ops.resize,
     "aten.resize_as_.default": host_ops.resize,
+    "aten._pack_padded_sequence.default": host_ops.pack,
+    "aten.ctc_loss.Tensor": lambda info, args, kwargs: host_ops.ctc_loss(*args, **kwargs),
+    "aten._fused_moving_avg_obs_fq_helper.default": observe_and_quantize,
     "aten.is_pinned.default": is_pinned,
     "aten.record_stream.default": ignore,
     "aten._efficientzerotensor.default": instead(aten.zeros.default),  # has no memory that could be sent
@@ -157,6 +181,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.arange.start_out": factory(aten.arange.start_step),
     "aten.linspace.out": factory(aten.linspace.default),
     "aten.logspace.out": factory(aten.logspace.default),
+    "aten._nested_view_from_jagged.default": refusals.nested,
     "aten.eye.out": factory(aten.eye.default),
     "aten.eye.m_out": factory(aten.eye.m),
     "aten.randperm.out": factory(aten.randperm.default),
@@ -176,11 +201,12 @@ def _returns_no_tensor(info: OpInfo) -> bool:
 # Ops without a row above: the first condition that holds decides
 _CONDITIONS: list[tuple[Condition, Handler]] = [
     (lambda info: info.composite, decompose),
+    (library_ops.foreign, library_ops.run),
     (_returns_no_tensor, from_shapes),
     (lambda info: info.name.startswith("aten.set_."), host_ops.set_),
     (lambda info: torch.Tag.inplace_view in info.func.tags, view_in_place),
     (lambda info: info.random, random),
-    (lambda info: info.name.startswith("aten._to_sparse"), refuse),
+    (lambda info: info.name.startswith("aten._to_sparse"), refuse),  # BSR, CSC
     (lambda info: torch.Tag.nondeterministic_seeded in info.func.tags, refuse),
     (lambda info: "device" in info.named, host_ops.placed),
 ]
@@ -188,4 +214,4 @@ _CONDITIONS: list[tuple[Condition, Handler]] = [
 
 def register() -> None:
     """Register these handlers; once, before the first op."""
-    op_info.register({**dict.fromkeys(map(str, WHOLE)), **_ROWS}, _CONDITIONS)
+    op_info.register({**dict.fromkeys(map(str, WHOLE)), **_ROWS, **sparse_ops.HANDLERS}, _CONDITIONS)

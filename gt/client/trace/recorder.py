@@ -13,6 +13,7 @@ from typing import Any
 
 from gt.client.device.remote_tensor import LiveTensors
 from gt.ir.instr import FIRST, FREE
+from gt.ir.schema import Schemas
 from gt.ir.template import Template
 from gt.wire.signals import uninterrupted
 
@@ -30,6 +31,8 @@ class Recorder:
 
     def __init__(self, session: Any, on_clear: Callable[[], None]) -> None:
         self.session, self.on_clear = session, on_clear
+        self.new_id: Callable[[], int] = _ids.__next__
+        self.library_ops: Schemas = getattr(session, "library_ops", {})  # that the workers have
         self.first = self.new_id()  # tensors of sessions before this one have lower ids
         self.code: list = []
         self.batch = MIN_BATCH_NUMBERS  # numbers before the hand-over; few while workers are idle and would wait for all
@@ -42,12 +45,11 @@ class Recorder:
         self._inline_bytes = 0  # of the frames
         self._next_template, self._next_origin = FIRST, 1
         self.templates: dict[int, Template] = {}  # by number
-        self.tape: Any = None  # a CallRecording while a call is recorded; it gets every batch
+        # A CallRecording or FragmentTape while a compiled function runs: it gets every batch, and says when one is long enough
+        self.tape: Any = None
+        self.capturing = threading.Lock()  # held by the thread whose call has the tape
         self._lock = threading.Lock()
         session.on_idle = self.flush_stale
-
-    def new_id(self) -> int:
-        return next(_ids)
 
     def define(self, template: Template) -> int:
         """Number of a new template, valid until the table is cleared."""
@@ -76,7 +78,15 @@ class Recorder:
             row[position] = len(self._frames)
             self._frames.append(data)
             self._inline_bytes += len(data)
-            self.code.extend(row)
+            self._emit_upload(row)
+
+    def emit_large_upload(self, row: list) -> None:
+        """Append the row of an upload whose data stays in this process until a worker requests it."""
+        with self._lock:
+            self._emit_upload(row)
+
+    def _emit_upload(self, row: list) -> None:
+        (self.code if self.tape is None else self.tape.uploads(self.code)).extend(row)
 
     def flush(self) -> None:
         """Hand everything recorded so far to the session; raises if its link is dead."""
@@ -89,7 +99,7 @@ class Recorder:
     def end_batch(self) -> None:
         """The buffer has a batch: hand it over, unless execution is deferred and more batches can be joined."""
         self.batch = min(2 * self.batch, MAX_BATCH_NUMBERS)
-        if self.tape is None or not self.tape.deferred or len(self.code) > MAX_HELD_BATCHES * MAX_BATCH_NUMBERS:
+        if self.tape is None or len(self.code) > self.tape.most_held:
             self.flush()
 
     def note_wait(self) -> None:
@@ -99,7 +109,8 @@ class Recorder:
 
     def flush_ops(self) -> None:
         """Hand over all recorded ops. Ids that have ended are freed with the next batch."""
-        if self.code or self._lock.locked():  # in this order: the I/O thread empties the code before the hand-over
+        # In this order: the I/O thread empties the code before the hand-over
+        if self.code or self._lock.locked() or self.tape is not None:
             self.flush()
 
     def free_ended(self) -> None:
@@ -117,8 +128,8 @@ class Recorder:
     def flush_stale(self) -> None:
         """In the session's I/O thread: hand over ops that nothing else has handed over. Never waits."""
         tape = self.tape
-        if tape is not None and tape.deferred:
-            return  # workers do not start before the call ends: whole batches are fewer
+        if tape is not None and tape.most_held:
+            return  # workers do not start before the call ends, or a fragment: whole batches are fewer
         ended = self.live_tensors.ended and not self.session.waiting
         if not (self.code or ended) or not self._lock.acquire(blocking=False):
             return
@@ -135,7 +146,7 @@ class Recorder:
         del self.code[: len(code)]
         templates, origins, frames = self._templates[:], self._origins[:], self._frames[:]
         if self.tape is not None:
-            freed = self.tape.append(code, frames, freed)
+            code, freed = self.tape.take_batch(code, frames, freed)
         if freed:
             code += [FREE, len(freed[:MAX_FREED_PER_BATCH]), *freed[:MAX_FREED_PER_BATCH]]
         if not code:

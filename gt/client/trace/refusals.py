@@ -39,7 +39,7 @@ def as_on_cpu(info: Any, args: list, kwargs: dict, error: Exception) -> Exceptio
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
     small = sum(tensor.numel() for tensor in tensors) <= MAX_ELEMENTS_ON_CPU
     inner = (
-        info.random or "backward" in info.name or info.name.startswith(("aten._", "gt."))
+        info.random or "backward" in info.name or info.name.startswith("aten._") or not info.name.startswith("aten.")
     )  # such kernels may trust their callers
     if inner or not (small or info.pointwise or info.name in _COMPARES_FIRST):
         return error
@@ -57,6 +57,26 @@ def _zeros(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return torch.zeros(leaf.shape, dtype=leaf.dtype)
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+
+# ---- nested tensors
+
+
+def nested(*args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedOp(
+        "remote has no nested tensors: pad the parts, as torch.nn.utils.rnn.pad_sequence does, and give attention a mask; or "
+        "concatenate them and keep the offsets"
+    )
+
+
+def nested_tensors(module: Any) -> None:
+    """Refuse a jagged tensor of remote parts when it is made, and not in its backward."""
+    original = module.NestedTensor.__new__
+
+    def new(cls: type, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return nested() if isinstance(values, RemoteTensor) else original(cls, values, *args, **kwargs)
+
+    module.NestedTensor.__new__ = staticmethod(new)
 
 
 # ---- torch's own compiler and data parallelism

@@ -9,21 +9,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from gt.client import current_session
 from gt.client.device import meta as metas
 from gt.client.device.meta import Meta, dtype_name
-from gt.client.device.remote_tensor import RemoteTensor, Shown
+from gt.client.device.remote_tensor import RemoteTensor, Shown, new_view, wrapper_of
 from gt.client.trace import refusals
+from gt.client.trace.meta_kernels import spare_dynamo
 from gt.client.trace.op_info import ASK, CONST, FIRST, INTO, LONG, ONE, TENSOR, TENSORS, VALUE, VALUES, Entry, OpInfo
 from gt.errors import UnsupportedOp
 from gt.ir import check
 from gt.ir.schema import TABLE
 from gt.ir.template import DEVICE, Arg, Const, Out, T, Template, V
+from gt.wire.process_settings import uncollected
 from gt.wire.signals import uninterrupted
 
 # In-place ops over lists without a meta kernel: their outputs are their inputs
-_NO_META = ("aten._fused_", "aten._amp_", "aten._foreach_copy_")
+_NO_META = (
+    "aten._fused_adam_.", "aten._fused_adamw_.", "aten._fused_sgd_.", "aten._fused_adagrad_.",
+    "aten._amp_", "aten._foreach_copy_",
+)  # fmt: skip
 # Ops whose meta kernels do not check dtypes as the real ones do: names of arguments that must have one dtype
 _ONE_DTYPE: dict[str, tuple[str, ...]] = {
     "aten.mm.default": ("self", "mat2"),
@@ -47,6 +53,9 @@ _INDICES: dict[str, tuple[str, tuple[torch.dtype, ...]]] = {
 # Ops whose meta kernels return the statistics that GPUs save even in evaluation; the CPU saves none, and none are needed
 _SAVES_NOTHING = ("aten.native_batch_norm.default", "aten._native_batch_norm_legit.default")
 
+# In errors of meta kernels that cannot tell a shape: of torch, and of other libraries' ops
+_NO_SHAPE = ("meta tensor", "with meta Tensors", "no fake impl")
+
 
 def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
     """Shape of aten._grouped_mm, whose groups of rows, columns or inner dims end at `offs`.
@@ -68,9 +77,45 @@ def _as_mul(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) -> to
     return torch.mul(grad, x)
 
 
-# Ops whose meta kernels differ from their real ones
+def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Strides of the CPU's kernels: channels last if the input's or the weight's are; of three dims in low precision alone."""
+    result = torch.ops.aten.convolution.default(x, weight, *rest)
+    formats = {suggest_memory_format(x), suggest_memory_format(weight)}
+    if x.dtype in (torch.float32, torch.float64):
+        formats -= {torch.channels_last_3d}
+    last = formats - {torch.contiguous_format}
+    return torch.empty_like(result, memory_format=last.pop()) if last else result
+
+
+def _as_input(name: str) -> Callable[..., torch.Tensor]:
+    """A meta kernel that gives the op's result the memory format of its input, as the CPU's kernel does."""
+    op = getattr(torch.ops.aten, name).default
+
+    def meta(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        result = op(x, *rest)
+        last = x.dim() == 4 and suggest_memory_format(x) == torch.channels_last
+        return torch.empty_like(result, memory_format=torch.channels_last) if last else result
+
+    return meta
+
+
+def _ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, inputs: Any, lengths: Any, *rest: Any) -> tuple:
+    """The losses, and alphas [N, T, 2 S + 1] for the backward pass, where S is the longest target."""
+    steps, batch = log_probs.shape[:2]
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * max(lengths, default=0) + 1)
+
+
+def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
+# Ops whose meta kernels differ from their real ones, or are missing
 _META: dict[str, Callable] = {
     "aten._grouped_mm.default": _grouped_mm,
+    "aten.convolution.default": _convolution,
+    "aten._ctc_loss.default": _ctc_loss,
+    **dict.fromkeys(("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor"), _ctc_loss_backward),
+    **{f"aten.{name}.default": _as_input(name) for name in ("pixel_shuffle", "reflection_pad2d", "replication_pad2d")},
     **dict.fromkeys(
         (f"aten.{name}_backward.default" for name in ("softplus", "hardswish", "hardtanh", "hardsigmoid", "logit")), _as_mul
     ),
@@ -120,7 +165,7 @@ def infer(info: OpInfo, args: tuple, kwargs: dict) -> Entry:
 
     UnsupportedOp for an op that workers do not execute; torch's own errors for wrong shapes and dtypes.
     """
-    if info.name not in TABLE and not info.outs:
+    if info.name not in TABLE and not info.outs and info.name not in current_session.current().library_ops:
         raise UnsupportedOp(f"{TABLE.refusal(info.name)}; or compute it on the CPU and move the result with .to('remote')")
     encoder = _Encoder()
     pairs = [encoder.encode(kind, a) for kind, a in zip(info.kinds, args, strict=False)]
@@ -177,10 +222,21 @@ def _check_dtypes(info: OpInfo, args: tuple, kwargs: dict) -> None:
         raise RuntimeError(f"{info.name}: expected {name} to be {want}, got {dtype_name(named[name].dtype)}")
 
 
+class _Probe(torch.Tensor):
+    """A tensor whose ops return None."""
+
+    __torch_dispatch__ = classmethod(lambda cls, *call: None)  # type: ignore[assignment]
+
+
 def warm() -> None:
-    """Run a meta kernel: the first of a process imports much of torch, for a second. Called while workers start."""
-    with torch.no_grad(), uninterrupted():
+    """Run a meta kernel, and dispatch an op to Python: the first ones of a process import 0.5 s of torch's modules.
+
+    Called while workers start.
+    """
+    spare_dynamo()
+    with torch.no_grad(), uninterrupted(), uncollected():
         torch.empty(1, device="meta").add(1)
+        _Probe._make_wrapper_subclass(_Probe, (1,)).neg_()  # type: ignore[attr-defined]
 
 
 def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
@@ -189,6 +245,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
         return None, True
     if info.dynamic and _by_values(info, args, kwargs):
         return None, False
+    spare_dynamo()
     try:
         with torch.no_grad(), uninterrupted():  # the first one imports much of torch, which Ctrl-C would break
             result = _META.get(info.name, info.func)(*args, **kwargs)
@@ -202,7 +259,7 @@ def _run_meta(info: OpInfo, args: list, kwargs: dict) -> tuple[Any, bool]:
     except NotImplementedError:
         return None, False
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
-        if "meta tensor" in str(error):
+        if any(text in str(error) for text in _NO_SHAPE):
             return None, False
         raise refusals.as_on_cpu(info, args, kwargs, error) from None
 
@@ -211,6 +268,8 @@ def _by_values(info: OpInfo, args: list, kwargs: dict) -> bool:
     """True if this call's output shape depends on values. Some ops can have the shape as an argument instead."""
     if info.name == "aten.index.Tensor":  # with a mask: as many elements as it has ones
         return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if info.name == "aten._ctc_loss.default":
+        return False
     if info.name == "aten.one_hot.default":
         return dict(zip(info.names, args, strict=False), **kwargs).get("num_classes", -1) < 0
     if info.name == "aten.repeat_interleave.Tensor":
@@ -271,12 +330,14 @@ def _outs(info: OpInfo, entry: Entry, result: Any, known: bool, positions: dict[
             trees.append(_in_place(outs, positions[names[0]][0]))
             continue
         base = _base_operand(info, alias, positions) if alias is not None else -1
+        entry.new = new_view if base >= 0 else entry.new
         trees.append(_new_output(info, entry, outs, value, known, base))
     entry.result = trees[0] if single else tuple(trees)
     if not known:
         entry.mode = ASK
     elif single and entry.result == ("new", 0):
         entry.mode = ONE
+        entry.wrapper = wrapper_of(entry.metas[0])
     elif single and entry.result == ("arg", 0) and positions[info.names[0]] == [0]:
         entry.mode = FIRST
     return outs

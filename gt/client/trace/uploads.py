@@ -39,8 +39,11 @@ def upload(host: torch.Tensor) -> RemoteTensor:
     if data.nbytes <= MAX_INLINE_BYTES:
         recorder.emit_with_frame(row, data.tobytes(), 2)
     else:
-        recorder.session.keep(number, data.copy(order="C").view(f"V{data.itemsize}"))
-        recorder.code.extend(row)
+        if recorder.session.crowded(data.nbytes):
+            recorder.flush_ops()
+            recorder.session.wait_room(data.nbytes)
+        row[2] = recorder.session.keep(number, data)
+        recorder.emit_large_upload(row)
     recorder.ops += 1
     return make(meta, Ref(number, meta, origin, recorder.live_tensors))
 

@@ -16,8 +16,9 @@ from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import WorkerStuck
 from gt.ir.instr import COMMUNICATION
-from gt.wire.messages import Describe, Failed, Fetch, FinishCapture, Inspect, Message, Notice, Ops, Stats
+from gt.wire.messages import Describe, Failed, Fetch, FinishCapture, Inspect, InspectFragments, Message, Notice, Ops, Stats
 
+QUESTIONS = (Fetch, Describe, Inspect, InspectFragments, Stats)
 SLOW = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0)  # seconds at one instruction after which a program is told, then every 600
 SAME = 60.0  # seconds in which a program is not told for the second time that it has come to a slow instruction at one line
 HALTED = 0.5  # of a heartbeat: a process that is stopped for a moment is looked at by a debugger
@@ -47,7 +48,7 @@ class Stragglers:
         """Notices and errors for the programs that wait for workers."""
         halted = {i: halt.how for i, halt in self.watch.halted(HALTED).items()}
         for session in sessions:
-            if session.uploads.awaited:
+            if session.uploads.awaited or session.arenas.asked:
                 self._end_held(session, halted, now)
             self._end_unanswered(session, now)
             behind = self._behind(session)
@@ -101,7 +102,7 @@ class Stragglers:
         left: deque[tuple[Message, tuple]] = deque()
         for message, frames in session.inbox:
             # FinishCapture ends a call whose ops are sent and which must not be made again: it waits until the worker is lost.
-            if isinstance(message, (Fetch, Describe, Inspect, Stats)) or (stalled and isinstance(message, FinishCapture)):
+            if isinstance(message, QUESTIONS) or (stalled and isinstance(message, FinishCapture)):
                 session.send(Failed(message.request, errors.to_wire(error)))
             else:
                 left.append((message, frames))

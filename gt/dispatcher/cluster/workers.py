@@ -13,6 +13,7 @@ from gt.dispatcher.fairness.run_queue import RunQueue
 from gt.errors import SystemFailure
 from gt.ir.heap import MEETING_BYTES, Sizes, channel_bytes, channel_class, enough, sizes, team_bytes
 from gt.ir.instr import FIRST, Define
+from gt.ir.schema import Schema, common
 from gt.ir.template import weight
 
 MOST = 1 << 17  # numbers of one Run, about: it has to fit a body whatever a client sends
@@ -133,6 +134,10 @@ class Cluster:
     def hosts(self) -> dict[str, int]:
         """Numbers of workers that compute in their host's memory, by host."""
         return dict(Counter(w.info.get("host", "") for w in self.workers if not w.lost and w.info.get("device") == "cpu"))
+
+    def library_ops(self) -> dict[str, Schema]:
+        """Schemas of the libraries' ops that all workers have."""
+        return common(w.info.get("ops") or {} for w in self.workers if not w.lost)
 
     def finished(self, worker: Worker, run: int) -> None:
         """A worker has carried out its Runs up to this one: what waited for that is sent."""

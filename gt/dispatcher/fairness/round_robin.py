@@ -15,9 +15,10 @@ from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.fetches import MAX_REQUESTS
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import GTError, ProtocolError
-from gt.wire.messages import Describe, Fetch, FinishCapture, Inspect, Message, Ops, Stats
+from gt.wire.messages import Describe, Fetch, FinishCapture, Inspect, InspectFragments, Message, Ops, Stats
 
-DEFERRED = frozenset({Ops, Fetch, Describe, Inspect, FinishCapture, Stats})  # what a stalled session keeps for later, in order
+# Messages that a stalled session keeps for later, in order
+DEFERRED = frozenset({Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats})
 MAX_DEFERRED_MESSAGES = CREDIT + MAX_REQUESTS + 1
 
 
@@ -118,7 +119,7 @@ class RoundRobin:
             self._core.attempt(peer, "Ops", session.op_stream.finish)
             if not isinstance(message, FinishCapture) and not session.op_stream.busy:
                 session.outbox.send_deferred()
-        return session.stalled
+        return session.stalled or session.arenas.awaits(message)
 
     def check(self) -> None:
         """Invariants between events; tests call it."""

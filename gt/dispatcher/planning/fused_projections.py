@@ -18,7 +18,7 @@ from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.op_queue import NeedsLookahead
 from gt.dispatcher.state.records import Origin
 from gt.dispatcher.state.tensors import Table, Tensor
-from gt.ir.instr import FREE, GRAD, LENGTHS, PARAM, SHARDED
+from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, FREE, GRAD, LENGTHS, PARAM, SHARDED
 from gt.ir.layout import Layout, Shard
 
 log = logging.getLogger("gt.dispatcher")
@@ -98,6 +98,12 @@ def count_split_parts(context: SessionContext, outs: list[int]) -> int:
                 return 1
             if number in (FREE, PARAM, SHARDED, GRAD) and type(code[at + 1]) is int:
                 at += LENGTHS[number] + (max(code[at + 1], 0) if number == FREE else 0)
+                continue
+            if number == FRAGMENT:
+                at += FRAGMENT_HEADER
+                continue
+            if number == END_FRAGMENT and type(code[at + 1]) is int:
+                at += 2 + max(code[at + 1], 0)
                 continue
             known = context.templates.get(number)
             if known is None:  # something else, or a lie, which will be met in its turn

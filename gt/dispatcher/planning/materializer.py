@@ -21,7 +21,6 @@ from gt.dispatcher.state.tensors import RecipeStep, Storage, Tensor
 from gt.dispatcher.state.uploads import Uploads
 from gt.ir.layout import Layout, R, Shard, boxes, local_shape, replicated
 from gt.ir.spec import Spec
-from gt.wire.messages import Release
 
 ELEMENTWISE = ("clone", "_to_copy", "zeros_like", "empty_like")  # and whatever torch tags as pointwise
 MAX_RECIPE_STEPS = 64  # steps of a recipe; a longer one is placed
@@ -96,7 +95,7 @@ class Materializer:
             self.host_uses[host] -= 1
             if not self.host_uses[host]:
                 del self.host_uses[host]
-                self._context.send(Release([host]))
+                self._uploads.release(host)
 
     # ---- carrying them out
 

@@ -6,11 +6,12 @@ nothing to do, must not change that: such an op and what is behind it wait for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gt.dispatcher.fairness.run_queue import CLOSER, GRAIN, UNIT
 from gt.dispatcher.planning.planner import Planner
 from gt.dispatcher.planning.redistributor import Redistributor
+from gt.dispatcher.programs.fragments import Fragments
 from gt.dispatcher.programs.programs import Programs
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.context import SessionContext
@@ -18,10 +19,11 @@ from gt.dispatcher.state.emitter import TEMPORARY
 from gt.dispatcher.state.fetches import Fetches
 from gt.dispatcher.state.op_queue import Batch, NeedsLookahead, QueuedBatch
 from gt.dispatcher.state.outbox import Outbox
+from gt.dispatcher.state.records import Origin
 from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.validate import CREDIT, Definitions
 from gt.errors import ProtocolError
-from gt.ir.instr import DISCARD, DROP, FIRST, FREE, GRAD, LAUNCH, PARAM, RECORD, SHARDED
+from gt.ir.instr import DISCARD, DROP, END_FRAGMENT, FIRST, FRAGMENT, FREE, GRAD, LAUNCH, PARAM, RECORD, SHARDED
 from gt.wire.messages import Ack, Ops
 
 MAX_WAITING_BATCHES = CREDIT // 2  # batches: a client without credit could not send the next
@@ -43,6 +45,7 @@ class OpStream:
     ) -> None:
         self._context, self._outbox, self._planner, self._redistributor = context, outbox, planner, redistributor
         self._programs, self._fetches = programs, fetches
+        self.fragments = Fragments(context, redistributor, programs)
         self._queue, self._emitter, self._pace = context.queue, context.emitter, context.pace
         self.coming, self.pending = context.queue.coming, context.queue.pending
         self.definitions = Definitions(context)
@@ -83,9 +86,11 @@ class OpStream:
 
     def _plan_batch(self, message: Ops, frames: tuple) -> Iterator[None]:
         pace, definitions = self._pace, self.definitions
-        numbers = [row[0] for row in message.templates if type(row) is list and row] if self.coming else []
+        numbers = [row[0] for row in message.templates if type(row) is list and row]
         if any(type(number) is int and number in self._context.templates for number in numbers):
-            yield from self._advance(True)  # the client's table has started again: what waits is by the old one
+            if self.coming:
+                yield from self._advance(True)  # the client's table has started again: what waits is by the old one
+            self.fragments.clear()
         for define, rows in ((definitions.define, message.templates), (definitions.define_origin, message.origins)):
             for row in rows:
                 if pace.spent:
@@ -133,7 +138,7 @@ class OpStream:
         """Plan a batch from where it was left; True if to its end."""
         context, queue, code = self._context, self._queue, batch.code
         templates, origins, rows = context.templates, context.origins, context.table.rows
-        emitter, op = self._emitter, self._planner.op
+        emitter, op = self._emitter, self._op
         at, end = batch.at, len(code)
         shared = context.cluster.queue.shared(context.number)
         grain = left = GRAIN if shared else end
@@ -152,6 +157,7 @@ class OpStream:
                     batch.at, batch.spent = at, True  # begins a slice, which is done aside
                     return False
                 at = self._special(number, code, at)
+                op = self._op
                 emitter.begin_op()
                 queue.due = 0
                 continue
@@ -185,6 +191,16 @@ class OpStream:
                 self._outbox.cut()
         return True
 
+    @property
+    def _op(self) -> Callable[[OpSchema, Origin, list[Tensor], tuple, list[int]], None]:
+        """The function that plans the next op."""
+        return self._note_op if self.fragments.recording else self._planner.op
+
+    def _note_op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
+        """Plan one op of a fragment that is recorded."""
+        self._planner.op(known, origin, ins, values, outs)
+        self.fragments.note(self._emitter.seq)
+
     def _special(self, number: int, code: list, at: int) -> int:
         operand = code[at + 1] if at + 1 < len(code) else None
         if number == FREE:
@@ -211,6 +227,10 @@ class OpStream:
     def _program(self, number: int, code: list, at: int) -> int:
         """Carry out one control code of programs."""
         programs = self._programs
+        if number == FRAGMENT:
+            return self.fragments.enter(code, at)
+        if number == END_FRAGMENT:
+            return self.fragments.leave(code, at)
         if number == LAUNCH and at + 4 <= len(code):
             programs.launch(*code[at + 1 : at + 4])
             return at + 4

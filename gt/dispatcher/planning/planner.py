@@ -253,7 +253,7 @@ class Planner:
             target = ins[index]
             if target.layout is None and not lost_in(self._cluster, mesh):
                 start = tuple(p or R for p in self._start(target, mesh, meaning, True))
-                self._redistributor.place(target.storage, root_layout(target, Layout(mesh, start)))
+                self._redistributor.place(target.storage, root_layout(target, Layout(mesh, start)), decided=False)
                 target.storage.note_placed(origin.meaning is not None)
                 target.storage.undecided = target.storage.undecided or target.storage.param  # its use is yet to come
 

@@ -36,7 +36,7 @@ class Redistributor:
     def redistribute(self, tensor: Tensor, want: Layout) -> int:
         """Id that names `tensor` in layout `want`: the tensor itself, a kept copy, or a new one."""
         if tensor.layout is None:
-            self.place(tensor.storage, root_layout(tensor, want))
+            self.place(tensor.storage, root_layout(tensor, want), decided=False)
             tensor.storage.note_placed(self._context.origin.meaning is not None)
         assert tensor.layout is not None
         if tensor.layout == want:
@@ -192,10 +192,14 @@ class Redistributor:
         self._replace_root(storage, root, made, want)
         return True
 
-    def home(self, storage: Storage, want: Layout) -> Layout:
+    def move_home(self, storage: Storage, want: Layout) -> None:
+        """Move a parameter to where a use wants it, or to how it rests for such a use."""
+        if storage.sharded:
+            want = storage.rest = self._context.intern(self.rest(storage, want))
+        self.relayout(storage, want)
+
+    def rest(self, storage: Storage, want: Layout) -> Layout:
         """The layout of a storage's root between uses, where a use wants it in layout `want`."""
-        if not storage.sharded:
-            return want
         shape = next(t for t in storage.tensors.values() if t.base is None).spec.shape
         for dim in zero.dims(want, shape) if storage.recipe is not None and len(storage.tensors) > 1 else ():
             lies = zero.rest(want, shape, dim)
@@ -203,10 +207,13 @@ class Redistributor:
                 return lies
         return zero.rest(want, shape)
 
-    def place(self, storage: Storage, want: Layout) -> None:
-        """Make an unplaced storage on workers, its root in layout `want`, or as it rests."""
-        if storage.sharded:
-            want = storage.rest = self._context.intern(self.home(storage, want))
+    def place(self, storage: Storage, want: Layout, decided: bool = True) -> None:
+        """Make an unplaced storage on workers, its root in layout `want`, or as it rests.
+
+        decided: false if a later use may choose its layout on other axes, after which it rests.
+        """
+        if storage.sharded and (decided or len(want.mesh.axes) == 1):
+            want = storage.rest = self._context.intern(self.rest(storage, want))
         if self._materializer.place(storage, want) != want:
             self.relayout(storage, want)
 
@@ -225,7 +232,7 @@ class Redistributor:
         for view in storage.tensors.values():
             self.drop_copies(view)
         self._emitter.free(set(old.mesh.workers) - set(want.mesh.workers), list(storage.tensors))
-        if storage.rest is not None or storage.sharded:
+        if storage.rest is not None:
             storage.rest = self._context.intern(want)
         self._replace_root(storage, root, made, want)
 

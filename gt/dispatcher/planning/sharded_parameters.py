@@ -43,19 +43,11 @@ class ShardedParameters:
     # ---- what the client says
 
     def declare(self, parameter: Tensor) -> None:
-        """A parameter is sharded from now on: at once if it is placed, else when it is."""
+        """A parameter is sharded: when it is placed, or after its first use if it is placed already."""
         storage = parameter.storage
         if not self.stage or storage.sharded:
             return
-        storage.sharded = True
-        root = _root(storage)
-        if root.layout is not None and not storage.default and not self._context.failures.troubled:
-            self._begin()
-            if root.layout.partial:
-                self._redistributor.reduce_partial(storage)
-            self._redistributor.relayout(storage, zero.rest(root.layout, root.spec.shape))
-            storage.rest = self._context.intern(root.layout)
-            self._context.note_planned(_REDUCTION, (), (storage,))
+        storage.sharded = True  # one that is placed already rests after its first use, which may choose its layout
 
     def accumulated(self, parameter: Tensor, gradient: Tensor) -> None:
         """Autograd has added to a gradient: it rests as its parameter does."""
@@ -117,13 +109,22 @@ class ShardedParameters:
                 t = rows[i]
                 if t.base is None and t.layout is not None and t.spec.shape and not t.layout.partial:
                     t.storage.rest = t.layout
-        for index in known.template.writes:
-            storage = ins[index].storage
-            if storage.rest is not None:
+        writes, uses = known.template.writes, zero.uses(known)
+        for index, t in enumerate(ins):
+            storage = t.storage
+            if storage.rest is not None and index in writes:
                 self._drop_copies(storage)
                 self._return(storage)
+            elif storage.sharded and storage.rest is None and uses and index not in writes:
+                self._first_use(storage)
         if self.stage == 3:
             self._evict(ins)
+
+    def _first_use(self, storage: Storage) -> None:
+        """A parameter that was whole when it was declared rests from now on, unless no group has used it."""
+        layout = _root(storage).layout
+        if layout is not None and not layout.partial and not storage.default:
+            self._redistributor.move_home(storage, layout)
 
     def _return(self, storage: Storage) -> None:
         """An op without a rule for pieces has made a parameter whole: it is split again."""

@@ -43,14 +43,19 @@ class ProgramWriter:
         self._action = ""
         self._at = 0  # the op that is being written
 
-    def write(self, rows: Sequence[Instruction]) -> None:
+    def write(self, rows: Sequence[Instruction], owned: Sequence[int] | None = None) -> None:
+        """Write rows. owned: tensors from before that are freed at their last use too; with them results have new names."""
         self._channels = sorted({use for row in rows for use in _channels(row.define)})
         made, last = last_uses(rows)
         ends = defaultdict(list)
         for i in made:
             if i not in self.lasting:
                 ends[last[i]].append(i)
-        self._free([i for i in made if i in self.lasting])  # of the replay before: nothing here reads them
+        for i in owned or ():
+            if i in last:
+                ends[last[i]].append(i)
+        if owned is None:
+            self._free([i for i in made if i in self.lasting])  # of the replay before: nothing here reads them
         for n, row in enumerate(rows):
             self._row(row)
             self._free(ends.get(n, ()))

@@ -6,7 +6,7 @@ values are freed at their last use, other frees are left out, and loop-carried t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ from gt.wire.messages import FinishCapture
 
 MAX_PROGRAMS_PER_SESSION = 64
 MAX_HINTED_SLOTS = 4096  # functions whose inputs' layouts are remembered
-TROUBLED = "an op failed, or a worker is lost"
 
 
 @dataclass(slots=True)
@@ -89,11 +88,11 @@ class Programs:
         hints = self._hints.get(slot)
         for n, tensor in enumerate(inputs if hints is not None else ()):
             dims, layout = hints[n] if hints is not None and n < len(hints) else (-1, None)
-            if tensor.layout is None and not self._failures.troubled:
+            if tensor.layout is None and not self._failures.missing:
                 fits = layout is not None and dims == len(tensor.spec.shape)
                 wanted = layout if layout is not None and fits else replicated(self._context.default_mesh())
                 self._redistributor.place(tensor.storage, root_layout(tensor, wanted))
-        self._drop_copies()  # a kept one would be of the value that there was
+        self.drop_copies()  # a kept one would be of the value that there was
         self._outbox.cut()
         before = {i: t.layout for i, t in self._table.rows.items()}
         tape = self._context.tape = Recording(slot, inputs, before, hints is None)
@@ -101,7 +100,7 @@ class Programs:
         self._journal.tape, self._emitter.kept = tape.journal, tape.defines
         self.deferred.begin(how)
 
-    def _drop_copies(self) -> None:
+    def drop_copies(self) -> None:
         for tensor in self._table.rows.values():
             if tensor.copies or tensor.sums:
                 self._redistributor.drop_copies(tensor)
@@ -110,21 +109,28 @@ class Programs:
         """Stop recording, and make no program of it."""
         if self.holds:
             self._outbox.cut()
-        tape = self._stop()
+        tape = self.stop()
         if tape is not None:
             self.deferred.end(tape)
             self._free(tape.constants)
 
-    def _stop(self) -> Recording | None:
+    def stop(self) -> Recording | None:
         context = self._context
         tape, context.tape, self._journal.tape, self._emitter.kept = context.tape, None, None, None
         if tape is not None:
-            if len(self._hints) >= MAX_HINTED_SLOTS:
-                self._hints.clear()
-            self._hints[tape.slot] = [
-                (len(t.spec.shape), t.layout or tape.used_layouts.get(n)) for n, t in enumerate(tape.inputs)
-            ]
+            self._hint(
+                tape.slot, [(len(t.spec.shape), t.layout or tape.used_layouts.get(n)) for n, t in enumerate(tape.inputs)]
+            )
         return tape
+
+    def hint(self, slot: int, inputs: Sequence[Tensor]) -> None:
+        """Remember the layouts that inputs have now, for the next recording of this slot."""
+        self._hint(slot, [(len(t.spec.shape), t.layout) for t in inputs])
+
+    def _hint(self, slot: int, layouts: list[tuple[int, Layout | None]]) -> None:
+        if len(self._hints) >= MAX_HINTED_SLOTS:
+            self._hints.clear()
+        self._hints[slot] = layouts
 
     def _free(self, constants: Iterable[tuple[list[int], int]]) -> None:
         for workers, name in constants:
@@ -136,8 +142,8 @@ class Programs:
         """Make a program of the recording; the body of the answer."""
         number = message.program
         self._emitter.begin_run()
-        self._place_all({made for _, made in _pairs(message.carried, self._table.rows)})
-        tape = self._stop()
+        self.place_all({made for _, made in _pairs(message.carried, self._table.rows)})
+        tape = self.stop()
         if tape is None:
             raise ProtocolError(f"FinishCapture.program is {number}, and nothing was recorded")
         if number in self.all or len(self.all) >= MAX_PROGRAMS_PER_SESSION:
@@ -153,13 +159,13 @@ class Programs:
         self.deferred.end(tape)
         added: dict[str, Define] = {}
         with self._context.apart():
-            why = self._prevents(tape, pairs)
+            why = self.obstacle(tape, pairs)
             context, parts = self._pass_context(tape, message, added), {}
             if not why:
                 tape = run_passes(tape, context, PASSES)
                 parts = self._write(tape, message)
         self._emitter.begin_run()
-        why = why or (TROUBLED if self._failures.troubled else "")  # it may be since
+        why = why or self._failures.harm(tape.journal)  # one may be reported since
         if why:
             self._free(tape.constants)
         else:
@@ -222,6 +228,10 @@ class Programs:
         writer.write(rows)
         return [{**part, "once": True} for part in writer.parts]
 
+    def fragment_context(self, tape: Recording, backend: str, added: dict[str, Define]) -> PassContext:
+        """The context of passes for a recorded fragment. added: takes the definitions that passes add."""
+        return self._pass_context(tape, FinishCapture(0, 0, "", backend, [], -1, 0, 0), added)
+
     def _define(self, known: dict[str, Define], kind: str, payload: dict) -> Define:
         """A definition that a pass adds, which all workers of the recording will know. known: those added so far."""
         key = f"{kind} {payload}"
@@ -229,13 +239,13 @@ class Programs:
             known[key] = self._emitter.define(kind, payload)
         return known[key]
 
-    def _place_all(self, carried: set[int]) -> None:
+    def place_all(self, carried: set[int]) -> None:
         """Place all tensors that the recording made, so that a replay makes them too.
 
         A scalar's terms are added up, since a loss is read after most replays. Gradients may go on being accumulated.
         """
         tape = self._context.tape
-        if tape is None or self._failures.troubled:
+        if tape is None or self._failures.missing:
             return
         for storage in dict.fromkeys(t.storage for i, t in self._table.rows.items() if i not in tape.before):
             if any(i in tape.before for i in storage.tensors):
@@ -249,8 +259,8 @@ class Programs:
                 self._redistributor.reduce_partial(storage)
         self._outbox.cut()
 
-    def _prevents(self, tape: Recording, pairs: list[tuple[int, int]]) -> str:
-        """The reason why this recording cannot be a program, or "" if it can."""
+    def obstacle(self, tape: Recording, pairs: list[tuple[int, int]], inputs: Collection[int] = ()) -> str:
+        """The reason why this recording cannot be a program, or "" if it can. inputs: tensors that may change their layout."""
         if tape.size > tape.room:
             most = MAX_INSTRUCTIONS_PER_SESSION
             return f"it has too many instructions: {tape.size}, and {most - tape.room} of at most {most} are in other programs"
@@ -258,11 +268,11 @@ class Programs:
             return "it defers an op on a tensor that is not placed yet"
         if not tape.journal:
             return "the function did no op"
-        if self._failures.troubled:
-            return TROUBLED
+        if harm := self._failures.harm(tape.journal):
+            return harm
         for tensor_id, layout in tape.before.items():
             tensor = self._table.rows.get(tensor_id)
-            if tensor is not None and tensor.layout != layout:
+            if tensor is not None and tensor.layout != layout and not (tensor_id in inputs and _same_workers(layout, tensor)):
                 return (
                     f"tensor %{tensor_id} changed its layout in the call: it was {layout or 'not placed'}, now {tensor.layout}"
                 )
@@ -287,7 +297,7 @@ class Programs:
             self._emitter.estimate(code[worker][0], sum(self._emitter.costs.get(row.define.number, 0.0) for row in rows))
         for read, made in pairs:
             self._alias(made, read)
-        self._drop_copies()  # a replay makes them, and ends them
+        self.drop_copies()  # a replay makes them, and ends them
         self.kept += tape.size
         self.all[message.program] = self._program(tape, code, [self._table.rows[read].storage for read, _ in pairs])
 
@@ -392,6 +402,10 @@ class Programs:
             raise ProtocolError(f"Ops.code drops {number!r:.40}, which is no program")
         self.kept -= program.size
         self._free(program.constants)
+
+
+def _same_workers(before: Layout | None, tensor: Tensor) -> bool:
+    return before is not None and tensor.layout is not None and before.mesh.workers == tensor.layout.mesh.workers
 
 
 def _pairs(rows: Sequence, table: dict) -> list[tuple[int, int]]:

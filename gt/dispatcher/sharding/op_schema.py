@@ -34,7 +34,7 @@ class OpSchema:
             self.name = "view.dtype"
         self.random = op in RANDOM
         self.overwrites = self.name in OVERWRITES
-        if self.name.startswith(LISTS):
+        if op.startswith("aten.") and self.name.startswith(LISTS):
             self.columns = _columns(self.template)
         self.specs = list(self.template.ins)
         self.tensors = len(self.specs)

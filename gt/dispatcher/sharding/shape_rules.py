@@ -16,7 +16,7 @@ from gt.dispatcher.sharding.losses import LOSSES
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.rules import DIMWISE, ELEMENTWISE, REDUCTIONS
 from gt.dispatcher.sharding.views import OTHER_VIEW, VIEWS
-from gt.ir.schema import TABLE
+from gt.ir.schema import OWN, TABLE
 from gt.ir.template import Template, V
 
 OTHER = "an op of another form"
@@ -40,6 +40,8 @@ class Shapes:
 
 def known(template: Template) -> OpSchema:
     """The OpSchema of a client's template, with a rule only if the template has the shapes that the rule expects."""
+    if template.op.split(".")[0] not in OWN:  # of another library: whether it works on each element is the client's word
+        return OpSchema(replace(template, pointwise=False))
     met = OpSchema(template)
     if regular(met):
         return met

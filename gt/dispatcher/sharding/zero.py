@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from gt.config.schema import DATA_AXIS
 from gt.dispatcher.sharding.list_rules import NORMS
 from gt.dispatcher.sharding.op_schema import OpSchema
-from gt.dispatcher.sharding.rules import ELEMENTWISE, REDUCTIONS
+from gt.dispatcher.sharding.rules import ELEMENTWISE, REDUCTIONS, VALUELESS
+from gt.dispatcher.sharding.views import VIEWS
 from gt.ir.layout import Layout, Partial, Placement, R, Shard
 from gt.ir.spec import Spec
 
@@ -54,6 +55,11 @@ def used(layout: Layout) -> Layout:
 def at_rest(known: OpSchema) -> bool:
     """True if an op on tensors that all rest is computed on their pieces: then it takes no communication."""
     return known.template.pointwise or known.name in ELEMENTWISE or known.name in REDUCTIONS or bool(known.columns)
+
+
+def uses(known: OpSchema) -> bool:
+    """True if an op reads values of its operands, and gives no other view of them."""
+    return known.name not in VIEWS and known.name not in VALUELESS and not known.name.startswith("new_")
 
 
 def norm(known: OpSchema, places: Sequence[Placement | None]) -> tuple[Placement, ...] | None:

@@ -20,6 +20,7 @@ from gt.dispatcher.state.records import NO_ORIGIN, Origin
 from gt.dispatcher.state.tensors import Storage, Table, Tensor
 from gt.errors import ProtocolError
 from gt.ir.layout import Layout, Mesh
+from gt.ir.schema import SessionOps
 from gt.wire.messages import Message
 
 
@@ -50,6 +51,7 @@ class SessionContext:
         self.out, self.terms, self.pace = out, terms, terms.pace
         self.ended = False
         self.groups = Groups(config)
+        self.ops = SessionOps(cluster.library_ops())
         self.table = Table()
         self.emitter = Emitter(cluster, number, terms.page)
         self.scribe = self.emitter.scribe

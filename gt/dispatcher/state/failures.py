@@ -178,6 +178,21 @@ class Failures:
         lost = next((w for w in self._cluster.workers if w.lost), None)
         return self._lost if lost is None else self.cause_of_loss(lost)
 
+    @property
+    def missing(self) -> bool:
+        """True while a worker of the session is lost."""
+        return bool(self._losses)
+
+    def harm(self, rows: Iterable[Planned]) -> str:
+        """Why these ops give no values: a worker is lost, or one of the ops uses a failed value; "" if neither holds."""
+        if not self.troubled:
+            return ""
+        if self._losses:
+            return str(next(iter(self._losses.values())).error).splitlines()[0]
+        storages = (storage for row in rows for storage in (*row.reads, *row.writes, *row.makes))
+        cause = next((storage.failed for storage in storages if storage.failed is not None), None)
+        return "" if cause is None else f"it uses a value that failed: {str(cause.error).splitlines()[0]}"
+
     def recover(self) -> None:
         """Care is no longer needed once nothing that failed is left, and no worker is missing."""
         if self.troubled and not self._losses and all(t.storage.failed is None for t in self._table.rows.values()):

@@ -6,12 +6,14 @@ upstream is known by then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gt import errors
 from gt.dispatcher.planning.materializer import Materializer
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.sharding.redistribute import spans
+from gt.dispatcher.state.arenas import BlockPlace, SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import lost_in
 from gt.dispatcher.state.outbox import Outbox
@@ -21,8 +23,9 @@ from gt.errors import GTError, OpFailed, ProtocolError
 from gt.ir.instr import Define
 from gt.ir.layout import Layout, boxes, local_shape
 from gt.ir.spec import Spec
-from gt.wire.messages import AHEAD, CHUNK, THROUGH, Described, Failed, Piece, Report, Value, WindowUpdate
+from gt.wire.messages import AHEAD, CHUNK, THROUGH, Described, Failed, Piece, Report, UseBlock, Value, WindowUpdate
 
+NO_PLACE = -1
 MAX_REQUESTS = 256  # requests of a client under way
 MAX_DESCRIBED_TENSORS = 4096  # of one Describe
 
@@ -46,6 +49,7 @@ class Request:
     verified: bool = False
     since: float = 0.0
     seq: int = -1  # of what was asked of the workers
+    place: BlockPlace | None = None  # of a block of the client that workers write their parts into
     granted: dict[int, int] = field(default_factory=dict)  # bytes of a large piece that may come, once more than AHEAD
     moved: float = -1.0  # when something of the answer came last, or could come at last; below 0: it has to be worked for
 
@@ -54,6 +58,8 @@ class Request:
         """Workers that have still to send what they may."""
         if self.kind == "describe":
             return {index for key, index in self.keys.items() if key not in self.specs}
+        if self.place is not None:
+            return {self.keys[key] for key, left in self.left.items() if left}
         ends = {key: self.sizes[key] - left + min(left, CHUNK) for key, left in self.left.items() if left}
         return {self.keys[key] for key, end in ends.items() if end <= self.granted.get(key, AHEAD)}
 
@@ -70,9 +76,14 @@ class Fetches:
     """Those of one session."""
 
     def __init__(
-        self, context: SessionContext, outbox: Outbox, materializer: Materializer, redistributor: Redistributor
+        self,
+        context: SessionContext,
+        outbox: Outbox,
+        materializer: Materializer,
+        redistributor: Redistributor,
+        arenas: SessionArenas,
     ) -> None:
-        self._context, self._outbox = context, outbox
+        self._context, self._outbox, self._arenas = context, outbox, arenas
         self._materializer, self._redistributor = materializer, redistributor
         self._emitter, self._cluster, self._failures = context.emitter, context.cluster, context.failures
         self.open: dict[int, Request] = {}
@@ -82,8 +93,8 @@ class Fetches:
 
     # ---- asking
 
-    def fetch(self, number: int, tensor_id: int) -> None:
-        """Ask the workers that hold the parts, each part once."""
+    def fetch(self, number: int, tensor_id: int, place: int = NO_PLACE) -> None:
+        """Ask the workers that hold the parts, each part once. place: of the client's block for the value."""
         self._check(number)
         if tensor_id == THROUGH:
             self._synchronize(number)
@@ -101,6 +112,7 @@ class Fetches:
             self._redistributor.reduce_partial(source.storage)
         assert source.layout is not None
         request = Request(number, "fetch", {}, [tensor, source], shape=tensor.spec.shape, dtype=tensor.spec.dtype)
+        request.place = self._block(place, tensor.spec, source.layout.mesh.workers)
         if tensor.spec.nbytes > CHUNK:  # its pieces pass as they come, once all that was asked before is known to be good
             request.runs = self._outbox.flush(self._emitter.base)
         with self._emitter.op():
@@ -109,6 +121,11 @@ class Fetches:
         if source is not tensor:
             self._emitter.free(source.layout.mesh.workers, [source.id])
         self._begin(request)
+
+    def _block(self, place: int, spec: Spec, workers: Sequence[int]) -> BlockPlace | None:
+        """The block that a value can be written into; None if not all workers that have parts of it share the arena."""
+        block = self._arenas.place(place, spec.nbytes) if place != NO_PLACE and spec.nbytes > CHUNK else None
+        return block if block is not None and self._arenas.shared(block, workers) else None
 
     def _synchronize(self, number: int) -> None:
         """A byte made by each worker of the session, which its device comes to after all that was issued."""
@@ -150,6 +167,10 @@ class Fetches:
             for extent in local_shape(layout, spec.shape, rank):
                 n *= extent
             request.sizes[key], request.left[key] = n, max(n, 1)  # an empty piece is one message all the same
+            if request.place is not None:
+                arena, offset = request.place
+                block = UseBlock(key, arena.offer.arena, offset, list(spec.shape), spec.itemsize, parts, True)
+                self._context.out(self._cluster.workers[index].peer, block, ())
             emitter.write(self._cluster.workers[index], define, [emitter.offset + source, key])
 
     def describe(self, number: int, tensors: list[int]) -> None:
@@ -238,6 +259,15 @@ class Fetches:
         if message.total != total:
             self._misfit(request, f"it has {message.total} bytes on worker {self._cluster.workers[index].name}, not {total}")
             return
+        if request.place is not None:
+            if frames or message.offset != total:
+                raise ProtocolError(f"Piece.offset is {message.offset} with {size} bytes of a piece in an arena, want {total}")
+            request.left[message.key] = 0
+            self.fetched += total
+            self._arenas.bytes_shared += total
+            request.moved = self._cluster.now if request.verified else request.moved
+            self._finish(request)
+            return
         at = total - request.left[message.key] if total else 0
         if message.offset != at or size > total - at or (total and not size):
             raise ProtocolError(f"Piece.offset is {message.offset} with {size} bytes of {total}, want {at}")
@@ -324,6 +354,9 @@ class Fetches:
     def _answer_value(self, request: Request) -> None:
         """Announce a value that is good, with what is here of it; one that is here whole and small is one message."""
         request.verified = True
+        if request.place is not None:
+            self._finish(request)
+            return
         held, request.held = request.held, []
         value = Value(request.number, list(request.shape), request.dtype, request.parts)
         alone = len(held) == 1 and not any(request.left.values())
@@ -342,12 +375,14 @@ class Fetches:
     def _finish(self, request: Request) -> None:
         if request.verified and not any(request.left.values()):
             self._drop(request)
+            if request.place is not None:
+                self._context.send(Value(request.number, list(request.shape), request.dtype, []))
 
     def _drop(self, request: Request) -> None:
         self.open.pop(request.number, None)
         for key in request.keys:
             self.by_key.pop(key, None)
-            if request.left.get(key) and request.sizes[key] > AHEAD:
+            if request.left.get(key) and request.sizes[key] > AHEAD and request.place is None:
                 self._update_window(request, key, -1)
 
     def _fail(self, number: int, cause: Cause) -> None:

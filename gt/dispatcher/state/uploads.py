@@ -1,11 +1,14 @@
-"""Uploads on their way from a client to workers. Host copies are asked for a window at a time, so that none fills a queue.
+"""Uploads on their way from a client to workers: by shared memory where all workers of an upload share it, else in messages.
 
-A client sends what it was granted, in order; workers say how much they have taken in. What is under way between is bounded
-for each session, so what another session sends a worker never waits behind more than that.
+Workers read a host copy in an arena's block there. The client is told when the last of them has read it. Any other host copy is
+asked for a window at a time, so that none fills a queue: a client sends what it was granted, in order, and workers say how much
+they have received. What is under way between is bounded for each session, so what another session sends a worker never waits
+behind more than that.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -15,11 +18,13 @@ import numpy as np
 
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.state.arenas import BlockPlace, SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.errors import ProtocolError
 from gt.ir.layout import Box, piece_shape, read_boxes
 from gt.ir.spec import Spec
-from gt.wire.messages import CHUNK, Data, UploadChunk, UploadRequest, WindowUpdate
+from gt.wire.arena import upload_index
+from gt.wire.messages import CHUNK, Data, Release, UploadChunk, UploadRequest, UseBlock, WindowUpdate
 
 Source = tuple[str, Any]  # "host" and the tensor whose copy the client keeps, or "inline" and its bytes
 
@@ -48,13 +53,35 @@ class Upload:
         return self.received >= self.total and (self.total > 0 or self.empty_came)
 
 
+@dataclass(slots=True)
+class BlockUpload:
+    """One region of a host copy that is in an arena. workers: those that have not read it yet."""
+
+    key: int
+    tensor: int
+    place: BlockPlace
+    spec: Spec
+    boxes: list
+    workers: set[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the region."""
+        return prod(piece_shape(self.boxes)) * self.spec.itemsize
+
+
 class Uploads:
     """Those of one session."""
 
-    def __init__(self, context: SessionContext) -> None:
-        self._context, self._cluster, self._queue = context, context.cluster, context.queue
+    def __init__(self, context: SessionContext, arenas: SessionArenas) -> None:
+        self._context, self._cluster, self._queue, self._arenas = context, context.cluster, context.queue, arenas
         self.open: dict[int, Upload] = {}  # oldest first
-        self.awaited = 0  # of these, not all here yet
+        self.reads: dict[int, BlockUpload] = {}  # by key: those that workers read from arenas
+        self._undecided: list[BlockUpload] = []  # until workers tell whether they share the arena
+        self._places: dict[int, BlockPlace] = {}  # of host copies in arenas, by tensor
+        self._readers: Counter[int] = Counter()  # of these, by tensor: reads that are not over
+        self._released: set[int] = set()  # tensors of which the client is told once they are
+        self.awaited = 0  # uploads that are not all here yet, or undecided
         self.unsent: list[tuple[int, list[Worker]]] = []  # that nothing which is written takes yet, and for whom
         self.moved = 0.0  # when something of them came, or was taken
 
@@ -65,6 +92,11 @@ class Uploads:
         spec, index, frames = known.template.outs[0].spec, values[0], self._queue.frames
         if type(index) is not int or index >= len(frames):
             raise ProtocolError(f"Ops.code uploads frame {index!r:.40} of {len(frames)}")
+        if index < -1 and spec is not None:
+            place = self._arenas.place(upload_index(index), spec.nbytes)
+            if place is None:
+                raise ProtocolError(f"Ops.code uploads from place {upload_index(index)}, where no arena is open")
+            self._places[outs[0]] = place
         if index < 0:
             return "host", outs[0]
         if spec is None or len(frames[index]) != spec.nbytes:
@@ -80,7 +112,12 @@ class Uploads:
         if kind == "host":
             total = prod(piece_shape(parts)) * spec.itemsize
             living = [w.index for w in workers if not w.lost]
-            self.expect(key, data, [[list(span) for span in box] for box in parts], total, living)
+            boxes, place = [[list(span) for span in box] for box in parts], self._places.get(data)
+            if place is None:
+                self.expect(key, data, boxes, total, living)
+            else:
+                self._readers[data] += 1
+                self._hand_over(BlockUpload(key, data, place, spec, boxes, set(living)))
             return key
         flat = np.frombuffer(data, dtype=np.uint8).view(f"V{spec.itemsize}") if spec.nbytes else np.empty(0, "V1")
         piece = read_boxes(flat.reshape(spec.shape), parts).reshape(-1) if spec.nbytes else flat
@@ -90,6 +127,56 @@ class Uploads:
                 chunk = raw[offset : offset + CHUNK]
                 self._context.out(worker.peer, Data(key, offset, len(raw)), (chunk,) if len(chunk) else ())
         return key
+
+    # ---- in arenas
+
+    def _hand_over(self, upload: BlockUpload) -> None:
+        """Have workers read a block, or ask the client for messages if some do not share it; later if that is undecided."""
+        if self._arenas.undecided(upload.place, upload.workers):
+            self._undecided.append(upload)
+            self.awaited += 1
+            self.moved = self._cluster.now
+        elif self._arenas.shared(upload.place, upload.workers):
+            spec, (arena, offset) = upload.spec, upload.place
+            block = UseBlock(upload.key, arena.offer.arena, offset, list(spec.shape), spec.itemsize, upload.boxes, False)
+            for index in upload.workers:
+                self._context.out(self._cluster.workers[index].peer, block, ())
+            self._arenas.bytes_shared += upload.nbytes * len(upload.workers)
+            self.reads[upload.key] = upload
+            self._end_if_read(upload)
+        else:
+            self.expect(upload.key, upload.tensor, upload.boxes, upload.nbytes, upload.workers)
+            self._end_read(upload.tensor)
+
+    def decide(self) -> None:
+        """A worker has told whether it shares an arena, or is gone."""
+        undecided, self._undecided = self._undecided, []
+        self.awaited -= len(undecided)
+        for upload in undecided:
+            self._hand_over(upload)
+
+    def _end_if_read(self, upload: BlockUpload) -> None:
+        if not upload.workers:
+            del self.reads[upload.key]
+            self._end_read(upload.tensor)
+
+    def _end_read(self, tensor: int) -> None:
+        self._readers[tensor] -= 1
+        if not self._readers[tensor]:
+            del self._readers[tensor]
+            if tensor in self._released:
+                self._released.discard(tensor)
+                self.release(tensor)
+
+    def release(self, tensor: int) -> None:
+        """No recipe needs the host copy any more: tell the client, once no worker reads it."""
+        if self._readers.get(tensor):
+            self._released.add(tensor)
+            return
+        self._places.pop(tensor, None)
+        self._context.send(Release([tensor]))
+
+    # ---- in messages
 
     def expect(self, key: int, tensor: int, boxes: list, total: int, workers: Iterable[int]) -> None:
         """Ask the client for a region, and for as much of it now as there is room for."""
@@ -142,6 +229,13 @@ class Uploads:
 
     def took(self, index: int, key: int, upto: int) -> None:
         """A worker has taken in so many bytes. ProtocolError if it was not sent them."""
+        read = self.reads.get(key)
+        if read is not None:
+            if index not in read.workers or upto != read.nbytes:
+                raise ProtocolError(f"UploadProgress.upto is {upto} of upload {key}, a block of {read.nbytes} bytes")
+            read.workers.discard(index)
+            self._end_if_read(read)
+            return
         upload = self.open[key]
         if index not in upload.taken or not upload.taken[index] <= upto <= upload.received:
             raise ProtocolError(f"UploadProgress.upto is {upto} of upload {key}, of which {upload.received} bytes were sent")
@@ -151,11 +245,17 @@ class Uploads:
         self.pump()
 
     def waits(self) -> set[int]:
-        """Workers that have still to take in what came of uploads."""
-        return {index for upload in self.open.values() for index, upto in upload.taken.items() if upto < upload.received}
+        """Workers that have still to take in what came of uploads, or to tell whether they share an arena."""
+        waits = {index for upload in self.open.values() for index, upto in upload.taken.items() if upto < upload.received}
+        return waits | self._arenas.asked
 
     def lose(self, index: int) -> None:
         """A worker is gone: nothing is on its way to it."""
+        for read in (*self.reads.values(), *self._undecided):
+            read.workers.discard(index)
+            if read.key in self.reads:
+                self._end_if_read(read)
+        self.decide()
         for upload in list(self.open.values()):
             if upload.taken.pop(index, None) is not None:
                 self._drop_if_done(upload)
@@ -167,7 +267,9 @@ class Uploads:
 
     def check(self) -> None:
         """No upload stands still while there is room for it: nobody else would have it go on."""
-        assert self.awaited == sum(not upload.arrived for upload in self.open.values())
+        assert self.awaited == sum(not upload.arrived for upload in self.open.values()) + len(self._undecided)
+        assert all(self._arenas.undecided(upload.place, upload.workers) for upload in self._undecided)
+        assert all(upload.workers and self._readers[upload.tensor] for upload in self.reads.values())
         assert self._room() <= 0 or all(upload.granted == upload.total for upload in self.open.values())
         assert not any(self._cluster.workers[index].lost for upload in self.open.values() for index in upload.taken)
 
@@ -175,5 +277,7 @@ class Uploads:
         """The client is gone: keys that nobody will send the rest of, and the workers they were for."""
         left = {upload.key: list(upload.taken) for upload in self.open.values() if not upload.arrived}
         self.open.clear()
+        for table in (self.reads, self._undecided, self._places, self._readers, self._released):
+            table.clear()
         self.awaited = 0
         return left

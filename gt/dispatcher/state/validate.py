@@ -59,7 +59,7 @@ class Definitions:
         if type(number) is not int or not FIRST <= number < FIRST + MAX_TEMPLATES:
             raise ProtocolError(f"Ops.templates: {row!r:.80} is not [number, template], numbers from {FIRST}")
         try:
-            known = shape_rules.known(check.template(form))
+            known = shape_rules.known(check.template(form, self._context.ops))
         except UnsupportedOp as error:
             raise UnsupportedOp(f"Ops.templates: template {number}: {error}") from None
         except (TypeError, ValueError, KeyError) as error:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
+
 from gt.ir.spec import Spec
 from gt.worker.engine.codegen import Call, Source
 from gt.worker.instructions.step import Row, Step
@@ -189,6 +191,22 @@ class Direct(Moves, Protocol):
         """Wait for all issued work."""
 
 
+class HostCopies(Protocol):
+    """Copies between a device and pinned memory of the host, which the device carries out beside other work."""
+
+    def pin(self, memory: np.ndarray) -> Callable[[], None]:
+        """Pin pages; the result undoes it, once no copy is under way. RuntimeError if they cannot be pinned."""
+
+    def upload(self, source: np.ndarray, spec: Spec) -> tuple[Tensor, Callable[[], None]]:
+        """A tensor of pinned row-major bytes, for work that is issued later, and a wait until the bytes have been read.
+
+        Does not wait for work that was issued before.
+        """
+
+    def download(self, tensor: Tensor, target: np.ndarray) -> None:
+        """Write a tensor's values, row-major, to pinned bytes. Waits for them."""
+
+
 class Progress(Protocol):
     """Progress of a device through issued work. By any thread."""
 
@@ -220,8 +238,15 @@ class Engine(Moves, Protocol):
         """Clock in seconds; None if ops run asynchronously."""
 
     @property
+    def copies(self) -> HostCopies | None:
+        """Copies from and to pinned memory, None on the host."""
+
+    @property
     def progress(self) -> Progress | None:
         """Progress of the device, None on the host."""
+
+    def load(self, libraries: Sequence[str]) -> list[str]:
+        """Import libraries for their ops: lines of the ops' schemas. For the process's owner, before it serves anybody."""
 
     def guard(self) -> AbstractContextManager:
         """Around a batch of instructions: nothing is recorded for autograd."""

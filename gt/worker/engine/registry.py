@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gt.errors import ConfigError
+from gt.wire.process_settings import uncollected
 from gt.worker.engine.base import Engine
+from gt.worker.engine.deferred_imports import deferred
+
+# Modules that torch imports with itself and that carry out no op. Inductor executes the meta kernels.
+UNUSED = ("torch._meta_registrations", "torch.distributions", "torch.export")
+
+
+def import_torch_engine() -> None:
+    """Import torch and its engine, without the modules that workers do not use."""
+    with uncollected(), deferred(*UNUSED):
+        import gt.worker.engine.torch  # noqa: F401
 
 
 def _torch(device: str) -> Engine:
+    import_torch_engine()
     from gt.worker.engine.torch import TorchEngine
 
     return TorchEngine(device)

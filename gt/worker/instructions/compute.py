@@ -111,10 +111,14 @@ def partial(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 
 def upload(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
-    engine, held, uploads = worker.engine, worker.tensors, worker.uploads
+    engine, held, uploads, arenas = worker.engine, worker.tensors, worker.uploads, worker.arenas
     spec = Spec(tuple(payload["shape"]), tuple(payload["stride"]), 0, payload["dtype"])
 
     def step(code: list, at: int) -> None:
+        block = arenas.take_read(code[at + 1])
+        if block is not None:
+            held[code[at]] = arenas.read(block, spec)
+            return
         data = uploads.take(code[at + 1], worker.epoch)
         worker.budget.hold(len(data))
         held[code[at]] = engine.upload(data, spec)
@@ -123,10 +127,14 @@ def upload(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 
 def fetch(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
-    engine, held, begin = worker.engine, worker.tensors, worker.downloads.begin
+    engine, held, begin, arenas = worker.engine, worker.tensors, worker.downloads.begin, worker.arenas
 
     def step(code: list, at: int) -> None:
+        block = arenas.take_write(code[at + 1])
         src = held[code[at]]
+        if block is not None:
+            arenas.write(block, src)
+            return
         packed = engine.packed(src)
         begin(code[at + 1], engine.view(packed), packed is not src)
         if at + 2 < len(code):

@@ -1,4 +1,4 @@
-"""Completion of Runs, reported in order. If sessions share a device, each is reported once the device has completed it.
+"""Messages that are sent in order, each once the device has completed certain work: Runs of shared devices, reads of uploads.
 
 A thread waits for the device. Its wait ends with the device's work, or with the process; nobody waits for the thread.
 """
@@ -10,46 +10,48 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Generic, TypeVar
 
-from gt.wire.messages import Done
+from gt.wire.messages import Message
 
 Wait = Callable[[], None]
+M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
-    """A Done that is not sent yet. op: the first of its Run; fence: waits for the device, None for no wait."""
+class Pending(Generic[M]):
+    """A message that is not sent yet. op: the first of its Run; fence: waits for the device, None for no wait."""
 
-    done: Done
+    message: M
     op: int
     fence: Wait | None
 
 
-class Completions:
-    """`add` and `close` are called by the executing thread, `first` by any. send: sends a Done, from any thread."""
+class Completions(Generic[M]):
+    """`add` and `close` are called by the executing thread, `first` by any. send: sends a message, from any thread."""
 
-    def __init__(self, send: Callable[[Done], None]) -> None:
+    def __init__(self, send: Callable[[M], None]) -> None:
         self._send = send
-        self._pending: deque[Pending] = deque()
-        self._queue: SimpleQueue[Pending | None] = SimpleQueue()  # the same rows, for the thread
+        self._pending: deque[Pending[M]] = deque()
+        self._queue: SimpleQueue[Pending[M] | None] = SimpleQueue()  # the same rows, for the thread
         self._sending = threading.Lock()
         self._thread: threading.Thread | None = None  # started by the first fence
         self._closed = False
 
-    def add(self, done: Done, op: int = -1, fence: Wait | None = None) -> None:
-        """Send `done` after all that were added before: at once if there is nothing to wait for."""
+    def add(self, message: M, op: int = -1, fence: Wait | None = None) -> None:
+        """Send `message` after all that were added before: at once if there is nothing to wait for."""
         if fence is None and not self._pending:
-            self._send(done)
+            self._send(message)
             return
-        row = Pending(done, op, fence)
+        row = Pending(message, op, fence)
         self._pending.append(row)
         self._queue.put(row)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="gt-completions", daemon=True)
             self._thread.start()
 
-    def first(self) -> Pending | None:
-        """The oldest Done that is not sent yet."""
+    def first(self) -> Pending[M] | None:
+        """The oldest message that is not sent yet."""
         try:
             return self._pending[0]
         except IndexError:
@@ -68,5 +70,5 @@ class Completions:
             with self._sending:
                 if self._closed:
                     return
-                self._send(row.done)
+                self._send(row.message)
             self._pending.popleft()  # only now: until then `add` must not overtake it

@@ -82,7 +82,40 @@ def bind_program(
         record_times(times)
         backend.after_replay(actions, code, drawn)
 
-    return _with_random_key(runner.context.engine, step, len(drawn)) if drawn else step
+    keyed = _with_random_key(runner.context.engine, step, len(drawn)) if drawn else step
+    return _with_parameters(payload, keyed, code, runner.tensors) if define.kind == "fragment" else keyed
+
+
+def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: dict[int, Any]) -> Step:
+    """A fragment's step: tensors of the call get the names in the code, and results the names of the call."""
+    ins, outs, moved, places = (list(payload[key]) for key in ("ins", "outs", "moved", "values"))
+    held = [name for n, name in enumerate(ins) if n not in set(moved)]
+    first_out = 2 + len(ins)
+    first_value = first_out + len(outs)
+    end = first_value + len(places)
+
+    def step(stream: list, at: int) -> None:
+        get, forget = tensors.get, tensors.pop
+        for name, i in zip(ins, stream[at + 2 : at + first_out]):
+            tensor = get(i)
+            if tensor is not None:  # else it has no piece here
+                tensors[name] = tensor
+        tensor = None
+        for n in moved:
+            forget(stream[at + 2 + n], None)
+        for place, value in zip(places, stream[at + first_value : at + end]):
+            code[place] = value
+        try:
+            run(stream, at)
+        finally:
+            for name in held:
+                forget(name, None)
+            for name, i in zip(outs, stream[at + first_out : at + first_value]):
+                tensor = forget(name, None)
+                if tensor is not None:
+                    tensors[i] = tensor
+
+    return step
 
 
 def _with_random_key(engine: Any, step: Step, draws: int) -> Step:

@@ -29,12 +29,12 @@ FILE = "<program>"  # file name of generated code in frames
 class CodeGenerator:
     """Generates the functions of one program, which share a scope.
 
-    randoms: places in the program's code of a seed and a counter, which each replay sets.
+    randoms, values: places in the program's code of a seed and a counter, and of scalars, which each replay sets.
     """
 
-    def __init__(self, randoms: Sequence[int], runner: ProgramRunner) -> None:
+    def __init__(self, randoms: Sequence[int], runner: ProgramRunner, values: Sequence[int] = ()) -> None:
         self.runner, self.definition = runner, runner.definition
-        self.drawn = frozenset(place for first in randoms for place in (first, first + 1))
+        self.drawn = frozenset({*values, *(place for first in randoms for place in (first, first + 1))})
         # Globals of the functions: the objects that ops need, and by function the place in the program of each line.
         tensors = runner.tensors
         self.scope: dict[str, Any] = {"held": tensors, "forget": tensors.pop, "places": {}}

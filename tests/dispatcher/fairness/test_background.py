@@ -100,7 +100,7 @@ def test_a_worker_lost_meanwhile_makes_it_no_program(gate):
     gate.core.handle(PeerLost(b"w0", "gone"))
     gate.open.set()
     (report,) = [m for m in gate.turn() if isinstance(m, Report)]
-    assert report.body["why"] == "an op failed, or a worker is lost"
+    assert report.body["why"].startswith("worker w0 is lost: ")
 
 
 def test_a_seal_that_is_none_is_refused_and_others_go_on(gate):

@@ -18,7 +18,7 @@ from gt.client import current_session
 from gt.client.trace import recorder
 from gt.dispatcher.programs.deferred import DeferredRuns
 from gt.dispatcher.state.outbox import MAX_PENDING_BATCHES, Outbox
-from gt.errors import CaptureError, OpFailed, SystemFailure
+from gt.errors import OpFailed, SystemFailure
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.gpu.graphs import Graphs
 from tests.helpers.models import GPT, accumulating
@@ -153,7 +153,7 @@ def pair() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(8.0, device="remote"), torch.ones(8, device="remote", requires_grad=True)
 
 
-def test_a_read_in_the_middle_is_an_error_and_earlier_ops_are_done(connect: Callable, ways: list[str]) -> None:
+def test_a_read_in_the_middle_has_earlier_ops_done(connect: Callable, ways: list[str]) -> None:
     connect()
     _, w = pair()
 
@@ -165,10 +165,9 @@ def test_a_read_in_the_middle_is_an_error_and_earlier_ops_are_done(connect: Call
         return w
 
     for turn in range(1, 4):
-        with pytest.raises(CaptureError):
-            step()
+        step()
         assert w.tolist() == [3.0**turn] * 8
-    assert ways.count("whole") == 3
+    assert ways[0] == "as written" and "whole" not in ways, step.explain()
 
 
 @pytest.mark.parametrize("ask", [lambda w: gt.stats(), gt.inspect])

@@ -168,3 +168,28 @@ def test_buffers_and_frozen_parameters_are_no_data():
         model(torch.ones(8, 16).to("remote")).sum().backward()
         lies = [plan.layout(t).split()[0] for t in (model[0].weight, model[1].weight, model[1].running_mean)]
         assert lies == ["[S(0)]", "[S(0)]", "[R]"]
+
+
+@pytest.mark.parametrize("made", ["before", "in the group"])
+def test_weights_made_in_a_group_are_sharded_as_others(made):
+    config = "".join(f"s{suffix}: {{workers: [[0, 1], [2, 3]]}}\n" for suffix in ("", "_colpar", "_rowpar")) + "gt: {zero: 2}\n"
+    with planned(config, workers=4) as plan:
+        with gt.signal.context("s" if made == "in the group" else "none"):
+            up, norm = nn.Linear(16, 32, bias=False, device="remote"), nn.LayerNorm(16, device="remote")
+            nn.init.orthogonal_(up.weight)
+        for _ in range(2):
+            with gt.signal.context("s"):
+                h = norm(torch.randn(8, 16).to("remote"))
+            with gt.signal.context("s_colpar"):
+                up(h).sum().backward()
+        assert [plan.layout(t).split()[0] for t in (up.weight, norm.weight)] == ["[S(1),S(0)]", "[S(0),R]"]
+        assert plan.layout(up.weight.grad) == plan.layout(up.weight)
+
+
+def test_weights_computed_where_data_is_parallel_rest_in_pieces():
+    with planned("gt: {data_parallel: [0, 1], zero: 1}\n", workers=2) as plan:
+        layer = nn.Linear(16, 16, device="remote")
+        nn.init.orthogonal_(layer.weight)
+        layer(torch.randn(8, 16).to("remote")).sum().backward()
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+        assert [plan.layout(t) for t in layer.parameters()] == ["[S(0)] on 0,1"] * 2

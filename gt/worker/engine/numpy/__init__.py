@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gt.errors import ConfigError
 from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Combine
@@ -38,11 +39,16 @@ class NumpyEngine:
 
     name, kind = "numpy", "cpu"
     clock = staticmethod(perf_counter)
-    direct = progress = None
+    direct = progress = copies = None
 
     def __init__(self, device: str = "") -> None:
         if device not in ("", "cpu"):
             raise ValueError(f"the numpy engine runs on the cpu, not on {device!r}")
+
+    def load(self, libraries: Sequence[str]) -> list[str]:
+        if libraries:
+            raise ConfigError(f"the libraries {', '.join(libraries)} need torch: use --backend torch, or none")
+        return []
 
     def guard(self) -> AbstractContextManager:
         return np.errstate(all="ignore")

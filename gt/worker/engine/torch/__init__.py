@@ -15,7 +15,7 @@ import torch
 
 from gt.errors import ConfigError
 from gt.ir.ops import RANDOM
-from gt.ir.schema import Schema
+from gt.ir.schema import OWN, Schema
 from gt.ir.spec import Spec
 from gt.ir.template import Const
 from gt.worker.engine.base import IDENTITY, Combine, Compiler
@@ -26,7 +26,9 @@ from gt.worker.engine.torch.dtypes import CONSTANTS, DTYPE, NAME, UNLESS, check_
 from gt.worker.engine.torch.gpu.cuda import Cuda, Events
 from gt.worker.engine.torch.gpu.direct import direct
 from gt.worker.engine.torch.gpu.graphs import Graphs
+from gt.worker.engine.torch.gpu.pinned import PinnedCopies
 from gt.worker.engine.torch.inductor import Inductor
+from gt.worker.engine.torch.libraries import load
 from gt.worker.engine.torch.overloads import OVERLOADS
 
 
@@ -43,6 +45,7 @@ class TorchEngine:
         self.clock = perf_counter if self.host else None
         self.progress = None if self.host else Events(self._mark)
         self.direct = direct(self, COMBINE)
+        self.copies = None if self.host else PinnedCopies(self.device)
         self.seeds = None if self.host else self._seeds()
         self.key = None if self.seeds is None else self.seeds.key
         self._inductor: Inductor | None = None
@@ -76,6 +79,9 @@ class TorchEngine:
             self.seeds.key.set(seed, counter)
             self.seeds.program_draws = draws
 
+    def load(self, libraries: Sequence[str]) -> list[str]:
+        return load(libraries, self.kind)
+
     def guard(self) -> AbstractContextManager:
         return torch.no_grad()
 
@@ -102,7 +108,9 @@ class TorchEngine:
         if name == "gt.move.default":
             return torch.ops.aten.clone.default
         op: Callable = OVERLOADS[name]._op
-        base = name.split(".")[1]
+        space, base, _ = name.split(".")
+        if space not in OWN:
+            return op
         op = ALIKE[base](op) if base in ALIKE else op
         op = op if self.host and memory.switch() is not None else memory.cleared(base, op)
         if self.host:

@@ -23,6 +23,7 @@ from gt.ir.ops import RANDOM
 from gt.ir.spec import Spec
 from gt.worker.engine.base import CompiledSegment, DeviceRecorder
 from gt.worker.engine.codegen import finish, fitting
+from gt.worker.engine.deferred_imports import execute_deferred
 from gt.worker.engine.torch.bounds import BOUNDS
 from gt.worker.engine.torch.compiled_segment import Code, InputSignature, Traced
 from gt.worker.engine.torch.dtypes import NAME
@@ -104,6 +105,7 @@ class Inductor:
     def _compile(
         self, segment: BoundSegment, signature: InputSignature, written: frozenset[int], key: Hashable
     ) -> CompiledSegment:
+        execute_deferred("torch._meta_registrations")
         import torch._inductor.config as settings
         from torch._inductor.compile_fx import compile_fx
 

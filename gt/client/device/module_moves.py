@@ -1,0 +1,49 @@
+"""Module.to between the remote device and others while something in torch holds the module's old parameters.
+
+An alive graph saves parameters, and libraries keep weak references. torch's own exchange of two tensors refuses both.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from gt.client.device.remote_tensor import RemoteTensor
+
+
+def prepare() -> None:
+    """Patch torch.utils.swap_tensors, by which Module.to exchanges parameters; once."""
+    original = torch.utils.swap_tensors
+
+    @functools.wraps(original)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        if isinstance(t1, RemoteTensor) != isinstance(t2, RemoteTensor):
+            _exchange(t1, t2)
+            return
+        try:
+            original(t1, t2)
+        except RuntimeError:
+            if sys._getframe(1).f_code is not torch.nn.Module._apply.__code__:
+                raise
+            t1.data = t2.data  # within one device, as torch does it where nobody asks for exchanges
+
+    torch.utils.swap_tensors = swap_tensors
+
+
+def _exchange(module_tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    """Give the first object the second one's value. A graph that was made with the old value keeps it, and has no backward."""
+    if module_tensor.is_leaf and module_tensor.requires_grad:
+        torch.autograd.graph.get_gradient_edge(module_tensor).node.register_prehook(_refuse_backward)
+    module_tensor.__class__, moved.__class__ = moved.__class__, module_tensor.__class__
+    module_tensor.__dict__, moved.__dict__ = moved.__dict__, module_tensor.__dict__
+    torch._C._swap_tensor_impl(module_tensor, moved)
+
+
+def _refuse_backward(grads: Any) -> None:
+    raise RuntimeError(
+        "backward reached a parameter that has moved to another device since the forward pass: "
+        "run the forward pass again after .to()"
+    )

@@ -1,0 +1,165 @@
+"""Patterns of fragments: the numbers of a run of ops that must be equal for its program to serve, and those that may differ.
+
+A fragment's code is a list of numbers. Templates and origins must be equal. Ids of tensors may differ if the same ids stand
+in the same places. Scalars are parameters. A comparison is a few calls over the whole list, not a loop over ops in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.ir.instr import FREE, PARAM
+
+MAX_NUMBERS = 1 << 15  # of a fragment; clients send some 1,500
+Getter = Callable[[list], tuple]
+
+
+def getter(places: Sequence[int]) -> Getter:
+    """A function that gives the numbers at these places as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda code: (code[places[0]],)) if places else (lambda code: ())
+
+
+@dataclass(slots=True)
+class FragmentCall:
+    """One call's numbers for a pattern: ids of the tensors from before, ids of those made in it, and the code itself."""
+
+    ins: tuple
+    made: tuple
+    code: list
+    seed: int
+    counter: int
+
+
+class _Names:
+    """Tensors of one kind, numbered in the order of their first places."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        self.first: list[int] = []  # place of each
+        self.places: list[int] = []  # all places
+        self.order: list[int] = []  # number of the tensor at each of them
+
+    def add(self, tensor: int, place: int) -> None:
+        number = self.numbers.get(tensor)
+        if number is None:
+            number = self.numbers[tensor] = len(self.first)
+            self.first.append(place)
+        self.places.append(place)
+        self.order.append(number)
+
+
+@dataclass(slots=True)
+class PatternOp:
+    """One op of a pattern: its schema, and the places in the code of its scalars, but for a seed and counter that follow on."""
+
+    known: OpSchema
+    values: range
+
+
+@dataclass(eq=False)
+class FragmentPattern:
+    """The pattern of one fragment's code. `constants` are places of scalars that have to be equal, found when it is sealed."""
+
+    ops: list[PatternOp]
+    makers: list[int]  # the op that makes each
+    params: list[tuple[bool, int]]  # tensors that it declares as parameters: whether from before, and the number
+    freed: list[tuple[bool, int]]  # tensors that its code frees, in the same form
+    fixed: tuple[Getter, tuple]
+    first_in: Getter
+    in_places: Getter
+    in_order: tuple[int, ...]
+    first_made: Getter
+    made_places: Getter
+    made_order: tuple[int, ...]
+    randoms: list[tuple[int, int]]  # place of a seed and, behind it, a counter; the counter from the fragment's start
+    constants: dict[int, str] = field(default_factory=dict)  # place -> the scalar, as text
+
+    def match(self, code: list, seed: int, counter: int) -> FragmentCall | None:
+        """The numbers of a call that has this pattern; None if it has another."""
+        at_fixed, fixed = self.fixed
+        if at_fixed(code) != fixed:
+            return None
+        ins, made = self.first_in(code), self.first_made(code)
+        if tuple(map(ins.__getitem__, self.in_order)) != self.in_places(code):
+            return None
+        if tuple(map(made.__getitem__, self.made_order)) != self.made_places(code):
+            return None
+        if len({*ins, *made}) != len(ins) + len(made):
+            return None
+        if any(code[place] != seed or code[place + 1] - counter != relative for place, relative in self.randoms):
+            return None
+        if any(text(code[place]) != shown for place, shown in self.constants.items()):
+            return None
+        return FragmentCall(ins, made, code, seed, counter)
+
+
+def text(value: Any) -> str:
+    """A scalar as text: the type and the sign of zero count, and one NaN is like another."""
+    return f"{type(value).__name__} {value!r}"
+
+
+def parse(code: list, templates: Mapping[int, OpSchema], seed: int, counter: int) -> FragmentPattern | None:
+    """The pattern of a fragment's code; None where it has something else than ops whose shapes are known."""
+    before, made = _Names(), _Names()
+    fixed: list[int] = []
+    ops: list[PatternOp] = []
+    makers: list[int] = []
+    params: list[int] = []
+    freed: list[int] = []
+    randoms: list[tuple[int, int]] = []
+    at, end = 0, len(code)
+    if end > MAX_NUMBERS:
+        return None
+    while at < end:
+        if code[at] == PARAM and at + 1 < end:
+            fixed.append(at)
+            params.append(code[at + 1])
+            (made if code[at + 1] in made.numbers else before).add(code[at + 1], at + 1)
+            at += 2
+            continue
+        if code[at] == FREE and at + 1 < end and type(code[at + 1]) is int and 0 <= code[at + 1] <= end - at - 2:
+            fixed += (at, at + 1)
+            for place in range(at + 2, at + 2 + code[at + 1]):
+                freed.append(code[place])
+                (made if code[place] in made.numbers else before).add(code[place], place)
+            at += 2 + code[at + 1]
+            continue
+        known = templates.get(code[at])
+        if known is None or known.template.dynamic or known.name == "gt.upload" or at + 2 + known.length > end:
+            return None
+        scalars = at + 2 + known.tensors
+        outs = scalars + known.values
+        fixed += (at, at + 1)
+        for place in range(at + 2, scalars):
+            (made if code[place] in made.numbers else before).add(code[place], place)
+        stop = outs
+        if known.random and known.values > 1 and code[outs - 2] == seed:
+            stop -= 2
+            randoms.append((stop, code[stop + 1] - counter))
+        for place in range(outs, at + 2 + known.length):
+            if code[place] in made.numbers or code[place] in before.numbers:
+                return None
+            made.add(code[place], place)
+            makers.append(len(ops))
+        ops.append(PatternOp(known, range(scalars, stop)))
+        at += 2 + known.length
+    if not ops:
+        return None
+
+    def numbered(ids: list[int]) -> list[tuple[bool, int]]:
+        return [(i in before.numbers, (before if i in before.numbers else made).numbers[i]) for i in ids]
+
+    at_fixed = getter(fixed)
+    return FragmentPattern(
+        ops, makers, numbered(params), numbered(freed),
+        (at_fixed, at_fixed(code)),
+        getter(before.first), getter(before.places), tuple(before.order),
+        getter(made.first), getter(made.places), tuple(made.order),
+        randoms,
+    )  # fmt: skip

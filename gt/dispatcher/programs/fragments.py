@@ -1,0 +1,514 @@
+"""Fragments: runs of ops between two reads of a value, replayed as programs while the client's Python goes on.
+
+A function whose Python has to run at each call (it reads values, prints, counts) sends the same runs of ops again and again. A
+client marks where such a run begins and ends. The first time it is planned op by op, the second time recorded, and from then on
+one instruction for each worker carries it out. This is the fragment cache of a dynamic optimizer (Dynamo, Bala et al., 2000).
+
+Nothing is assumed about Python: the ops themselves are compared (fragment_pattern.py), so branches and loops need no guards.
+The ops are at hand in any case. Where a program cannot serve, they are planned as if there were none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from gt.dispatcher.planning.materializer import root_layout
+from gt.dispatcher.planning.redistributor import Redistributor
+from gt.dispatcher.programs.fragment_code import FragmentBounds, FragmentCode, WorkerCode, write_fragment
+from gt.dispatcher.programs.fragment_pattern import FragmentCall, FragmentPattern, parse, text
+from gt.dispatcher.programs.programs import Programs
+from gt.dispatcher.programs.recording import Recording
+from gt.dispatcher.sharding.groups import Meaning
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.emitter import TEMPORARY
+from gt.dispatcher.state.failures import Launched, Planned
+from gt.dispatcher.state.records import NO_ORIGIN
+from gt.dispatcher.state.tensors import Storage, Tensor
+from gt.errors import ProtocolError
+from gt.ir.instr import BACKENDS, END_FRAGMENT, FRAGMENT_HEADER, Define
+from gt.ir.layout import Layout
+from gt.ir.spec import Spec
+
+MAX_FRAGMENTS = 512  # of one session; the least recently used one goes beyond that
+MAX_ALIKE = 8  # fragments of one length and first op
+MAX_TRIES = 4  # recordings of a fragment that can be no program
+MAX_MISFITS = 4  # calls in a row for which a program does not serve; then another is recorded
+MAX_SLOTS = 1024  # functions with counters
+MAX_REASONS = 16  # of one function
+NEW, RECORDED = "they were met for the first time", "they were recorded"
+KEPT, HELD = "more results were kept than in the calls before", "more inputs were kept than in the calls before"
+
+
+@dataclass(slots=True)
+class MadeTensor:
+    """A tensor that is alive behind a fragment. base: of a view: whether from before, and its number."""
+
+    number: int
+    spec: Spec
+    layout: Layout
+    base: tuple[bool, int] | None
+    known: OpSchema | None  # of a view: its op, and its index among the outputs
+    index: int
+    default: bool  # of its storage, as the next two
+    undecided: bool
+    home: Meaning | None
+
+
+@dataclass(slots=True)
+class FragmentProgram:
+    """The sealed program of one fragment. Tensors are numbers of its pattern."""
+
+    code: dict[int, WorkerCode]
+    defines: dict[int, Define]  # by worker
+    uses: list[Define]  # definitions that its code names
+    journal: list[Planned]
+    specs: list[Spec]  # of the tensors from before
+    bases: list[tuple[int, int]]  # tensors that the code names beside these: bases of one of them, so many steps up
+    layouts: list[Layout | None]  # of the tensors from before and these bases
+    changed: list[tuple[int, Layout]]  # those of them that have another layout afterwards
+    views: list[int]  # of the storage of each of those, the number of tensors that were alive
+    rebound: list[int]  # those that get other memory
+    sharing: tuple[int, ...]  # of each, the first that shares its memory
+    moved: tuple[int, ...]  # of these, those that the program frees
+    writes: tuple[int, ...]  # of these, those whose memory it changes
+    flags: list[tuple[bool, bool]]  # of these, `default` and `undecided` of the storage afterwards
+    makes: list[MadeTensor]
+    live: frozenset[int]  # numbers of tensors that may be alive afterwards
+    constants: list[tuple[list[int], int]]
+    size: int
+    launches: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Fragment:
+    number: int
+    key: tuple
+    pattern: FragmentPattern
+    program: FragmentProgram | None = None
+    tries: int = 0
+    misfits: int = 0  # calls in a row for which its program did not serve
+    why: str = ""  # reason for which it is no program
+    kept: set[int] = field(default_factory=set)  # numbers of tensors that were alive behind some call
+    held: set[int] = field(default_factory=set)  # numbers of tensors from before that were alive behind some call
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """Ops of a function's calls, and how many of them programs carried out."""
+
+    call: int = -1
+    ops: int = 0
+    carried: int = 0
+    last_ops: int = 0
+    last_carried: int = 0
+    fragments: set[int] = field(default_factory=set)
+    why: Counter[str] = field(default_factory=Counter)
+
+    def add(self, call: int, ops: int, why: str) -> None:
+        if call != self.call:
+            self.call, self.last_ops, self.last_carried = call, 0, 0
+        carried = 0 if why else ops
+        self.ops += ops
+        self.last_ops += ops
+        self.carried += carried
+        self.last_carried += carried
+        if why and (why in self.why or len(self.why) < MAX_REASONS):
+            self.why[why] += ops
+
+
+@dataclass(slots=True)
+class _Recording:
+    """A fragment's call while it is recorded."""
+
+    fragment: Fragment
+    call: FragmentCall
+    backend: str
+    ins: list[Tensor]
+    numbers: list[int] = field(default_factory=list)  # of its ops, as instructions have them
+
+
+def _base(tensor: Tensor, depth: int) -> Tensor:
+    """The tensor that a view is a view of, so many steps up."""
+    for _ in range(depth):
+        assert tensor.base is not None
+        tensor = tensor.base
+    return tensor
+
+
+class Fragments:
+    """The fragments of one session."""
+
+    def __init__(self, context: SessionContext, redistributor: Redistributor, programs: Programs) -> None:
+        self._context, self._redistributor, self._programs = context, redistributor, programs
+        self._emitter, self._table, self._failures = context.emitter, context.table, context.failures
+        self._all: OrderedDict[Fragment, None] = OrderedDict()  # least recently used first
+        self._alike: dict[tuple, list[Fragment]] = {}
+        self._numbers = 0
+        self._counts: OrderedDict[int, CallCounts] = OrderedDict()
+        self._recording: _Recording | None = None
+        self._met: tuple[Fragment, list[Tensor]] | None = None  # for the first time, and the tensors that it reads
+
+    @property
+    def recording(self) -> bool:
+        """True while a fragment's ops are recorded; `note` gets the number of each."""
+        return self._recording is not None
+
+    def note(self, number: int) -> None:
+        """The next op of the recorded fragment has this number."""
+        assert self._recording is not None
+        self._recording.numbers.append(number)
+
+    # ---- in the op stream
+
+    def enter(self, code: list, at: int) -> int:
+        """Deal with a FRAGMENT: the place behind the whole of it if a program has carried it out, else behind its header."""
+        numbers = code[at + 1 : at + FRAGMENT_HEADER]
+        first = at + FRAGMENT_HEADER
+        integers = len(numbers) == FRAGMENT_HEADER - 1 and all(type(n) is int for n in numbers)
+        if not integers or not 0 <= numbers[2] < len(BACKENDS) or not 0 < numbers[5] < len(code) - first - 1:
+            raise ProtocolError(f"Ops.code at {at} has a fragment {numbers!r:.80}, want integers and its end in this batch")
+        slot, call, backend, seed, counter, count = numbers
+        end = first + count
+        freed = self._freed(code, end)
+        rows = code[first:end]
+        counts = self._count(slot)
+        why, ops = self._meet(rows, BACKENDS[backend], seed, counter, freed, counts)
+        counts.add(call, ops, why)
+        return first if why else end + 2 + len(freed)
+
+    def leave(self, code: list, at: int) -> int:
+        """Deal with an END_FRAGMENT whose ops were planned one by one."""
+        freed = self._freed(code, at)
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            self._seal(recording, freed)
+        if self._met is not None:
+            (fragment, ins), self._met = self._met, None
+            self._programs.hint(-fragment.number, ins)
+        self._redistributor.free(freed)
+        return at + 2 + len(freed)
+
+    def _freed(self, code: list, at: int) -> list[int]:
+        """Ids of the END_FRAGMENT at a place."""
+        count = code[at + 1] if at + 1 < len(code) else None
+        if code[at] != END_FRAGMENT or type(count) is not int or not 0 <= count <= len(code) - at - 2:
+            raise ProtocolError(f"Ops.code at {at} has {code[at]!r:.40}, want the end of a fragment and the ids that it frees")
+        return code[at + 2 : at + 2 + count]
+
+    def _meet(self, rows: list, backend: str, seed: int, counter: int, freed: list[int], counts: CallCounts) -> tuple[str, int]:
+        """Launch the program of these ops, or begin to record them: why no program carries them out, and their number."""
+        fragment, call = self._find(rows, backend, seed, counter)
+        if fragment is None or call is None:
+            return NEW, self._add(rows, backend, seed, counter)
+        counts.fragments.add(fragment.number)
+        ops = len(fragment.pattern.ops)
+        if not self._programs.deferred.able or self._context.tape is not None:
+            return "they are part of another recording", ops
+        ins = [self._table.rows.get(i) for i in call.ins]
+        if any(tensor is None for tensor in ins):
+            return "a tensor is not of this session", ops  # the op that reads it raises the error
+        if harm := self._harm(fragment, ins):  # type: ignore[arg-type]
+            return harm, ops
+        if fragment.program is not None:
+            misfit = self._launch(fragment, fragment.program, call, ins, freed)  # type: ignore[arg-type]
+            if not misfit:
+                fragment.misfits = 0
+                return "", ops
+            fragment.misfits += 1
+            if misfit not in (KEPT, HELD) and fragment.misfits < MAX_MISFITS:
+                return misfit, ops
+            self._drop(fragment)
+        if fragment.tries >= MAX_TRIES:
+            return fragment.why, ops
+        fragment.tries += 1
+        self._programs.record(-fragment.number, 0, call.ins)
+        self._recording = _Recording(fragment, call, backend, ins)  # type: ignore[arg-type]
+        return fragment.why or RECORDED, ops
+
+    def _harm(self, fragment: Fragment, ins: list[Tensor]) -> str:
+        """Why the fragment gives no values: a worker is lost, or it reads a failed tensor; "" if neither holds."""
+        if not self._failures.troubled:
+            return ""
+        self._failures.recover()
+        known = fragment.pattern.ops[0].known
+        return self._failures.harm([Planned(0, known, NO_ORIGIN, tuple(t.storage for t in ins), (), ())])
+
+    def _find(self, rows: list, backend: str, seed: int, counter: int) -> tuple[Fragment | None, FragmentCall | None]:
+        key = (backend, len(rows), rows[0], rows[1] if len(rows) > 1 else 0)
+        for fragment in self._alike.get(key, ()):
+            call = fragment.pattern.match(rows, seed, counter)
+            if call is not None:
+                self._all.move_to_end(fragment)
+                return fragment, call
+        return None, None
+
+    def _add(self, code: list, backend: str, seed: int, counter: int) -> int:
+        """Remember a fragment that was met for the first time; the number of its ops."""
+        pattern = parse(code, self._context.templates, seed, counter)
+        if pattern is None:
+            return 1
+        self._numbers += 1
+        key = (backend, len(code), code[0], code[1])
+        fragment = Fragment(self._numbers, key, pattern)
+        if backend != "eager":  # compiled code has scalars in it
+            pattern.constants = {place: text(code[place]) for op in pattern.ops for place in op.values}
+        alike = self._alike.setdefault(key, [])
+        alike.insert(0, fragment)
+        self._all[fragment] = None
+        for old in [*alike[MAX_ALIKE:], *list(self._all)[: max(0, len(self._all) - MAX_FRAGMENTS)]]:
+            self._remove(old)
+        rows = self._table.rows
+        self._met = fragment, [rows[i] for i in pattern.first_in(code) if i in rows]
+        return len(pattern.ops)
+
+    def _remove(self, fragment: Fragment) -> None:
+        if fragment in self._all:
+            del self._all[fragment]
+            self._drop(fragment)
+            alike = self._alike[fragment.key]
+            alike.remove(fragment)
+            if not alike:
+                del self._alike[fragment.key]
+
+    def _drop(self, fragment: Fragment) -> None:
+        """End a fragment's program."""
+        program, fragment.program = fragment.program, None
+        if program is not None:
+            self._programs.kept -= program.size
+            for workers, name in program.constants:
+                self._emitter.free(workers, [name])
+
+    def clear(self) -> None:
+        """Forget all: numbers of templates begin again, or a worker is lost and with it its part of the programs."""
+        if self._recording is not None:
+            self._programs.discard()
+        for fragment in list(self._all):
+            self._remove(fragment)
+        self._recording = self._met = None
+
+    def close(self) -> None:
+        """The session is over."""
+        self._all.clear()
+        self._alike.clear()
+        self._counts.clear()
+        self._recording = self._met = None
+
+    def _count(self, slot: int) -> CallCounts:
+        counts = self._counts.setdefault(slot, CallCounts())
+        if len(self._counts) > MAX_SLOTS:
+            self._counts.popitem(last=False)
+        return counts
+
+    def report(self, slot: int) -> dict[str, Any]:
+        """The body of the answer to InspectFragments."""
+        counts = self._counts.get(slot, CallCounts())
+        programs = {fragment.number for fragment in self._all if fragment.program is not None}
+        return {
+            "programs": len(programs & counts.fragments), "ops": counts.ops, "carried": counts.carried,
+            "last_ops": counts.last_ops, "last_carried": counts.last_carried,
+            "why": [[count, why] for why, count in counts.why.most_common()],
+        }  # fmt: skip
+
+    # ---- sealing
+
+    def _seal(self, recording: _Recording, freed: list[int]) -> None:
+        fragment, call = recording.fragment, recording.call
+        made = {i: number for number, i in enumerate(call.made)}
+        ended = {*freed, *self._freed_within(fragment.pattern, call)}
+        fragment.kept.update(number for i, number in made.items() if i not in ended)
+        fragment.held.update(number for number, i in enumerate(call.ins) if i not in ended)
+        # A tensor that was alive behind an earlier call stays alive in the program, though this call has freed it.
+        self._redistributor.free([i for i in freed if i in made and made[i] not in fragment.kept])
+        result = self._write(recording)
+        fragment.why = result if isinstance(result, str) else ""
+        if isinstance(result, FragmentProgram):
+            fragment.program, fragment.tries = result, 0
+
+    def _write(self, recording: _Recording) -> FragmentProgram | str:
+        """The program of a recorded call, or why there is none."""
+        fragment, call, programs, rows = recording.fragment, recording.call, self._programs, self._table.rows
+        programs.place_all(set())
+        tape = programs.stop()
+        if tape is None:
+            return "the recording was interrupted"
+        programs.deferred.end(tape)
+        bases = self._bases(recording.ins, tape)
+        tensors = [*recording.ins, *(_base(recording.ins[n], depth) for n, depth in bases)]
+        why = programs.obstacle(tape, [], {tensor.id for tensor in tensors})
+        if len(recording.numbers) != len(fragment.pattern.ops):
+            why = why or "its ops are not those that were announced"
+        result: FragmentCode | str = why
+        makes: list[MadeTensor] = []
+        bounds = FragmentBounds([], [], [])
+        added: dict[str, Define] = {}
+        if not why:
+            makes = [self._made(number, call) for number, i in enumerate(call.made) if i in rows]
+            moved = [n for n, tensor in enumerate(recording.ins) if n not in fragment.held and not tensor.children]
+            names = self._emitter.ids
+            bounds = FragmentBounds(names(t.id for t in tensors), names(call.made[tensor.number] for tensor in makes), moved)
+            context = programs.fragment_context(tape, recording.backend, added)
+            result = write_fragment(tape, context, call, fragment.pattern, recording.numbers, bounds)
+        if isinstance(result, str):
+            for workers, name in tape.constants:
+                self._emitter.free(workers, [name])
+            return result
+        defines = self._define(tape, result, added)
+        programs.kept += tape.size
+        fragment.pattern.constants |= result.constants
+        ins = recording.ins
+        layouts = [tape.before.get(t.id) for t in tensors]
+        changed = [(n, t.layout) for n, t in enumerate(tensors) if t.layout is not None and t.layout is not layouts[n]]
+        homes: dict[int, int] = {}
+        written = {id(storage) for row in tape.journal for storage in row.writes}
+        return FragmentProgram(
+            code=result.workers,
+            defines=defines,
+            uses=result.uses,
+            journal=[Planned(n, row.known, row.origin, (), (), ()) for n, row in enumerate(tape.journal)],
+            specs=[t.spec for t in ins],
+            layouts=layouts,
+            bases=bases,
+            changed=changed,
+            views=[len(tensors[n].storage.tensors) for n, _ in changed],
+            rebound=result.rebound,
+            sharing=tuple(homes.setdefault(id(t.storage), n) for n, t in enumerate(ins)),
+            moved=tuple(bounds.moved),
+            writes=tuple(n for n, t in enumerate(ins) if id(t.storage) in written),
+            flags=[(t.storage.default, t.storage.undecided) for t in ins],
+            makes=makes,
+            live=frozenset(tensor.number for tensor in makes),
+            constants=tape.constants,
+            size=tape.size,
+        )
+
+    def _define(self, tape: Recording, code: FragmentCode, added: dict[str, Define]) -> dict[int, Define]:
+        """Definitions of the programs, by worker, which know those that passes have added."""
+        self._programs.drop_copies()
+        peers = self._context.cluster.workers
+        for define in added.values():
+            for worker in tape.code:
+                self._emitter.announce(peers[worker], define)
+        defines = {worker: self._emitter.define("fragment", part.payload) for worker, part in code.workers.items()}
+        for worker, define in defines.items():
+            seconds = sum(self._emitter.costs.get(row.define.number, 0.0) for row in tape.code[worker])
+            self._emitter.estimate(define, seconds)
+        return defines
+
+    def _bases(self, ins: list[Tensor], tape: Recording) -> list[tuple[int, int]]:
+        """Bases of tensors from before that the recorded instructions name, or that have another layout since."""
+        named = {i for code in tape.code.values() for row in code for i in (*row.reads, *row.makes)}
+        offset, seen = self._emitter.offset, {tensor.id for tensor in ins}
+        bases: list[tuple[int, int]] = []
+        for n, tensor in enumerate(ins):
+            depth, base = 1, tensor.base
+            while base is not None:
+                changed = base.id in tape.before and tape.before[base.id] is not base.layout
+                if base.id not in seen and (changed or offset + base.id in named):
+                    bases.append((n, depth))
+                seen.add(base.id)
+                depth, base = depth + 1, base.base
+        return bases
+
+    def _made(self, number: int, call: FragmentCall) -> MadeTensor:
+        """A tensor of the recorded call as a launch makes it again."""
+        tensor = self._table.rows[call.made[number]]
+        assert tensor.layout is not None
+        base = None
+        if tensor.base is not None:
+            i = tensor.base.id
+            base = (True, call.ins.index(i)) if i in call.ins else (False, call.made.index(i))
+        known, _, index = tensor.via or (None, (), 0)
+        storage = tensor.storage
+        return MadeTensor(
+            number, tensor.spec, tensor.layout, base, known, index, storage.default, storage.undecided, storage.home
+        )
+
+    # ---- replaying
+
+    def _launch(
+        self, fragment: Fragment, program: FragmentProgram, call: FragmentCall, ins: list[Tensor], freed: list[int]
+    ) -> str:
+        """Carry out a call by its program. Where that does not serve: why, and nothing is done but moves of inputs."""
+        rows = self._table.rows
+        freed = [*freed, *self._freed_within(fragment.pattern, call)]
+        ended = set(freed)
+        alive = {number for number, i in enumerate(call.made) if i not in ended}
+        if not alive <= program.live:
+            fragment.kept |= alive
+            return KEPT
+        homes: dict[int, int] = {}
+        if tuple([homes.setdefault(id(t.storage), n) for n, t in enumerate(ins)]) != program.sharing:
+            return "other inputs shared memory"
+        if [t.spec for t in ins] != program.specs:
+            return "inputs had other strides"
+        held = {n for n in program.moved if call.ins[n] not in ended or ins[n].children or ins[n].released}
+        if held:
+            fragment.held |= held
+            return HELD
+        made = [call.made[tensor.number] for tensor in program.makes]
+        if any(type(i) is not int or not 0 < i < TEMPORARY or i in rows for i in made):
+            raise ProtocolError("Ops.code has a fragment that makes tensors under ids that are no new ones")
+        tensors = [*ins, *(_base(ins[n], depth) for n, depth in program.bases)] if program.bases else ins
+        for tensor, layout in zip(tensors, program.layouts, strict=True):
+            if tensor.layout is not layout and layout is not None:
+                self._redistributor.relayout(tensor.storage, root_layout(tensor, layout))
+        placed = zip(tensors, program.layouts, strict=True)
+        if any(tensor.layout is not layout for tensor, layout in placed if layout is not None):
+            return "inputs could not get the layouts of the recorded call"
+        if [len(tensors[n].storage.tensors) for n, _ in program.changed] != program.views:
+            return "inputs had other views"
+        program.launches += 1
+        self._programs.launches += 1
+        with self._emitter.op(len(program.journal)):
+            self._enter_results(fragment, program, call, ins, made)
+            ids = self._emitter.ids([*(t.id for t in tensors), *made, *(tensors[n].id for n in program.rebound)])
+            for worker, define in program.defines.items():
+                values = program.code[worker].values(call.code)
+                self._emitter.write(self._context.cluster.workers[worker], define, (call.seed, call.counter, *ids, *values))
+        for n, layout in program.changed:
+            tensors[n].layout = layout
+        for before, number in fragment.pattern.params:
+            declared = ins[number] if before else rows.get(call.made[number])
+            if declared is not None and not declared.storage.param:
+                declared.storage.declare_parameter()
+        self._redistributor.free(freed)
+        return ""
+
+    @staticmethod
+    def _freed_within(pattern: FragmentPattern, call: FragmentCall) -> list[int]:
+        """Ids that the code itself frees."""
+        return [(call.ins if before else call.made)[number] for before, number in pattern.freed]
+
+    def _enter_results(
+        self, fragment: Fragment, program: FragmentProgram, call: FragmentCall, ins: list[Tensor], made: list[int]
+    ) -> None:
+        """Enter the results into the table of tensors, and the launch into the journal."""
+        table, makers, ops = self._table, fragment.pattern.makers, fragment.pattern.ops
+        writes: dict[Storage, None] = {}
+        for n in program.writes:
+            writes[ins[n].storage] = None
+        for before, (default, undecided) in zip(ins, program.flags, strict=True):
+            storage = before.storage
+            storage.default, storage.undecided = storage.default and default, storage.undecided and undecided
+        makes: dict[Storage, None] = {}
+        for row, i in zip(program.makes, made, strict=True):
+            if row.base is None:
+                tensor = table.new(i, row.spec, row.layout, self._context.origin)
+                tensor.storage.default, tensor.storage.undecided, tensor.storage.home = row.default, row.undecided, row.home
+            else:
+                older, number = row.base
+                base = ins[number] if older else table.rows[call.made[number]]
+                values = tuple(call.code[place] for place in ops[makers[row.number]].values)
+                tensor = table.view(i, row.spec, base, row.layout, (row.known, values, row.index))
+            makes[tensor.storage] = None
+        reads = tuple(dict.fromkeys(t.storage for t in ins))
+        launched = Launched(
+            self._emitter.seq, program.journal[0].known, program.journal[0].origin, reads, tuple(writes), tuple(makes),
+            program.journal, program.launches,
+        )  # fmt: skip
+        self._context.journal.add(launched)
+        for storage in (*writes, *makes):
+            storage.version += 1

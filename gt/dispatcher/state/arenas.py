@@ -1,0 +1,147 @@
+"""Arenas that a session's client shares with workers of its host: which workers have opened them, and the blocks in them.
+
+Knows nothing of memory. Only a worker can tell whether it shares an arena, see gt.wire.arena. Until then that is undecided.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from gt.dispatcher.cluster.workers import Worker
+from gt.dispatcher.state.context import SessionContext
+from gt.errors import ProtocolError
+from gt.wire.arena import BLOCK_BYTES, HEADER_BYTES, MAX_ARENA_BYTES, NONCE_BYTES, parse_place
+from gt.wire.messages import ArenaOpened, CloseArenas, Fetch, Message, OfferArena
+
+MAX_ARENAS = 1024  # of one session
+MAX_HOME_CHARACTERS = 255
+_NONCE = re.compile(f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
+
+
+@dataclass(slots=True)
+class SharedArena:
+    """offer: as workers get it, with the dispatcher's key as its number. workers: those that have opened it."""
+
+    offer: OfferArena
+    asked: set[int] = field(default_factory=set)  # of which the answer is still to come
+    workers: set[int] = field(default_factory=set)
+
+
+class BlockPlace(NamedTuple):
+    """A block in an arena."""
+
+    arena: SharedArena
+    offset: int
+
+
+class SessionArenas:
+    """Those of one session."""
+
+    def __init__(self, context: SessionContext) -> None:
+        self._context, self._cluster = context, context.cluster
+        self._arenas: dict[int, SharedArena] = {}  # by the client's number
+        self.by_key: dict[int, SharedArena] = {}
+        self.bytes_shared = 0  # of uploads and fetched values
+
+    def offer(self, message: OfferArena) -> None:
+        """A client's new arena; ProtocolError for one that is none. Its host's workers are asked to open it."""
+        if message.arena in self._arenas or not 0 < message.arena < 1 << 20 or len(self._arenas) >= MAX_ARENAS:
+            raise ProtocolError(f"OfferArena.arena {message.arena} is in use, or one of more than {MAX_ARENAS}")
+        if (
+            not HEADER_BYTES < message.nbytes <= MAX_ARENA_BYTES
+            or not 0 < message.pid < 1 << 31
+            or not 0 <= message.fd < 1 << 31
+        ):
+            got = f"nbytes is {message.nbytes}, pid {message.pid}, fd {message.fd}"
+            raise ProtocolError(f"OfferArena: {got}, want more than {HEADER_BYTES} bytes, a process and its descriptor")
+        if not _NONCE.fullmatch(message.nonce) or len(message.home) > MAX_HOME_CHARACTERS:
+            raise ProtocolError(f"OfferArena.nonce is {message.nonce!r:.40}, want {2 * NONCE_BYTES} hex digits")
+        key = self._cluster.key()
+        arena = self._arenas[message.arena] = self.by_key[key] = SharedArena(replace(message, arena=key))
+        for worker in self._cluster.workers:
+            self._ask(arena, worker)
+
+    def _ask(self, arena: SharedArena, worker: Worker) -> None:
+        if not worker.lost and arena.offer.home and worker.info.get("home") == arena.offer.home:
+            arena.asked.add(worker.index)
+            self._context.out(worker.peer, arena.offer, ())
+
+    def opened(self, index: int, message: ArenaOpened) -> None:
+        """A worker's answer."""
+        arena = self.by_key[message.arena]
+        if index not in arena.asked:
+            raise ProtocolError(f"ArenaOpened.arena is {message.arena}, of which this worker was not asked")
+        arena.asked.discard(index)
+        if message.opened:
+            arena.workers.add(index)
+
+    def close(self, message: CloseArenas) -> None:
+        """The client names these arenas no more."""
+        for number in message.arenas:
+            arena = self._arenas.pop(number, None) if type(number) is int else None
+            if arena is None:
+                raise ProtocolError(f"CloseArenas.arenas has {number!r:.40}, which is no arena of this session")
+            self._close(arena)
+
+    def _close(self, arena: SharedArena) -> None:
+        del self.by_key[arena.offer.arena]
+        for index in arena.asked | arena.workers:
+            self._context.out(self._cluster.workers[index].peer, CloseArenas([arena.offer.arena]), ())
+
+    # ---- blocks
+
+    def place(self, number: int, nbytes: int) -> BlockPlace | None:
+        """The block at this place; None if its arena is not open, ProtocolError if the block is not within it."""
+        if not 0 <= number < 1 << 62:
+            raise ProtocolError(f"{number} is no place in an arena")
+        index, offset = parse_place(number)
+        arena = self._arenas.get(index)
+        if arena is None:
+            return None
+        if offset % BLOCK_BYTES or not HEADER_BYTES <= offset <= arena.offer.nbytes - nbytes:
+            raise ProtocolError(
+                f"a block of {nbytes} bytes at {offset} is not within arena {index} of {arena.offer.nbytes} bytes"
+            )
+        return BlockPlace(arena, offset)
+
+    def undecided(self, place: BlockPlace, workers: Iterable[int]) -> set[int]:
+        """Of these workers those that have not told whether they share the block's arena."""
+        return place.arena.asked.intersection(workers)
+
+    @property
+    def asked(self) -> set[int]:
+        """Workers that have still to tell of some arena whether they share it."""
+        return {index for arena in self._arenas.values() for index in arena.asked}
+
+    def awaits(self, message: Message) -> bool:
+        """True for a Fetch into an arena of which some worker has still to tell whether it shares it."""
+        if type(message) is not Fetch or message.place < 0:
+            return False
+        arena = self._arenas.get(parse_place(message.place)[0])
+        return arena is not None and bool(arena.asked)
+
+    def shared(self, place: BlockPlace, workers: Iterable[int]) -> bool:
+        """True if all of these workers share the block's arena."""
+        return self.by_key.get(place.arena.offer.arena) is place.arena and place.arena.workers.issuperset(workers)
+
+    # ---- workers, and the end
+
+    def lose(self, index: int) -> None:
+        """A worker is gone."""
+        for arena in self._arenas.values():
+            arena.asked.discard(index)
+            arena.workers.discard(index)
+
+    def regain(self, worker: Worker) -> None:
+        """A new process has a worker's place, or a worker has joined."""
+        for arena in self._arenas.values():
+            self._ask(arena, worker)
+
+    def end(self) -> None:
+        """The client is gone."""
+        for arena in self._arenas.values():
+            self._close(arena)
+        self._arenas.clear()

@@ -1,0 +1,169 @@
+"""Arenas: memory that a client shares with the workers of its host, so that uploads and fetched values cross no socket.
+
+The client owns an arena, because it copies a tensor before anybody knows which workers will need which part. An arena is
+anonymous memory (memfd) of mode 0600. It has no name in a file system, so nothing is left when a process is killed. A worker
+opens it through /proc/PID/fd/FD, two numbers that the client states, and believes none of the client's words:
+
+- Path: only numbers enter it. The descriptor is first opened with O_PATH, which has no effect on a file of any kind.
+- Kind: it must be memory of this name, of the worker's own user, with no rights for others.
+- Proof: it must begin with the nonce that the client sent. Who does not own the arena cannot know its nonce. So a client on
+  another host, in another pid namespace or of another user proves nothing, and keeps using the socket.
+- Size: seals forbid any change of size, and the size is compared after the seals. So no access ends in SIGBUS.
+
+The worker reads and writes an arena in place: one copy out of it on a CPU; on a GPU the device copies, from pinned pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import mmap
+import os
+import stat
+from math import prod
+
+import numpy as np
+
+from gt.errors import ProtocolError
+from gt.ir.layout import Boxes
+from gt.wire import liveness
+from gt.wire.messages import OfferArena
+
+NAME = "gt-arena"  # of the memory, as /proc shows it
+HEADER_BYTES = 4096  # before the first block; the nonce is at its start
+BLOCK_BYTES = 4096  # blocks begin at multiples of this
+PAGE_BYTES = 2 << 20  # of a huge page; an arena is a multiple
+MAX_ARENA_BYTES = 1 << 40
+NONCE_BYTES = 16
+WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # a NumPy type of that size, whatever the element means
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# MADV_POPULATE_READ and _WRITE of Linux 5.14, which map or allocate pages, or fail with an error instead of a signal
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+_OFFSET_BITS = 40
+
+
+def place(arena: int, offset: int) -> int:
+    """A block's place as one number, 0 or more."""
+    return arena << _OFFSET_BITS | offset
+
+
+def parse_place(number: int) -> tuple[int, int]:
+    """Arena and offset of a place."""
+    return number >> _OFFSET_BITS, number & ((1 << _OFFSET_BITS) - 1)
+
+
+def upload_index(place: int) -> int:
+    """The value of a gt.upload op whose bytes are at this place; the inverse of itself. 0 or more is a frame, -1 no place."""
+    return -2 - place
+
+
+class OwnArena:
+    """An arena of this process. OSError if there is no memory for it."""
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        """nbytes: of the blocks that it is to hold."""
+        self.number = number
+        self.nbytes = -(-(HEADER_BYTES + nbytes) // PAGE_BYTES) * PAGE_BYTES
+        self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(self._fd, 0o600)
+            os.ftruncate(self._fd, self.nbytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self._fd, self.nbytes)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            self._nonce = os.urandom(NONCE_BYTES)
+            self._populated = 0
+            self.populate(HEADER_BYTES)
+            self._map[:NONCE_BYTES] = self._nonce
+            self.bytes = np.frombuffer(self._map, np.uint8)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def populate(self, end: int) -> None:
+        """Allocate the pages up to byte `end`; OSError, and no signal at a later access, if there is no memory."""
+        end = min(-(-end // PAGE_BYTES) * PAGE_BYTES, self.nbytes)
+        if end <= self._populated:
+            return
+        try:
+            self._map.madvise(_POPULATE_WRITE, self._populated, end - self._populated)
+        except (OSError, ValueError):  # also an older kernel
+            os.posix_fallocate(self._fd, self._populated, end - self._populated)
+        self._populated = end
+
+    def offer(self) -> OfferArena:
+        """The message by which workers find it."""
+        return OfferArena(self.number, os.getpid(), self._fd, self.nbytes, self._nonce.hex(), liveness.home())
+
+    def close(self) -> None:
+        """Nobody opens it any more. Its memory is freed with the last array of it, here and in workers."""
+        os.close(self._fd)
+        self.bytes = np.empty(0, np.uint8)
+
+
+class PeerArena:
+    """An arena of a client, mapped by a worker. OSError unless it is proved to be the client's, see above."""
+
+    def __init__(self, offer: OfferArena) -> None:
+        self.nbytes = offer.nbytes
+        if not offer.home or offer.home != liveness.home():
+            raise OSError(f"the arena's owner is in {offer.home!r:.80}, this process in {liveness.home()!r}")
+        found = os.open(f"/proc/{offer.pid:d}/fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC)
+        try:
+            own = f"/proc/self/fd/{found}"
+            about = os.fstat(found)
+            if not stat.S_ISREG(about.st_mode) or not os.readlink(own).startswith(f"/memfd:{NAME} "):
+                raise OSError(f"descriptor {offer.fd} of process {offer.pid} is no arena")
+            if about.st_uid != os.geteuid() or about.st_mode & 0o177:
+                raise OSError(f"arena of user {about.st_uid}, mode {about.st_mode & 0o777:o}: want own user's, mode 600")
+            fd = os.open(own, os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.close(found)
+        try:
+            self._check(fd, offer)
+            self._map = mmap.mmap(fd, self.nbytes)
+        finally:
+            os.close(fd)
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        self._populated = 0
+
+    def populate(self, end: int) -> None:
+        """Map the pages up to byte `end` at once, which takes a tenth of the time of as many page faults."""
+        if end > self._populated:
+            with contextlib.suppress(OSError):  # an older kernel
+                self._map.madvise(_POPULATE_READ, self._populated, end - self._populated)
+            self._populated = -(-end // PAGE_BYTES) * PAGE_BYTES
+
+    @staticmethod
+    def _check(fd: int, offer: OfferArena) -> None:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OSError("the arena's size is not sealed")
+        if os.fstat(fd).st_size != offer.nbytes or not HEADER_BYTES < offer.nbytes <= MAX_ARENA_BYTES:
+            raise OSError(f"the arena has {os.fstat(fd).st_size} bytes, its owner says {offer.nbytes}")
+        if not hmac.compare_digest(os.pread(fd, NONCE_BYTES, 0).hex().encode(), offer.nonce.encode("utf-8", "replace")):
+            raise OSError("the arena does not begin with its owner's nonce")
+
+
+def tensor(memory: np.ndarray, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray:
+    """The row-major tensor at this offset of an arena's bytes, as words of its element size; ProtocolError outside of it."""
+    nbytes = prod(shape) * itemsize
+    if itemsize not in WORDS or min(shape, default=0) < 0 or not HEADER_BYTES <= offset <= len(memory) - nbytes:
+        raise ProtocolError(f"a tensor {list(shape)} of {itemsize} bytes each at {offset} is not within {len(memory)} bytes")
+    return memory[offset : offset + nbytes].view(WORDS[itemsize]).reshape(shape)
+
+
+def check_boxes(rows: Boxes, shape: tuple[int, ...]) -> Boxes:
+    """The boxes of a message; ProtocolError unless they are boxes of a tensor of this shape."""
+    try:
+        fits = bool(rows) and all(
+            len(box) == len(shape) and all(0 <= start <= stop <= n for (start, stop), n in zip(box, shape)) for box in rows
+        )
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ProtocolError(f"{rows!r:.80} are not boxes of a tensor of shape {shape}")
+    return rows

@@ -1,0 +1,193 @@
+"""Blocks of clients' arenas: this worker reads uploads from them and writes fetched pieces into them.
+
+An arena is mapped when it is offered. A GPU's worker pins it at its first use, in the executing thread, since the driver blocks
+others meanwhile. The dispatcher names arenas by keys of its own, so that no session reaches another's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gt.errors import ProtocolError
+from gt.ir.layout import Boxes, piece_shape, read_boxes, write_boxes
+from gt.ir.spec import Spec
+from gt.wire.arena import PeerArena, check_boxes, tensor
+from gt.wire.messages import ArenaOpened, CloseArenas, Data, OfferArena, Piece, UploadProgress, UseBlock
+from gt.worker.engine.base import Engine, Tensor
+from gt.worker.process.completions import Completions
+from gt.worker.process.memory_budget import Budget
+from gt.worker.uploads import UploadBuffers
+
+log = logging.getLogger("gt.worker")
+
+
+@dataclass(slots=True)
+class _OpenedArena:
+    """An arena that this worker has mapped. unpin: undoes its pinning; None if it is not pinned."""
+
+    memory: PeerArena
+    unpin: Callable[[], None] | None = None
+    tried: bool = False  # to pin it
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorBlock:
+    """One tensor in an arena, of which this worker has the boxes."""
+
+    key: int
+    arena: int
+    offset: int
+    whole: np.ndarray
+    boxes: Boxes
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.whole.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of the worker's piece."""
+        count = self.whole.itemsize
+        for extent in piece_shape(self.boxes):
+            count *= extent
+        return count
+
+    def bytes(self) -> np.ndarray:
+        """The piece's bytes, row-major: in the arena if they are contiguous there, else a copy."""
+        return read_boxes(self.whole, self.boxes).reshape(-1).view(np.uint8)
+
+    def in_place(self) -> np.ndarray | None:
+        """The piece's bytes in the arena, None if they are not contiguous there."""
+        if len(self.boxes) > 1:
+            return None
+        index: tuple = tuple(slice(start, stop) for start, stop in self.boxes[0])
+        part = self.whole[index + (...,)]  # the ellipsis keeps a 0-dim result an array
+        return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
+
+
+@dataclass
+class WorkerArenas:
+    """Arenas of clients by the dispatcher's key. The I/O thread calls `receive` and `forget`, the executing one the rest."""
+
+    send: Callable[..., None]
+    engine: Engine
+    uploads: UploadBuffers
+    budget: Budget
+    _arenas: dict[int, _OpenedArena] = field(default_factory=dict)
+    _reads: dict[int, _TensorBlock] = field(default_factory=dict)  # by key of an upload
+    _writes: dict[int, _TensorBlock] = field(default_factory=dict)  # by key of a fetched piece
+
+    def __post_init__(self) -> None:
+        self._progress: Completions[UploadProgress] = Completions(self.send)
+
+    def receive(self, message: OfferArena | UseBlock) -> None:
+        """Handle a message of the dispatcher."""
+        if isinstance(message, OfferArena):
+            self._open(message)
+        else:
+            self._expect(message)
+
+    def _open(self, message: OfferArena) -> None:
+        """Map an arena, if it is proved to be its client's."""
+        try:
+            self._arenas[message.arena] = _OpenedArena(PeerArena(message))
+        except (OSError, ValueError, OverflowError) as error:
+            log.info("arena %d is not used: %s", message.arena, error)
+            self.send(ArenaOpened(message.arena, False))
+            return
+        self.send(ArenaOpened(message.arena, True))
+
+    def _expect(self, message: UseBlock) -> None:
+        """An instruction will read or write a block. What is wrong with it fails that instruction."""
+        try:
+            opened = self._arenas.get(message.arena)
+            if opened is None:
+                raise ProtocolError(f"arena {message.arena} is not open")
+            whole = tensor(opened.memory.bytes, message.offset, tuple(message.shape), message.itemsize)
+            block = _TensorBlock(message.key, message.arena, message.offset, whole, check_boxes(message.boxes, whole.shape))
+        except ProtocolError as error:
+            log.warning("block of %d: %s", message.key, error)
+            self._cancel(message.key)
+            return
+        (self._writes if message.write else self._reads)[message.key] = block
+
+    def _cancel(self, key: int) -> None:
+        self.uploads.receive(Data(key, 0, -1), None)
+
+    def forget(self, key: int) -> None:
+        """Nobody will read this upload."""
+        self._reads.pop(key, None)
+
+    # ---- executing thread
+
+    def take_read(self, key: int) -> _TensorBlock | None:
+        """The block of an upload; None if its bytes are received by messages."""
+        return self._reads.pop(key, None)
+
+    def take_write(self, key: int) -> _TensorBlock | None:
+        """The block of a fetched piece; None if it is sent in messages."""
+        return self._writes.pop(key, None)
+
+    def read(self, block: _TensorBlock, spec: Spec) -> Tensor:
+        """A tensor of the block's values. The client may use the block again once it is read, or the read has failed."""
+        wait = None
+        try:
+            if block.nbytes != spec.nbytes:
+                raise ValueError(f"{block.nbytes} bytes were sent for {spec.text()}, want {spec.nbytes}")
+            self.budget.need(spec.nbytes)
+            self.budget.hold(spec.nbytes)
+            copies, part = self.engine.copies, block.in_place()
+            if copies is not None and part is not None and spec.nbytes and self._pinned(block):
+                made, wait = copies.upload(part, spec)
+                return made
+            self._arenas[block.arena].memory.populate(block.end)
+            if part is not None and copies is None:  # the engine takes over the buffer, and this one is the client's
+                buffer = np.empty(len(part), np.uint8)
+                np.copyto(buffer, part)
+                part = buffer
+            return self.engine.upload(block.bytes() if part is None else part, spec)
+        finally:
+            self._progress.add(UploadProgress(block.key, block.nbytes), fence=wait)
+
+    def write(self, block: _TensorBlock, source: Tensor) -> None:
+        """Write a tensor's values into the block, and answer for the piece."""
+        spec = self.engine.spec(source)
+        if spec.nbytes == block.nbytes > 0:  # the dispatcher compares them too
+            copies, part = self.engine.copies, block.in_place()
+            if copies is not None and part is not None and self._pinned(block):
+                copies.download(source, part)
+            else:
+                self._arenas[block.arena].memory.populate(block.end)
+                local = np.frombuffer(self.engine.view(self.engine.packed(source)), np.uint8)
+                write_boxes(block.whole, block.boxes, local.view(block.whole.dtype))
+        self.send(Piece(block.key, spec.nbytes, spec.nbytes))
+
+    def _pinned(self, block: _TensorBlock) -> bool:
+        opened, copies = self._arenas[block.arena], self.engine.copies
+        if not opened.tried and copies is not None:
+            opened.tried = True
+            try:
+                opened.unpin = copies.pin(opened.memory.bytes)
+            except RuntimeError as error:
+                log.warning("an arena of %d bytes cannot be pinned: %s", opened.memory.nbytes, error)
+        return opened.unpin is not None
+
+    def close(self, message: CloseArenas) -> None:
+        """Unmap arenas. An instruction that still asks for one of their blocks fails."""
+        for arena in message.arenas:
+            opened = self._arenas.pop(arena, None)
+            for key in [key for key, block in list(self._reads.items()) if block.arena == arena]:
+                self.forget(key)
+                self._cancel(key)
+            for key in [key for key, block in list(self._writes.items()) if block.arena == arena]:
+                self.take_write(key)
+            if opened is not None and opened.unpin is not None:
+                opened.unpin()
+
+    def end(self) -> None:
+        """Send no more."""
+        self._progress.close()

@@ -1,0 +1,74 @@
+"""Results have the strides that they have on the CPU, on which the order of later sums depends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.usefixtures("plain_threads", "one")
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+Op = Callable[[torch.Tensor], Any]
+WEIGHT = torch.randn(6, 4, 3, 3)
+OPS: dict[str, Op] = {
+    "conv2d": lambda x: F.conv2d(x, WEIGHT.to(x.device, x.dtype), padding=1),
+    "conv2d of 1": lambda x: F.conv2d(x, WEIGHT[:, :, :1, :1].to(x.device, x.dtype)),
+    "strided": lambda x: F.conv2d(x, WEIGHT.to(x.device, x.dtype), stride=2),
+    "dilated": lambda x: F.conv2d(x, WEIGHT.to(x.device, x.dtype), dilation=2),
+    "depthwise": lambda x: F.conv2d(x, WEIGHT[:4, :1].to(x.device, x.dtype), groups=4),
+    "transposed": lambda x: F.conv_transpose2d(x, WEIGHT[:4].to(x.device, x.dtype)),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2, return_indices=True),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, 2),
+    "adaptive to 1": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "pad": lambda x: F.pad(x, (1, 1, 1, 1)),
+    "reflect": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "replicate": lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+    "unshuffle": lambda x: F.pixel_unshuffle(x, 2),
+    "bicubic": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
+    "instance_norm": F.instance_norm,
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "adaptive_max": lambda x: F.adaptive_max_pool2d(x, 2),
+    "softplus": F.softplus,
+    "normalize": lambda x: F.normalize(x, dim=1),
+    "upsample and add": lambda x: F.interpolate(F.avg_pool2d(x, 2), scale_factor=2) + x,
+    "conv1d of rows": lambda x: F.conv1d(x.flatten(2), WEIGHT[:, :, 0].to(x.device, x.dtype)),
+    "cat": lambda x: torch.cat([x, x * 2], 1),
+    "shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "softmax": lambda x: x.softmax(1),
+    "sum": lambda x: x.sum(1, keepdim=True),
+    "add": lambda x: x + x[:, :1],
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "prelu": lambda x: F.prelu(x, torch.full((4,), 0.1, device=x.device, dtype=x.dtype)),
+    "grid_sample": lambda x: F.grid_sample(x, x.new_zeros(len(x), 3, 3, 2), align_corners=False),
+}
+INPUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "last": lambda: torch.randn(2, 4, 6, 6).contiguous(memory_format=torch.channels_last),
+    "contiguous": lambda: torch.randn(2, 4, 6, 6),
+    "permuted": lambda: torch.randn(2, 6, 6, 4).permute(0, 3, 1, 2),
+    "one row": lambda: torch.randn(1, 4, 6, 6).contiguous(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("kind", [*INPUTS, "part"])
+@pytest.mark.parametrize("name", OPS)
+def test_strides_are_the_cpus(name: str, kind: str) -> None:
+    host = torch.randn(2, 8, 6, 6) if kind == "part" else INPUTS[kind]()
+    made: list[list[torch.Tensor]] = []
+    for x in (host, host.to("remote")):
+        x = x.detach()[:, :4].requires_grad_()
+        result = OPS[name](x)
+        results = [result] if isinstance(result, torch.Tensor) else list(result)
+        results[0].square().sum().backward()
+        made.append([*results, x.grad])
+    for want, got in zip(*made, strict=True):
+        assert got.stride() == want.stride(), f"{name} of {host.stride()}: {got.stride()}, want {want.stride()}"
+        assert torch.equal(got.detach().cpu(), want.detach())

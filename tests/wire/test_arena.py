@@ -1,0 +1,173 @@
+"""Arenas: a worker opens only memory that is proved to be its client's, and refuses anything else without a trace."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gt.errors import ProtocolError
+from gt.wire.arena import (
+    HEADER_BYTES,
+    NAME,
+    PAGE_BYTES,
+    OwnArena,
+    PeerArena,
+    check_boxes,
+    parse_place,
+    place,
+    tensor,
+    upload_index,
+)
+from gt.wire.liveness import home
+from gt.wire.messages import OfferArena
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@pytest.fixture
+def arena():
+    own = OwnArena(1, PAGE_BYTES)
+    yield own
+    own.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_one_side_writes_the_other_reads(arena):
+    peer = PeerArena(arena.offer())
+    arena.bytes[HEADER_BYTES : HEADER_BYTES + 4] = [1, 2, 3, 4]
+    assert peer.bytes[HEADER_BYTES : HEADER_BYTES + 4].tolist() == [1, 2, 3, 4]
+    peer.populate(arena.nbytes)
+    peer.bytes[-1] = 7
+    assert arena.bytes[-1] == 7 and len(peer.bytes) == arena.nbytes
+
+
+def test_it_has_no_name_and_lives_as_long_as_somebody_maps_it():
+    before = set(os.listdir("/dev/shm"))
+    own = OwnArena(1, 10)
+    own.bytes[-1] = 9
+    peer = PeerArena(own.offer())
+    own.close()
+    assert peer.bytes[-1] == 9 and set(os.listdir("/dev/shm")) <= before
+    held = Path("/proc/self/maps").read_text().count(f"memfd:{NAME}")
+    del peer
+    assert Path("/proc/self/maps").read_text().count(f"memfd:{NAME}") == held - 1
+
+
+def memory(name: str, mode: int = 0o600, seals: int = SEALS, nbytes: int = PAGE_BYTES) -> OfferArena:
+    """Memory that a process has made by itself, offered as an arena with its right nonce."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, mode)
+    os.ftruncate(fd, nbytes)
+    os.pwrite(fd, bytes(range(16)), 0)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return OfferArena(1, os.getpid(), fd, nbytes, bytes(range(16)).hex(), home())
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"nonce": "0" * 32}, "nonce"),
+        ({"nonce": "é" * 32}, "nonce"),
+        ({"nbytes": PAGE_BYTES // 2}, "its owner says"),
+        ({"nbytes": 1 << 50}, "its owner says"),
+        ({"home": "another host"}, "another host"),
+        ({"home": ""}, "owner is in"),
+        ({"pid": 1 << 30}, "No such file"),
+        ({"fd": 1 << 30}, "No such file"),
+    ],
+)
+def test_another_offer_than_its_owners_is_refused(change, says):
+    offer = memory(NAME)
+    PeerArena(offer)
+    before = descriptors()
+    with pytest.raises(OSError, match=says):
+        PeerArena(replace(offer, **change))
+    assert descriptors() == before
+    os.close(offer.fd)
+
+
+@pytest.mark.parametrize(
+    "offer, says",
+    [
+        (lambda: memory("gt-heap"), "is no arena"),
+        (lambda: memory("gt-arenax"), "is no arena"),
+        (lambda: memory(NAME, mode=0o640), "mode 640"),
+        (lambda: memory(NAME, seals=fcntl.F_SEAL_GROW), "not sealed"),
+        (lambda: memory(NAME, seals=fcntl.F_SEAL_SHRINK), "not sealed"),
+    ],
+)
+def test_memory_of_another_kind_is_refused(offer, says):
+    made = offer()
+    with pytest.raises(OSError, match=says):
+        PeerArena(made)
+    os.close(made.fd)
+
+
+def test_a_file_a_pipe_and_a_terminal_are_not_even_opened(tmp_path):
+    named = tmp_path / f"memfd:{NAME} "  # its path ends as an arena's does
+    named.write_bytes(bytes(range(16)) + bytes(PAGE_BYTES - 16))
+    os.mkfifo(tmp_path / "fifo")
+    ends = os.open(named, os.O_RDWR), os.open(tmp_path / "fifo", os.O_RDWR), os.open("/dev/null", os.O_RDWR)
+    for fd in ends:
+        with pytest.raises(OSError, match="is no arena"):
+            PeerArena(OfferArena(1, os.getpid(), fd, PAGE_BYTES, bytes(range(16)).hex(), home()))
+        os.close(fd)
+
+
+def test_its_owner_cannot_take_memory_away_from_who_has_mapped_it(arena):
+    fd = arena.offer().fd
+    for size in (0, arena.nbytes - PAGE_BYTES, arena.nbytes + PAGE_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+
+
+def test_no_memory_is_an_error_and_leaves_no_descriptor(monkeypatch):
+    class Full(mmap.mmap):
+        def madvise(self, *args):
+            raise OSError("full")
+
+    def full(*args):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(mmap, "mmap", Full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = descriptors()
+    with pytest.raises(OSError, match="no memory"):
+        OwnArena(1, 10)
+    assert descriptors() == before
+
+
+def test_a_place_is_one_number():
+    assert parse_place(place(3, 8192)) == (3, 8192)
+    assert upload_index(upload_index(place(3, 8192))) == place(3, 8192) and upload_index(place(1, 0)) < -1
+
+
+@pytest.mark.parametrize(
+    "offset, shape, itemsize",
+    [
+        (0, (4,), 4),
+        (HEADER_BYTES, (1 << 40,), 8),
+        (PAGE_BYTES - 12, (4,), 4),
+        (HEADER_BYTES, (-1,), 4),
+        (HEADER_BYTES, (4,), 3),
+    ],
+)
+def test_a_tensor_outside_of_an_arena_is_an_error(offset, shape, itemsize):
+    with pytest.raises(ProtocolError, match="is not within"):
+        tensor(np.zeros(PAGE_BYTES, np.uint8), offset, shape, itemsize)
+
+
+def test_boxes_are_checked():
+    assert check_boxes([[[0, 2], [1, 3]]], (2, 4))
+    for rows in ([], [[[0, 3], [0, 4]]], [[[0, 2]]], [[[-1, 2], [0, 4]]], [[["a", 2], [0, 4]]], [5]):
+        with pytest.raises(ProtocolError, match="are not boxes"):
+            check_boxes(rows, (2, 4))

@@ -1,0 +1,79 @@
+"""Deferred modules are executed at their first use, once, and a worker's torch lacks nothing."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gt.worker.engine import deferred_imports
+from tests.helpers.limits import limit
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "deferred_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("from deferred_package import heavy as heavy\n")
+    (folder / "heavy.py").write_text("import sys\nsys.executions.append(__name__)\nvalue = 3\n")
+    (folder / "broken.py").write_text("raise ValueError('broken')\n")
+    monkeypatch.setattr(sys, "executions", [], raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder
+    for name in [name for name in sys.modules if name.startswith("deferred_package")]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("package")
+def test_a_deferred_module_is_executed_at_its_first_use_and_once() -> None:
+    with deferred_imports.deferred("deferred_package.heavy"):
+        package = importlib.import_module("deferred_package")
+    assert sys.executions == []  # type: ignore[attr-defined]
+    assert package.heavy.__name__ == "deferred_package.heavy"
+    assert sys.executions == []  # type: ignore[attr-defined]
+    assert (package.heavy.value, package.heavy.value) == (3, 3)
+    deferred_imports.execute_deferred("deferred_package.heavy")
+    assert sys.executions == ["deferred_package.heavy"]  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="missing"):
+        _ = package.heavy.missing
+
+
+@pytest.mark.usefixtures("package")
+def test_modules_outside_of_the_block_and_other_modules_are_executed_at_once() -> None:
+    with deferred_imports.deferred("deferred_package.other"):
+        importlib.import_module("deferred_package")
+    assert sys.executions == ["deferred_package.heavy"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("package")
+def test_an_error_of_the_module_is_raised_at_each_use() -> None:
+    with deferred_imports.deferred("deferred_package.broken"):
+        broken = importlib.import_module("deferred_package.broken")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"):
+            _ = broken.value
+
+
+def test_a_workers_torch_executes_the_deferred_modules_when_they_are_used() -> None:
+    code = """
+import sys
+from gt.worker.engine.deferred_imports import DeferredModule, execute_deferred
+from gt.worker.engine.registry import UNUSED, import_torch_engine
+
+import_torch_engine()
+import torch
+waiting = [name for name in UNUSED if type(sys.modules[name]) is DeferredModule]
+assert waiting == list(UNUSED), waiting
+assert torch.addmm(torch.ones(2), torch.ones(2, 3), torch.ones(3, 2)).sum() == 16
+execute_deferred("torch._meta_registrations")
+assert (torch.empty(4, 1, device="meta") * torch.empty(3, device="meta")).shape == (4, 3)
+assert torch.distributions.Normal(0.0, 1.0).mean == 0
+assert callable(torch.export.export)
+assert not [name for name in UNUSED if type(sys.modules[name]) is DeferredModule]
+"""
+    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'gt'\n" + code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit(60))
+    assert done.returncode == 0, done.stderr
