@@ -18,7 +18,7 @@ TITLES = {"Functions": False, "Errors": True}  # headings of the API, and which 
 API = """# Python API
 
 `import gt` has these names. Factories such as `gt.zeros` are torch's, with `device="remote"` unless told otherwise; `gt.nn`,
-`gt.optim` and `gt.no_grad` are torch's own.
+`gt.optim`, `gt.no_grad` and dtypes such as `gt.float32` are torch's own.
 """
 
 
