@@ -1,6 +1,6 @@
 """The cost of GT on top of torch: issue, throughput, fetch and start, with plain torch beside it in the same run.
 
-`python benchmarks/bench_dispatch.py [--json FILE] [--only one|eight|start]`. Prints a table and one line of JSON. Each
+`python benchmarks/bench_dispatch.py [--json FILE] [--only one|eight|start|begin]`. Prints a table and one line of JSON. Each
 section runs in a fresh process. Times are medians; a workload is repeated until it has run for a while.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -38,8 +39,13 @@ LIMITS = {
     "chain of 10,000, one worker": ("ops/s", 25_000, 50_000),
     "chain of 10,000, eight workers in one group": ("ops/s", 3_000, None),
     "fetch a scalar": ("ms", 0.6, None),
+    "empty message and back": ("ms", None, None),
+    "awaited step of 8 ops": ("ms", None, None),
+    "  over its compute, in empty messages": ("", 2, None),
     "start eight workers, first result": ("s", 4, None),
     "  of which import torch": ("s", None, None),
+    "start one worker, first result, in imports of torch": ("", 1.5, None),
+    "  CPU time of all processes, in imports of torch": ("", 2.3, None),
 }
 
 
@@ -162,6 +168,27 @@ def fetch(device: str) -> dict[str, float]:
     return {"fetch a scalar": median_us(x.item, 10, lambda: None) / 1e3}
 
 
+def awaited(device: str) -> dict[str, float]:
+    """Milliseconds of a small step whose value is read, beside a message that asks for nothing."""
+    import torch
+
+    def step(x: Any) -> float:
+        y = (x * 0.5 + 1.0) * x - x
+        return (y.relu() @ x).exp().sum().item()
+
+    x, host = torch.ones(8, 8, device=device), torch.ones(8, 8)
+    whole = median_us(lambda: step(x), 10, lambda: None) / 1e3
+    if device != "remote":
+        return {"awaited step of 8 ops": whole}
+    empty = median_us(torch.remote.synchronize, 10, lambda: None) / 1e3
+    compute = median_us(lambda: step(host), 10, lambda: None) / 1e3
+    return {
+        "empty message and back": empty,
+        "awaited step of 8 ops": whole,
+        "  over its compute, in empty messages": (whole - compute) / empty,
+    }
+
+
 def one(device: str) -> dict[str, float]:
     import torch
 
@@ -170,7 +197,7 @@ def one(device: str) -> dict[str, float]:
     torch.set_num_threads(1)  # a worker's idle second thread would spin on the core that the client needs
     if device == "remote":
         gt.cpu_workers(1)
-    found = {**issue(device), **chain(device, "chain of 10,000, one worker"), **fetch(device)}
+    found = {**issue(device), **chain(device, "chain of 10,000, one worker"), **fetch(device), **awaited(device)}
     found.update(gpt_step(device))  # last: its counting slows what follows
     if device == "remote":
         gt.shutdown()
@@ -206,7 +233,29 @@ def start(device: str) -> dict[str, float]:
     return {"start eight workers, first result": end - begin, "  of which import torch": imported - begin}
 
 
-SECTIONS = {"one": one, "eight": eight, "start": start}
+def begin(device: str) -> dict[str, float]:
+    """Wall and CPU time from the start of a program to its first value, over those of the import of torch in it."""
+    if device != "remote":
+        return {}
+    start = time.perf_counter()
+    import torch
+
+    wall, cpu = time.perf_counter() - start, time.process_time()
+    import gt
+
+    gt.cpu_workers(1)
+    torch.ones((), device=device).add(1).item()
+    end = time.perf_counter() - start
+    gt.shutdown()  # waits for the processes, whose CPU time counts from then on
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + children.ru_utime + children.ru_stime
+    return {
+        "start one worker, first result, in imports of torch": end / wall,
+        "  CPU time of all processes, in imports of torch": total / cpu,
+    }
+
+
+SECTIONS = {"one": one, "eight": eight, "start": start, "begin": begin}
 
 
 def measure(section: str, device: str) -> dict[str, float]:
@@ -223,7 +272,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(figures: dict[str, dict[str, float]]) -> str:
-    lines = [f"{'':50s} {'GT':>10s} {'plain torch':>12s} {'limit':>8s} {'goal':>8s}"]
+    lines = [f"{'':55s} {'GT':>10s} {'plain torch':>12s} {'limit':>8s} {'goal':>8s}"]
     for name, (unit, limit, goal) in LIMITS.items():
         if name not in figures["remote"]:
             continue
@@ -231,7 +280,8 @@ def table(figures: dict[str, dict[str, float]]) -> str:
         digits = 0 if unit in ("ops/s", "ops") else 2
         over = limit is not None and (got < limit if unit == "ops/s" else got > limit)
         cells = [f"{got:.{digits}f}", "" if plain is None else f"{plain:.{digits}f}", str(limit or ""), str(goal or "")]
-        row = "{:50s} {:>10s} {:>12s} {:>8s} {:>8s}".format(f"{name} ({unit})", *cells)
+        times = f"{got / plain:7.1f}x" if plain and unit in ("us", "us/op") else ""
+        row = "{:55s} {:>10s} {:>12s} {:>8s} {:>8s}".format(f"{name} ({unit})" if unit else name, *cells) + times
         lines.append(row + ("  OVER" if over else ""))
     return "\n".join(lines)
 

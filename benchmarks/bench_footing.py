@@ -30,6 +30,7 @@ MB = 1_000_000
 LIMITS = {
     "upload 100 MB": ("MB/s", 500),
     "fetch 100 MB": ("MB/s", 500),
+    "  a copy within one process": ("MB/s", None),
     "idle torch worker, resident": ("MB", 400),
     "  of which its own": ("MB", None),
     "client, growth over the ops": ("MB", 8),
@@ -82,7 +83,7 @@ def workers(count: int, **env: str) -> Iterator[Any]:
 
 def move() -> dict[str, float]:
     """MB/s of 100 MB each way, from a CPU tensor until the worker has it, and until it is a CPU tensor again."""
-    ups, downs = [], []
+    ups, downs, copies = [], [], []
     with workers(1) as torch:
         host = torch.arange(25_000_000, dtype=torch.float32)
         for _ in range(7):
@@ -94,10 +95,14 @@ def move() -> dict[str, float]:
             back = there.cpu()
             end = time.perf_counter()
             assert torch.equal(back, host)
+            copied = time.perf_counter()
+            back.copy_(host)
+            copies.append(100 / (time.perf_counter() - copied))
             ups.append(100 / (middle - start))
             downs.append(100 / (end - middle))
             del there, back
-    return {"upload 100 MB": statistics.median(ups), "fetch 100 MB": statistics.median(downs)}
+    rates = {"upload 100 MB": ups, "fetch 100 MB": downs, "  a copy within one process": copies}
+    return {name: statistics.median(found) for name, found in rates.items()}
 
 
 def relay() -> dict[str, float]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gt")
 MAX_STALL_SECONDS = 1e9
 MAX_WORKERS = 1 << 16
+AUTO_SHARD = "gt: {data_parallel: null}"  # the config of GT_AUTO_SHARD
 cat, stack = torch.cat, torch.stack
 Factory = TypeVar("Factory", bound=Callable)
 Config = str | Mapping[str, Any] | None
@@ -87,7 +88,7 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     if _Started.plan is not None:
         _Started.plan(config, workers)
         return
-    text, path = source(config, env.get("GT_CONFIG"))
+    text, path = config_of(config)
     token = env.get("GT_TOKEN") if token is None else token
     session = Session(address, (text, path), switches=switches, token=token, wait=wait)
     current_session.connect(session, text, path)
@@ -161,7 +162,7 @@ def _start_local(
     _switches(stall_timeout)
     everyone = False
     if _Started.plan is None:
-        groups = load(*source(config, env.get("GT_CONFIG")))
+        groups = load(*config_of(config))
         check_workers(groups, [f"w{i}" for i in range(n)])
         everyone = any(group.everyone for group in groups.groups.values())
     shutdown()
@@ -188,8 +189,14 @@ def start() -> None:
         connect(address)
         return
     gpus = torch.cuda.device_count()
-    wanted = max(workers_named(source(None, env.get("GT_CONFIG"))), gpus, 1)
+    wanted = max(workers_named(config_of(None)), gpus, 1)
     _start_local(wanted, 0 < wanted <= gpus, None, True)
+
+
+def config_of(config: Config) -> tuple[str, str]:
+    """Text and path of a session's config: of GT_CONFIG for None, and with GT_AUTO_SHARD data parallel if that is empty."""
+    text, path = source(config, env.get("GT_CONFIG"))
+    return (AUTO_SHARD, "GT_AUTO_SHARD") if config is None and not text and env.flag("GT_AUTO_SHARD") else (text, path)
 
 
 def workers_named(config: tuple[str, str]) -> int:
@@ -297,7 +304,7 @@ def planning(workers: int = 0, config: Config = None) -> Iterator[Callable[[str]
     names: dict[int, str] = {}  # identity of a parameter -> its name
 
     def begin(asked: Config, wanted: int) -> None:
-        text, path = source(asked if config is None else config, env.get("GT_CONFIG"))
+        text, path = config_of(asked if config is None else config)
         device_.register()
         sessions.append(Dry(text, path, workers or wanted or workers_named((text, path)) or 1))
         sessions[-1].living = lambda: list(tensor_roles.weights(weight_names()))

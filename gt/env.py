@@ -19,6 +19,7 @@ class Variable:
 
 VARIABLES = (
     Variable("GT_CONFIG", "", "path of the YAML of signal groups, or `gt:` and the name of a ready config, as gt:llama/tp2"),
+    Variable("GT_AUTO_SHARD", "", "1: without a config, every op is data parallel over all workers"),
     Variable("GT_SERVER", "", "host:port of a running server, also for `gt worker`; empty: this program starts one"),
     Variable("GT_TOKEN", "", "secret of server, workers and clients; needed off loopback (`gt key FILE` makes one)"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (on CPUs, without torch)"),

@@ -14,23 +14,27 @@ SIZES = (2, 4, 8)
 
 
 class Split(NamedTuple):
-    """The number of workers along each axis: data, tensor and pipeline parallel."""
+    """The number of workers along each axis: data, tensor and pipeline parallel; and the stage of ZeRO."""
 
     dp: int
     tp: int
     pp: int
+    zero: int = 0
 
     def __str__(self) -> str:
-        return "".join(f"{key}{n}" for key, n in self._asdict().items() if n > 1)
+        axes = "".join(f"{key}{n}" for key, n in self._asdict().items() if n > 1 and key != "zero")
+        return axes + (f"-zero{self.zero}" if self.zero else "")
 
     def words(self) -> str:
         said = (f"{self.dp}-way data parallel", f"{self.tp}-way tensor parallel", f"{self.pp} pipeline stages")
-        return ", ".join(text for text, n in zip(said, self, strict=True) if n > 1)
+        axes = [text for text, n in zip(said, self) if n > 1]
+        return ", ".join([*axes, f"ZeRO stage {self.zero}"] if self.zero else axes)
 
 
 SPLITS = [
     *(Split(dp, tp, pp) for n in SIZES for dp, tp, pp in ((1, n, 1), (1, 1, n), (n, 1, 1))),
     Split(1, 2, 2), Split(2, 2, 1), Split(2, 1, 2), Split(1, 4, 2), Split(2, 2, 2),
+    *(Split(n, 1, 1, zero) for n in SIZES for zero in (1, 2, 3)), Split(2, 2, 1, 3), Split(4, 2, 1, 3), Split(2, 1, 2, 1),
 ]  # fmt: skip
 
 
@@ -70,6 +74,12 @@ def text(family: Family, split: Split) -> str:
 
 def lines(family: Family, split: Split) -> Iterator[str]:
     yield f"# {family.about} on {split.dp * split.tp * split.pp} workers: {split.words()}."
+    if split.zero and split.tp == split.pp == 1:
+        yield "# The program needs no line for it."
+        yield "gt:"
+        yield f"  data_parallel: {list(range(split.dp))}"
+        yield f"  zero: {split.zero}"
+        return
     yield "# In the program: gt.signal.apply(model)."
     if split.tp > 1:
         yield f"# {family.note}"
@@ -78,6 +88,8 @@ def lines(family: Family, split: Split) -> Iterator[str]:
     for name, workers in groups(split):
         yield f"{name + ':':{width}} {{workers: {workers}}}"
     yield "gt:"
+    if split.zero:
+        yield f"  zero: {split.zero}"
     yield "  modules:"
     rules = list(modules(family, split, stages))
     width = max(len(pattern) for pattern, _, _ in rules) + 3

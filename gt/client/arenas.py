@@ -26,7 +26,7 @@ IN_FLIGHT_BYTES = 256 << 20  # in blocks, or three of the largest, after which u
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ArenaBlock:
     """nbytes: rounded up."""
 
     arena: OwnArena
@@ -43,7 +43,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class _Pool:
+class _ArenaSpans:
     """One arena with its free spans [offset, end], in order."""
 
     arena: OwnArena
@@ -73,18 +73,18 @@ class _Pool:
 
 
 @dataclass
-class Arenas:
+class ClientArenas:
     """Arenas of one session, for any thread. send: sends a message before any that names a block taken afterwards."""
 
     send: Callable[[Message], object]
     used: int = 0  # bytes in blocks
-    _pools: dict[int, _Pool] = field(default_factory=dict)
+    _pools: dict[int, _ArenaSpans] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _numbers: int = 0
     _useless: bool = False
     _settled: int = 0  # bytes of blocks that no worker has been asked to read
 
-    def take(self, nbytes: int) -> Block | None:
+    def take(self, nbytes: int) -> ArenaBlock | None:
         """A block for so many bytes; None where arenas are of no use, or there is no memory for another."""
         rounded = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         with self._lock:
@@ -100,19 +100,19 @@ class Arenas:
             self.used += rounded
             return block
 
-    def _take(self, nbytes: int) -> Block:
+    def _take(self, nbytes: int) -> ArenaBlock:
         for pool in self._pools.values():
             if not pool.retired and (offset := pool.take(nbytes)) >= 0:
-                return Block(pool.arena, offset, nbytes)
+                return ArenaBlock(pool.arena, offset, nbytes)
         if len(self._pools) >= MAX_ARENAS:
             raise OSError(f"{MAX_ARENAS} arenas are in use")
         self._numbers += 1
         arena = OwnArena(self._numbers, max(nbytes, ARENA_BYTES - HEADER_BYTES))
-        pool = self._pools[self._numbers] = _Pool(arena, [(HEADER_BYTES, arena.nbytes)])
+        pool = self._pools[self._numbers] = _ArenaSpans(arena, [(HEADER_BYTES, arena.nbytes)])
         self.send(arena.offer())
-        return Block(arena, pool.take(nbytes), nbytes)
+        return ArenaBlock(arena, pool.take(nbytes), nbytes)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: ArenaBlock) -> None:
         """Nobody reads or writes this block any more."""
         with self._lock:
             pool = self._pools.get(block.arena.number)
@@ -128,7 +128,7 @@ class Arenas:
                 if pool.retired or kept > KEPT_BYTES:
                     self._close(pool)
 
-    def abandon(self, block: Block) -> None:
+    def abandon(self, block: ArenaBlock) -> None:
         """As `free`, for a block that a worker may still write into: its arena gets no new blocks."""
         with self._lock:
             if block.arena.number in self._pools:
@@ -151,7 +151,7 @@ class Arenas:
 
     # ---- the end
 
-    def _close(self, pool: _Pool) -> None:
+    def _close(self, pool: _ArenaSpans) -> None:
         del self._pools[pool.arena.number]
         self.send(CloseArenas([pool.arena.number]))
         pool.arena.close()

@@ -19,6 +19,8 @@ class Current:
     config: tuple[str, str] = ("", "")  # text and path of the session's YAML
     schedule = ""  # the YAML's, for captured steps that name none
     backend = "eager"  # the YAML's, for captured steps that name none
+    zero = 0  # the YAML's stage of ZeRO
+    declares_modules = False  # whether modules' buffers and frozen parameters are declared at their first call
     # id of the newest uninitialised tensor, and the number of ops at its creation
     fresh: tuple[int, int] | None = None
 
@@ -26,6 +28,7 @@ class Current:
 _starting = threading.RLock()
 auto_start: Callable[[], None] | None = None  # set by gt.api
 on_clear: list[Callable[[], None]] = []  # caches that hold template numbers
+on_disconnect: list[Callable[[], None]] = []  # called once, at the end of the session
 
 
 def clear_caches() -> None:
@@ -52,20 +55,29 @@ def connect(session: Any, config_text: str = "", config_path: str = "") -> Recor
     clear_caches()
     recorder = Recorder(session, clear_caches)
     Current.config = (config_text, config_path)
-    Current.schedule, Current.backend = _defaults_of_steps(config_text, config_path)
+    _apply(config_text, config_path)
     Current.origins = Origins(recorder)
     Current.recorder = recorder
+    if Current.declares_modules:
+        from gt.client.groups.module_state import ModuleState
+
+        on_disconnect.append(ModuleState(recorder).close)
     return recorder
 
 
-def _defaults_of_steps(text: str, path: str) -> tuple[str, str]:
-    """The YAML's schedule and backend for captured steps that name none."""
+def _apply(text: str, path: str) -> None:
+    """Take the YAML's settings."""
+    Current.schedule, Current.backend, Current.zero, Current.declares_modules = "", "eager", 0, False
     if not text:
-        return "", "eager"
+        return
     from gt.config.load import load
+    from gt.config.schema import DATA_PARALLEL
 
     config = load(text, path)
-    return config.schedule or "", "inductor" if any(group.compile for group in config.groups.values()) else "eager"
+    Current.schedule = config.schedule or ""
+    Current.backend = "inductor" if any(group.compile for group in config.groups.values()) else "eager"
+    Current.zero = config.zero
+    Current.declares_modules = config.zero > 0 or DATA_PARALLEL in config.groups
 
 
 def check(tensor: Any) -> None:
@@ -81,6 +93,8 @@ def disconnect() -> Any:
     """Stop recording. Returns the session, or None if there was none."""
     recorder, Current.recorder = Current.recorder, None
     clear_caches()
+    while on_disconnect:
+        on_disconnect.pop()()
     return recorder.session if recorder else None
 
 
@@ -90,7 +104,7 @@ def set_aside() -> tuple:
         Current.recorder,
         getattr(Current, "origins", None),
         Current.config,
-        (Current.schedule, Current.backend),
+        (Current.schedule, Current.backend, Current.zero, Current.declares_modules),
         Current.fresh,
     )
     Current.recorder, Current.fresh = None, None
@@ -100,5 +114,6 @@ def set_aside() -> tuple:
 
 def restore(state: tuple) -> None:
     """Resume the session that `set_aside` has interrupted."""
-    Current.recorder, Current.origins, Current.config, (Current.schedule, Current.backend), Current.fresh = state
+    Current.recorder, Current.origins, Current.config, settings, Current.fresh = state
+    Current.schedule, Current.backend, Current.zero, Current.declares_modules = settings
     clear_caches()

@@ -22,9 +22,9 @@ import numpy as np
 from gt import errors
 from gt import log as logs
 from gt.client import host_buffers
-from gt.client.arenas import Arenas, Block
+from gt.client.arenas import ArenaBlock, ClientArenas
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
-from gt.ir import library_ops
+from gt.ir.schema import library_schemas
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import link, messages
 from gt.wire.arena import upload_index
@@ -93,11 +93,11 @@ class Session:
         self._pending: dict[int, _Pending] = {}
         self._pieces: dict[int, _Pending] = {}  # key of an incomplete piece -> its fetch
         self._host_copies: dict[int, np.ndarray] = {}  # tensor -> array, until Release
-        self._blocks: dict[int, Block] = {}  # tensor -> the block that its host copy is in, if any
+        self._blocks: dict[int, ArenaBlock] = {}  # tensor -> the block that its host copy is in, if any
         self._uploading: dict[int, Any] = {}  # key -> array and boxes, then the frames left to send
         self._numbers = itertools.count()
         self._outbox: deque[Message | tuple[Any, ...]] = deque()
-        self._arenas = Arenas(self._outbox.append)
+        self._arenas = ClientArenas(self._outbox.append)
         self._room = threading.Condition()
         self._window = link.Window(0)
         self._deferred_error: GTError | None = None  # raised by the next wait
@@ -139,7 +139,7 @@ class Session:
         self.workers: list[str] = welcome.workers
         self.groups: list[str] = welcome.groups
         self.number: int = welcome.session
-        self.library_ops = library_ops.parse(welcome.ops)
+        self.library_ops = library_schemas(welcome.ops)
         _open.add(self)
 
     def _await_welcome(self, address: str, wait: float) -> messages.Welcome:
@@ -468,7 +468,7 @@ class Session:
         if message.dtype not in DTYPES:
             raise ProtocolError(f"Value.dtype is {message.dtype!r}, want one of {', '.join(DTYPES)}")
         shape = tuple(message.shape)
-        if message.in_arena:
+        if not message.pieces:
             pending.finish((shape, message.dtype, None))
             return
         pending.assembly = host_buffers.Assembly(shape, DTYPES[message.dtype][0], message.pieces)

@@ -15,4 +15,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'gt.config' has no attribute {name!r}")
     from gt.config import registry  # late: it needs YAML, which `gt doctor` can do without
 
-    return getattr(registry, name)
+    return vars(registry)[name]

@@ -5,7 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gt.config.schema import GROUP_KEYS, GT_KEYS, MAX_AXIS, RESERVED, RULE_KEYS, SHARD_KEYS, SUFFIX_AXIS
+from gt.config.schema import (
+    DATA_AXIS,
+    GROUP_KEYS,
+    GT_KEYS,
+    MAX_AXIS,
+    RESERVED,
+    RULE_KEYS,
+    SHARD_KEYS,
+    STAGES,
+    SUFFIX_AXIS,
+)
 from gt.ir.schedules import NAMES
 
 _NUMBERS = {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"type": "integer", "minimum": 0}}
@@ -19,6 +29,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "a list of worker numbers": {"anyOf": [_NUMBERS, {"type": "array", "minItems": 1, "items": _NUMBERS}, {"type": "null"}]},
     "the name of a group": {"type": "string"},
     "the name of a group, a suffix, or a list of groups": {"anyOf": [{"type": "string"}, _GROUP_NAMES]},
+    "a list of worker numbers, null for all, or dp: the outer lists of groups' workers": {
+        "anyOf": [_NUMBERS, {"type": "null"}, {"const": DATA_AXIS}]
+    },
+    "0, 1, 2 or 3": {"type": "integer", "enum": list(STAGES)},
     "the name of a schedule": {"type": "string", "pattern": f"^({'|'.join(NAMES)})(:.*)?$"},
 }
 

@@ -17,12 +17,15 @@ from typing import Any, NoReturn
 import yaml
 
 from gt.config.schema import (
+    DATA_AXIS,
+    DATA_PARALLEL,
     GROUP_KEYS,
     GT_KEYS,
     MAX_AXIS,
     RESERVED,
     RULE_KEYS,
     SHARD_KEYS,
+    STAGES,
     SUFFIX_AXIS,
     Config,
     Group,
@@ -57,8 +60,8 @@ def load(text: str, path: str = "") -> Config:
     for group in groups.values():
         if group.backward is not None and group.backward not in groups:
             reader.fail(group.name, group.line, f"backward: no group {group.backward[:SHORT]!r}{hint(group.backward, groups)}")
-    rules, schedule = reader.reserved(reserved, groups) if reserved is not None else ((), None)
-    return Config(groups, rules, schedule, path, text)
+    settings = reader.reserved(reserved, groups) if reserved is not None else {}
+    return Config(groups, **settings, path=path, text=text)
 
 
 def resolve(config: Config, workers: Iterable[int]) -> Config:
@@ -244,10 +247,12 @@ class _Reader:
             seen.add(number)
         return tuple(tuple(row) for row in numbers), nested
 
-    def reserved(self, node: yaml.Node, groups: dict[str, Group]) -> tuple[tuple[Rule, ...], str | None]:
-        """The rules and the schedule under `gt:`."""
+    def reserved(self, node: yaml.Node, groups: dict[str, Group]) -> dict[str, Any]:
+        """The settings under `gt:`, as fields of a Config. `data_parallel` adds its group to `groups`."""
         found = self.known(node, GT_KEYS, RESERVED, RESERVED)
         schedule, rules = found.get("schedule"), tuple[Rule, ...]()
+        if "data_parallel" in found:
+            self.data_parallel(found["data_parallel"], groups)
         if "modules" in found:
             rules = tuple(
                 self.rule(pattern, key, value, groups)
@@ -258,7 +263,43 @@ class _Reader:
             asked(name or NAMES[0])
         except ValueError as error:
             self.fail(RESERVED, _line(schedule or node), str(error))
-        return rules, name
+        zero = self.zero(found["zero"], groups) if "zero" in found else 0
+        if zero == STAGES[-1] and name is not None:
+            self.fail(
+                RESERVED,
+                _line(found["zero"]),
+                f"zero is {zero} with schedule {name}: a micro-batch would free weights that another one uses; try zero: 2",
+            )
+        return {"modules": rules, "schedule": name, "zero": zero}
+
+    def data_parallel(self, node: yaml.Node, groups: dict[str, Group]) -> None:
+        """Workers, which become a group of that name, or the axis that groups split data along: there is only one."""
+        line, everyone = _line(node), _everyone(node)
+        if isinstance(node, yaml.ScalarNode) and not everyone:
+            if self.value(node, str, DATA_PARALLEL, GT_KEYS[DATA_PARALLEL], RESERVED) != DATA_AXIS:
+                self.fail(RESERVED, line, f"{DATA_PARALLEL} is {self.show(node)}, want {GT_KEYS[DATA_PARALLEL]}")
+            return
+        if DATA_PARALLEL in groups:
+            other = groups[DATA_PARALLEL].line
+            self.fail(RESERVED, line, f"{DATA_PARALLEL} makes a group of this name, and line {other} has one: rename that")
+        rows, nested = ((), False) if everyone else self.workers(RESERVED, node)
+        if nested:
+            self.fail(RESERVED, line, f"{DATA_PARALLEL} is a list of lists, want a list such as [0, 1]: it has one axis")
+        groups[DATA_PARALLEL] = Group(DATA_PARALLEL, 0, rows, line=line, everyone=everyone)
+
+    def zero(self, node: yaml.Node, groups: dict[str, Group]) -> int:
+        """The stage of ZeRO. Above 0, some group has to have several workers along its data-parallel axis."""
+        stage = self.value(node, int, "zero", GT_KEYS["zero"], RESERVED)
+        if stage not in STAGES:
+            self.fail(RESERVED, _line(node), f"zero is {stage}, want {GT_KEYS['zero']}")
+        if stage and not any(len(group.workers) > 1 or _splits_data(group, groups) for group in groups.values()):
+            self.fail(
+                RESERVED,
+                _line(node),
+                f"zero is {stage}, and no group has several workers that split data, over which weights could be sharded: "
+                "write data_parallel: [0, 1], or the workers of a group as [[0], [1]]",
+            )
+        return int(stage)
 
     def rule(self, pattern: str, key: yaml.Node, node: yaml.Node, groups: dict[str, Group]) -> Rule:
         """One entry of modules: a group's name, a suffix, a list of groups, or {group, parts} with one of them."""
@@ -301,6 +342,12 @@ def _plain_number(node: yaml.Node) -> bool:
     if node.tag != "tag:yaml.org,2002:int" or len(node.value) > 4:
         return False
     return node.value.isdecimal() and node.value.isascii() and (node.value[0] != "0" or len(node.value) == 1)
+
+
+def _splits_data(group: Group, groups: dict[str, Group]) -> bool:
+    """True for a group whose one list of workers is an axis of data, not of tensor parallelism."""
+    tensor = any(group.name.endswith(suffix) or group.name + suffix in groups for suffix in SUFFIX_AXIS)
+    return (group.everyone or len(group.flat) > 1) and not tensor
 
 
 def _line(node: yaml.Node) -> int:

@@ -88,9 +88,10 @@ def _group(config: SignalConfig) -> dict[str, Any]:
     if config.shard is not None:
         said = dataclasses.asdict(config.shard).items()
         group["shard"] = {"workers": None, **{key: value for key, value in said if value is not None and value is not False}}
-    for key in ("backward", "compile"):
-        if getattr(config, key):
-            group[key] = getattr(config, key)
+    if config.backward is not None:
+        group["backward"] = config.backward
+    if config.compile:
+        group["compile"] = True
     return group
 
 

@@ -18,9 +18,17 @@ GROUP_KEYS = {
     "compile": "true or false",
 }
 SHARD_KEYS = {"axis": "a whole number", "workers": "a list of worker numbers", "replicated": "true or false"}
-GT_KEYS = {"modules": "a mapping from module pattern to group", "schedule": "the name of a schedule"}
+GT_KEYS = {
+    "modules": "a mapping from module pattern to group",
+    "schedule": "the name of a schedule",
+    "data_parallel": "a list of worker numbers, null for all, or dp: the outer lists of groups' workers",
+    "zero": "0, 1, 2 or 3",
+}
 RULE_KEYS = {"group": "the name of a group, a suffix, or a list of groups", "parts": "a whole number of at least 1"}
 
+DATA_PARALLEL = "data_parallel"  # the group of all ops that are in no other group
+DATA_AXIS = "dp"  # the axis of a mesh along which data is split
+STAGES = (0, 1, 2, 3)  # of ZeRO
 SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # suffix of a group's name -> its axis
 MAX_AXIS = 4  # the last dim of a batch of volumes, [N, C, D, H, W]
 
@@ -65,11 +73,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Groups in the order of the file. path: for messages. text: the form that is sent."""
+    """Groups in the order of the file. path: for messages. text: the form that is sent.
+
+    A group named DATA_PARALLEL is that of `gt: data_parallel`. zero: the stage of ZeRO.
+    """
 
     groups: dict[str, Group] = field(default_factory=dict)
     modules: tuple[Rule, ...] = ()
     schedule: str | None = None
+    zero: int = 0
     path: str = ""
     text: str = ""
 

@@ -311,7 +311,9 @@ class Core:
         session.send_held()
 
     def _offer_arena(self, peer: Peer, message: OfferArena, frames: tuple) -> None:
-        self._session(peer).arenas.offer(message)
+        session = self._session(peer)
+        session.arenas.offer(message)
+        session.uploads.moved = self.now
 
     def _close_arenas(self, peer: Peer, message: CloseArenas, frames: tuple) -> None:
         self._session(peer).arenas.close(message)
@@ -363,6 +365,7 @@ class Core:
             session.arenas.opened(worker.index, message)
             session.uploads.decide()
             session.send_held()
+            self.round_robin.resume(session.peer)
 
     def _done(self, peer: Peer, message: Done, frames: tuple) -> None:
         worker = self._worker(peer)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import stat
+from collections import Counter
 from typing import Any
 
 from gt.dispatcher.events import MARK, Lines, Log
+from gt.ir.instr import COLLECTIVES
 from gt.log import plain
 
 log = logging.getLogger("gt.dispatcher")
@@ -17,6 +20,15 @@ COLUMNS = ("op", "group", "layout", "bytes")  # Log.fields shown by name, in thi
 LONGEST, LONGEST_TEXT = 300, 4000  # characters of a field, and of the text
 MAX_BUFFERED_BYTES = 4 << 20  # bytes that a reader may be behind
 WRITTEN = 1 << 16  # bytes that are written at once
+# Lines of the summary by the text that they have
+COUNTED = {
+    "ops": re.compile(r" RECV        client\d+ +op="),
+    "placements": re.compile(r" op=place "),
+    "splits": re.compile(r" sharded "),
+    "transfers": re.compile(r" op=(?!aten)\w+_to_\w+ "),
+    "collectives": re.compile(rf" op=(?:{'|'.join(sorted(COLLECTIVES))}) "),
+    "errors": re.compile(r" ERROR "),
+}
 _OWN = frozenset({*COLUMNS, "seq", "origin"})
 
 
@@ -53,16 +65,30 @@ class InstructionLog:
 
     def __init__(self, path: str) -> None:
         """OSError where nothing can be written, or nobody reads."""
-        self._path, self._number = path, 0
+        self._path, self._number, self._last = path, 0, 0.0
+        self._counts: Counter[str] = Counter()
         self._buffer = bytearray()
         self._fd = _open(path)
 
     def write(self, entry: Log, at: float) -> None:
-        self._put(line(entry, at, self._number))
+        self._count(written := line(entry, at, self._number), at)
+        self._put(written)
         self._number += 1
 
     def write_lines(self, lines: Lines, at: float) -> None:
+        self._count(lines.text, at)
         self._put(lines.text.replace(MARK, f"{at:12.6f}"))
+
+    def _count(self, lines: str, at: float) -> None:
+        """Count the lines of each kind for the summary."""
+        self._last = at
+        for name, pattern in COUNTED.items():
+            self._counts[name] += len(pattern.findall(lines))
+
+    def summary(self) -> str:
+        """The last line: the numbers of the lines before it. It has no word that a search for errors or splits finds."""
+        counts = ", ".join(f"{count} {name}" for name, count in self._counts.items())
+        return f"{self._last:12.6f} {self._number:>8} SUMMARY     dispatcher {counts or 'nothing was done'}\n"
 
     def _put(self, lines: str) -> None:
         if self._fd >= 0:
@@ -83,6 +109,8 @@ class InstructionLog:
             self._fail(str(error))
 
     def close(self) -> None:
+        """Write the summary and end the log."""
+        self._put(self.summary())
         self.flush()
         fd, self._fd = self._fd, -1
         if fd >= 0:

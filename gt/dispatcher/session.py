@@ -13,7 +13,7 @@ from gt.dispatcher.planning.op_stream import OpStream
 from gt.dispatcher.planning.planner import Planner
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.programs import Programs
-from gt.dispatcher.state.arenas import Arenas
+from gt.dispatcher.state.arenas import SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.fetches import Fetches
 from gt.dispatcher.state.outbox import Outbox
@@ -33,7 +33,7 @@ class ClientSession:
         )  # fmt: skip
         self.pace, self.stall_timeout = context.pace, context.terms.stall_timeout
         binder = OpBinder(context)
-        self.arenas = Arenas(context)
+        self.arenas = SessionArenas(context)
         self.uploads = Uploads(context, self.arenas)
         self.outbox = Outbox(context, self.uploads)
         materializer = Materializer(context, self.uploads, binder)
@@ -48,7 +48,8 @@ class ClientSession:
     @property
     def stalled(self) -> bool:
         """True while messages have to wait."""
-        return bool(self.outbox.held) or self.op_stream.busy or self.op_stream.in_thread
+        awaits = bool(self.inbox) and self.arenas.awaits(self.inbox[0][0])
+        return awaits or bool(self.outbox.held) or self.op_stream.busy or self.op_stream.in_thread
 
     @property
     def send(self) -> Callable[..., None]:

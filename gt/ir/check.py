@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gt.ir import arguments, ops, shapes
-from gt.ir.library_ops import SessionOps
-from gt.ir.schema import TABLE, OpTable
+from gt.ir.schema import TABLE, OpTable, SessionOps
 from gt.ir.template import T, Template, V, weight
 
 MAX_TEMPLATE_PARTS = 16 << 10  # numbers and names of one template: the dispatcher serves nobody during its check

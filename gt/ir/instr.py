@@ -32,7 +32,12 @@ FRAGMENT = 8
 END_FRAGMENT = 9
 FRAGMENT_HEADER = 7  # numbers of FRAGMENT before those of ops
 END = 7  # to workers: [END, seq, 2, first, last], frees every tensor whose id is from first to below last
+SHARDED = 10  # from the client: [SHARDED, id], a parameter that ZeRO shards
+GRAD = 11  # from the client: [GRAD, parameter, gradient], autograd has added a term to the gradient
 FIRST = 16  # templates and definitions are numbered from here
+
+# Numbers of each of the client's instructions about tensors, those of FREE without its ids
+LENGTHS = {FREE: 2, PARAM: 2, DROP: 2, SHARDED: 2, GRAD: 3}
 
 BASE_BITS = 40  # ids of one session's tensors: below this, and above it the session's number
 

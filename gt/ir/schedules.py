@@ -21,6 +21,6 @@ def asked(text: str) -> tuple[str, float | None]:
 
 
 def size(count: float) -> str:
-    """A number of bytes for a reader."""
+    """A number of bytes for a reader: 512 B, 16.2 KiB."""
     unit, by = next(((u, b) for u, b in reversed(UNITS.items()) if count >= b and u), ("B", 1))
-    return f"{count / by:.4g} {unit}"
+    return f"{count:.0f} B" if by == 1 else f"{count / by:.1f} {unit}"

@@ -8,10 +8,11 @@ the owner of a process can extend it, when that process starts (`OpTable.add`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from gt import env
 from gt.errors import ConfigError, UnsupportedOp
@@ -177,16 +178,11 @@ class OpTable:
             return f"{op} is not an op that workers carry out: {LEFT_OUT.get(why, why)}"
         if _NAME.fullmatch(op) is None:
             return f"{op!r:.80} is not an op: want a name like aten.add.Tensor"
-        library = op.partition(".")[0]
-        if library not in OWN:
-            return (
-                f"{op} is not an op of torch, and no library that this worker has imported adds it: start the worker with "
-                f"--library {library}"
-            )
-        return (
+        text = (
             f"{op} is not an op of the table: if your torch has it, `gt ops {op} >> ops.txt` writes its schema, and "
             "GT_OPS=ops.txt for server, workers and program adds it"
         )
+        return text if op.partition(".")[0] in OWN else f"{text}; for another library's ops see `gt worker --library`"
 
     def add(self, lines: Iterable[str], source: str = "OpTable.add") -> list[str]:
         """Extend the table of this process, and return the names of the ops. For the process's owner, before it serves anybody.
@@ -224,3 +220,57 @@ def _load() -> OpTable:
 
 
 TABLE = _load()
+
+
+# ---- ops of other libraries, as workers announce them: nothing here extends the table of this process
+
+MAX_LIBRARY_OPS = 512  # of all libraries of a worker
+MAX_LIBRARY_CHARACTERS = 128 << 10  # of all their lines
+MAX_LIBRARY_LINE = 2048  # characters
+_LIBRARY_OP = re.compile(r"(?P<library>[A-Za-z_]\w{0,60})\.\w{1,80}\.\w{1,60}", re.ASCII)
+Schemas = Mapping[str, Schema]  # by name of op
+
+
+def library_schemas(lines: Any) -> dict[str, Schema]:
+    """The schemas of a worker's lines. ValueError names the first that is none, or the limit that they exceed."""
+    if type(lines) is not list or any(type(line) is not str for line in lines):
+        raise ValueError("ops is not a list of texts")
+    characters = sum(map(len, lines))
+    if len(lines) > MAX_LIBRARY_OPS or characters > MAX_LIBRARY_CHARACTERS:
+        raise ValueError(
+            f"{len(lines)} ops of libraries with {characters} characters, at most {MAX_LIBRARY_OPS} with "
+            f"{MAX_LIBRARY_CHARACTERS} are taken: name fewer libraries"
+        )
+    return {schema.op: schema for schema in map(_library_schema, lines) if schema.op not in TABLE}
+
+
+def _library_schema(line: str) -> Schema:
+    name = _LIBRARY_OP.fullmatch(line[: line.find("(")])
+    plain = len(line) <= MAX_LIBRARY_LINE and line.isascii() and line.isprintable() and line.count(") -> (") == 1
+    if not plain or name is None:
+        raise ValueError(f"{line!r:.80} is not the schema of a library's op")
+    if name["library"] in OWN:
+        raise ValueError(f"{name[0]} is an op of torch or GT, to which no library adds")
+    return Schema.parse(line)
+
+
+def common(workers: Iterable[Schemas]) -> dict[str, Schema]:
+    """The ops that all workers have, with one form."""
+    first, *others = [*workers] or [{}]
+    return {op: schema for op, schema in first.items() if all(op in ops and _form(ops[op]) == _form(schema) for ops in others)}
+
+
+def _form(schema: Schema) -> tuple:
+    return schema.arguments, schema.returns, schema.flags
+
+
+class SessionOps:
+    """The closed table, and the ops of libraries that a session's workers have."""
+
+    def __init__(self, libraries: Schemas) -> None:
+        self.libraries = libraries
+
+    def find(self, op: str) -> tuple[Schema, ...]:
+        """The schemas of an op. UnsupportedOp for one that no worker executes."""
+        schema = self.libraries.get(op)
+        return TABLE.find(op) if schema is None else (schema,)

@@ -7,11 +7,12 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from gt.config.schema import Rule
+from gt.config.schema import DATA_AXIS, Rule
 from gt.dispatcher.schedule.balance import said
 from gt.dispatcher.sharding.cost import LINK
 from gt.ir.instr import COLLECTIVES
 from gt.ir.layout import Replicate
+from gt.ir.schedules import size
 from gt.ir.text import PlanLine
 from gt.observe import pipeline_report
 from gt.observe.dry_run import Dry, PlannedStep
@@ -23,6 +24,11 @@ STEP = {
     "captured": "the step that gt.compile captured", "optimizer": "from one optimizer step to the next",
     "all": "everything from start to end",
 }  # fmt: skip
+KEPT = {
+    1: "a weight's whole copy lives until it is written, terms of gradients until the optimizer reads them",
+    2: "a weight's whole copy lives until it is written",
+    3: "whole copies of weights, as activations here, are at most twice the largest weight",
+}
 LARGE, PART = 1 << 20, 0.02  # bytes, and part of all weights, from which a replicated weight gets a warning
 
 
@@ -52,12 +58,13 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     moves = [(line, count) for line, count in lines if not line.op.startswith(LOCAL)]
     body: dict[str, Any] = {
         "program": about, "workers": len(dry.workers), "step": STEP[kind], "values": dry.values,
-        "weights": [_weight(line, name, dry.rules.get(name)) for line, name, _ in dry.weights],
+        "weights": [_weight(line, name, dry.rules.get(name)) for line, name, _ in sorted(dry.weights, key=_order)],
         "unplaced": [name for name, rule in dry.rules.items() if rule is None],
         "collectives": [_move(line, count) for line, count in moves if line.op.startswith(tuple(COLLECTIVES))],
         "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(tuple(COLLECTIVES))],
         "memory": [_worker(dry, step, i) for i in dry.followed],
         "pipeline": pipe,
+        **({"zero": dry.state.config.zero} if dry.state.config.zero else {}),
     }  # fmt: skip
     _scheduled(body, pipe, dry)
     body["warnings"] = _warnings(dry, step, body)
@@ -84,6 +91,11 @@ def _weight(line: PlanLine, name: str, rule: Rule | None) -> dict[str, Any]:
     said = "" if rule is None else f" by {rule.pattern} in {rule.group}" + (f", {rule.parts} in one" if rule.parts > 1 else "")
     shown = None if rule is None else {"pattern": rule.pattern, "group": rule.group, "parts": rule.parts}
     return {"plan": str(replace(line, note=line.note + said)), "name": name, "bytes": _nbytes(line), "rule": shown}
+
+
+def _order(row: tuple[PlanLine, str, Any]) -> list[tuple[int, int, str]]:
+    """Key that sorts names as a reader counts: h.2 before h.10."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in row[1].split(".")]
 
 
 def _move(line: PlanLine, count: int) -> dict[str, Any]:
@@ -136,7 +148,8 @@ def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
     found = []
     gathers: dict[str, list[dict[str, Any]]] = {}
     for row in body["collectives"]:
-        if row["kind"] in ("all_gather", "all_to_all"):
+        sharded = "zero" in body and row["kind"] == "all_gather" and row["axis"] == DATA_AXIS  # a weight before its use
+        if row["kind"] in ("all_gather", "all_to_all") and not sharded:
             gathers.setdefault(row["where"], []).append(row)
     for where, rows in gathers.items():
         count, nbytes = sum(row["count"] for row in rows), sum(row["count"] * row["bytes"] for row in rows)
@@ -150,7 +163,7 @@ def _warnings(dry: Dry, step: PlannedStep, body: dict[str, Any]) -> list[str]:
         whole = [a for (a, n), p in zip(layout.mesh.axes, layout.placements) if a == "tp" and isinstance(p, Replicate)]
         nbytes = _nbytes(line)
         if whole and nbytes >= max(LARGE, PART * total):
-            found.append(f"{name or line.spec}, {nbytes} B, lies whole on each tp worker: use it in a _colpar group")
+            found.append(f"{name or line.spec}, {size(nbytes)}, is whole on each tp worker: use it in a _colpar group")
     if dry.values:
         found.append(
             f"{dry.values} values were read as 0 while planning: a real run may differ where the program decides by them"
@@ -174,18 +187,30 @@ def _text(body: dict[str, Any]) -> list[str]:
         lines += ["#", f"# {title}: {len(rows)} lines, {size(total)}"] + [row["plan"] for row in rows]
         if title == "weights" and body["unplaced"]:
             lines.append(f"# no rule for {_some(body['unplaced'])}")
-    lines += ["#", "# memory a worker: weights, gradients, optimizer, activations at most, all at once; arena; sent, received"]
-    for row in body["memory"]:
-        sizes = ", ".join(size(row[k]) for k in (WEIGHTS, GRADIENTS, OPTIMIZER, "activations", "peak"))
-        moved = ", ".join(size(sum(row[k].values())) for k in ("sent", "received"))
-        order = ""
-        if "peak_scheduled" in row:
-            order = f"; in the schedule {size(row['activations_scheduled'])}, {size(row['peak_scheduled'])}"
-        lines.append(f"# {_range(row['workers'])}: {sizes}; {size(row['arena'])}; {moved}{order}")
+    if "zero" in body:
+        lines += [
+            "#",
+            f"# zero {body['zero']}: weights, gradients and optimizer state rest in pieces of {DATA_AXIS}",
+            f"# {KEPT[body['zero']]}",
+        ]
+    lines += ["#", "# memory of each worker", *(f"# {line}" for line in _memory(body["memory"]))]
     if pipe:
         lines += _pipeline(pipe)
     lines += ["#", *[f"# warning: {warning}" for warning in body["warnings"]]] if body["warnings"] else []
     return lines
+
+
+def _memory(rows: list[dict[str, Any]]) -> list[str]:
+    """A table: a line for each kind of worker. Columns of the schedule are there if a worker has one."""
+    kinds = (WEIGHTS, GRADIENTS, OPTIMIZER, "activations", "peak")
+    scheduled = [key for key in ("activations_scheduled", "peak_scheduled") if any(key in row for row in rows)]
+    table = [["worker", *kinds, *(f"{key.partition('_')[0]} in schedule" for key in scheduled), "arena", "sent", "received"]]
+    for row in rows:
+        sizes = [size(row[key]) for key in kinds] + [size(row[key]) if key in row else "-" for key in scheduled]
+        moved = [size(sum(row[key].values())) for key in ("sent", "received")]
+        table.append([_range(row["workers"]).removeprefix("worker "), *sizes, size(row["arena"]), *moved])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
 
 
 def _pipeline(pipe: dict[str, Any]) -> list[str]:
@@ -228,12 +253,3 @@ def _range(workers: list[int]) -> str:
 
 def time(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3f} us"
-
-
-def size(nbytes: int) -> str:
-    left = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if left < 1024 or unit == "GiB":
-            return f"{left:.0f} {unit}" if unit == "B" else f"{left:.1f} {unit}"
-        left /= 1024
-    raise AssertionError

@@ -60,10 +60,8 @@ RELEASE = "0.1.0"  # for people; VERSION decides
 MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
     "client": (
         frozenset(
-            {
-                Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, UploadChunk, UploadProgress, OfferArena,
-                CloseArenas, Goodbye,
-            }
+            {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, UploadChunk, UploadProgress}
+            | {OfferArena, CloseArenas, Goodbye}
         ),
         frozenset(
             {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice, Exit}

@@ -34,7 +34,7 @@ class Hello(Message):
     "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many workers it
     wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one, "pid", "host",
     "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof": see
-    gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.library_ops}.
+    gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.schema}.
     """
 
     version: int
@@ -250,15 +250,14 @@ class Release(Message):
 class Value(Message):
     """Dispatcher -> client, answers Fetch: shape and dtype of a tensor. Its pieces follow as Piece messages.
 
-    pieces: [[key, boxes], ...]. If the Value has a frame, that frame is the only piece, and no Piece follows. in_arena: the
-    whole value is in the block that Fetch named, and there are no pieces.
+    pieces: [[key, boxes], ...]. If the Value has a frame, that frame is the only piece, and no Piece follows. Without
+    pieces the whole value is in the block that Fetch named.
     """
 
     request: int
     shape: list
     dtype: str
     pieces: list
-    in_arena: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ log = logging.getLogger("gt.worker")
 
 
 @dataclass(slots=True)
-class _Opened:
+class _OpenedArena:
     """An arena that this worker has mapped. unpin: undoes its pinning; None if it is not pinned."""
 
     memory: PeerArena
@@ -35,7 +35,7 @@ class _Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _TensorBlock:
     """One tensor in an arena, of which this worker has the boxes."""
 
     key: int
@@ -70,16 +70,16 @@ class _Block:
 
 
 @dataclass
-class Arenas:
+class WorkerArenas:
     """Arenas of clients by the dispatcher's key. The I/O thread calls `receive` and `forget`, the executing one the rest."""
 
     send: Callable[..., None]
     engine: Engine
     uploads: UploadBuffers
     budget: Budget
-    _arenas: dict[int, _Opened] = field(default_factory=dict)
-    _reads: dict[int, _Block] = field(default_factory=dict)  # by key of an upload
-    _writes: dict[int, _Block] = field(default_factory=dict)  # by key of a fetched piece
+    _arenas: dict[int, _OpenedArena] = field(default_factory=dict)
+    _reads: dict[int, _TensorBlock] = field(default_factory=dict)  # by key of an upload
+    _writes: dict[int, _TensorBlock] = field(default_factory=dict)  # by key of a fetched piece
 
     def __post_init__(self) -> None:
         self._progress: Completions[UploadProgress] = Completions(self.send)
@@ -94,7 +94,7 @@ class Arenas:
     def _open(self, message: OfferArena) -> None:
         """Map an arena, if it is proved to be its client's."""
         try:
-            self._arenas[message.arena] = _Opened(PeerArena(message))
+            self._arenas[message.arena] = _OpenedArena(PeerArena(message))
         except (OSError, ValueError, OverflowError) as error:
             log.info("arena %d is not used: %s", message.arena, error)
             self.send(ArenaOpened(message.arena, False))
@@ -108,7 +108,7 @@ class Arenas:
             if opened is None:
                 raise ProtocolError(f"arena {message.arena} is not open")
             whole = tensor(opened.memory.bytes, message.offset, tuple(message.shape), message.itemsize)
-            block = _Block(message.key, message.arena, message.offset, whole, check_boxes(message.boxes, whole.shape))
+            block = _TensorBlock(message.key, message.arena, message.offset, whole, check_boxes(message.boxes, whole.shape))
         except ProtocolError as error:
             log.warning("block of %d: %s", message.key, error)
             self._cancel(message.key)
@@ -124,15 +124,15 @@ class Arenas:
 
     # ---- executing thread
 
-    def take_read(self, key: int) -> _Block | None:
+    def take_read(self, key: int) -> _TensorBlock | None:
         """The block of an upload; None if its bytes are received by messages."""
         return self._reads.pop(key, None)
 
-    def take_write(self, key: int) -> _Block | None:
+    def take_write(self, key: int) -> _TensorBlock | None:
         """The block of a fetched piece; None if it is sent in messages."""
         return self._writes.pop(key, None)
 
-    def read(self, block: _Block, spec: Spec) -> Tensor:
+    def read(self, block: _TensorBlock, spec: Spec) -> Tensor:
         """A tensor of the block's values. The client may use the block again once it is read, or the read has failed."""
         wait = None
         try:
@@ -153,7 +153,7 @@ class Arenas:
         finally:
             self._progress.add(UploadProgress(block.key, block.nbytes), fence=wait)
 
-    def write(self, block: _Block, source: Tensor) -> None:
+    def write(self, block: _TensorBlock, source: Tensor) -> None:
         """Write a tensor's values into the block, and answer for the piece."""
         spec = self.engine.spec(source)
         if spec.nbytes == block.nbytes > 0:  # the dispatcher compares them too
@@ -166,7 +166,7 @@ class Arenas:
                 write_boxes(block.whole, block.boxes, local.view(block.whole.dtype))
         self.send(Piece(block.key, spec.nbytes, spec.nbytes))
 
-    def _pinned(self, block: _Block) -> bool:
+    def _pinned(self, block: _TensorBlock) -> bool:
         opened, copies = self._arenas[block.arena], self.engine.copies
         if not opened.tried and copies is not None:
             opened.tried = True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gt.worker.arenas import Arenas
+from gt.worker.arenas import WorkerArenas
 from gt.worker.downloads import Downloads
 from gt.worker.engine.base import Engine, Moves
 from gt.worker.instructions.step import Step, StepTable
@@ -66,7 +66,7 @@ class ExecutionContext:
     tensors: dict[int, Any]
     uploads: UploadBuffers
     downloads: Downloads
-    arenas: Arenas
+    arenas: WorkerArenas
     budget: Budget = field(default_factory=Budget)
     epoch: int = 0  # of the Run under way, see uploads.UploadBuffers
     collectives: Counter[str] = field(default_factory=Counter)

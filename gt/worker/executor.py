@@ -13,7 +13,7 @@ from typing import Any
 
 from gt.errors import ProtocolError
 from gt.ir.instr import COMMUNICATION, END, FIRST, FORGET, FREE, KINDS, PROGRAMS, Define
-from gt.worker.arenas import Arenas
+from gt.worker.arenas import WorkerArenas
 from gt.worker.context import Binder, ExecutionContext, FirstLaunch, Rebindable
 from gt.worker.downloads import Downloads
 from gt.worker.engine.base import Engine
@@ -43,7 +43,7 @@ class Executor:
         self.budget.held = lambda session: sum(n for _, n in op_errors.held(self.tensors, session, engine.storage).values())
         self.uploads = UploadBuffers(admit=self.budget.admit)
         self.downloads = Downloads(send)
-        self.arenas = Arenas(send, engine, self.uploads, self.budget)
+        self.arenas = WorkerArenas(send, engine, self.uploads, self.budget)
         bytes_by = self.uploads, self.downloads, self.arenas
         self.worker = ExecutionContext(engine, plane, send, self.tensors, *bytes_by, self.budget)
         self.runner = ProgramRunner(self.worker)

@@ -149,7 +149,7 @@ def _ask_everything() -> None:
 
     import gt
 
-    large = torch.arange(1 << 17, dtype=torch.float32).to("remote")
+    large = torch.arange(1 << 19, dtype=torch.float32).to("remote")
     (large * 2).sum().item()
     kept = torch.ones(64, 64).to("remote")
     gt.inspect(kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gt.client import arenas
-from gt.client.arenas import ARENA_BYTES, KEPT_BYTES, Arenas
+from gt.client.arenas import ARENA_BYTES, KEPT_BYTES, ClientArenas
 from gt.wire.arena import BLOCK_BYTES, OwnArena, parse_place
 from gt.wire.messages import CloseArenas, OfferArena
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 @pytest.fixture
 def pool():
     sent: list = []
-    made = Arenas(sent.append)
+    made = ClientArenas(sent.append)
     yield made, sent
     made.close()
 

@@ -23,7 +23,7 @@ def fits(value: Any, form: dict[str, Any]) -> bool:
     want = TYPES.get(form.get("type", ""))
     if want is not None and (not isinstance(value, want) or (want is int and isinstance(value, bool))):
         return False
-    if "const" in form and value != form["const"]:
+    if value not in form.get("enum", [value]) or value != form.get("const", value):
         return False
     if isinstance(value, int) and not form.get("minimum", value) <= value <= form.get("maximum", value):
         return False
@@ -72,6 +72,9 @@ def test_every_config_of_ours_fits() -> None:
         "a: {shard: {axis: 2, workers: [0, 1]}}",
         "a_colpar: {shard: {axis: 1, workers: [0, 1]}}\ngt: {schedule: 'auto:2GiB'}",
         "a: {workers: [0]}\na_colpar: {workers: [0]}\ngt: {modules: {'*': a, 'h.*': {group: _colpar, parts: 3}}}",
+        "gt: {data_parallel: null, zero: 1}",
+        "gt: {data_parallel: [0, 1], zero: 3}",
+        "a: {workers: [[0], [1]]}\ngt: {data_parallel: dp, zero: 2}",
         "a: {workers: [0]}\nb: {workers: [1]}\ngt: {modules: {'h.*': [a, b]}}",
     ],
 )
@@ -98,6 +101,8 @@ def test_a_config_that_the_loader_takes_fits(text: str) -> None:
         "a: {workers: [0]}\ngt: {schedule: 1f1c}",
         "a: {workers: [0]}\ngt: {modules: {'*': {parts: 3}}}",
         "a: {workers: [0]}\ngt: {modules: {'*': {group: a, parts: 0}}}",
+        "gt: {data_parallel: pp}",
+        "a: {workers: [[0], [1]]}\ngt: {zero: 4}",
         "parallelism: {tp: 2}",
     ],
 )

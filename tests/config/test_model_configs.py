@@ -78,13 +78,17 @@ def test_the_files_are_what_the_tool_writes() -> None:
     assert len(FILES) == sum(len(list((placements.CONFIGS / family).iterdir())) for family in placements.FAMILIES)
 
 
+# sharded ones of the other families differ from these in names of modules only
+TRIED = [n for n in FILES if "zero" not in n or n.startswith("gpt2/") or n in ("llama/dp4-zero3", "qwen/dp2tp2-zero3")]
+
+
 @pytest.mark.usefixtures("plain_threads")
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", TRIED)
 def test_a_model_placed_by_a_ready_config_is_torchs(name: str, session: Callable) -> None:
     """One layer more than stages: the cut is uneven."""
     folder, _, split = name.partition("/")
     kind = {"qwen": "qwen3"}.get(folder, folder)
-    dp, tp, pp = SPLITS[split]
+    dp, tp, pp, zero = SPLITS[split]
     layers = max(2, pp + (1 < pp < 8))
     session(placements.CONFIGS / f"{name}.yaml")
     model = made(kind, layers).to("remote")
@@ -96,7 +100,7 @@ def test_a_model_placed_by_a_ready_config_is_torchs(name: str, session: Callable
     assert len({rule.group for n, rule in placed.items() if n[-1:].isdigit()}) == (pp if pp > 1 else 0)
     split_weights = {n for n, row in where.items() if "S(" in row["layout"]}
     matrices = {n for n, p in model.named_parameters() if p.dim() > 1 and (".h." in n or ".layers." in n)}
-    assert matrices <= split_weights if tp > 1 else not split_weights
+    assert matrices <= split_weights if tp > 1 or zero else not split_weights
 
 
 HEADS = [  # (kind, config, heads, key-value heads, width)

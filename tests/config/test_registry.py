@@ -97,3 +97,23 @@ def test_a_group_that_only_says_compile_places_nothing(server) -> None:
         assert gt.inspect(y)["layout"] == "[S(0)]" and gt.inspect(z)["layout"] == "[]"
     finally:
         gt.shutdown()
+
+
+def test_auto_shard_is_data_parallel_over_all_workers(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GT_AUTO_SHARD", "1")
+    gt.connect(server.address, token=server.token)
+    try:
+        x, w = torch.randn(16, 4), torch.randn(4, 2)
+        leaf = w.to("remote").requires_grad_()
+        y = x.to("remote") @ leaf
+        y.sum().backward()
+        assert gt.inspect(y)["layout"] == "[S(0)]" and len(gt.inspect(y)["pieces"]) == 8
+        assert gt.inspect(leaf)["layout"] == "[R]" and gt.inspect(leaf.grad)["layout"] == "[P]"
+        torch.testing.assert_close(leaf.grad.cpu(), x.sum(0)[:, None].expand(4, 2))
+    finally:
+        gt.shutdown()
+    gt.connect(server.address, config="", token=server.token)
+    try:
+        assert gt.signal.groups() == []
+    finally:
+        gt.shutdown()

@@ -163,5 +163,3 @@ class Cluster:
         if self._server is not None and self._server is not self._given:
             self._server.stop()
         self._folder.cleanup()
-
-

@@ -58,7 +58,6 @@ from tests.stress import fuzz
 UPLOAD, NEG = TEMPLATES[0], TEMPLATES[3]
 
 
-
 @pytest.fixture
 def bench() -> CoreBench:
     return CoreBench()

@@ -128,7 +128,28 @@ def test_lines_that_come_together_have_one_time(tmp_path):
     journal.write(Log("SEND", "w0"), 3.0)
     journal.close()
     rows = (tmp_path / "log").read_text().splitlines()
-    assert [row.split()[:2] for row in rows] == [["1.000000", "0"], ["2.000000", "a"], ["2.000000", "b"], ["3.000000", "1"]]
+    begins = [["1.000000", "0"], ["2.000000", "a"], ["2.000000", "b"], ["3.000000", "1"]]
+    assert [row.split()[:2] for row in rows[:-1]] == begins
+
+
+def test_the_log_ends_with_the_numbers_of_its_lines(tmp_path):
+    with planned("s: {workers: [0, 1]}\nt: {workers: [2]}", 3) as plan:
+        with gt.signal.context("s"):
+            x = torch.ones(4, 2, device="remote") + 1
+        with gt.signal.context("t"):
+            (x + 1).sum()
+        plan.ask()
+    journal = InstructionLog(str(tmp_path / "log"))
+    journal.write_lines(Lines("".join(MARK + row for row in plan.rows)), 1.0)
+    journal.write(Log("ERROR", "w0", "no memory left"), 2.0)
+    journal.close()
+    rows = (tmp_path / "log").read_text().splitlines()
+    assert "SUMMARY" in rows[-1] and rows[-1].split()[0] == "2.000000"
+    assert sum(" ERROR " in row for row in rows) == 1 and "sharded" not in rows[-1]
+    ends = dict(reversed(part.split()) for part in rows[-1].partition("dispatcher ")[2].split(", "))
+    assert ends["transfers"] == "1" and ends["errors"] == "1" and ends["collectives"] == "0"
+    assert int(ends["splits"]) == sum(" sharded " in row for row in rows) > 0
+    assert int(ends["ops"]) == 5  # torch.ones is two
 
 
 # ---- what somebody else wrote into it

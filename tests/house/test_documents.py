@@ -19,8 +19,9 @@ from tests.helpers import ROOT
 from tests.helpers.limits import limit
 
 DEMO = ROOT / "examples" / "tuning_demo"
-SHOWN = ("quickstart", "signal_groups", "debugging", "programs", "schedules", "plan", "models")
+SHOWN = ("quickstart", "signal_groups", "debugging", "programs", "schedules", "plan", "models", "sharded")
 WITH_PYTHON = ("README.md", *(f"docs/{page}.md" for page in SHOWN))
+LIBRARIES = "docs/libraries.md"  # runs in a process of its own: its workers import a module of the page
 WITH_SHELL = (*WITH_PYTHON, "examples/tuning_demo/README.md")
 
 
@@ -92,6 +93,12 @@ def shared(server: Any, session: Callable, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_the_page_of_other_libraries_runs_and_prints_what_it_says(tmp_path: Path) -> None:
+    program(LIBRARIES, tmp_path)
+    said = re.findall(r"# -> (.*)", (ROOT / LIBRARIES).read_text())
+    assert run(str(tmp_path / "train.py")).splitlines() == said
 
 
 @pytest.mark.parametrize("document", WITH_PYTHON)

@@ -67,6 +67,8 @@ LOOK_UPS = {
     ("gt/worker/executor.py", "hasattr"): "the same names",
     ("gt/worker/engine/numpy/blas.py", "getattr"): "names of functions written there",
     ("gt/worker/engine/torch/dtypes.py", "getattr"): "names of dtypes, gt.ir.spec.DTYPES",
+    ("gt/worker/engine/torch/libraries.py", "getattr"): "names of ops that torch's dispatcher lists",
+    ("gt/worker/engine/torch/libraries.py", "import_module"): "names of modules, from the process's owner alone",
     ("gt/worker/engine/torch/overloads.py", "getattr"): "names of the table's ops, or of the process's owner",
     ("gt/wire/codec.py", "attrgetter"): "names of a message's own fields",
 }
@@ -242,7 +244,7 @@ def test_docstrings_begin_with_their_subject():
 
 
 # Folders of tests that are no package of gt/: runs by hand, the whole path, the repository, and what tests share
-TESTS_APART = {"attacks", "conformance", "corpus", "helpers", "house", "stress", "system"}
+TESTS_APART = {"attacks", "conformance", "corpus", "helpers", "house", "programs", "stress", "system"}
 
 
 def test_tests_mirror_the_tree():

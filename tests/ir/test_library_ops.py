@@ -8,14 +8,14 @@ from gt.dispatcher.cluster.admission import worker_info
 from gt.dispatcher.cluster.workers import Cluster
 from gt.errors import ProtocolError, UnsupportedOp
 from gt.ir import check
-from gt.ir.library_ops import MAX_LINE, MAX_OPS, SessionOps, common, parse
+from gt.ir.schema import MAX_LIBRARY_LINE, MAX_LIBRARY_OPS, SessionOps, common, library_schemas
 
 NMS = "vision.nms.default(Tensor dets, Tensor scores, float limit) -> (Tensor)  # 2.13-2.13 by_values"
 PAIR = "vision.pair.default(Tensor(a0!) x) -> ()  # 2.13-2.13"
 
 
 def test_a_worker_s_lines_are_schemas_by_name():
-    ops = parse([NMS, PAIR])
+    ops = library_schemas([NMS, PAIR])
     assert list(ops) == ["vision.nms.default", "vision.pair.default"]
     assert ops["vision.pair.default"].writes == ("x",) and ops["vision.nms.default"].line == NMS
 
@@ -33,22 +33,23 @@ def test_a_worker_s_lines_are_schemas_by_name():
         ["vision.nms.default(File a) -> (Tensor)  # 2.13-2.13"],
         ["vision.nms.default(Tensor \x1ba) -> (Tensor)  # 2.13-2.13"],
         ["vision.n.d(Tensor a) -> (Tensor) -> (Tensor)  # 2.13-2.13"],
-        [NMS + " " * MAX_LINE],
-        [NMS] * (MAX_OPS + 1),
+        [NMS + " " * MAX_LIBRARY_LINE],
+        [NMS] * (MAX_LIBRARY_OPS + 1),
     ],
 )
 def test_other_lines_are_refused(lines: object):
     with pytest.raises(ValueError):
-        parse(lines)
+        library_schemas(lines)
     with pytest.raises(ProtocolError, match=r"Hello\.info\.ops"):
         worker_info({"ops": lines})
 
 
 def test_a_session_has_the_ops_that_all_its_workers_have_alike():
     other = NMS.replace("float limit", "float limit, int most")
-    assert list(common([parse([NMS, PAIR]), parse([PAIR, NMS])])) == ["vision.nms.default", "vision.pair.default"]
-    assert list(common([parse([NMS, PAIR]), parse([other, PAIR])])) == ["vision.pair.default"]
-    assert common([parse([NMS]), {}]) == {} == common([])
+    both = common([library_schemas([NMS, PAIR]), library_schemas([PAIR, NMS])])
+    assert list(both) == ["vision.nms.default", "vision.pair.default"]
+    assert list(common([library_schemas([NMS, PAIR]), library_schemas([other, PAIR])])) == ["vision.pair.default"]
+    assert common([library_schemas([NMS]), {}]) == {} == common([])
     cluster = Cluster()
     cluster.add(b"a", worker_info({"ops": [NMS, PAIR]}))
     assert list(cluster.library_ops()) == ["vision.nms.default", "vision.pair.default"]
@@ -61,8 +62,8 @@ def test_a_session_has_the_ops_that_all_its_workers_have_alike():
 def test_a_client_s_template_is_checked_by_its_session_s_ops_alone():
     spec = [[4], [1], 0, "float32"]
     row = ["vision.nms.default", [{"t": 0}, {"t": 1}, 0.5], {}, [spec, spec], 0, [["new", None, -1]], [], True, False]
-    assert check.template(row, SessionOps(parse([NMS]))).op == "vision.nms.default"
-    with pytest.raises(UnsupportedOp, match="--library vision"):
+    assert check.template(row, SessionOps(library_schemas([NMS]))).op == "vision.nms.default"
+    with pytest.raises(UnsupportedOp, match="gt worker --library"):
         check.template(row)
     with pytest.raises(ValueError, match=r"limit of vision\.nms"):
-        check.template([row[0], [{"t": 0}, {"t": 1}, "x"], *row[2:]], SessionOps(parse([NMS])))
+        check.template([row[0], [{"t": 0}, {"t": 1}, "x"], *row[2:]], SessionOps(library_schemas([NMS])))

@@ -24,6 +24,7 @@ from gt import api
 from gt.client import current_session
 from gt.client.arenas import ARENA_BYTES
 from gt.client.session import Session
+from gt.errors import SystemFailure
 from gt.ir.instr import FIRST
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
@@ -90,7 +91,8 @@ def test_any_strides_survive_both_ways(one, layout):
     remote = host.to("remote")
     assert same(remote.cpu(), host.resolve_conj().resolve_neg())
     assert same((remote * 1).cpu(), (host * 1).resolve_conj())
-    assert same(remote.permute(*reversed(range(host.dim()))).cpu(), host.permute(*reversed(range(host.dim()))).resolve_conj())
+    turned = list(reversed(range(host.dim())))
+    assert same(remote.permute(turned).cpu(), host.permute(turned).resolve_conj().resolve_neg())
 
 
 def test_a_tensor_larger_than_an_arena(one):
@@ -120,24 +122,25 @@ def test_a_fetched_value_is_the_programs_own(one):
     first, second = remote.cpu(), (remote + 1).cpu()
     first.zero_()
     assert second.sum().item() == 2 * BIG * BIG and remote.cpu().sum().item() == BIG * BIG
+    array = second.numpy()
     pid = os.fork()
     if pid == 0:  # a DataLoader's worker, say
-        second.zero_()
+        array[:] = 0  # torch's threads are not in a forked child
         os._exit(0)
     os.waitpid(pid, 0)
     assert second.sum().item() == 2 * BIG * BIG
 
 
 def test_an_upload_in_a_forked_child_is_an_error_and_harms_no_upload(one):
-    host = torch.ones(BIG, BIG)
+    host, other = torch.ones(BIG, BIG), torch.zeros(BIG, BIG)
     remote = host.to("remote")
     pid = os.fork()
     if pid == 0:
         code = 1
         with contextlib.suppress(BaseException):
             try:
-                torch.zeros(BIG, BIG).to("remote")
-            except gt.SystemFailure:
+                other.to("remote")
+            except SystemFailure:
                 code = 0
         os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
@@ -269,7 +272,9 @@ def test_four_programs_at_once_read_their_own_values(backend):
 # ---- without a proof
 
 
-@pytest.mark.parametrize("field, value", [("nonce", "0" * 32), ("pid", 1), ("fd", 0), ("home", "another boot/1"), ("nbytes", 1 << 30)])
+@pytest.mark.parametrize(
+    "field, value", [("nonce", "0" * 32), ("pid", 1), ("fd", 0), ("home", "another boot/1"), ("nbytes", 1 << 30)]
+)
 def test_without_the_proof_everything_passes_in_messages(monkeypatch, field, value):
     offer = OwnArena.offer
     monkeypatch.setattr(OwnArena, "offer", lambda arena: replace(offer(arena), **{field: value}))
@@ -376,7 +381,11 @@ def test_a_killed_worker_and_a_killed_server_leave_no_memory(own):
     while not found:  # new processes take the workers' places, and share the arenas of before
         with contextlib.suppress(gt.WorkerLost):
             found = placed(torch.ones(1024, 1024)).cpu().sum().item()
-    assert found == 1 << 20 and pool.used == 0
+    assert found == 1 << 20
+    gc.collect()  # errors hold the tensors of their frames
+    for _ in range(3):  # what is freed is freed with the next batch
+        assert torch.ones(2, device="remote").sum().item() == 2
+    assert pool.used == 0
     before, moved = shared(), torch.ones(1024, 1024)
     assert placed(moved).cpu().sum().item() == 1 << 20 and shared() - before >= 2 * moved.nbytes
     os.kill(own["gt.server"], signal.SIGKILL)

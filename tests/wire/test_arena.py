@@ -153,7 +153,13 @@ def test_a_place_is_one_number():
 
 @pytest.mark.parametrize(
     "offset, shape, itemsize",
-    [(0, (4,), 4), (HEADER_BYTES, (1 << 40,), 8), (PAGE_BYTES - 12, (4,), 4), (HEADER_BYTES, (-1,), 4), (HEADER_BYTES, (4,), 3)],
+    [
+        (0, (4,), 4),
+        (HEADER_BYTES, (1 << 40,), 8),
+        (PAGE_BYTES - 12, (4,), 4),
+        (HEADER_BYTES, (-1,), 4),
+        (HEADER_BYTES, (4,), 3),
+    ],
 )
 def test_a_tensor_outside_of_an_arena_is_an_error(offset, shape, itemsize):
     with pytest.raises(ProtocolError, match="is not within"):

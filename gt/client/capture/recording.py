@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gt.client.capture.constants import Constants
 from gt.client.capture.recorded_op import RecordedOp
 from gt.client.trace import recorder as recorders
-from gt.ir.instr import DROP, FIRST, FREE, PARAM
+from gt.ir.instr import FIRST, FREE, LENGTHS
 from gt.ir.ops import RANDOM
 from gt.ir.template import T, to_wire
 
@@ -79,7 +79,7 @@ class CallRecording:
         while position < len(code):
             number = code[position]
             if number < FIRST:
-                position += 2 + code[position + 1] if number == FREE else 2 if number in (PARAM, DROP) else 1
+                position += LENGTHS.get(number, 1) + (code[position + 1] if number == FREE else 0)
                 continue
             template, origin = templates[number], code[position + 1]
             ins = position + 2

@@ -24,8 +24,7 @@ from gt.client.frameworks import accelerate, after_import, lightning
 from gt.client.trace import long_lists, overrides, refusals, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
-from gt.client.trace.host_ops import tensor_split
-from gt.client.trace.sequences import ctc_loss
+from gt.client.trace.host_ops import ctc_loss, tensor_split
 
 NAME = "remote"
 _libraries: list[torch.library.Library] = []  # kernels live as long as these
@@ -137,7 +136,6 @@ def prepare() -> None:
     aten.impl("scaled_dot_product_attention", attention, "AutogradLazy")
     aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradLazy")
     aten.impl("ctc_loss.Tensor", ctc_loss, "AutogradLazy")
-    aten.impl("group_norm", overrides.group_norm, "AutogradLazy")
     _libraries.append(aten)
     _extend_feature_lists()
     _patch_capture_query()

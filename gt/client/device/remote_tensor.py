@@ -7,17 +7,26 @@ Python methods of torch that need a tensor's bytes are defined here, by fetching
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from gt.client.device.meta import Meta
 from gt.errors import UnsupportedOp
 
 LAZY = torch.device("lazy", 0)
+# NumPy's functions behind the operators of its numbers -> operators
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
+    "floor_divide": operator.floordiv, "remainder": operator.mod, "power": operator.pow, "matmul": operator.matmul,
+    "less": operator.lt, "less_equal": operator.le, "greater": operator.gt, "greater_equal": operator.ge,
+    "equal": operator.eq, "not_equal": operator.ne,
+}  # fmt: skip
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # so that autocast("remote") applies
 _base = torch._C.TensorBase
 new_tensor = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -57,10 +66,12 @@ class Ref:
     __slots__ = ("__weakref__", "home", "id", "meta", "pending")
 
     def __init__(self, number: int, meta: Meta, pending: int, live_tensors: LiveTensors) -> None:
-        self.id, self.meta, self.pending, self.home = number, meta, pending, 0
-        live = LiveRef(self, live_tensors.end)
+        self.id = number
+        self.meta = meta
+        self.pending = pending
+        self.home = 0
+        live_tensors.all[number] = live = LiveRef(self, live_tensors.end)
         live.id = number
-        live_tensors.all[number] = live
 
 
 class LiveRef(weakref.ref):
@@ -145,8 +156,23 @@ class RemoteTensor(torch.Tensor):
         array = self.cpu().numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """NumPy's functions. Operators with NumPy's numbers stay remote; with arrays they raise, as on a GPU."""
+        if method == "__call__" and len(inputs) == 2:
+            arrays = [x for x in inputs if isinstance(x, np.ndarray) and x.ndim]
+            if arrays:
+                raise TypeError(
+                    f"unsupported operands of np.{ufunc.__name__}: a remote tensor of shape {list(self.shape)} and a "
+                    f"numpy.ndarray of shape {list(arrays[0].shape)}; try torch.from_numpy(array).to({Shown.device.type!r}), "
+                    "or tensor.cpu()"
+                )
+            if ufunc.__name__ in _OPERATORS and not kwargs:
+                first, second = (x.item() if isinstance(x, (np.generic, np.ndarray)) else x for x in inputs)
+                return _OPERATORS[ufunc.__name__](first, second)
+        return getattr(ufunc, method)(*[x.cpu() if isinstance(x, RemoteTensor) else x for x in inputs], **kwargs)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        text = repr(self.detach().cpu()).rstrip(")")
+        text = _text(self.detach())[:-1]  # without the last parenthesis
         extra = f", device='{self.device}'"
         if self.grad_fn is not None:
             extra += f", grad_fn=<{type(self.grad_fn).__name__}>"
@@ -209,6 +235,23 @@ class RemoteTensor(torch.Tensor):
         raise RuntimeError(f"cannot pin {self.type()!r}: only dense CPU tensors can be pinned; leave pin_memory() out")
 
 
+def _text(tensor: RemoteTensor) -> str:
+    """torch's text of the values. Of a large tensor torch shows the edges, and only these are fetched."""
+    from gt.client.current_session import Current
+
+    options = torch._tensor_str.PRINT_OPTS
+    if tensor.numel() <= options.threshold or Current.recorder is None or Current.recorder.tape is not None:
+        return repr(tensor.cpu())
+    edge = options.edgeitems
+    with torch.no_grad():
+        for dim, size in enumerate(tensor.shape):
+            if size > 2 * edge + 1:  # one more than is shown, so that torch leaves something out here too
+                parts = tensor.narrow(dim, 0, edge + 1), tensor.narrow(dim, size - edge, edge)
+                tensor = torch.cat(parts, dim)  # type: ignore[assignment]
+    with torch._tensor_str.printoptions(threshold=0):
+        return repr(tensor.cpu())
+
+
 class RemoteStorage:
     """A substitute for a storage: tells which tensors share memory, for programs that find tied weights by pointers.
 
@@ -232,12 +275,17 @@ class RemoteStorage:
     size = __len__ = nbytes
 
 
-def make(meta: Meta, ref: Ref | Alias, new: Callable[..., Any] = new_tensor) -> RemoteTensor:
-    """A new tensor object for a reference. new: new_view for a view of another tensor."""
-    tensor: RemoteTensor = new(
+def wrapper_of(meta: Meta) -> tuple:
+    """The arguments of `_make_wrapper_subclass` for a tensor."""
+    return (
         RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, torch.strided, LAZY, False, False, None,
         False, False, _AUTOCAST,
     )  # fmt: skip
+
+
+def make(meta: Meta, ref: Ref | Alias, new: Callable[..., Any] = new_tensor) -> RemoteTensor:
+    """A new tensor object for a reference. new: new_view for a view of another tensor."""
+    tensor: RemoteTensor = new(*wrapper_of(meta))
     tensor._ref = ref
     return tensor
 

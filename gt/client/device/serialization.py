@@ -94,6 +94,10 @@ class _RemoteCopy:
             make = getattr(thing, "_make", type(thing))
             result = thing if all(a is b for a, b in zip(parts, thing, strict=True)) else make(parts)
         self._seen[id(thing)] = thing, result  # the thing too, so that identities stay unique
+        if isinstance(thing, dict) and any(isinstance(key, torch.Tensor) for key in thing):  # an optimizer's state
+            items = [(self._move(key), value) for key, value in thing.items()]
+            thing.clear()
+            thing.update(items)
         for holder, key, value in _parts(thing):
             moved = self._move(value)
             if moved is not value:

@@ -38,6 +38,9 @@ class RemoteSparse(RemoteTensor):
             raise TypeError(f"new of a sparse remote tensor takes indices, values and size, got {len(args)} arguments")
         return coo(*args)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().cpu().__reduce_ex__(protocol)
+
     def untyped_storage(self) -> Any:
         raise NotImplementedError("Cannot access storage of a sparse tensor")
 

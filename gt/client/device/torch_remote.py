@@ -77,10 +77,6 @@ def get_memory_info(device: Any = None) -> tuple[int, int]:
     return max(limit - used, 0), limit
 
 
-def _no_stream(*args: Any) -> None:
-    raise UnsupportedOp("remote has no streams: ops run in their order, and torch.accelerator.synchronize() waits for all")
-
-
 def make() -> types.ModuleType:
     """The module, which torch registers under the device's name."""
     module = types.ModuleType("torch.remote", "The remote device.")
@@ -119,7 +115,6 @@ def make() -> types.ModuleType:
 
 # Functions of torch.accelerator that would ask a backend in C++. Peaks are those since the workers began.
 _ACCELERATOR: dict[str, Callable[..., Any]] = {
-    "current_stream": _no_stream,
     "empty_cache": lambda: None,
     "empty_host_cache": lambda: None,
     "get_device_capability": lambda device=None: {"supported_dtypes": {getattr(torch, name) for name in DTYPES}},
@@ -131,7 +126,6 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "memory_stats": memory_stats,
     "reset_accumulated_memory_stats": lambda device=None: None,
     "reset_peak_memory_stats": lambda device=None: None,
-    "set_stream": _no_stream,
     "synchronize": synchronize,
 }
 

@@ -12,13 +12,46 @@ from typing import Any
 import torch
 
 
+class Scope:
+    """One signal group in one micro-batch. Equal ones are one object.
+
+    owner, numbers: of the session whose ops are recorded, which keeps here what it knows of positions in code.
+    """
+
+    __slots__ = ("group", "micro", "numbers", "owner")
+
+    def __init__(self, group: str, micro: int) -> None:
+        self.group, self.micro = group, micro
+        self.owner: Any = None
+        self.numbers: dict[int, dict[int, int]] = {}
+
+
+_scopes: dict[tuple[str, int], Scope] = {}
+
+
 class GroupStack(threading.local):
     """Signal groups that this thread has entered, and its micro-batch."""
 
     def __init__(self) -> None:
         self.names: list[str] = [""]  # paths such as "outer/inner", the innermost last
         self.in_backward: list[bool] = [False]  # whether each was entered inside a backward pass
-        self.micro = -1  # number of the current micro-batch, -1 for none
+        self._micro = -1
+        self.change_scope()
+
+    @property
+    def micro(self) -> int:
+        """Number of the current micro-batch, -1 for none."""
+        return self._micro
+
+    @micro.setter
+    def micro(self, number: int) -> None:
+        self._micro = number
+        self.change_scope()
+
+    def change_scope(self) -> None:
+        """Set `scope` after a change of the group or micro-batch."""
+        key = self.names[-1], self._micro
+        self.scope = _scopes.get(key) or _scopes.setdefault(key, Scope(*key))
 
 
 stack = GroupStack()
@@ -54,8 +87,10 @@ class context(ContextDecorator):
         stack.in_backward.append(torch._C._current_autograd_node() is not None)
         outer = stack.names[-1]
         stack.names.append(f"{outer}/{self.name}" if outer else self.name)
+        stack.change_scope()
         return self
 
     def __exit__(self, *error: Any) -> None:
         stack.names.pop()
         stack.in_backward.pop()
+        stack.change_scope()

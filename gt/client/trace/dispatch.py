@@ -6,6 +6,7 @@ metas of the outputs. Nothing here waits, except for ops whose output shape depe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 
 from gt.client.current_session import Current, check, current
 from gt.client.device import meta as metas
-from gt.client.device.remote_tensor import _AUTOCAST, LAZY, Alias, Ref, RemoteTensor, make, rebind
+from gt.client.device.remote_tensor import LAZY, Alias, Ref, RemoteTensor, make, rebind
+from gt.client.groups.group_context import stack
 from gt.client.trace.op_info import (
     ASK,
     CONST,
@@ -35,12 +37,13 @@ from gt.client.trace.refusals import as_on_cpu
 from gt.client.trace.shape_inference import infer
 from gt.client.trace.uploads import upload_operands
 from gt.errors import UnsupportedOp
-from gt.ir.instr import PARAM
+from gt.ir.instr import GRAD, PARAM, SHARDED
 
 # Mode of an entry -> the function that carries such a call out as several ops; modules register theirs
 SEVERAL_OPS: dict[int, Callable[[OpInfo, Entry, tuple, dict], Any]] = {}
-_strided = torch.strided
-_known = _infos.get
+_SCALARS = frozenset({bool, int, float})
+_BY_VALUE = frozenset({TENSOR, VALUE})  # kinds of arguments whose numbers are sent with each call
+_known, _node, _getframe = _infos.get, torch._C._current_autograd_node, sys._getframe
 
 
 class HostOperand(Exception):
@@ -48,11 +51,58 @@ class HostOperand(Exception):
 
 
 def dispatch(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-    """RemoteTensor.__torch_dispatch__."""
+    """RemoteTensor.__torch_dispatch__. The commonest calls are recorded here; `call` does the same for any call."""
     info = _known(id(func)) or info_of(func)
     if info.handler is not None:
         return info.handler(info, args, kwargs or {})
-    return call(info, args, kwargs)
+    recorder = Current.recorder
+    if kwargs or recorder is None or not args or type(first := args[0]) is not RemoteTensor:
+        return call(info, args, kwargs)
+    # The signature of the call, as `call` makes it, and its operands and scalars.
+    ref = first._ref
+    if ref.pending and first.requires_grad:
+        note_first_use(first, ref)
+    operands: tuple
+    if len(args) == 2:
+        second = args[1]
+        if type(second) is RemoteTensor:
+            other = second._ref
+            if other.pending and second.requires_grad:
+                note_first_use(second, other)
+            entry, operands = info.cache.get((ref.meta, other.meta)), (ref.id, other.id)
+        elif info.second == LIST and type(second) is list:
+            entry, operands = info.cache.get((ref.meta, tuple(second))), (ref.id,)
+        elif info.second == CONST:
+            entry, operands = info.cache.get((ref.meta, second)), (ref.id,)
+        elif type(second) in _SCALARS and info.second in _BY_VALUE:
+            entry, operands = info.cache.get((ref.meta, type(second))), (ref.id, second)
+        else:
+            return call(info, args)
+    elif info.constant:
+        entry, operands = info.cache.get((ref.meta, *args[1:])), (ref.id,)
+    else:
+        return call(info, args)
+    if entry is None or entry.mode > FIRST:
+        return call(info, args)
+    origins, frame, scope = Current.origins, _getframe(1), stack.scope
+    numbers = scope.numbers.get(id(frame.f_code)) if scope.owner is origins and _node() is None else None
+    origin = (numbers and numbers.get(frame.f_lasti)) or origins.of_frame(frame)
+    recorder.ops += 1
+    code = recorder.code
+    if entry.mode == ONE:
+        meta, number, live = entry.metas[0], recorder.new_id(), recorder.live_tensors
+        if meta.large and live.ended:
+            recorder.free_ended()
+        code.extend((entry.number, origin, *operands, number))
+        result = entry.new(*entry.wrapper)
+        result._ref = Ref(number, meta, origin, live)
+    else:
+        code.extend((entry.number, origin, *operands))
+        ref.pending = origin
+        result = first
+    if len(code) > recorder.batch:
+        recorder.end_batch()
+    return result
 
 
 def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,10 +154,7 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
         if meta.large and recorder.live_tensors.ended:
             recorder.free_ended()
         code.extend((entry.number, origin, *ids, *values, number))
-        tensor = entry.new(
-            RemoteTensor, meta.shape, meta.stride, meta.offset, None, meta.dtype, _strided, LAZY, False, False, None,
-            False, False, _AUTOCAST,
-        )  # fmt: skip
+        tensor = entry.new(*entry.wrapper)
         tensor._ref = Ref(number, meta, origin, recorder.live_tensors)
         if len(code) > recorder.batch:
             recorder.end_batch()
@@ -177,9 +224,32 @@ def note_first_use(tensor: RemoteTensor, ref: Ref | Alias) -> None:
         check(tensor)
         Current.recorder.code.extend((PARAM, ref.id))  # type: ignore[union-attr]
         ref.home = -1
+        if Current.zero:
+            _declare_sharded(tensor)
     if torch.is_grad_enabled():
         ref.home = Current.origins.here()
         ref.pending = 0
+
+
+def _declare_sharded(parameter: RemoteTensor) -> None:
+    """Declare a parameter as one that ZeRO shards, and each gradient as soon as autograd has accumulated it."""
+    Current.recorder.code.extend((SHARDED, parameter._ref.id))  # type: ignore[union-attr]
+    if parameter.is_leaf and parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(_note_gradient)
+
+
+def _note_gradient(parameter: torch.Tensor) -> None:
+    grad = parameter.grad
+    if isinstance(grad, RemoteTensor) and isinstance(parameter, RemoteTensor):
+        Current.recorder.code.extend((GRAD, parameter._ref.id, grad._ref.id))  # type: ignore[union-attr]
+
+
+def declare_frozen(parameter: RemoteTensor) -> None:
+    """Declare a module's parameter that requires no grad: it is no data of a batch, and ZeRO shards it."""
+    if not parameter._ref.home:
+        declare_buffer(parameter)
+        if Current.zero:
+            _declare_sharded(parameter)
 
 
 def declare_buffer(buffer: RemoteTensor) -> None:

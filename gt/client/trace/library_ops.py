@@ -22,7 +22,7 @@ from gt.client.trace.host_ops import fetch
 from gt.client.trace.op_info import OpInfo
 from gt.client.trace.uploads import upload
 from gt.errors import UnsupportedOp
-from gt.ir.schema import OWN
+from gt.ir.schema import OWN, TABLE
 
 _warned: set[str] = set()  # namespaces of libraries
 
@@ -35,7 +35,8 @@ def foreign(info: OpInfo) -> bool:
 def run(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """Record an op of another library, or execute it on the CPU if a worker lacks it."""
     schema = current_session.current().library_ops.get(info.name)
-    if schema is not None and [argument.name for argument in schema.arguments] == info.names:  # else another version's
+    same = schema is not None and [argument.name for argument in schema.arguments] == info.names  # else of another version
+    if same or info.name in TABLE:
         return call(info, args, kwargs)
     return _on_host(info, args, kwargs)
 

@@ -40,6 +40,8 @@ class OpInfo:
         typed = self.name.startswith(_SHAPED_BY_VALUE)
         self.named = {a.name: _kind(a, typed) for a in schema.arguments}
         self.kinds = tuple(_kind(a, typed) for a in schema.arguments)
+        self.second = self.kinds[1] if len(self.kinds) > 1 else CONST
+        self.constant = set(self.kinds[1:]) <= {CONST}  # all arguments but the first
         self.writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         self.names = [a.name for a in schema.arguments]
         self.random = self.name in ops.RANDOM
@@ -56,16 +58,18 @@ class Entry:
 
     number: of the template, or of chunks with mode LONG. metas: of outputs that get an id, in order. result: the value to
     return as a tree of ("new", output), ("arg", operand) and ("const", value). written: operands that are written in place.
-    new: makes an output's tensor object, new_view where an output is a view.
+    new, wrapper: the function that makes the tensor object of an output, new_view where that is a view; its arguments with
+    mode ONE.
     """
 
-    __slots__ = ("metas", "mode", "new", "number", "result", "written")
+    __slots__ = ("metas", "mode", "new", "number", "result", "wrapper", "written")
 
     def __init__(self) -> None:
         self.number, self.mode = 0, MANY
         self.metas: list[Meta] = []
         self.result: Any = None
         self.written: tuple[int, ...] = ()
+        self.wrapper: tuple = ()
         self.new: Callable[..., Any] = new_tensor
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from gt.client.current_session import Current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, new_view, rebind
-from gt.client.trace import fake_quantization, host_ops, library_ops, op_info, refusals, sequences, sparse_ops
+from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
@@ -111,15 +111,24 @@ def rrelu(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     return x.copy_(result) if info.writes[0] == "self" else result
 
 
-def group_norm(x: torch.Tensor, groups: int, *rest: Any) -> torch.Tensor:
-    """group_norm that keeps channels last, as on the CPU; torch makes the input of other devices contiguous."""
-    kept = x.dim() == 4 and suggest_memory_format(x) == torch.channels_last and x.shape[1] % groups == 0 and x.numel() > 0
-    if not kept:
-        return aten.group_norm.default.decompose(x, groups, *rest)
-    weight, bias, eps = (*rest, *(None, None, 1e-5)[len(rest) :])[:3]
-    rows, channels, height, width = x.shape
-    x = x.contiguous(memory_format=torch.channels_last)
-    return aten.native_group_norm.default(x, weight, bias, rows, channels, height * width, groups, eps)[0]
+def observe_and_quantize(info: OpInfo, args: tuple, kwargs: dict) -> Any:
+    """Fake quantisation with a moving average of the range. By channel, empty buffers get an element for each channel.
+
+    RuntimeError for buffers of another size.
+    """
+    named = dict(zip(info.names, args), **kwargs)
+    x, axis, by_channel = named["self"], named["ch_axis"], named.get("per_row_fake_quant", False)
+    buffers = {name: named[name] for name in ("running_min", "running_max", "scale", "zero_point")}
+    if by_channel and not -1 < axis < x.dim():
+        raise RuntimeError(f"fake quantisation by channel: ch_axis is {axis}, want 0 to {x.dim() - 1}")
+    if by_channel and not named["running_min"].numel():  # as the CPU's kernel sizes and fills them
+        for buffer, value in zip(buffers.values(), (math.inf, -math.inf, 1.0, 0)):
+            buffer.resize_(x.shape[axis]).fill_(value)
+    want = x.shape[axis] if by_channel else 1
+    for name, buffer in buffers.items():
+        if buffer.numel() != want:
+            raise RuntimeError(f"fake quantisation: {name} has {buffer.numel()} elements, want {want}")
+    return call(info, args, kwargs)
 
 
 def refuse(info: OpInfo, args: tuple, kwargs: dict) -> Any:
@@ -154,10 +163,9 @@ _ROWS: dict[str, Handler | None] = {
     "aten.empty_strided.default": host_ops.new_empty,
     "aten.resize_.default": host_ops.resize,
     "aten.resize_as_.default": host_ops.resize,
-    "aten._pack_padded_sequence.default": sequences.pack,
-    "aten.ctc_loss.Tensor": lambda info, args, kwargs: sequences.ctc_loss(*args, **kwargs),
-    "aten._fused_moving_avg_obs_fq_helper.default": fake_quantization.observe_and_quantize,
-    "aten.group_norm.default": lambda info, args, kwargs: group_norm(*args, **kwargs),
+    "aten._pack_padded_sequence.default": host_ops.pack,
+    "aten.ctc_loss.Tensor": lambda info, args, kwargs: host_ops.ctc_loss(*args, **kwargs),
+    "aten._fused_moving_avg_obs_fq_helper.default": observe_and_quantize,
     "aten.is_pinned.default": is_pinned,
     "aten.record_stream.default": ignore,
     "aten._efficientzerotensor.default": instead(aten.zeros.default),  # has no memory that could be sent

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gt.client.groups.group_context import groups_of, stack
+from gt.client.groups.group_context import Scope, groups_of, stack
 
 if TYPE_CHECKING:
     from gt.client.trace.recorder import Recorder
@@ -49,7 +49,8 @@ class Origins:
         self._recorder = recorder
         self._skipped: dict[int, bool] = {}
         self._codes: list[CodeType] = []  # kept alive, so that identities stay unique
-        self._numbers: dict[tuple[int, int, str, int], int] = {}
+        self._scopes: list[Scope] = []  # that hold positions in code whose origins are known
+        self._positions = 0
         self._rows: dict[tuple[str, int, str, bool, int], int] = {}
         self._backward: dict[tuple[int, int | None], int] = {}
         self._micros: dict[int, int] = {}  # micro-batch of backward origins
@@ -59,30 +60,48 @@ class Origins:
 
     def here(self) -> int:
         """Origin of the op that the caller's caller records now."""
+        return self.of_frame(sys._getframe(2))
+
+    def of_frame(self, frame: FrameType) -> int:
+        """Origin of the op that is recorded now. frame: the innermost frame that may be the user's."""
         node = _node()
         if node is not None and not stack.in_backward[-1]:
             number = self._of_node(node)
             if number:
                 return number
-        frame: Any = sys._getframe(2)
+        scope = stack.scope
+        if scope.owner is not self:
+            self._own(scope)
+        user: Any = frame
         skipped = self._skipped
-        code = frame.f_code
+        code = user.f_code
         while skipped.get(id(code), True):
             if id(code) not in skipped and not self._classify(code):
                 break
-            frame = frame.f_back
-            if frame is None:
-                return self._intern("<unknown>", 0, stack.names[-1], stack.micro, False)
-            code = frame.f_code
-        group, micro = stack.names[-1], stack.micro
-        known = self._numbers.get((id(code), frame.f_lasti, group, micro))
-        if known is not None:
-            return known
-        number = self._intern(code.co_filename, frame.f_lineno, group, micro, False)
-        if len(self._numbers) > MAX_CODE_POSITIONS:
-            self._numbers.clear()
-        self._numbers[(id(code), frame.f_lasti, group, micro)] = number
+            user = user.f_back
+            if user is None:
+                return self._intern("<unknown>", 0, scope.group, scope.micro, False)
+            code = user.f_code
+        numbers = scope.numbers.setdefault(id(code), {})
+        number = numbers.get(user.f_lasti, 0)
+        if not number:
+            number = numbers[user.f_lasti] = self._intern(code.co_filename, user.f_lineno, scope.group, scope.micro, False)
+            self._positions += 1
+            if self._positions > MAX_CODE_POSITIONS:
+                self._forget_positions()
         return number
+
+    def _own(self, scope: Scope) -> None:
+        scope.numbers = {}  # first: another thread that sees the owner uses them
+        scope.owner = self
+        self._scopes.append(scope)
+
+    def _forget_positions(self) -> None:
+        self._positions = 0
+        scopes, self._scopes = self._scopes, []
+        for scope in scopes:
+            if scope.owner is self:
+                scope.owner = None
 
     def where(self, number: int) -> str:
         """`file:line` of an origin; "" for an unknown one."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from gt.client.device.remote_tensor import LiveTensors
 from gt.ir.instr import FIRST, FREE
-from gt.ir.library_ops import Schemas
+from gt.ir.schema import Schemas
 from gt.ir.template import Template
 from gt.wire.signals import uninterrupted
 
@@ -31,6 +31,7 @@ class Recorder:
 
     def __init__(self, session: Any, on_clear: Callable[[], None]) -> None:
         self.session, self.on_clear = session, on_clear
+        self.new_id: Callable[[], int] = _ids.__next__
         self.library_ops: Schemas = getattr(session, "library_ops", {})  # that the workers have
         self.first = self.new_id()  # tensors of sessions before this one have lower ids
         self.code: list = []
@@ -49,9 +50,6 @@ class Recorder:
         self.capturing = threading.Lock()  # held by the thread whose call has the tape
         self._lock = threading.Lock()
         session.on_idle = self.flush_stale
-
-    def new_id(self) -> int:
-        return next(_ids)
 
     def define(self, template: Template) -> int:
         """Number of a new template, valid until the table is cleared."""

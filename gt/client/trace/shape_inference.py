@@ -14,7 +14,7 @@ from torch._prims_common import suggest_memory_format
 from gt.client import current_session
 from gt.client.device import meta as metas
 from gt.client.device.meta import Meta, dtype_name
-from gt.client.device.remote_tensor import RemoteTensor, Shown, new_view
+from gt.client.device.remote_tensor import RemoteTensor, Shown, new_view, wrapper_of
 from gt.client.trace import refusals
 from gt.client.trace.meta_kernels import spare_dynamo
 from gt.client.trace.op_info import ASK, CONST, FIRST, INTO, LONG, ONE, TENSOR, TENSORS, VALUE, VALUES, Entry, OpInfo
@@ -87,23 +87,14 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Ten
     return torch.empty_like(result, memory_format=last.pop()) if last else result
 
 
-def _group_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> tuple:
-    """The input's gradient has the input's memory format."""
-    first, *others = torch.ops.aten.native_group_norm_backward.default(grad, x, *rest)
-    return (first if first is None else torch.empty_like(first, memory_format=suggest_memory_format(x))), *others
-
-
-def _as_input(name: str) -> Callable[..., Any]:
-    """A meta kernel that gives the op's first result the memory format of its input, as the CPU's kernel does."""
+def _as_input(name: str) -> Callable[..., torch.Tensor]:
+    """A meta kernel that gives the op's result the memory format of its input, as the CPU's kernel does."""
     op = getattr(torch.ops.aten, name).default
 
-    def meta(x: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        result = op(x, *rest, **named)
-        if x.dim() != 4 or suggest_memory_format(x) != torch.channels_last:
-            return result
-        if isinstance(result, torch.Tensor):
-            return torch.empty_like(result, memory_format=torch.channels_last)
-        return torch.empty_like(result[0], memory_format=torch.channels_last), *result[1:]
+    def meta(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        result = op(x, *rest)
+        last = x.dim() == 4 and suggest_memory_format(x) == torch.channels_last
+        return torch.empty_like(result, memory_format=torch.channels_last) if last else result
 
     return meta
 
@@ -124,9 +115,7 @@ _META: dict[str, Callable] = {
     "aten.convolution.default": _convolution,
     "aten._ctc_loss.default": _ctc_loss,
     **dict.fromkeys(("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor"), _ctc_loss_backward),
-    "aten.native_group_norm_backward.default": _group_norm_backward,
-    **{f"aten.{name}.default": _as_input(name)
-       for name in ("native_group_norm", "pixel_shuffle", "reflection_pad2d", "replication_pad2d")},
+    **{f"aten.{name}.default": _as_input(name) for name in ("pixel_shuffle", "reflection_pad2d", "replication_pad2d")},
     **dict.fromkeys(
         (f"aten.{name}_backward.default" for name in ("softplus", "hardswish", "hardtanh", "hardsigmoid", "logit")), _as_mul
     ),
@@ -348,6 +337,7 @@ def _outs(info: OpInfo, entry: Entry, result: Any, known: bool, positions: dict[
         entry.mode = ASK
     elif single and entry.result == ("new", 0):
         entry.mode = ONE
+        entry.wrapper = wrapper_of(entry.metas[0])
     elif single and entry.result == ("arg", 0) and positions[info.names[0]] == [0]:
         entry.mode = FIRST
     return outs

@@ -130,7 +130,9 @@ def _flat(x: RemoteSparse) -> torch.Tensor:
 
 def _with_values(x: RemoteSparse, values: torch.Tensor, size: Any = None) -> RemoteSparse:
     size = x.shape if size is None else size
-    return csr(*x.parts[:2], values, size) if x.compressed else coo(x.parts[0], values, size, x.merged)
+    if x.compressed:
+        return csr(x.parts[0], x.parts[1], values, size)
+    return coo(x.parts[0], values, size, x.merged)
 
 
 def _part(place: int) -> Callable:
@@ -195,8 +197,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     if isinstance(target, RemoteSparse) and isinstance(source, RemoteSparse):
         return _set(target, _with_values(source, source.parts[-1].to(target.dtype, copy=True)))
     if isinstance(target, RemoteSparse) and source.layout is torch.sparse_coo:
-        parts = [source._indices().to(LAZY), source._values().to(LAZY, target.dtype)]
-        return _set(target, coo(*parts, source.shape, source.is_coalesced()))
+        indices, values = source._indices().to(LAZY), source._values().to(LAZY, target.dtype)
+        return _set(target, coo(indices, values, source.shape, source.is_coalesced()))
     if not isinstance(target, RemoteTensor) and isinstance(source, RemoteSparse):
         return target.copy_(_to_copy(source, device=target.device))
     raise UnsupportedOp(f"copy_ of a {source.layout} tensor into a {target.layout} one on remote: {ADVICE}")

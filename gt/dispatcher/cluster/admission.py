@@ -10,7 +10,7 @@ from gt.config.schema import Config
 from gt.dispatcher.cluster.leases import PATIENCE_SECONDS, Exclusive, Shared, Waiting
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.errors import ConfigError, ProtocolError, Refused
-from gt.ir import library_ops
+from gt.ir.schema import library_schemas
 from gt.wire.messages import Hello
 
 MAX_CONFIG_CHARACTERS = 32 << 10  # characters: parsing takes up to 0.4 s, and everybody waits
@@ -120,7 +120,7 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
         got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"
         raise ProtocolError(f"Hello.info: {got}, want -1 or more, and {MAX_NAME_CHARACTERS} printable characters at most")
     try:
-        whole["ops"] = library_ops.parse(whole["ops"])
+        whole["ops"] = library_schemas(whole["ops"])
     except ValueError as error:
         raise ProtocolError(f"Hello.info.ops: {error}") from None
     return whole

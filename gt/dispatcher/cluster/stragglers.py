@@ -48,7 +48,7 @@ class Stragglers:
         """Notices and errors for the programs that wait for workers."""
         halted = {i: halt.how for i, halt in self.watch.halted(HALTED).items()}
         for session in sessions:
-            if session.uploads.awaited:
+            if session.uploads.awaited or session.arenas.asked:
                 self._end_held(session, halted, now)
             self._end_unanswered(session, now)
             behind = self._behind(session)

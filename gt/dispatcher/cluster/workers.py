@@ -13,8 +13,7 @@ from gt.dispatcher.fairness.run_queue import RunQueue
 from gt.errors import SystemFailure
 from gt.ir.heap import MEETING_BYTES, Sizes, channel_bytes, channel_class, enough, sizes, team_bytes
 from gt.ir.instr import FIRST, Define
-from gt.ir.library_ops import common
-from gt.ir.schema import Schema
+from gt.ir.schema import Schema, common
 from gt.ir.template import weight
 
 MOST = 1 << 17  # numbers of one Run, about: it has to fit a body whatever a client sends

@@ -13,11 +13,12 @@ from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.sharding.groups import COLUMN
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.views import VIEWS, wanted_parts
+from gt.dispatcher.sharding.zero import axis_of
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.op_queue import NeedsLookahead
 from gt.dispatcher.state.records import Origin
 from gt.dispatcher.state.tensors import Table, Tensor
-from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, FREE, PARAM
+from gt.ir.instr import END_FRAGMENT, FRAGMENT, FRAGMENT_HEADER, FREE, GRAD, LENGTHS, PARAM, SHARDED
 from gt.ir.layout import Layout, Shard
 
 log = logging.getLogger("gt.dispatcher")
@@ -61,7 +62,11 @@ def split_by_parts(redistributor: Redistributor, base: Tensor, parts: int) -> bo
     log.info("a projection into %d parts was split plainly: it is laid out again, once", parts)
     for t in (weight, bias, root):
         if t is not None and t.layout is not None:
-            again = tuple(Shard(p.dim, parts) if isinstance(p, Shard) else p for p in t.layout.placements)
+            at_rest = axis_of(t.layout) if t.storage.rest is not None else None  # this axis splits another dim
+            again = tuple(
+                Shard(p.dim, parts) if isinstance(p, Shard) and axis != at_rest else p
+                for axis, p in enumerate(t.layout.placements)
+            )
             redistributor.relayout(t.storage, root_layout(t, Layout(layout.mesh, again)))
     base.storage.made_by = None
     return True
@@ -91,8 +96,8 @@ def count_split_parts(context: SessionContext, outs: list[int]) -> int:
             number = code[at]
             if at + 1 >= len(code) or type(number) is not int:
                 return 1
-            if number in (FREE, PARAM) and type(code[at + 1]) is int:
-                at += 2 + (max(code[at + 1], 0) if number == FREE else 0)
+            if number in (FREE, PARAM, SHARDED, GRAD) and type(code[at + 1]) is int:
+                at += LENGTHS[number] + (max(code[at + 1], 0) if number == FREE else 0)
                 continue
             if number == FRAGMENT:
                 at += FRAGMENT_HEADER

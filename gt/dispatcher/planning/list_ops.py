@@ -92,9 +92,11 @@ class ListOps:
         for place, index in enumerate(lead):
             t = ins[index]
             if t.layout is None:
-                home = self._home(known, origin, ins, place)
+                home, rests = self._home(known, origin, ins, place)
                 self._redistributor.place(t.storage, home or replicated(self._context.default_mesh()))
                 t.storage.note_placed(home is not None)
+                if rests and t.base is None:
+                    t.storage.rest = t.layout
             assert t.layout is not None
             if t.layout.partial:
                 self._redistributor.reduce_partial(t.storage)
@@ -106,16 +108,21 @@ class ListOps:
             buckets.setdefault(layout, []).append(place)
         return buckets
 
-    def _home(self, known: OpSchema, origin: Origin, ins: list[Tensor], place: int) -> Layout | None:
-        """An unplaced leader goes where another list has a tensor beside it, else where its group says, if it has one."""
+    def _home(self, known: OpSchema, origin: Origin, ins: list[Tensor], place: int) -> tuple[Layout | None, bool]:
+        """An unplaced leader goes where another list has a tensor beside it, else where its group says, if it has one.
+
+        The second value is true if that tensor rests, as the leader will then.
+        """
         shape = known.template.ins[known.columns[0].indices(T)[place]].shape
         for column in known.columns[1:]:
             items = column.indices(T)
             beside = ins[items[place]] if place < len(items) else None
             if beside is not None and beside.layout is not None:
-                return beside.layout if beside.spec.shape == shape else replicated(beside.layout.mesh)
+                alike = beside.spec.shape == shape
+                rests = alike and beside.storage.rest is not None
+                return (beside.layout if alike else replicated(beside.layout.mesh)), rests
         group = origin.meaning or ins[known.columns[0].indices(T)[place]].storage.home
-        return replicated(group.mesh) if group else None
+        return (replicated(group.mesh) if group else None), False
 
     def _plan_part(self, layout: Layout, indices: list[int], op: _ListOp) -> tuple[ListPart, OpPlan] | None:
         """Plan and emit a list op over some of its indices; None if a worker that it needs is lost."""

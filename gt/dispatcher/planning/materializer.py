@@ -133,6 +133,11 @@ class Materializer:
         self._context.note_planned((storage.recipe or [])[-1].known, (), (copy.storage,))
         return copy
 
+    def can_split(self, storage: Storage, want: Layout) -> bool:
+        """True if the recipe can be run in parts, with the root in layout `want`."""
+        root = next(t for t in storage.tensors.values() if t.base is None)
+        return storage.recipe is not None and self._layouts(storage.recipe, storage, root, want) is not None
+
     def unsplittable(self, storage: Storage) -> bool:
         """True if its recipe cannot be run in parts: counted positions are cheaper whole than gathered."""
         return any(runs_whole(step) for step in storage.recipe or ())

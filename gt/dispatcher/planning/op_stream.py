@@ -23,7 +23,7 @@ from gt.dispatcher.state.records import Origin
 from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.validate import CREDIT, Definitions
 from gt.errors import ProtocolError
-from gt.ir.instr import DISCARD, DROP, END_FRAGMENT, FIRST, FRAGMENT, FREE, LAUNCH, PARAM, RECORD
+from gt.ir.instr import DISCARD, DROP, END_FRAGMENT, FIRST, FRAGMENT, FREE, GRAD, LAUNCH, PARAM, RECORD, SHARDED
 from gt.wire.messages import Ack, Ops
 
 MAX_WAITING_BATCHES = CREDIT // 2  # batches: a client without credit could not send the next
@@ -216,6 +216,12 @@ class OpStream:
         if number == PARAM:
             self._context.row(operand).storage.declare_parameter()
             return at + 2
+        if number == SHARDED:
+            self._planner.sharded.declare(self._context.row(operand))
+            return at + 2
+        if number == GRAD and at + 3 <= len(code):
+            self._planner.sharded.accumulated(self._context.row(operand), self._context.row(code[at + 2]))
+            return at + 3
         return self._program(number, code, at)
 
     def _program(self, number: int, code: list, at: int) -> int:

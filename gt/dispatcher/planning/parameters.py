@@ -86,7 +86,8 @@ def _bring_home(redistributor: Redistributor, known: OpSchema, meaning: Meaning,
     """Bring the parameters that were placed for want of a group to this one. A view is no use, nor is writing in place."""
     for index, t in enumerate(ins):
         if t.storage.param and t.storage.default and known.name not in VIEWS and index not in known.template.writes:
-            redistributor.relayout(t.storage, root_layout(t, meaning.parameter(len(t.spec.shape), None)))
+            want = root_layout(t, meaning.parameter(len(t.spec.shape), None))
+            redistributor.move_home(t.storage, want)
             t.storage.default = False
             t.storage.declare_parameter()  # now it is whole here, and this use may cut it
 
@@ -97,7 +98,7 @@ def _move_home(redistributor: Redistributor, t: Tensor, want: Layout) -> None:
     if t.layout is None:
         redistributor.place(storage, root_layout(t, want))
     elif storage.default or t.may_choose(want.mesh):
-        redistributor.relayout(storage, root_layout(t, want))
+        redistributor.move_home(storage, root_layout(t, want))
     storage.default = storage.undecided = False
 
 

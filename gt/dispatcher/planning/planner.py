@@ -23,6 +23,8 @@ from gt.dispatcher.planning.parameters import (
     weight,
 )
 from gt.dispatcher.planning.redistributor import Redistributor, same_terms
+from gt.dispatcher.planning.sharded_parameters import ShardedParameters
+from gt.dispatcher.sharding import zero
 from gt.dispatcher.sharding.decomposition import mean_of_rows
 from gt.dispatcher.sharding.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.sharding.op_schema import OpSchema
@@ -62,11 +64,16 @@ class Planner:
         self._decompose = Decompose(context, redistributor, self)
         self._replicated = ReplicationWarnings(context)
         self._lists = ListOps(context, binder, redistributor, self)
+        self.sharded = ShardedParameters(context, redistributor)
+        self._shards = self.sharded.stage > 0
+        self._key = _key_of_sharded if self._shards else _key
         self.hits = 0
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Plan and emit one op; NeedsLookahead, and nothing is done, if it has to wait for what follows."""
-        plan = known.plans.get(_key(origin, ins))
+        if self._shards:
+            known, values = self.sharded.before(known, ins, values)
+        plan = known.plans.get(self._key(origin, ins))
         if plan is not None and plan.direct and not self._failures.troubled:
             self.hits += 1
             ids = [t.id for t in ins]
@@ -86,7 +93,7 @@ class Planner:
             raise NeedsLookahead
         if self._scribe is not None:
             self._scribe.received(known, origin, [t.id for t in ins])
-        if self._materializer.can_defer(known, ins, origin.meaning is not None):
+        if self._materializer.can_defer(known, ins, origin.meaning not in (None, self._context.groups.everywhere)):
             self._materializer.defer(known, ins, values, outs, self._uploads.source(known, values, outs))
             return
         elif known.columns:
@@ -100,7 +107,7 @@ class Planner:
     ) -> None:
         if any(ins[i].layout is None for i in known.template.writes):
             self._place_targets(known, origin, ins)
-            plan = known.plans.get(_key(origin, ins))
+            plan = known.plans.get(self._key(origin, ins))
         if mean_of_rows(known, [t.layout for t in ins]):
             self._decompose.mean_of_rows(known, origin, ins, values, outs)
             return
@@ -111,9 +118,9 @@ class Planner:
                 return
             if self._decompose.op(known, origin, ins, outs, values, mesh):
                 return
-            before = _key(origin, ins)
+            before = self._key(origin, ins)
             plan = self._plan(known, origin, ins, outs, mesh)
-            key = _key(origin, ins)
+            key = self._key(origin, ins)
             plan.direct = all(t.layout is w for t, w in zip(ins, plan.wants, strict=True))
             known.plans[key] = plan
             if before != key and not (known.name in VIEWS or known.template.writes):
@@ -136,7 +143,8 @@ class Planner:
         """Bring the inputs to where the plan wants them, and emit the op."""
         for t, want in zip(ins, plan.wants, strict=True):
             if t.layout is not None and t.layout.partial and not same_terms(t.layout, want):
-                self._redistributor.reduce_partial(t.storage)  # before any is brought: another operand may view the same terms
+                # before any is brought: another operand may view the same terms
+                self._redistributor.reduce_partial(t.storage, t, want)
         brought = [self._redistributor.redistribute(t, want) for t, want in zip(ins, plan.wants, strict=True)]
         self.emit(known, plan, ins, brought, values, outs)
         for index in known.template.writes:
@@ -145,7 +153,7 @@ class Planner:
 
     def plan_part(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Plan and emit one of the ops that another is carried out as."""
-        self._planned(known, origin, ins, values, outs, known.plans.get(_key(origin, ins)))
+        self._planned(known, origin, ins, values, outs, known.plans.get(self._key(origin, ins)))
 
     def bound(self, wants: tuple[Layout, ...], makes: tuple[Layout, ...], orders: list[Order]) -> OpPlan:
         """The plan of an op that is decided."""
@@ -189,6 +197,8 @@ class Planner:
             for storage in makes:
                 storage.default = True
         self._journal.add(Planned(self._emitter.seq, known, origin, reads, writes, makes))
+        if self._shards:
+            self.sharded.after(known, ins, outs)
         if self._failures.troubled:
             self._failures.spread(known, reads, writes, makes)
 
@@ -243,7 +253,7 @@ class Planner:
             target = ins[index]
             if target.layout is None and not lost_in(self._cluster, mesh):
                 start = tuple(p or R for p in self._start(target, mesh, meaning, True))
-                self._redistributor.place(target.storage, root_layout(target, Layout(mesh, start)))
+                self._redistributor.place(target.storage, root_layout(target, Layout(mesh, start)), decided=False)
                 target.storage.note_placed(origin.meaning is not None)
                 target.storage.undecided = target.storage.undecided or target.storage.param  # its use is yet to come
 
@@ -266,7 +276,7 @@ class Planner:
                 self._redistributor.reduce_partial(target.storage)
         stays = bool(known.template.writes) or known.name in VIEWS
         starts = self._starts(known, ins, mesh, meaning, stays)
-        wants, makes = self._decide(known, ins, starts, mesh)
+        wants, makes = self._at_rest(known, ins, starts) or self._decide(known, ins, starts, mesh)
         views = known.name in VIEWS and ins and ins[0].layout is not None
         if views and wants[0] != ins[0].layout.placements:  # type: ignore[union-attr]
             self._move_base(known, ins[0], mesh)
@@ -305,7 +315,8 @@ class Planner:
 
     def _starts(self, known: OpSchema, ins: list[Tensor], mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[list]:
         """Each input's; a weight that is at home on other workers comes as the group splits it, each worker's part alone."""
-        starts = [self._start(t, mesh, meaning, stays) for t in ins]
+        at_rest = self._shards and zero.at_rest(known) and self.sharded.all_rest(ins)
+        starts = [self._start(t, mesh, meaning, stays or at_rest) for t in ins]
         if meaning is not None and meaning.kind in (COLUMN, ROW) and known.name in WEIGHTS:
             index, dim = weight(known, meaning, ins) or (-1, 0)
             t = ins[index]
@@ -316,8 +327,11 @@ class Planner:
     def _start(self, t: Tensor, mesh: Mesh, meaning: Meaning | None, stays: bool) -> list[Placement | None]:
         """Placements of an input on this mesh before planning, axis by axis; None: the rule may choose.
 
-        Data that lies whole is split as it enters a group, at every use, unless it `stays` to be written or viewed.
+        Data that lies whole is split as it enters a group, at every use, unless it `stays` to be written or viewed. A sharded
+        parameter is used whole, unless it stays.
         """
+        if t.storage.rest is not None and not stays and t.layout is not None and t.layout.mesh == mesh:
+            return list(zero.used(t.layout).placements)
         enters = t.storage.undecided and not t.storage.param and meaning is not None and not stays
         chooses = t.storage.param and (t.layout is None or (not stays and t.may_choose(mesh) and len(t.spec.shape) == 1))
         if t.layout is not None and t.layout.mesh == mesh and not chooses and not (enters and t.layout.replicated):
@@ -330,7 +344,8 @@ class Planner:
         if meaning is None or t.storage.param:
             return [R] * len(mesh.axes)
         if t.layout is not None and t.layout.mesh.axes == mesh.axes and not t.storage.undecided:
-            return [R if isinstance(p, Partial) else p for p in t.layout.placements]  # as it lies on a mesh that is alike
+            lies = t.layout if t.storage.rest is None else zero.used(t.layout)
+            return [R if isinstance(p, Partial) else p for p in lies.placements]  # as it lies on a mesh that is alike
         return list(self._entering(t, mesh, meaning))
 
     def _entering(self, t: Tensor, mesh: Mesh, meaning: Meaning) -> Sequence[Placement]:
@@ -350,6 +365,13 @@ class Planner:
         if root.layout.mesh.axes == mesh.axes and root.layout.placements == enters and not t.layout.replicated:
             return t.layout.placements
         return meaning.entering(t.spec.shape).placements
+
+    def _at_rest(self, known: OpSchema, ins: list[Tensor], starts: list[list]) -> tuple[list, list] | None:
+        """As `_decide`, for an op that has a rule of its own where its operand rests."""
+        if not self._shards or not self.sharded.all_rest(ins):
+            return None
+        made = zero.norm(known, starts[0])
+        return None if made is None else ([tuple(starts[0])], [made])
 
     def _decide(
         self, known: OpSchema, ins: list[Tensor], starts: list[list], mesh: Mesh
@@ -376,13 +398,10 @@ class Planner:
         made_by = base.storage.made_by
         if parts and made_by and split_by_parts(self._redistributor, base, parts[1]):
             return
+        if self._shards and self.sharded.view_base(known, base):
+            return
         self._gathered(known, list(base.layout.placements))
         self._redistributor.relayout(base.storage, replicated(mesh))
-
-
-def _own(origin: Origin, mesh: Mesh) -> Meaning | None:
-    """Meaning of the op's group, if the op is done on the group's mesh."""
-    return origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None
 
 
 def _key(origin: Origin, ins: list[Tensor]) -> tuple:
@@ -395,3 +414,13 @@ def _key(origin: Origin, ins: list[Tensor]) -> tuple:
         else:
             lies.append(-id(layout) if t.storage.undecided else id(layout))  # a group may choose another layout for it
     return (origin.meaning, origin.target, *lies)
+
+
+def _key_of_sharded(origin: Origin, ins: list[Tensor]) -> tuple:
+    """As _key, and the operands that rest: they are used in other layouts than those they have."""
+    return (*_key(origin, ins), *[t.storage.rest is not None for t in ins])
+
+
+def _own(origin: Origin, mesh: Mesh) -> Meaning | None:
+    """Meaning of the op's group, if the op is done on the group's mesh."""
+    return origin.meaning if origin.meaning is not None and origin.meaning.mesh == mesh else None

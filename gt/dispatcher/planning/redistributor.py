@@ -9,7 +9,7 @@ from itertools import product
 
 from gt.dispatcher.planning.materializer import Materializer, root_layout
 from gt.dispatcher.planning.op_binder import OpBinder
-from gt.dispatcher.sharding import redistribute
+from gt.dispatcher.sharding import redistribute, zero
 from gt.dispatcher.sharding.localize import copied, dense, row_major, strided
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.sharding.redistribute import Order, RedistributionStep
@@ -30,11 +30,13 @@ class Redistributor:
         self._emitter, self._cluster, self._table = context.emitter, context.cluster, context.table
         self._steps: dict[tuple, list[tuple[RedistributionStep, list[Bound]]]] = {}
         self._reduces: dict[tuple[Layout, int], list[Bound]] = {}
+        self._scatters: dict[tuple, tuple[RedistributionStep, list[Bound]]] = {}
+        self._shards = context.config.zero > 0
 
     def redistribute(self, tensor: Tensor, want: Layout) -> int:
         """Id that names `tensor` in layout `want`: the tensor itself, a kept copy, or a new one."""
         if tensor.layout is None:
-            self.place(tensor.storage, root_layout(tensor, want))
+            self.place(tensor.storage, root_layout(tensor, want), decided=False)
             tensor.storage.note_placed(self._context.origin.meaning is not None)
         assert tensor.layout is not None
         if tensor.layout == want:
@@ -43,7 +45,7 @@ class Redistributor:
         if kept and kept[0] == tensor.storage.version:
             return kept[1]
         if tensor.layout.partial and not same_terms(tensor.layout, want):
-            self.reduce_partial(tensor.storage)
+            self.reduce_partial(tensor.storage, tensor, want)
             if tensor.layout == want:
                 return tensor.id
         made = self._view_of_copy(tensor, want) or self.convert(tensor.id, tensor, tensor.layout, want)
@@ -56,9 +58,11 @@ class Redistributor:
 
     def _view_of_copy(self, tensor: Tensor, want: Layout) -> int | None:
         """A view is copied to another mesh by copying its base once, split as the view is wanted, and viewing that; and so is
-        a view of a view.
+        a view of a view, and a view of a sharded parameter on its own mesh.
         """
-        if tensor.base is None or tensor.base.layout is None or tensor.base.layout.mesh == want.mesh:
+        if tensor.base is None or tensor.base.layout is None:
+            return None
+        if tensor.base.layout.mesh == want.mesh and (tensor.storage.rest is None or tensor.base.layout.partial):
             return None
         views = [tensor]
         while (base := views[-1].base) is not None and not row_major(base.spec):
@@ -136,11 +140,20 @@ class Redistributor:
             self._steps[key] = [(step, self._emitter.bind(step.orders)) for step in steps]
         return self._steps[key]
 
-    def reduce_partial(self, storage: Storage) -> None:
-        """Add up the terms of a storage, in place, for all its views at once."""
+    def reduce_partial(self, storage: Storage, tensor: Tensor | None = None, want: Layout | None = None) -> None:
+        """Add up the terms of a storage, in place, for all its views at once.
+
+        The sums stay in pieces where the storage rests so, or where `tensor`, a view of all of it, is wanted in pieces.
+        """
         root = next(t for t in storage.tensors.values() if t.base is None)
         emitter = self._emitter
         assert root.layout is not None
+        if self._shards:
+            pieces = storage.rest
+            if pieces is None and tensor is not None and want is not None:
+                pieces = zero.root_of_view(root.spec, tensor.spec, want)
+            if pieces is not None and self._scatter(storage, root, pieces):
+                return
         for axis, place in enumerate(root.layout.placements):
             if not isinstance(place, Partial):
                 continue
@@ -160,8 +173,47 @@ class Redistributor:
             emitter.line(root.id, root.spec.text(), root.layout, text, [root.id], self._context.note(f"{root.spec.nbytes} B"))
             emitter.joined = True
 
-    def place(self, storage: Storage, want: Layout) -> None:
-        """Make an unplaced storage on workers, its root in layout `want`."""
+    def _scatter(self, storage: Storage, root: Tensor, want: Layout) -> bool:
+        """Add up terms along the data-parallel axis, each piece on the worker that keeps it; False if that is not all."""
+        have = root.layout
+        axis = zero.scattered_axis(have, want) if have is not None else None
+        if have is None or axis is None or axis != zero.axis_of(have):
+            return False
+        key = (root.spec.shape, root.spec.dtype, have, want)
+        if key not in self._scatters:
+            if len(self._scatters) >= MAX_KEPT_CONVERSIONS:
+                self._scatters.clear()
+            step = redistribute.scatter(self._cluster, root.spec.shape, root.spec.dtype, have, axis, want.placements[axis])
+            self._scatters[key] = step, self._emitter.bind(step.orders)
+        step, bound = self._scatters[key]
+        emitter, made = self._emitter, self._emitter.temporary()
+        emitter.step(step, bound, root.id, made)
+        emitter.line(made, root.spec.text(), step.layout, step.text, (root.id,), self._context.note(f"{step.nbytes} B"))
+        self._replace_root(storage, root, made, want)
+        return True
+
+    def move_home(self, storage: Storage, want: Layout) -> None:
+        """Move a parameter to where a use wants it, or to how it rests for such a use."""
+        if storage.sharded:
+            want = storage.rest = self._context.intern(self.rest(storage, want))
+        self.relayout(storage, want)
+
+    def rest(self, storage: Storage, want: Layout) -> Layout:
+        """The layout of a storage's root between uses, where a use wants it in layout `want`."""
+        shape = next(t for t in storage.tensors.values() if t.base is None).spec.shape
+        for dim in zero.dims(want, shape) if storage.recipe is not None and len(storage.tensors) > 1 else ():
+            lies = zero.rest(want, shape, dim)
+            if self._materializer.can_split(storage, lies):  # its views have a local form then
+                return lies
+        return zero.rest(want, shape)
+
+    def place(self, storage: Storage, want: Layout, decided: bool = True) -> None:
+        """Make an unplaced storage on workers, its root in layout `want`, or as it rests.
+
+        decided: false if a later use may choose its layout on other axes, after which it rests.
+        """
+        if storage.sharded and (decided or len(want.mesh.axes) == 1):
+            want = storage.rest = self._context.intern(self.rest(storage, want))
         if self._materializer.place(storage, want) != want:
             self.relayout(storage, want)
 
@@ -175,12 +227,17 @@ class Redistributor:
             self.reduce_partial(storage)
         if root.layout == want:
             return
-        emitter = self._emitter
         old = root.layout
         made = self.convert(root.id, root, old, want)
         for view in storage.tensors.values():
             self.drop_copies(view)
-        emitter.free(set(old.mesh.workers) - set(want.mesh.workers), list(storage.tensors))
+        self._emitter.free(set(old.mesh.workers) - set(want.mesh.workers), list(storage.tensors))
+        if storage.rest is not None:
+            storage.rest = self._context.intern(want)
+        self._replace_root(storage, root, made, want)
+
+    def _replace_root(self, storage: Storage, root: Tensor, made: int, want: Layout) -> None:
+        """A storage's root is `made` from now on, in layout `want`; every live view is made again."""
         if row_major(root.spec):
             self._alias(made, root.id, want)
         else:

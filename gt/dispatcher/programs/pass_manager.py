@@ -1,6 +1,6 @@
 """The pass manager: the passes over a captured step, in order. One verifier checks the result of each.
 
-    recording -> apply_schedule -> bucket_all_reduces -> rematerialize -> hoist_transfers -> a program's code
+    recording -> apply_schedule -> prefetch_gathers -> bucket_all_reduces -> rematerialize -> hoist_transfers -> program
 
 A pass that has nothing to do returns its argument. A result that the verifier refuses is not taken: the pass before it stands.
 """
@@ -13,13 +13,14 @@ from gt.dispatcher.programs.passes.bucket_all_reduces import bucket_all_reduces
 from gt.dispatcher.programs.passes.context import PassContext
 from gt.dispatcher.programs.passes.hoist_transfers import hoist_transfers
 from gt.dispatcher.programs.passes.pipeline import apply_schedule
+from gt.dispatcher.programs.passes.prefetch_gathers import prefetch_gathers
 from gt.dispatcher.programs.passes.rematerialize import rematerialize
 from gt.dispatcher.programs.recording import Recording
 from gt.dispatcher.programs.reorder_check import CannotReorder, verify
 
 Pass = Callable[[Recording, PassContext], Recording]
 
-PASSES: tuple[Pass, ...] = (apply_schedule, bucket_all_reduces, rematerialize, hoist_transfers)
+PASSES: tuple[Pass, ...] = (apply_schedule, prefetch_gathers, bucket_all_reduces, rematerialize, hoist_transfers)
 
 
 def run_passes(recording: Recording, context: PassContext, passes: Sequence[Pass]) -> Recording:

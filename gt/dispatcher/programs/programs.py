@@ -196,6 +196,7 @@ class Programs:
             homes={offset + i: rows[i].storage for i in tape.before if i in rows},
             fresh=lambda: offset + emitter.temporary(),
             define=partial(self._define, added),
+            sharded=self._context.config.zero > 0,
         )
 
     def _write(self, tape: Recording, message: FinishCapture) -> dict[int, list[dict]]:

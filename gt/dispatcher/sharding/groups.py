@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gt.config.schema import Config, Group
+from gt.config.schema import DATA_AXIS, DATA_PARALLEL, Config, Group
 from gt.ir.layout import Layout, Mesh, Placement, R, Shard
 
 COLUMN, ROW, STAGE, DATA = "column", "row", "stage", "data"
@@ -36,7 +36,7 @@ class Meaning:
     def _enters(self, axis: str, shape: tuple[int, ...]) -> Placement:
         """A single row, such as positions that are broadcast, is replicated."""
         dim = self.split_dim
-        return Shard(dim) if axis == "dp" and len(shape) > dim and shape[dim] != 1 else R
+        return Shard(dim) if axis == DATA_AXIS and len(shape) > dim and shape[dim] != 1 else R
 
     @property
     def split_dim(self) -> int:
@@ -58,8 +58,8 @@ def stem(name: str) -> str:
 
 def mesh(rows: tuple[tuple[int, ...], ...], data: bool) -> Mesh:
     """Mesh of the YAML's `workers`: the outer list is data parallel, the inner tensor (or data) parallel."""
-    inner = "dp" if data and len(rows) == 1 else "tp"
-    axes = [("dp", len(rows)), (inner, len(rows[0]))]
+    inner = DATA_AXIS if data and len(rows) == 1 else "tp"
+    axes = [(DATA_AXIS, len(rows)), (inner, len(rows[0]))]
     return Mesh(tuple((name, size) for name, size in axes if size > 1), tuple(w for row in rows for w in row))
 
 
@@ -69,6 +69,7 @@ class Groups:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._meanings = {name: self._read(group) for name, group in config.groups.items() if group.workers}
+        self.everywhere = self._meanings.get(DATA_PARALLEL)  # the group of ops that are in no other
         self._names: dict[tuple[int, ...], str] = {}
         self._with_parts: dict[tuple[str, int], Meaning] = {}
         for name, meaning in self._meanings.items():
@@ -90,7 +91,7 @@ class Groups:
         return Meaning(group.name, kind, mesh(group.workers, kind == DATA), axis, group.backward)
 
     def find(self, path: str, backward: bool = False) -> tuple[Meaning | None, list[str]]:
-        """Meaning of nested contexts `outer/inner`: the innermost known group's, and the unknown names."""
+        """Meaning of nested contexts `outer/inner`: the innermost known group's, else everywhere's, and the unknown names."""
         missing = []
         for step in reversed(path.split("/") if path else []):
             name, _, parts = step.partition(PARTS)
@@ -103,7 +104,7 @@ class Groups:
             if backward and meaning.backward:
                 meaning = self._meanings.get(meaning.backward, meaning)
             return meaning, missing
-        return None, missing
+        return self.everywhere, missing
 
     def _fused(self, name: str, parts: int) -> Meaning | None:
         """The group for weights with `parts` fused in one. Always the same object, because plans are keyed by it."""

@@ -30,11 +30,12 @@ ELEMENTWISE = frozenset(
 # op -> reduction of the numbers that workers compute for their pieces
 WRITTEN = {"_amp_foreach_non_finite_check_and_unscale_": "max"}
 
-_NORMS = {0.0: "sum", 1.0: "sum", 2.0: "norm2", math.inf: "max", -math.inf: "min"}
+# order of a norm -> the reduction of the norms of pieces
+NORMS = {0.0: "sum", 1.0: "sum", 2.0: "norm2", math.inf: "max", -math.inf: "min"}
 
 
 def _norm(order: Any) -> str:
-    return _NORMS.get(order, "") if isinstance(order, (int, float)) else ""
+    return NORMS.get(order, "") if isinstance(order, (int, float)) else ""
 
 
 def _powers(order: Any) -> str:

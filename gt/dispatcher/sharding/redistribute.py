@@ -190,6 +190,26 @@ def reduce(cluster: Cluster, layout: Layout, axis: int) -> tuple[Order, ...]:
     )
 
 
+def scatter(cluster: Cluster, shape: Sequence[int], dtype: str, layout: Layout, axis: int, to: Placement) -> RedistributionStep:
+    """Partial -> Shard with one reduce_scatter."""
+    mesh, after, place = layout.mesh, _with(layout, axis, to), layout.placements[axis]
+    assert isinstance(place, Partial)
+    orders = []
+    for team in mesh.teams(axis):
+        held = spans(layout, shape, team[0])
+        boxes = [local_boxes(spans(after, shape, rank), held) for rank in team]
+        for n, rank in enumerate(team):
+            payload = {
+                "team": team_payload(cluster, mesh, team, n),
+                "op": place.op,
+                "shape": list(local_shape(layout, tuple(shape), rank)),
+                "dtype": dtype,
+                "boxes": boxes,
+            }
+            orders.append(Order(mesh.workers[rank], "reduce_scatter", payload))
+    return RedistributionStep(tuple(orders), after, f"reduce_scatter over {mesh.axes[axis][0]}", _nbytes(shape, dtype))
+
+
 def between(cluster: Cluster, shape: Sequence[int], dtype: str, have: Layout, want: Layout, name: str) -> RedistributionStep:
     """Pairwise transfers from one mesh to another; a worker of both keeps what it has."""
     sources: dict[Spans, list[int]] = {}

@@ -320,8 +320,8 @@ def cat(known: OpSchema, places: list[Place], size: int) -> Decision | None:
         return _cat_with_nothing(known, places, dim)
     rank = max((len(s.shape) for s in known.template.ins), default=0)
     kinds = set(places)
-    if len(kinds) == 1 and isinstance(places[0], Partial) and places[0].op == "sum":
-        return Decision(tuple(p for p in places if p), (P,) * len(outs))
+    if len(kinds) == 1 and isinstance(places[0], Partial) and places[0].op in ("sum", "norm2"):
+        return Decision(tuple(p for p in places if p), (places[0],) * len(outs))
     first = next((p for p in places if isinstance(p, Shard)), None)
     same = all(s.shape == shape(known, 0) for s in known.template.ins) or known.name == "cat"
     if first is None or not same or any(len(s.shape) != rank for s in known.template.ins):

@@ -14,7 +14,7 @@ from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.state.context import SessionContext
 from gt.errors import ProtocolError
 from gt.wire.arena import BLOCK_BYTES, HEADER_BYTES, MAX_ARENA_BYTES, NONCE_BYTES, parse_place
-from gt.wire.messages import ArenaOpened, CloseArenas, OfferArena
+from gt.wire.messages import ArenaOpened, CloseArenas, Fetch, Message, OfferArena
 
 MAX_ARENAS = 1024  # of one session
 MAX_HOME_CHARACTERS = 255
@@ -22,7 +22,7 @@ _NONCE = re.compile(f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
 
 @dataclass(slots=True)
-class Arena:
+class SharedArena:
     """offer: as workers get it, with the dispatcher's key as its number. workers: those that have opened it."""
 
     offer: OfferArena
@@ -30,20 +30,20 @@ class Arena:
     workers: set[int] = field(default_factory=set)
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """A block in an arena."""
 
-    arena: Arena
+    arena: SharedArena
     offset: int
 
 
-class Arenas:
+class SessionArenas:
     """Those of one session."""
 
     def __init__(self, context: SessionContext) -> None:
         self._context, self._cluster = context, context.cluster
-        self._arenas: dict[int, Arena] = {}  # by the client's number
-        self.by_key: dict[int, Arena] = {}
+        self._arenas: dict[int, SharedArena] = {}  # by the client's number
+        self.by_key: dict[int, SharedArena] = {}
         self.bytes_shared = 0  # of uploads and fetched values
 
     def offer(self, message: OfferArena) -> None:
@@ -60,11 +60,11 @@ class Arenas:
         if not _NONCE.fullmatch(message.nonce) or len(message.home) > MAX_HOME_CHARACTERS:
             raise ProtocolError(f"OfferArena.nonce is {message.nonce!r:.40}, want {2 * NONCE_BYTES} hex digits")
         key = self._cluster.key()
-        arena = self._arenas[message.arena] = self.by_key[key] = Arena(replace(message, arena=key))
+        arena = self._arenas[message.arena] = self.by_key[key] = SharedArena(replace(message, arena=key))
         for worker in self._cluster.workers:
             self._ask(arena, worker)
 
-    def _ask(self, arena: Arena, worker: Worker) -> None:
+    def _ask(self, arena: SharedArena, worker: Worker) -> None:
         if not worker.lost and arena.offer.home and worker.info.get("home") == arena.offer.home:
             arena.asked.add(worker.index)
             self._context.out(worker.peer, arena.offer, ())
@@ -86,14 +86,14 @@ class Arenas:
                 raise ProtocolError(f"CloseArenas.arenas has {number!r:.40}, which is no arena of this session")
             self._close(arena)
 
-    def _close(self, arena: Arena) -> None:
+    def _close(self, arena: SharedArena) -> None:
         del self.by_key[arena.offer.arena]
         for index in arena.asked | arena.workers:
             self._context.out(self._cluster.workers[index].peer, CloseArenas([arena.offer.arena]), ())
 
     # ---- blocks
 
-    def place(self, number: int, nbytes: int) -> Place | None:
+    def place(self, number: int, nbytes: int) -> BlockPlace | None:
         """The block at this place; None if its arena is not open, ProtocolError if the block is not within it."""
         if not 0 <= number < 1 << 62:
             raise ProtocolError(f"{number} is no place in an arena")
@@ -105,13 +105,25 @@ class Arenas:
             raise ProtocolError(
                 f"a block of {nbytes} bytes at {offset} is not within arena {index} of {arena.offer.nbytes} bytes"
             )
-        return Place(arena, offset)
+        return BlockPlace(arena, offset)
 
-    def undecided(self, place: Place, workers: Iterable[int]) -> set[int]:
+    def undecided(self, place: BlockPlace, workers: Iterable[int]) -> set[int]:
         """Of these workers those that have not told whether they share the block's arena."""
         return place.arena.asked.intersection(workers)
 
-    def shared(self, place: Place, workers: Iterable[int]) -> bool:
+    @property
+    def asked(self) -> set[int]:
+        """Workers that have still to tell of some arena whether they share it."""
+        return {index for arena in self._arenas.values() for index in arena.asked}
+
+    def awaits(self, message: Message) -> bool:
+        """True for a Fetch into an arena of which some worker has still to tell whether it shares it."""
+        if type(message) is not Fetch or message.place < 0:
+            return False
+        arena = self._arenas.get(parse_place(message.place)[0])
+        return arena is not None and bool(arena.asked)
+
+    def shared(self, place: BlockPlace, workers: Iterable[int]) -> bool:
         """True if all of these workers share the block's arena."""
         return self.by_key.get(place.arena.offer.arena) is place.arena and place.arena.workers.issuperset(workers)
 

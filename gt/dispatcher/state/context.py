@@ -20,7 +20,7 @@ from gt.dispatcher.state.records import NO_ORIGIN, Origin
 from gt.dispatcher.state.tensors import Storage, Table, Tensor
 from gt.errors import ProtocolError
 from gt.ir.layout import Layout, Mesh
-from gt.ir.library_ops import SessionOps
+from gt.ir.schema import SessionOps
 from gt.wire.messages import Message
 
 

@@ -13,7 +13,7 @@ from gt import errors
 from gt.dispatcher.planning.materializer import Materializer
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.sharding.redistribute import spans
-from gt.dispatcher.state.arenas import Arenas, Place
+from gt.dispatcher.state.arenas import BlockPlace, SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.emitter import lost_in
 from gt.dispatcher.state.outbox import Outbox
@@ -49,7 +49,7 @@ class Request:
     verified: bool = False
     since: float = 0.0
     seq: int = -1  # of what was asked of the workers
-    place: Place | None = None  # of a block of the client that workers write their parts into
+    place: BlockPlace | None = None  # of a block of the client that workers write their parts into
     granted: dict[int, int] = field(default_factory=dict)  # bytes of a large piece that may come, once more than AHEAD
     moved: float = -1.0  # when something of the answer came last, or could come at last; below 0: it has to be worked for
 
@@ -81,7 +81,7 @@ class Fetches:
         outbox: Outbox,
         materializer: Materializer,
         redistributor: Redistributor,
-        arenas: Arenas,
+        arenas: SessionArenas,
     ) -> None:
         self._context, self._outbox, self._arenas = context, outbox, arenas
         self._materializer, self._redistributor = materializer, redistributor
@@ -122,7 +122,7 @@ class Fetches:
             self._emitter.free(source.layout.mesh.workers, [source.id])
         self._begin(request)
 
-    def _block(self, place: int, spec: Spec, workers: Sequence[int]) -> Place | None:
+    def _block(self, place: int, spec: Spec, workers: Sequence[int]) -> BlockPlace | None:
         """The block that a value can be written into; None if not all workers that have parts of it share the arena."""
         block = self._arenas.place(place, spec.nbytes) if place != NO_PLACE and spec.nbytes > CHUNK else None
         return block if block is not None and self._arenas.shared(block, workers) else None
@@ -376,7 +376,7 @@ class Fetches:
         if request.verified and not any(request.left.values()):
             self._drop(request)
             if request.place is not None:
-                self._context.send(Value(request.number, list(request.shape), request.dtype, [], True))
+                self._context.send(Value(request.number, list(request.shape), request.dtype, []))
 
     def _drop(self, request: Request) -> None:
         self.open.pop(request.number, None)

@@ -32,8 +32,8 @@ class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
     __slots__ = (
-        "default", "failed", "home", "made_by", "origin", "param", "recipe", "slots", "tensors", "unallocated", "undecided",
-        "version",
+        "default", "failed", "home", "made_by", "origin", "param", "recipe", "rest", "sharded", "slots", "tensors",
+        "unallocated", "undecided", "version",
     )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
@@ -49,6 +49,9 @@ class Storage:
         self.made_by: tuple | None = None  # (weight, bias) tensors of the matmul that made it, dim split
         self.undecided = False  # a use in a group may choose its layout: each, of whole user data; the first, of a parameter
         self.default = False  # placed for want of a group: its first grouped use may move it
+        self.sharded = False  # a parameter that rests in pieces of the data-parallel axis, once it is placed
+        # layout of the root between uses, of a sharded parameter and of its gradient and optimizer state
+        self.rest: Layout | None = None
 
     def declare_parameter(self) -> None:
         """It is a weight. One that is whole on its workers already is split by its first use in a group, as a new one is."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.sharding.op_schema import OpSchema
-from gt.dispatcher.state.arenas import Arenas, Place
+from gt.dispatcher.state.arenas import BlockPlace, SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.errors import ProtocolError
 from gt.ir.layout import Box, piece_shape, read_boxes
@@ -59,7 +59,7 @@ class BlockUpload:
 
     key: int
     tensor: int
-    place: Place
+    place: BlockPlace
     spec: Spec
     boxes: list
     workers: set[int]
@@ -73,12 +73,12 @@ class BlockUpload:
 class Uploads:
     """Those of one session."""
 
-    def __init__(self, context: SessionContext, arenas: Arenas) -> None:
+    def __init__(self, context: SessionContext, arenas: SessionArenas) -> None:
         self._context, self._cluster, self._queue, self._arenas = context, context.cluster, context.queue, arenas
         self.open: dict[int, Upload] = {}  # oldest first
         self.reads: dict[int, BlockUpload] = {}  # by key: those that workers read from arenas
         self._undecided: list[BlockUpload] = []  # until workers tell whether they share the arena
-        self._places: dict[int, Place] = {}  # of host copies in arenas, by tensor
+        self._places: dict[int, BlockPlace] = {}  # of host copies in arenas, by tensor
         self._readers: Counter[int] = Counter()  # of these, by tensor: reads that are not over
         self._released: set[int] = set()  # tensors of which the client is told once they are
         self.awaited = 0  # uploads that are not all here yet, or undecided
@@ -247,7 +247,7 @@ class Uploads:
     def waits(self) -> set[int]:
         """Workers that have still to take in what came of uploads, or to tell whether they share an arena."""
         waits = {index for upload in self.open.values() for index, upto in upload.taken.items() if upto < upload.received}
-        return waits.union(*(self._arenas.undecided(upload.place, upload.workers) for upload in self._undecided))
+        return waits | self._arenas.asked
 
     def lose(self, index: int) -> None:
         """A worker is gone: nothing is on its way to it."""

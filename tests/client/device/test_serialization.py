@@ -59,6 +59,18 @@ def test_a_whole_model_is_remote_again() -> None:
     assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in again.parameters())
 
 
+def test_a_whole_optimizer_goes_on() -> None:
+    pairs = [trained()]
+    pairs.append(torch.load(file_of(pairs[0]), weights_only=False))
+    for model, optimizer in pairs:
+        optimizer.zero_grad()
+        model(torch.ones(5, 3, device="remote")).square().sum().backward()
+        optimizer.step()
+    weights, again = (list(model.parameters()) for model, _ in pairs)
+    assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
+    assert {p.device.type for p in pairs[1][1].state} == {"remote"}
+
+
 @pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize(
     ("location", "want"),

@@ -13,7 +13,7 @@ import torch
 import gt
 from gt.client.trace import library_ops
 from gt.launch import local
-from tests.helpers import standin_library as standin
+from tests.client.trace import standin_library as standin
 from tests.helpers.processes import of_the_server, started
 
 
@@ -99,7 +99,7 @@ def test_a_shape_error_of_the_library_is_its_own(one: None, warned: None):
 def library_server() -> Iterator[Any]:
     """A server with two workers that have imported the stand-in."""
     before = set(started())
-    running = local.start(2, libraries=["tests.helpers.standin_library"])
+    running = local.start(2, libraries=["tests.client.trace.standin_library"])
     of_the_server.update(set(started()) - before)
     yield running
     running.stop()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gt
+from gt.client import current_session
 from tests.helpers.inline_session import InlineSession, inline  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("inline")
@@ -319,3 +320,57 @@ def test_two_threads_record_at_once() -> None:
     for t in threads:
         t.join()
     assert sorted(found) == [200.0, 201.0, 202.0, 203.0]
+
+
+def one_line(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+def test_one_line_has_an_origin_for_each_group_and_micro_batch(inline: InlineSession) -> None:  # noqa: F811
+    x = torch.ones(2, 2, device="remote")
+    for _ in range(2):
+        one_line(x)
+        for part in gt.microbatches(x, 2):
+            one_line(part)
+        with gt.signal.context("stage"):
+            one_line(x)
+    gt.stats()
+    rows = [inline.origins[n] for op, n in inline.log if op == "aten.add.Tensor"]
+    assert [(row[3], row[5]) for row in rows] == 2 * [("", -1), ("", 0), ("", 1), ("stage", -1)]
+    assert {row[2] for row in rows} == {one_line.__code__.co_firstlineno + 1}
+
+
+def test_a_line_has_an_origin_of_its_own_in_each_session(inline: InlineSession) -> None:  # noqa: F811
+    """Sessions number origins independently, also where one is set aside for another."""
+    x = torch.ones(2, 2, device="remote")
+    one_line(x)
+    gt.stats()
+    state = current_session.set_aside()
+    other = InlineSession()
+    current_session.connect(other)
+    y = torch.ones(2, 2, device="remote").tanh().exp()
+    one_line(y), one_line(y)
+    gt.stats()
+    current_session.restore(state)
+    one_line(x)
+    gt.stats()
+    line = one_line.__code__.co_firstlineno + 1
+    for session, count in ((inline, 2), (other, 2)):
+        rows = [session.origins[n] for op, n in session.log if op == "aten.add.Tensor"]
+        assert [row[2] for row in rows] == [line] * count
+
+
+def test_threads_record_their_own_groups(inline: InlineSession) -> None:  # noqa: F811
+    x = torch.ones(2, 2, device="remote")
+    one_line(x)
+
+    def in_group() -> None:
+        with gt.signal.context("other"):
+            one_line(x)
+
+    thread = threading.Thread(target=in_group)
+    with gt.signal.context("main"):
+        thread.start()
+        thread.join()
+        one_line(x)
+    assert groups(inline, "add") == [("", False), ("other", False), ("main", False)]

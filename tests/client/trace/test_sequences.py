@@ -118,6 +118,13 @@ def test_ctc_loss_takes_lengths_from_anywhere(place: str, joined: bool) -> None:
         assert torch.equal(got, want)
 
 
+def test_ctc_loss_of_one_sequence() -> None:
+    logits, labels = torch.randn(8, 5).log_softmax(-1), torch.tensor([1, 2, 1])
+    lengths = torch.tensor(8), torch.tensor(3)
+    got = F.ctc_loss(logits.to("remote"), labels.to("remote"), *lengths)
+    assert torch.equal(got.cpu(), F.ctc_loss(logits, labels, *lengths))
+
+
 def test_a_captured_step_has_a_ctc_loss() -> None:
     model, labels = nn.Linear(4, 5).to("remote"), torch.randint(1, 5, (3, 3), device="remote")
 

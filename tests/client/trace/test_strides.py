@@ -21,7 +21,6 @@ OPS: dict[str, Op] = {
     "depthwise": lambda x: F.conv2d(x, WEIGHT[:4, :1].to(x.device, x.dtype), groups=4),
     "transposed": lambda x: F.conv_transpose2d(x, WEIGHT[:4].to(x.device, x.dtype)),
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
-    "group_norm": lambda x: F.group_norm(x, 2),
     "max_pool2d": lambda x: F.max_pool2d(x, 2, return_indices=True),
     "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
     "adaptive": lambda x: F.adaptive_avg_pool2d(x, 2),

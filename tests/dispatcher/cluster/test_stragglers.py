@@ -69,7 +69,11 @@ def begun(bench: CoreBench, peer: bytes = b"c", batch: int = 0) -> None:
 
 
 def told(
-    bench: CoreBench, states: States, until: float = ENOUGH, start: float = 0.0, step: float = 0.25,
+    bench: CoreBench,
+    states: States,
+    until: float = ENOUGH,
+    start: float = 0.0,
+    step: float = 0.25,
     halts: States = lambda now: {},
 ) -> list[tuple[float, bytes, str, str]]:
     """(when, who, "Notice" or a kind of error, text) while workers answer each Query with (at, work), and are seen so.

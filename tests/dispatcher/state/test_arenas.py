@@ -193,7 +193,7 @@ def test_a_fetched_value_is_written_into_the_clients_block():
     bench.give(b"w0", Piece(blocks[0].key, NBYTES // 2, NBYTES // 2))
     assert not bench.to(b"c", Value) and not bench.to(b"c", Piece)
     bench.give(b"w1", Piece(blocks[1].key, NBYTES // 2, NBYTES // 2))
-    assert bench.to(b"c", Value) == [Value(7, [*SHAPE], "float32", [], True)]
+    assert bench.to(b"c", Value) == [Value(7, [*SHAPE], "float32", [])]
 
 
 def test_a_fetch_into_an_arena_that_was_closed_meanwhile_is_answered_in_messages():
@@ -308,3 +308,37 @@ def test_a_worker_answers_for_arenas_that_it_was_asked_for_only_once():
     assert not bench.closed
     bench.give(b"w0", ArenaOpened(key, True))
     assert b"w0" in bench.closed
+
+
+def test_what_a_client_asks_meanwhile_is_answered_once_workers_have_told():
+    bench = Bench()
+    key = bench.share()
+    bench.upload()
+    bench.give(b"c", Fetch(7, 2, BLOCK))
+    for n in range(2):
+        bench.give(b"w%d" % n, ArenaOpened(key, True))
+    assert [block.write for n in range(2) for block in bench.ever(b"w%d" % n, UseBlock)] == [False, True, False, True]
+
+
+def test_a_fetch_into_a_new_arena_waits_until_workers_have_told():
+    bench = Bench()
+    bench.share(True, True)
+    bench.upload()
+    bench.give(b"c", OfferArena(2, 4321, 6, 2 * PAGE_BYTES, "cd" * 16, "here"))
+    (second,) = bench.to(b"w0", OfferArena)
+    bench.give(b"c", Fetch(7, 2, place(2, HEADER_BYTES)))
+    assert len(bench.ever(b"w0", UseBlock)) == 1
+    bench.give(b"w0", ArenaOpened(second.arena, True))
+    bench.feed(PeerLost(b"w1", "it was killed", 0.0))
+    assert bench.ever(b"c", Failed), "a part of the value is lost, and whoever waits for it is told"
+    bench = Bench()
+    bench.share(True, True)
+    bench.upload()
+    bench.give(b"c", OfferArena(2, 4321, 6, 2 * PAGE_BYTES, "cd" * 16, "here"))
+    (second,) = bench.to(b"w0", OfferArena)
+    bench.give(b"c", Fetch(7, 2, place(2, HEADER_BYTES)))
+    bench.give(b"w0", ArenaOpened(second.arena, True))
+    bench.give(b"w1", ArenaOpened(second.arena, False))
+    assert len(bench.ever(b"w0", UseBlock)) == 1, "it is sent in messages"
+    bench.all_done()
+    assert bench.ever(b"c", Value)

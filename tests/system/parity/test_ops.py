@@ -169,7 +169,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "cauchy_": lambda x: x.cauchy_(0, 0),
     "uniform_": lambda x: x.uniform_(3, -1),
     "an out of repeated memory, of another shape": lambda x: torch.index_select(
-        x, 1, torch.tensor([0, 1], device=x.device), out=x[0].expand(2, 6)),
+        x, 1, torch.tensor([0, 1], device=x.device), out=x[0].expand(2, 6)
+    ),
     "multinomial": lambda x: torch.multinomial(x.long().abs() + 1, 2),
     "multinomial of none": lambda x: torch.multinomial(x.abs(), 0),
 }

@@ -386,8 +386,11 @@ def jacobians(d):
 
     jacobian = torch.autograd.functional.jacobian(f, x)
     hessian = torch.autograd.functional.hessian(lambda x: f(x).sum(), x)
-    return jacobian, hessian, torch.autograd.functional.vjp(f, x, torch.ones_like(x)), torch.autograd.functional.hvp(
-        lambda x: f(x).sum(), x, torch.ones_like(x)
+    return (
+        jacobian,
+        hessian,
+        torch.autograd.functional.vjp(f, x, torch.ones_like(x)),
+        torch.autograd.functional.hvp(lambda x: f(x).sum(), x, torch.ones_like(x)),
     )
 
 
@@ -418,8 +421,12 @@ def func_of_second_order(d):
     def f(x: torch.Tensor) -> torch.Tensor:
         return (x.sin() * x.sum()).sum()
 
-    return grad(grad(lambda t: t.sin().sum()))(x.sum()), jacrev(torch.sin)(x), jacfwd(torch.sin)(x), hessian(f)(x), jvp(
-        f, (x,), (torch.ones_like(x),)
+    return (
+        grad(grad(lambda t: t.sin().sum()))(x.sum()),
+        jacrev(torch.sin)(x),
+        jacfwd(torch.sin)(x),
+        hessian(f)(x),
+        jvp(f, (x,), (torch.ones_like(x),)),
     )
 
 

@@ -33,6 +33,7 @@ class PassContext:
     homes: Mapping[int, object]
     fresh: Callable[[], int]
     define: MakeDefinition
+    sharded: bool = False  # whether parameters rest in pieces of the data-parallel axis
     schedule: dict[str, Any] = field(default_factory=dict)  # the report of the schedule, {} where none was asked for
     recomputed: dict[int, list[int]] = field(default_factory=dict)  # by worker: values, bytes at the peak before and after
     rejected: dict[str, str] = field(default_factory=dict)  # passes whose result was not verified, and why

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gt.errors import ConfigError
-from gt.ir.library_ops import OWN, parse
-from gt.ir.schema import TABLE
+from gt.ir.schema import OWN, TABLE, library_schemas
+from gt.worker.engine.deferred_imports import execute_deferred
+from gt.worker.engine.registry import UNUSED
 from gt.worker.engine.torch.overloads import row
 
 log = logging.getLogger("gt.worker")
@@ -33,6 +34,8 @@ def load(libraries: Sequence[str], device: str) -> list[str]:
     ConfigError for a module that cannot be imported, or that registers no op.
     """
     lines: dict[str, str] = {}
+    if libraries:  # whose ops may use any module of torch
+        execute_deferred(*UNUSED)
     for library in libraries:
         before = _names()
         try:
@@ -48,7 +51,7 @@ def load(libraries: Sequence[str], device: str) -> list[str]:
         log.info("library %s adds %d ops", library, len(found))
         lines.update(found)
     try:
-        parse([*lines.values()])  # as the dispatcher will
+        library_schemas([*lines.values()])  # as the dispatcher will
     except ValueError as error:
         raise ConfigError(f"the libraries {', '.join(libraries)}: {error}") from None
     TABLE.add(lines.values(), "libraries")

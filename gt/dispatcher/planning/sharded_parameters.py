@@ -1,0 +1,180 @@
+"""Parameters that rest in pieces of the data-parallel axis (ZeRO), and their gradients and optimizer state.
+
+An op on tensors that all rest (an optimizer's step, a norm, a cast) works on the pieces. Any other op uses a parameter whole:
+its copy is gathered before the first use. The stages of ZeRO differ in how long copies and terms live:
+
+    stage   a gathered copy lives                    terms of a gradient are added up into pieces
+    1       until its parameter is written           when an op on tensors at rest reads the gradient: once a step
+    2       until its parameter is written           as soon as autograd has accumulated them
+    3       until more bytes are gathered than fit   as soon as autograd has accumulated them
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gt.dispatcher.planning.redistributor import Redistributor
+from gt.dispatcher.sharding import zero
+from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.views import VIEWS
+from gt.dispatcher.state.context import SessionContext
+from gt.dispatcher.state.tensors import Storage, Tensor
+from gt.ir.template import Template, V
+
+log = logging.getLogger("gt.dispatcher")
+KEPT_PARAMETERS = 2  # in stage 3: as many of the largest parameters may have a copy at a time
+
+# The reduction of a gradient, as an op in errors and in the journal
+_REDUCTION = OpSchema(Template("gt.reduce_gradient.default", (), (), (), 0, (), (), False, False))
+
+
+class ShardedParameters:
+    """The parameters of one session that ZeRO shards. `stage` is 0 where there are none."""
+
+    def __init__(self, context: SessionContext, redistributor: Redistributor) -> None:
+        self._context, self._redistributor = context, redistributor
+        self._emitter = context.emitter
+        self.stage = context.config.zero
+        self._gathered: dict[Storage, int] = {}  # bytes of copies, the longest unused first; in stage 3
+        self._largest = 0  # bytes of a gathered parameter
+
+    # ---- what the client says
+
+    def declare(self, parameter: Tensor) -> None:
+        """A parameter is sharded: when it is placed, or after its first use if it is placed already."""
+        storage = parameter.storage
+        if not self.stage or storage.sharded:
+            return
+        storage.sharded = True  # one that is placed already rests after its first use, which may choose its layout
+
+    def accumulated(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Autograd has added to a gradient: it rests as its parameter does."""
+        storage, layout = gradient.storage, parameter.layout
+        root = _root(storage)
+        if not self.stage or parameter.storage.rest is None or layout is None or root.layout is None:
+            return
+        same = layout.mesh == root.layout.mesh and parameter.spec.shape == gradient.spec.shape
+        want = zero.root_of_view(root.spec, gradient.spec, layout) if same else None
+        if want is None:
+            storage.rest = None
+            return
+        storage.rest = self._context.intern(want)
+        if root.layout != want and (self.stage > 1 or not root.layout.partial) and not self._context.failures.troubled:
+            self._begin()
+            self._rest(storage)
+            self._context.note_planned(_REDUCTION, (storage,), (storage,))
+
+    def _begin(self) -> None:
+        self._emitter.begin_op()
+
+    def _rest(self, storage: Storage) -> None:
+        """Bring a storage to where it rests."""
+        root, want = _root(storage), storage.rest
+        assert root.layout is not None and want is not None
+        if root.layout.partial:
+            self._redistributor.reduce_partial(storage)
+        if root.layout != want:
+            self._redistributor.relayout(storage, want)
+
+    # ---- around each op
+
+    def before(self, known: OpSchema, ins: Sequence[Tensor], values: tuple) -> tuple[OpSchema, tuple]:
+        """Add up terms of gradients before an op on tensors at rest. Returns the op that is planned, and its scalars."""
+        if known.name in VIEWS or not self.all_rest(ins):
+            return known, values
+        for t in ins:
+            if t.storage.rest is not None and t.layout is not None and t.layout.partial:
+                self._rest(t.storage)
+        if known.name == "linalg_vector_norm" and len(values) == 1:  # the order decides how norms of pieces are combined
+            key = ("of order", type(values[0]), values[0])
+            if key not in known.plans:
+                args = tuple(values[0] if isinstance(arg, V) else arg for arg in known.template.args)
+                known.plans[key] = OpSchema(replace(known.template, args=args, values=0))
+            return known.plans[key], ()
+        return known, values
+
+    @staticmethod
+    def all_rest(ins: Sequence[Tensor]) -> bool:
+        """True if every operand that has dims rests, and there is one."""
+        sized = [t.storage.rest is not None for t in ins if t.spec.shape]
+        return bool(sized) and all(sized)
+
+    def after(self, known: OpSchema, ins: Sequence[Tensor], outs: Sequence[int]) -> None:
+        """What an op on tensors at rest makes rests too; copies of what it writes end, and the oldest of too many."""
+        rows = self._context.table.rows
+        if outs and zero.at_rest(known) and self.all_rest(ins):
+            for i in outs:
+                t = rows[i]
+                if t.base is None and t.layout is not None and t.spec.shape and not t.layout.partial:
+                    t.storage.rest = t.layout
+        writes, uses = known.template.writes, zero.uses(known)
+        for index, t in enumerate(ins):
+            storage = t.storage
+            if storage.rest is not None and index in writes:
+                self._drop_copies(storage)
+                self._return(storage)
+            elif storage.sharded and storage.rest is None and uses and index not in writes:
+                self._first_use(storage)
+        if self.stage == 3:
+            self._evict(ins)
+
+    def _first_use(self, storage: Storage) -> None:
+        """A parameter that was whole when it was declared rests from now on, unless no group has used it."""
+        layout = _root(storage).layout
+        if layout is not None and not layout.partial and not storage.default:
+            self._redistributor.move_home(storage, layout)
+
+    def _return(self, storage: Storage) -> None:
+        """An op without a rule for pieces has made a parameter whole: it is split again."""
+        root = _root(storage)
+        if storage.sharded and root.layout is not None and not root.layout.partial:
+            want = zero.rest(root.layout, root.spec.shape)
+            if zero.used(root.layout) == root.layout != want:
+                self._redistributor.relayout(storage, want)
+
+    def _drop_copies(self, storage: Storage) -> None:
+        for t in storage.tensors.values():
+            if t.copies or t.sums:
+                self._redistributor.drop_copies(t)
+        self._gathered.pop(storage, None)
+
+    def _evict(self, ins: Sequence[Tensor]) -> None:
+        """Note the copies that an op has used, and end the oldest while there are too many bytes."""
+        for t in ins:
+            if t.storage.rest is not None and t.copies:
+                root = _root(t.storage)
+                self._gathered.pop(t.storage, None)
+                self._gathered[t.storage] = root.spec.nbytes
+                self._largest = max(self._largest, root.spec.nbytes)
+        room = KEPT_PARAMETERS * self._largest
+        while len(self._gathered) > 1 and sum(self._gathered.values()) > room:
+            self._drop_copies(next(iter(self._gathered)))
+
+    # ---- views
+
+    def view_base(self, known: OpSchema, base: Tensor) -> bool:
+        """Split a sharded parameter along another dim, in which a view of it has a local form; False if there is none.
+
+        Without one the parameter is whole from then on.
+        """
+        storage = base.storage
+        root = _root(storage)
+        if storage.rest is None or root.layout is None:
+            return False
+        if root is base:
+            for dim in zero.dims(root.layout, root.spec.shape):
+                want = self._context.intern(zero.rest(root.layout, root.spec.shape, dim))
+                if want != root.layout and self._redistributor.view_layouts(known, want) is not None:
+                    self._redistributor.relayout(storage, want)
+                    return True
+        if storage.sharded:
+            log.info("no split of a parameter fits its view by %s: it is whole on each worker", known.template.op)
+        storage.sharded = False
+        self._redistributor.relayout(storage, zero.used(root.layout))
+        return self._redistributor.view_layouts(known, base.layout) is not None if base.layout is not None else False
+
+
+def _root(storage: Storage) -> Tensor:
+    return next(t for t in storage.tensors.values() if t.base is None)

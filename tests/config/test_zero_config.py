@@ -1,0 +1,54 @@
+"""`data_parallel` and `zero` in a config: what they mean, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from gt.config.load import load
+from gt.dispatcher.sharding.groups import Groups
+from gt.errors import ConfigError
+
+STAGED = "a: {workers: [0]}\nb: {workers: [1]}\n"
+TENSOR = "s: {workers: [0, 1]}\ns_colpar: {workers: [0, 1]}\n"
+
+REFUSED = [
+    ("gt: {zero: 4}", "gt (f.yaml:1): zero is 4, want 0, 1, 2 or 3"),
+    ("gt: {zero: true}", "gt (f.yaml:1): zero is 'true', want 0, 1, 2 or 3"),
+    ("gt:\n  data_parallel: [0, 1]\n  zeros: 1", "gt (f.yaml:3): unknown key 'zeros' in gt; did you mean 'zero'?"),
+    ("gt: {zero: 1}", "no group has several workers that split data"),
+    (STAGED + "gt: {zero: 2}", "no group has several workers that split data"),
+    (TENSOR + "gt: {zero: 3}", "no group has several workers that split data"),
+    ("gt: {data_parallel: [0], zero: 1}", "no group has several workers that split data"),
+    ("gt: {data_parallel: tp}", "data_parallel is 'tp', want a list of worker numbers, null for all, or dp"),
+    ("gt: {data_parallel: []}", "workers is an empty list"),
+    ("gt: {data_parallel: [0, 0]}", "worker 0 is named twice"),
+    ("gt: {data_parallel: [[0, 1], [2, 3]]}", "data_parallel is a list of lists"),
+    ("data_parallel: {workers: [0]}\ngt: {data_parallel: [0, 1]}", "line 1 has one: rename that"),
+    ("gt:\n  data_parallel: [0, 1]\n  zero: 3\n  schedule: 1f1b", "gt (f.yaml:3): zero is 3 with schedule 1f1b"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), REFUSED)
+def test_a_setting_that_makes_no_sense_is_refused(text, said):
+    with pytest.raises(ConfigError) as raised:
+        load(text, "f.yaml")
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gt: {data_parallel: [0, 1], zero: 3}",
+        "s: {workers: [[0, 1], [2, 3]]}\ns_colpar: {workers: [[0, 1], [2, 3]]}\ngt: {zero: 2}",
+        "s: {workers: [0, 1]}\ngt: {data_parallel: dp, zero: 1, schedule: 1f1b}",
+    ],
+)
+def test_a_stage_of_zero_needs_an_axis_of_data(text):
+    assert load(text).zero > 0
+
+
+def test_ops_outside_of_groups_run_on_the_data_parallel_workers():
+    groups = Groups(load("gt: {data_parallel: [2, 3]}\nother: {workers: [0]}"))
+    assert [groups.find(path)[0].mesh.workers for path in ("", "other", "unknown")] == [(2, 3), (0,), (2, 3)]
+    assert groups.find("unknown")[1] == ["unknown"]
+    assert Groups(load("other: {workers: [0]}")).find("")[0] is None
