@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
     )
     from gt.client.capture.compiled_function import compile as compile
     from gt.client.groups.signal import microbatches as microbatches
+    from gt.client.metrics import log as log
     from gt.errors import (
         CaptureError as CaptureError, ConfigError as ConfigError, DispatcherLost as DispatcherLost, GTError as GTError,
         OpFailed as OpFailed, Refused as Refused, SessionExpired as SessionExpired, UnsupportedOp as UnsupportedOp,
@@ -55,6 +56,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
         )
     },
     "compile": ("gt.client.capture.compiled_function", "compile"),
+    "log": ("gt.client.metrics", "log"),
     "microbatches": ("gt.client.groups.signal", "microbatches"),
     "debug": ("gt.debug", None),
     **{name: ("gt.config.registry", name) for name in ("ShardConfig", "SignalConfig", "load_config", "register_config")},

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from gt import env, log
+from gt import env, logs
 from gt.dispatcher.cluster.leases import Terms
 from gt.dispatcher.server import Server
 from gt.errors import GTError, Refused
 from gt.wire.access.auth import Access
 from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
 from gt.wire.socket import PORT
+
+STOP_SECONDS = 5.0  # for a process beside the server to end
 
 
 def port(text: str) -> int:
@@ -43,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
     option("--max-session-time", type=limit(float), default=0.0, help="seconds until a session ends; default: no limit")
     memory = "most bytes of a session on a CPU worker, as 4GiB; default: no limit"
     option("--memory-limit", default="", help=memory)
+    metrics = "serve metrics for Prometheus on this port of 127.0.0.1, by a process of its own; default: none"
+    option("--metrics", type=port, metavar="PORT", help=metrics)
     return made
 
 
@@ -72,10 +79,33 @@ def terms(args: argparse.Namespace) -> Terms:
     return Terms(exclusive, args.max_workers, args.max_session_time, secret, memory=memory)
 
 
+@contextmanager
+def beside(server: Server, args: argparse.Namespace) -> Iterator[None]:
+    """Inside, `gt metrics` runs as a process of its own, if asked for: it observes the server, and ends with it."""
+    if args.metrics is None:
+        yield
+        return
+    host = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1"}.get(server.host, server.host)
+    command = [sys.executable, "-m", "gt", "metrics", f"{host}:{server.port}", "--port", str(args.metrics)]
+    command += ["--parent", str(os.getpid())]
+    command += ["--token-file", str(args.token_file)] if args.token_file else []
+    variables = env.child(PYTHONPATH=env.python_path(str(Path(__file__).parents[1])))
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=variables)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 once told to stop, 2 if it cannot start."""
     args = parser().parse_args(argv)
-    log.setup("dispatcher")
+    logs.setup("dispatcher")
     more_descriptors()
     try:
         access = Access(env.token(args.token_file), args.encrypt, args.insecure)
@@ -93,7 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     keep_freed()
     collect_less()
     take_turns()
-    server.run()
+    with beside(server, args):
+        server.run()
     return 0
 
 

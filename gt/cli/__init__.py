@@ -60,6 +60,18 @@ def trace(args: list[str]) -> int:
     return main(args, COMMANDS["trace"][1])
 
 
+def top(args: list[str]) -> int:
+    from gt.cli.top import main
+
+    return main(args, COMMANDS["top"][1])
+
+
+def metrics(args: list[str]) -> int:
+    from gt.cli.metrics import main
+
+    return main(args, COMMANDS["metrics"][1])
+
+
 def doctor(args: list[str]) -> int:
     no_options("doctor", args)
     from gt.cli.doctor import main
@@ -115,6 +127,8 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "key": (key, "write a strong token to a new file, for a server off loopback"),
     "plan": (plan, "plan a program without workers: layouts, traffic, memory, schedule"),
     "trace": (trace, "run a program, and write its last replay as a Chrome trace, measured and predicted"),
+    "top": (top, "watch a running server: workers, sessions, links, slow lines"),
+    "metrics": (metrics, "serve metrics of a running server over HTTP, for Prometheus"),
     "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),
     "ops": (ops, "print schemas of ops of the installed torch that GT lacks, as lines for the file GT_OPS"),
     "schema": (schema, "print the JSON Schema of the YAML of signal groups, for editors"),

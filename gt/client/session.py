@@ -10,17 +10,20 @@ import atexit
 import itertools
 import logging
 import os
+import pwd
+import socket
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gt import errors
-from gt import log as logs
+from gt import errors, logs
 from gt.client import host_buffers
 from gt.client.arenas import ArenaBlock, ClientArenas
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
@@ -39,6 +42,7 @@ from gt.wire.messages import (
     Inspect,
     InspectFragments,
     Message,
+    Metrics,
     Ops,
     Stats,
     UploadChunk,
@@ -50,6 +54,7 @@ NO_PLACE = -1  # value of a gt.upload op whose bytes are in no arena
 MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
 FIRST_NOTICE_SECONDS = 3.0  # without an answer; then a warning tells the user
 WELCOME_SECONDS = 45.0  # for a server that is up: it waits for the workers that the config names
+MAX_ABOUT_CHARACTERS = 255  # of each text about this process
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -106,6 +111,7 @@ class Session:
         self._notice_count = 0  # received before the Welcome
         self._queued = False  # the server has no free workers for this session yet
         self._fetches = 0
+        self.watched = False  # somebody observes the server
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
             messages.UploadRequest: self._upload_requested,
@@ -117,6 +123,7 @@ class Session:
             messages.Report: lambda m, _: self._finish(m.request, m.body),
             messages.Failed: self._failed,
             messages.Notice: self._notice,
+            messages.Watched: self._watch,
             messages.Welcome: self._answer_to_hello,
             messages.Reject: self._answer_to_hello,
             messages.Exit: lambda m, _: self._fail_all(self._why_exited(m.reason)),
@@ -131,7 +138,7 @@ class Session:
             token=token,
         )
         try:
-            self._link.send(link.hello("client", *config, switches=switches or {}))
+            self._link.send(link.hello("client", *config, switches=switches or {}, info=_about()))
             welcome = self._await_welcome(address, wait)
         except BaseException:
             self._link.close()
@@ -236,6 +243,11 @@ class Session:
             "fetches": self._fetches,
         }
         return {**body, "client": mine}
+
+    def log(self, steps: int, values: dict[str, float]) -> None:
+        """Send numbers that the program logs. Never waits."""
+        self._outbox.append(Metrics(steps, values))
+        self._link.push()
 
     def keep(self, tensor: int, array: np.ndarray) -> int:
         """Hold a copy of `array` for an upload until Release; the value of its gt.upload op.
@@ -403,6 +415,9 @@ class Session:
             log.warning("waiting for the server at %s: %s", self.address, message.text)
         self._last_notice = message.text
 
+    def _watch(self, message: messages.Watched, frames: tuple[Any, ...]) -> None:
+        self.watched = message.on
+
     def _finish(self, request: int, value: Any = None, error: GTError | None = None) -> None:
         pending = self._pending.get(request)  # None: the caller was interrupted
         if pending is not None:
@@ -491,6 +506,17 @@ class Session:
     def _finish_if_complete(self, pending: _Pending) -> None:
         if pending.assembly is not None and pending.assembly.complete:
             pending.done.set()
+
+
+def _about() -> dict[str, Any]:
+    """This process, as observers of the server see it."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container's user without a name
+        user = str(os.getuid())
+    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] not in ("", "-c") else "python"
+    names = {"user": user, "program": program, "host": socket.gethostname()}
+    return {**{key: name[:MAX_ABOUT_CHARACTERS] for key, name in names.items()}, "pid": os.getpid()}
 
 
 @atexit.register

@@ -14,6 +14,7 @@ from gt.dispatcher.cluster.admission import Admission
 from gt.dispatcher.cluster.health import Survey, Watch, answer
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, workers
 from gt.dispatcher.cluster.membership import Membership
+from gt.dispatcher.cluster.observers import Observers, logged
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.dispatcher.events import (
     Action,
@@ -41,7 +42,7 @@ from gt.dispatcher.state.failures import op_failed
 from gt.dispatcher.state.fetches import MAX_REQUESTS
 from gt.dispatcher.state.memory_report import memory_report
 from gt.errors import GTError, ProtocolError, SystemFailure
-from gt.log import Sparse
+from gt.logs import Sparse
 from gt.wire.messages import (
     THROUGH,
     ArenaOpened,
@@ -58,6 +59,8 @@ from gt.wire.messages import (
     Inspect,
     InspectFragments,
     Message,
+    Metrics,
+    Observe,
     OfferArena,
     OpError,
     Ops,
@@ -102,6 +105,7 @@ class Core:
         self.received = self.sent = self.relayed = 0
         self.admission = Admission(self.lending, most=self.terms.most)
         self.round_robin = RoundRobin(self, self.pace)
+        self.observers = Observers(self)
         self.membership = Membership(self)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
@@ -114,6 +118,7 @@ class Core:
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
             InspectFragments: self._inspect_fragments,
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
+            Metrics: self._metrics, Observe: self.observers.observe,
         }  # fmt: skip
 
     @property
@@ -143,6 +148,7 @@ class Core:
             self.refuse(event.peer, ProtocolError(event.reason))
         elif isinstance(event, Tick):
             self.membership.tick()
+            self.observers.tick()
         elif isinstance(event, Examined):
             self.membership.examined(event)
         elif isinstance(event, Turn):
@@ -162,6 +168,7 @@ class Core:
             assert len(session.op_stream.coming) <= MAX_WAITING_BATCHES
             session.uploads.check()
         self.round_robin.check()
+        self.observers.check()
         for lease in self.lending.leases:
             lease.cluster.check()
             assert all(self.workers[w.peer] is w and self.lending.of(w.peer) is lease for w in workers(lease))
@@ -197,6 +204,8 @@ class Core:
     def name(self, peer: Peer) -> str:
         if peer in self.workers:
             return self.workers[peer].name
+        if peer in self.observers.peers:
+            return "an observer"
         return f"client{self.sessions[peer].number}" if peer in self.sessions else self.lending.name(peer) or peer.hex()[:8]
 
     def _receive(self, event: Received) -> None:
@@ -254,7 +263,7 @@ class Core:
             self.send(peer, Failed(-1, errors.to_wire(error)))
             self.send(peer, Exit(str(error)))
         else:
-            joined = peer in self.workers or self.lending.name(peer)
+            joined = peer in self.workers or peer in self.observers.peers or self.lending.name(peer)
             self.send(peer, Exit(str(error)) if joined else Reject(errors.to_wire(error)))
         self.membership.remove(peer, str(error))
         self.close(peer)
@@ -304,6 +313,9 @@ class Core:
         if not survey.left:
             for one in watch.without(-1):
                 self.surveyed(one)
+
+    def _metrics(self, peer: Peer, message: Metrics, frames: tuple) -> None:
+        self._session(peer).logged = logged(message)
 
     def _upload_chunk(self, peer: Peer, message: UploadChunk, frames: tuple) -> None:
         session = self._session(peer)
@@ -405,6 +417,7 @@ class Core:
 
     def _report(self, peer: Peer, message: Report, frames: tuple) -> None:
         worker = self._worker(peer)
+        self.observers.answered(worker, message)
         survey = self._lease(peer).watch.answered(worker, message)
         if survey is not None:
             self.surveyed(survey)

@@ -12,7 +12,7 @@ from typing import Any
 
 from gt.dispatcher.events import MARK, Lines, Log
 from gt.ir.instr import COLLECTIVES
-from gt.log import plain
+from gt.logs import plain
 
 log = logging.getLogger("gt.dispatcher")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from gt.dispatcher.cluster.peer_info import client_info
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.planning.materializer import Materializer
@@ -17,6 +18,7 @@ from gt.dispatcher.state.arenas import SessionArenas
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.fetches import Fetches
 from gt.dispatcher.state.outbox import Outbox
+from gt.dispatcher.state.records import Logged
 from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.uploads import Uploads
 from gt.wire.messages import Data, Message
@@ -43,6 +45,8 @@ class ClientSession:
         self.programs = Programs(context, self.outbox, self.redistributor)
         self.op_stream = OpStream(context, self.outbox, self.planner, self.redistributor, self.programs, self.fetches)
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
+        self.about = client_info({})  # of its process, for observers
+        self.logged = Logged()
         self.began, self.warned = self.cluster.now, False  # warned: told that its time is nearly over
 
     @property

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from gt import env, log
+from gt import env, logs
 from gt.launch import machine
 from gt.launch.process import ending, fork
 from gt.wire.liveness import POLLS, Vigil, home, sight
@@ -119,7 +119,7 @@ class Supervisor:
     def _turn(self, timeout: float) -> None:
         ready = self._select.select(timeout)
         # Looked at first: what workers say of a dead dispatcher, the program is told anyway.
-        self._silent |= bool(ready) and not log.asked("worker") and (not self._dispatcher or ending(self._dispatcher))
+        self._silent |= bool(ready) and not logs.asked("worker") and (not self._dispatcher or ending(self._dispatcher))
         dead = list(_ended())
         for key, _ in ready:
             key.data(key.fd)
@@ -248,7 +248,7 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
         with contextlib.suppress(OSError):
             os.write(status, json.dumps(facts).encode() + b"\n")
 
-    log.setup("dispatcher", "gt.server")
+    logs.setup("dispatcher", "gt.server")
     more_descriptors()
     try:
         access, terms = Access(secret=order["token"]), Terms(most=order["workers"])

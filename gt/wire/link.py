@@ -30,12 +30,15 @@ from gt.wire.messages import (
     Inspect,
     InspectFragments,
     Message,
+    Metrics,
     Notice,
+    Observe,
     OfferArena,
     OpError,
     Ops,
     Piece,
     Query,
+    Records,
     Reject,
     Release,
     Renew,
@@ -48,6 +51,7 @@ from gt.wire.messages import (
     UploadRequest,
     UseBlock,
     Value,
+    Watched,
     Welcome,
     WindowUpdate,
     World,
@@ -60,11 +64,12 @@ RELEASE = "0.1.0"  # for people; VERSION decides
 MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] = {
     "client": (
         frozenset(
-            {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, UploadChunk, UploadProgress}
+            {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, Metrics, UploadChunk, UploadProgress}
             | {OfferArena, CloseArenas, Goodbye}
         ),
         frozenset(
-            {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice, Exit}
+            {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice}
+            | {Watched, Exit}
         ),
     ),
     "worker": (
@@ -74,12 +79,13 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
             | {Renew, Exit}
         ),
     ),
+    "observer": (frozenset({Observe, Goodbye}), frozenset({Welcome, Reject, Records, Exit})),
 }
 CARRIES = {Ops: 4096, UploadChunk: 1, Piece: 1, Data: 1}  # messages with frames -> number of frames, at most
 
 
 def hello(role: str, config: str = "", config_path: str = "", **rest: dict[str, Any]) -> Hello:
-    """The first message. rest: switches (client), info (worker)."""
+    """The first message. rest: switches (client), info."""
     return Hello(VERSION, RELEASE, role, config, config_path, rest.get("switches", {}), rest.get("info", {}))
 
 
@@ -126,7 +132,8 @@ class Gate:
         if not self.role:
             raise ProtocolError(f"{name} came before Hello")
         if type(message) not in MAY_SEND.get(self.role, (frozenset(), frozenset()))[0]:
-            raise ProtocolError(f"a {self.role} may not send {name}")
+            article = "an" if self.role == "observer" else "a"
+            raise ProtocolError(f"{article} {self.role} may not send {name}")
         if isinstance(message, Ops):
             if message.seq != self._next_batch:
                 raise ProtocolError(f"Ops.seq is {message.seq}, want {self._next_batch}")

@@ -13,6 +13,7 @@ Numbers = list  # a stream: numbers only
 VERSION = 6
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
+MAX_VALUES = 64  # in one Metrics
 TIMES = 4096  # definitions in one Done, at most
 MAX_BODY = 16 << 20  # bytes of one msgpack body
 
@@ -27,14 +28,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """Client or worker -> dispatcher: the first message. Answered by Welcome or Reject.
+    """Client, worker or observer -> dispatcher: the first message. Answered by Welcome or Reject.
 
-    role: "client" or "worker". config: text of a client's YAML, "" for none. config_path: its path, for error messages only.
-    switches: of a client; {"threads": int, "matmul_precision": str, "deterministic": bool, "cudnn_benchmark": bool,
-    "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many workers it
-    wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one, "pid", "host",
-    "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof": see
-    gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.schema}.
+    role: "client", "worker" or "observer". config: text of a client's YAML, "" for none. config_path: its path, for error
+    messages only. switches: of a client; {"threads": int, "matmul_precision": str, "deterministic": bool, "cudnn_benchmark":
+    bool, "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many
+    workers it wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one,
+    "pid", "host", "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof":
+    see gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.schema}. Of a client, for observers;
+    {"user", "program", "host", "pid"}.
     """
 
     version: int
@@ -138,6 +140,17 @@ class Stats(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Metrics(Message):
+    """Client -> dispatcher: numbers that the program logs, while it is watched. Not answered.
+
+    steps: calls of gt.log so far. values: by name, the newest.
+    """
+
+    steps: int
+    values: dict
+
+
+@dataclass(frozen=True, slots=True)
 class UploadChunk(Message):
     """Client -> dispatcher, answers UploadRequest and WindowUpdate: the next frame of a host copy's region.
 
@@ -174,7 +187,7 @@ class CloseArenas(Message):
 
 @dataclass(frozen=True, slots=True)
 class Goodbye(Message):
-    """Client or worker -> dispatcher: ends the connection; not answered. reason: why a worker ended, or ""."""
+    """Client, worker or observer -> dispatcher: ends the connection; not answered. reason: why a worker ended, or ""."""
 
     reason: str = ""
 
@@ -184,7 +197,7 @@ class Goodbye(Message):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Message):
-    """Dispatcher -> client or worker, answers Hello.
+    """Dispatcher -> client, worker or observer, answers Hello.
 
     workers: their names, in order of index. groups: names of the signal groups, in order. process: [pid, home] of the
     dispatcher, see wire.liveness; peers on its host see whether it is stopped. ops: for a client, lines of the schemas of the
@@ -202,7 +215,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True)
 class Reject(Message):
-    """Dispatcher -> client or worker, answers Hello: the connection is refused. error: see errors.to_wire."""
+    """Dispatcher -> client, worker or observer, answers Hello: the connection is refused. error: see errors.to_wire."""
 
     error: dict
 
@@ -294,6 +307,13 @@ class Notice(Message):
 
     text: str
     place: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Watched(Message):
+    """Dispatcher -> client: whether anybody observes the server. Only while somebody does, the client sends Metrics."""
+
+    on: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,10 +412,10 @@ class Query(Message):
     """Dispatcher -> worker: asks for the state of its work. Its I/O thread answers with a Report.
 
     stats: include the counters. programs: definitions whose last replay and compiled parts are reported. Report.body: {"done":
-    last Run executed, "stats": {...}, "at": [Run, place in it, the op's seq, kind, Runs that its GPU has finished] of the
-    current instruction or None, "work": seconds of CPU time used}; the kind is the instruction's, or "compile", "load" (its GPU
-    runs it for the first time) or "device" (it waits for its GPU). With the same `at` twice an instruction takes long; with the
-    same `work` too, the worker makes no progress.
+    last Run executed, "stats": {...}, "took": seconds of CPU time for these, "at": [Run, place in it, the op's seq, kind, Runs
+    that its GPU has finished] of the current instruction or None, "work": seconds of CPU time used}; the kind is the
+    instruction's, or "compile", "load" (its GPU runs it for the first time) or "device" (it waits for its GPU). With the same
+    `at` twice an instruction takes long; with the same `work` too, the worker makes no progress.
     """
 
     request: int
@@ -412,7 +432,7 @@ class Renew(Message):
 
 @dataclass(frozen=True, slots=True)
 class Exit(Message):
-    """Dispatcher -> worker or client: the server stops."""
+    """Dispatcher -> any peer: the server stops, or has ended this connection."""
 
     reason: str
 
@@ -468,8 +488,35 @@ class ArenaOpened(Message):
     opened: bool
 
 
+# ---- observers
+
+
+@dataclass(frozen=True, slots=True)
+class Observe(Message):
+    """Observer -> dispatcher: asks for Records, and acknowledges those up to number `seen`; 0 at first.
+
+    interval: milliseconds between two Records, at least; the dispatcher may send fewer. An observer that acknowledges too
+    little is dropped.
+    """
+
+    seen: int
+    interval: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Records(Message):
+    """Dispatcher -> observer: the state of server, workers and sessions at one moment.
+
+    number: from 1. rows: see gt.wire.records.
+    """
+
+    number: int
+    rows: list
+
+
 CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
     UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
+    Metrics, Watched, Observe, Records,
 )  # fmt: skip

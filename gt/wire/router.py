@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import zmq
 
 from gt.errors import Refused
-from gt.log import Sparse
+from gt.logs import Sparse
 from gt.wire import codec, tcp
 from gt.wire.access import auth, server_files
 from gt.wire.access.auth import Access

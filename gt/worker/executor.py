@@ -6,13 +6,14 @@ and no peer waits for a collective that never begins. Knows neither torch nor so
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any
 
 from gt.errors import ProtocolError
-from gt.ir.instr import COMMUNICATION, END, FIRST, FORGET, FREE, KINDS, PROGRAMS, Define
+from gt.ir.instr import BASE_BITS, COMMUNICATION, END, FIRST, FORGET, FREE, KINDS, PROGRAMS, Define
 from gt.worker.arenas import WorkerArenas
 from gt.worker.context import Binder, ExecutionContext, FirstLaunch, Rebindable
 from gt.worker.downloads import Downloads
@@ -222,17 +223,21 @@ class Executor:
 
     def stats(self, programs: Sequence[int] = ()) -> dict[str, Any]:
         """The worker's part of gt.stats(), without its name. programs: definitions whose last replay is reported."""
-        held, free = list(self.tensors.values()), not self._waits()
+        held, free = list(self.tensors.items()), not self._waits()
         if free:
             self._peak_bytes = self._engine.peak()
-        memory = dict(map(self._engine.storage, held))
+        memory = {address: (i, nbytes) for i, tensor in held for address, nbytes in (self._engine.storage(tensor),)}
+        by_session: Counter[str] = Counter()
+        for i, nbytes in memory.values():
+            by_session[str(i >> BASE_BITS)] += nbytes
         compiled = [program for program in map(self._compiled.get, programs) if program is not None]
         return {
             "device": self._engine.kind,
             "instructions": self.instructions,
             "collectives": dict(self.worker.collectives),
             "live_tensors": len(held),
-            "live_bytes": sum(memory.values()),
+            "live_bytes": by_session.total(),
+            "session_bytes": dict(by_session),
             "peak_bytes": self._peak_bytes,
             "memory_used": self.budget.used(),
             "memory_limit": self.budget.limit,

@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gt import env, errors
-from gt import log as logs
+from gt import env, errors, logs
 from gt.wire import liveness
 from gt.wire.access.proof import proof
 from gt.wire.dealer import Dealer, LinkTimeouts
@@ -90,6 +89,7 @@ class Loop:
         self._host = bsd.gethostname()
         self.link: Dealer | None = None
         self.done = self._running = -1  # the last Run carried out (on a GPU: issued), and the one under way
+        self._busy_seconds = self._run_began = 0.0  # in Runs, and when the one under way began, 0.0 for none
         self._unreported = 0  # Runs carried out that no Done has reported
         self._completions: Completions[Done] = Completions(self.send)
         self._shared = False  # a Run is done once the device has completed it
@@ -125,10 +125,12 @@ class Loop:
                     self._members = frozenset(message.members)
                 self._inbox.put((message, uploads.epoch))
             case Query(request, wanted, programs):
-                stats = {"name": self.name, **self.executor.stats(programs)} if wanted else {}
+                began = time.thread_time()
+                stats = {"name": self.name, **self._usage(), **self.executor.stats(programs)} if wanted else {}
+                took = time.thread_time() - began
                 at = self._at()
                 work = self._effort.seconds(at[3]) if at is not None else 0.0
-                self.send(Report(request, {"done": self.done, "at": at, "work": work, "stats": stats}))
+                self.send(Report(request, {"done": self.done, "at": at, "work": work, "took": took, "stats": stats}))
             case WindowUpdate(key, upto):
                 self.executor.downloads.grant(key, upto)
             case Abort(index, reason):
@@ -168,6 +170,13 @@ class Loop:
         except OSError as error:
             reason = f"{reason}, and it cannot be started afresh: {error}"
         self.lost(reason)
+
+    def _usage(self) -> dict[str, float]:
+        """Seconds that this process was busy, and of CPU time. By any thread."""
+        busy, began = self._busy_seconds, self._run_began
+        if began:
+            busy += time.monotonic() - began
+        return {"busy_seconds": round(busy, 6), "cpu_seconds": round(time.process_time(), 6)}
 
     def _own(self, world: World) -> int:
         return next((row[0] for row in world.workers if row[1] == self.name), -1)
@@ -224,17 +233,20 @@ class Loop:
                 continue
             assert isinstance(message, Run)
             self._running, began = message.seq, time.monotonic()
+            self._run_began = began
             self.executor.downloads.copy_unsent()
             if message.defines:
                 self.executor.define(message.defines)
             self.executor.run(message.code, message.base, epoch, message.timed)
-            self.done = message.seq
+            self.done, self._run_began = message.seq, 0.0
+            took = time.monotonic() - began
+            self._busy_seconds += took
             self._unreported += 1
             if self._shared:
                 self._send_done(message.base + (message.code[1] if message.code else 0), self._engine.progress.fence())
                 continue
             # The dispatcher may have kept others back for it.
-            long = len(message.code) < SHORT_RUN_NUMBERS and time.monotonic() - began > LONG_RUN_SECONDS
+            long = len(message.code) < SHORT_RUN_NUMBERS and took > LONG_RUN_SECONDS
             if self._unreported >= MAX_RUNS_PER_DONE or long:
                 self._send_done()
 

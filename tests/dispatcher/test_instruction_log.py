@@ -23,7 +23,7 @@ from gt.dispatcher.state import log_lines
 from gt.errors import Refused
 from gt.ir.instr import BASE_BITS
 from gt.ir.text import PlanLine
-from gt.log import Plain, Unblocked
+from gt.logs import Plain, Unblocked
 from gt.wire.messages import Ops
 from tests.helpers.hostile import row, spec
 from tests.helpers.planned import planned

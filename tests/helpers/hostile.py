@@ -36,10 +36,13 @@ from gt.wire.messages import (
     Hello,
     Inspect,
     Message,
+    Metrics,
+    Observe,
     OpError,
     Ops,
     Piece,
     Query,
+    Records,
     Reject,
     Report,
     Run,
@@ -158,6 +161,8 @@ class Liar:
         if self.role == "worker":
             info = {"name": rng.choice(["", "w0", "evil"]), "pid": 1, "host": "h", "backend": "torch", "heap_fd": 3}
             message = hello("worker", info={**info, "heap_bytes": rng.choice([0, 1 << 30]), "doorbell": "3-1"})
+        elif self.role == "observer":
+            message = hello("observer")
         else:
             switches = {"threads": rng.choice([1, 2]), "workers": rng.choice([0, 2]), "matmul_precision": "highest"}
             config = rng.choice(CONFIGS[:5] if rng.random() < 0.9 else CONFIGS)
@@ -177,7 +182,7 @@ class Liar:
         return type(message)(**{**{n: getattr(message, n) for n in names}, name: new})
 
     def say(self) -> tuple[Message, tuple]:
-        message, frames = self.as_client() if self.role == "client" else self.as_worker()
+        message, frames = {"client": self.as_client, "worker": self.as_worker, "observer": self.as_observer}[self.role]()
         if self.rng.random() < 0.06:
             message = self.changed(message)
         if self.rng.random() < 0.02:
@@ -292,10 +297,14 @@ class Liar:
         kinds: list[Message] = [
             Fetch(request, self.as_int(self.id())), Describe(request, [self.id() for _ in range(rng.randrange(3))]),
             Inspect(request, self.as_int(self.id())), Stats(request), UploadChunk(rng.randrange(100), 0, 10 << 30), self.seal(),
+            self.metrics(),
         ]  # fmt: skip
         if dice > 0.98:
             return self.anything()
         return rng.choice(kinds), ()
+
+    def metrics(self) -> Metrics:
+        return Metrics(self.rng.choice([1, 7, -1, 1 << 63]), {"loss": self.rng.choice([0.5, 1, float("nan"), "x", True])})
 
     @staticmethod
     def as_int(value: Any) -> int:
@@ -319,6 +328,13 @@ class Liar:
             (Report(rng.choice([*queries[-1:], 3]), {"stats": rng.choice([{}, 3, {"name": []}]), "at": rng.choice(WILD)}), ()),
         ]
         return rng.choice(said) if rng.random() < 0.98 else self.anything()
+
+    def as_observer(self) -> tuple[Message, tuple]:
+        rng = self.rng
+        seen = max([m.number for m in self.heard if isinstance(m, Records)], default=0)
+        if rng.random() < 0.1:
+            return self.anything()
+        return Observe(seen if rng.random() < 0.95 else rng.choice([-1, 1 << 62]), rng.choice([0, 500, -1, 1 << 62])), ()
 
     def anything(self) -> tuple[Message, tuple]:
         """Any message of the protocol, whoever may send it."""
@@ -506,7 +522,8 @@ class Field:
         self.now += rng.random() * 0.01
         if (len(self.liars) < 6 and rng.random() < 0.5) or not self.liars:
             self.peers += 1
-            liar = Liar(self, b"evil%d" % self.peers, "worker" if rng.random() < 0.15 else "client")
+            role = rng.choices(["client", "worker", "observer"], [80, 15, 5])[0]
+            liar = Liar(self, b"evil%d" % self.peers, role)
             self.liars[liar.peer] = liar
             self.give(liar.peer, liar.hello(), ())
             return
@@ -518,6 +535,7 @@ class Field:
         elif dice < 0.01:
             self.feed(Malformed(peer, "not msgpack", self.now))
         elif dice < 0.02:
+            self.now += 0.25
             self.feed(Tick(self.now))
         elif dice < 0.025:
             self.give(peer, Goodbye(), ())

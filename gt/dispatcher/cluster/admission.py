@@ -8,13 +8,12 @@ from typing import Any
 from gt.config.load import check_workers, load
 from gt.config.schema import Config
 from gt.dispatcher.cluster.leases import PATIENCE_SECONDS, Exclusive, Shared, Waiting
+from gt.dispatcher.cluster.peer_info import client_info
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.errors import ConfigError, ProtocolError, Refused
-from gt.ir.schema import library_schemas
 from gt.wire.messages import Hello
 
 MAX_CONFIG_CHARACTERS = 32 << 10  # characters: parsing takes up to 0.4 s, and everybody waits
-MAX_NAME_CHARACTERS = 64
 MAX_NESTED_BRACKETS = 16
 MAX_WAITING_CLIENTS = 1024
 MAX_STALL_SECONDS = 1e9  # seconds
@@ -48,7 +47,7 @@ class Admission:
             raise ConfigError(f"{hello.config_path or 'config'} is nested too deep") from None
         if self.most:
             check_workers(config, [f"w{n}" for n in range(self.most)])
-        client = Waiting(peer, hello, config, now + PATIENCE_SECONDS, used_workers(config))
+        client = Waiting(peer, hello, config, now + PATIENCE_SECONDS, used_workers(config), client_info(hello.info))
         self.lending.examine(client)
         self.waiting.append(client)
 
@@ -90,40 +89,6 @@ def _switches(switches: dict[str, Any]) -> None:
     for name, value in switches.items():
         if name not in allowed or isinstance(value, (list, dict)) or not allowed[name](value):
             raise ProtocolError(f"Hello.switches.{name:.40} is {value!r:.40}, which is no switch or no value of it")
-
-
-def worker_info(info: dict[str, Any]) -> dict[str, Any]:
-    """A worker's info with all fields, `ops` as schemas by name. ProtocolError names a field that is unknown or bad."""
-    defaults = {
-        "name": "",
-        "pid": 0,
-        "host": "",
-        "backend": "",
-        "device": "",
-        "heap_fd": -1,
-        "heap_bytes": 0,
-        "doorbell": "",
-        "unique_id": "",
-        "home": "",
-        "proof": "",
-        "ops": [],
-    }
-    for key, value in info.items():
-        if key not in defaults:
-            raise ProtocolError(f"Hello.info.{key:.40} is not a known field, want one of {', '.join(defaults)}")
-        if type(value) is not type(defaults[key]) or (isinstance(value, str) and len(value) > 255):
-            raise ProtocolError(
-                f"Hello.info.{key} is {value!r:.40}, want a {type(defaults[key]).__name__} up to 255 characters"
-            )
-    whole = {**defaults, **info}
-    if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > MAX_NAME_CHARACTERS:
-        got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"
-        raise ProtocolError(f"Hello.info: {got}, want -1 or more, and {MAX_NAME_CHARACTERS} printable characters at most")
-    try:
-        whole["ops"] = library_schemas(whole["ops"])
-    except ValueError as error:
-        raise ProtocolError(f"Hello.info.ops: {error}") from None
-    return whole
 
 
 def shared_out(switches: dict[str, Any], used: frozenset[int], cluster: Cluster, worker: Worker) -> dict[str, Any]:

@@ -192,19 +192,27 @@ class Watch:
 def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict[str, Any], str]:
     """The body of a Stats answer; what it says of the newest replay's schedule, "" if it was in none."""
     workers = [survey.reports[i] for i in sorted(survey.reports)]
-    actions, transfers = ([_stamps(row.get(what)) for row in workers] for what in ("actions", "transfers"))
     body: dict[str, Any] = {"dispatcher": counters(survey.session, sent, received, relayed), "workers": workers}
-    order, ran = survey.session.programs.order, measured(actions, transfers)
-    if not order.get("rows") or not ran:
+    order = schedule_report(survey.session, workers)
+    if order is None:
         return body, ""
-    bubble = order["bubble"]
-    predicted = {"bubble": bubble, "idle": round(sum(bubble) / len(bubble), 4), "makespan": order["makespan"]}
-    body["schedule"] = {**{k: order[k] for k in ("name", "rows", "costs")}, "predicted": predicted, "measured": ran}
+    body["schedule"], ran, predicted = order, order["measured"], order["predicted"]
     took = f"{ran['makespan'] * 1e3:.3f} ms"
     return body, f"{order['name']}: bubble {ran['idle']:.2%} of {took} measured, {predicted['idle']:.2%} predicted"
 
 
-def _stamps(rows: Any) -> list:
+def schedule_report(session: ClientSession, workers: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Stats of the session's newest replay in a schedule, None if it was in none. workers: their stats."""
+    actions, transfers = ([stamps(row.get(name)) for row in workers] for name in ("actions", "transfers"))
+    order, ran = session.programs.order, measured(actions, transfers)
+    if not order.get("rows") or not ran:
+        return None
+    bubble = order["bubble"]
+    predicted = {"bubble": bubble, "idle": round(sum(bubble) / len(bubble), 4), "makespan": order["makespan"]}
+    return {**{k: order[k] for k in ("name", "rows", "costs")}, "predicted": predicted, "measured": ran}
+
+
+def stamps(rows: Any) -> list:
     """A worker's actions or transfers, if they are such: what a worker says is not trusted."""
     fit = isinstance(rows, list) and all(
         isinstance(one, (list, tuple)) and [type(part) for part in one] == [str, float, float] for one in rows

@@ -72,6 +72,7 @@ class Waiting:
     config: Config
     until: float  # when it has waited long enough for workers that are not there
     used: frozenset[int] = frozenset()  # indices of the config
+    about: dict[str, Any] = field(default_factory=dict)  # see peer_info
     place: int = 0  # in the queue of an exclusive server, from 1
     fits: bool = False  # the server has as many workers as it wants, free or not
     queued: bool = False  # so it is, or one before it
@@ -169,6 +170,10 @@ class Shared:
         """A client's session has ended: workers that have to start afresh."""
         return []
 
+    def idle(self) -> list[tuple[str, dict, bool]]:
+        """Workers that no session has: name, info, and True for one that starts afresh. None here."""
+        return []
+
     def overdue(self, now: float) -> list[bytes]:
         """Workers that should have started afresh by now, and are still connected."""
         return []
@@ -257,6 +262,9 @@ class Exclusive:
         if slot.lease is None:
             log.warning("worker %s, which was free, is lost: %s", slot.name, reason)
         self._drop(slot)
+
+    def idle(self) -> list[tuple[str, dict, bool]]:
+        return [(slot.name, slot.info, slot.state == RENEWING) for slot in self.slots.values() if slot.lease is None]
 
     def overdue(self, now: float) -> list[bytes]:
         hung = []

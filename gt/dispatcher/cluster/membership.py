@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from gt.config.load import resolve
-from gt.dispatcher.cluster.admission import Admission, shared_out, used_workers, worker_info
+from gt.dispatcher.cluster.admission import Admission, shared_out, used_workers
 from gt.dispatcher.cluster.health import Survey
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
+from gt.dispatcher.cluster.observers import Observers
+from gt.dispatcher.cluster.peer_info import worker_info
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.events import Action, Examined, Peer
 from gt.dispatcher.fairness.round_robin import RoundRobin
@@ -22,7 +24,7 @@ from gt.dispatcher.state.context import SessionContext, SessionTerms
 from gt.dispatcher.state.failures import worker_lost
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import GTError, ProtocolError
-from gt.log import plain
+from gt.logs import plain
 from gt.wire.link import examine
 from gt.wire.messages import Abort, Exit, Goodbye, Hello, Message, Notice, Renew, Welcome, World
 
@@ -46,6 +48,7 @@ class MembershipHost(Protocol):
     lending: Exclusive | Shared
     workers: dict[Peer, Worker]
     admission: Admission
+    observers: Observers
     round_robin: RoundRobin
     page: list[str]
     now: float
@@ -71,11 +74,14 @@ class Membership:
         self._next_session = 0
 
     def hello(self, peer: Peer, hello: Hello, frames: tuple) -> None:
-        if peer in self._sessions or peer in self._workers or self._lending.name(peer) or self._admission.knows(peer):
+        known = peer in self._sessions or peer in self._workers or peer in self._core.observers.peers
+        if known or self._lending.name(peer) or self._admission.knows(peer):
             raise ProtocolError("Hello came twice on one connection")
         examine(hello)
         if hello.role == "worker":
             self._worker_joins(peer, hello)
+        elif hello.role == "observer":
+            self._core.observers.enter(peer, hello)
         else:
             self._admission.expect(peer, hello, self._core.now)
             self._admit_clients()
@@ -136,6 +142,7 @@ class Membership:
         )
         context = self._core.context(self._next_session, client.peer, config, cluster, self._core.send, terms)
         session = ClientSession(context)
+        session.about = client.about
         self._next_session += 1
         self._sessions[client.peer] = lease.sessions[client.peer] = session
         members = cluster.form()
@@ -145,6 +152,7 @@ class Membership:
         names, name, groups = [w.name for w in cluster.workers], self._core.name(client.peer), list(config.groups)
         ops = [schema.line for schema in context.ops.libraries.values()]
         self._core.send(client.peer, Welcome(session.number, name, names, groups, CREDIT, self._core.process, ops))
+        self._core.observers.welcomed(client.peer)
 
     def goodbye(self, peer: Peer, message: Goodbye, frames: tuple) -> None:
         self.remove(peer, plain(message.reason, MAX_REASON_CHARACTERS) or GOODBYE)
@@ -152,6 +160,8 @@ class Membership:
 
     def remove(self, peer: Peer, reason: str) -> None:
         """A peer is gone, or to be parted from; nothing follows for one that is nobody."""
+        if self._core.observers.leave(peer):
+            return
         self._admission.forget(peer)
         session, worker, lease = self._sessions.pop(peer, None), self._workers.pop(peer, None), self._lending.of(peer)
         if session is not None and lease is not None:
@@ -181,6 +191,7 @@ class Membership:
             self._core.round_robin.resume(session.peer)
         for survey in lease.watch.without(worker.index):
             self._core.surveyed(survey)
+        self._core.observers.lose(worker)
 
     def tick(self) -> None:
         for peer, said in self._terms.due(self._sessions, self._core.now):

@@ -83,6 +83,10 @@ class RunQueue:
         """True if another session uses a worker of this one's."""
         return owner in self._beside
 
+    def waits(self, owner: int) -> bool:
+        """True if work of this session waits for its turn."""
+        return bool(self._lines.get(owner))
+
     def contended(self, worker: int) -> bool:
         """True if more than one session uses the worker."""
         return len(self._flights.get(worker, ())) > 1

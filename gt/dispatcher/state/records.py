@@ -47,6 +47,14 @@ class Cause:
     full: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """Numbers that a program logs. steps: calls of gt.log, -1 if it has not told any."""
+
+    steps: int = -1
+    values: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class OpPlan:
     """Layouts that an op wants of its inputs and gives its outputs; `direct` if the inputs had them when it was planned."""

@@ -1,0 +1,186 @@
+"""Records of the server's state at one moment, from workers' answers and what the dispatcher knows itself. Pure.
+
+A worker's answers are not trusted: a counter of another type counts as 0.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gt.dispatcher.cluster.health import schedule_report, stamps
+from gt.dispatcher.cluster.leases import Lease, Waiting
+from gt.dispatcher.cluster.workers import Worker
+from gt.dispatcher.session import ClientSession
+from gt.wire.records import HostRecord, LinkRecord, QueueRecord, Record, ScheduleRecord, SessionRecord, WorkerRecord
+
+MAX_NAMES = 1024  # entries of a map that a worker tells
+MAX_ACTIONS = 4096  # of one worker's last replay: a record has to fit a body
+MAX_SCHEDULE_ACTIONS = 32768  # of all workers
+
+
+@dataclass(slots=True)
+class WorkerAnswer:
+    """The newest answer of one worker's process. at: seconds since the server's start."""
+
+    life: int
+    at: float
+    stats: dict[str, Any] = field(default_factory=dict)
+    position: list = field(default_factory=list)  # Report.body["at"], [] for none
+
+
+Answers = dict[str, WorkerAnswer]  # by worker's name
+
+
+def lease_records(lease: Lease, answers: Answers, now: float, silent: float) -> Iterator[Record]:
+    """Records of a lease's workers, sessions and links. silent: seconds after which a worker that has not answered is so."""
+    current: dict[int, list] = {}  # by session
+    for worker in lease.cluster.workers:
+        answer = answers.get(worker.name)
+        if answer is not None and answer.life != worker.lives:
+            answer = None
+        where = _current(lease, answer.position) if answer is not None and worker.done < worker.runs else []
+        if where:
+            current.setdefault(where[0], where)
+        yield _worker(lease, worker, answer, where, (now, silent))
+        sent = _counts(answer.stats.get("bytes_sent")) if answer is not None else {}
+        yield from (LinkRecord(worker.name, peer, nbytes) for peer, nbytes in sent.items())
+    for session in lease.sessions.values():
+        yield _session(session, current.get(session.number, []), now)
+
+
+def idle_record(name: str, info: dict, restarting: bool) -> WorkerRecord:
+    """A worker of an exclusive server that no session has."""
+    state = "restarting" if restarting else "free"
+    named = (str(info.get("host", "")), int(info.get("pid", 0)), str(info.get("backend", "")), str(info.get("device", "")))
+    return WorkerRecord(name, *named, "", state, "", [], -1, 0, 0.0, 0.0, 0, 0, {}, 0, [])
+
+
+def host_records(workers: list[WorkerRecord]) -> Iterator[HostRecord]:
+    hosts: dict[str, list[str]] = {}
+    for worker in workers:
+        if worker.state != "lost":
+            hosts.setdefault(worker.host, []).append(worker.name)
+    return (HostRecord(name, names) for name, names in hosts.items())
+
+
+def queue_records(waiting: list[Waiting]) -> Iterator[QueueRecord]:
+    for place, client in enumerate(waiting, 1):
+        about = client.about
+        yield QueueRecord(place, about["user"], about["program"], client.wanted)
+
+
+def schedule_record(session: ClientSession, answers: Answers) -> ScheduleRecord | None:
+    """The last replay in a schedule, from answers about this session's programs; None if there was none."""
+    names = [worker.name for worker in session.cluster.workers if not worker.lost and worker.name in answers]
+    report = schedule_report(session, [answers[name].stats for name in names])
+    if report is None:
+        return None
+    actions = {name: stamps(answers[name].stats.get("actions"))[:MAX_ACTIONS] for name in names}
+    if sum(map(len, actions.values())) > MAX_SCHEDULE_ACTIONS:
+        actions = {}
+    replays = session.programs.launches
+    return ScheduleRecord(session.number, replays, report["name"], report["predicted"], report["measured"], actions)
+
+
+def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: list, clock: tuple[float, float]) -> WorkerRecord:
+    now, silent = clock
+    stats, info = answer.stats if answer is not None else {}, worker.info
+    age = now - answer.at if answer is not None else -1.0
+    busy = worker.done < worker.runs
+    state = "lost" if worker.lost else "silent" if age > silent else "busy" if busy else "idle"
+    memory: dict[str, Any] = {"arena": info.get("heap_bytes", 0)}
+    if answer is not None:
+        memory["sessions"] = _counts(stats.get("session_bytes"))
+        memory["process" if info.get("device") == "cpu" else "peak"] = _count(
+            stats, "memory_used" if info.get("device") == "cpu" else "peak_bytes"
+        )
+    return WorkerRecord(
+        worker.name,
+        info.get("host", ""),
+        info.get("pid", 0),
+        info.get("backend", ""),
+        info.get("device", ""),
+        stats["transport"] if isinstance(stats.get("transport"), str) else "",
+        state,
+        worker.lost,
+        [s.number for s in lease.sessions.values() if worker.index in s.emitter.used],
+        round(age, 3),
+        _count(stats, "instructions"),
+        _seconds(stats, "busy_seconds"),
+        _seconds(stats, "cpu_seconds"),
+        _count(stats, "live_tensors"),
+        _count(stats, "live_bytes"),
+        memory,
+        _count(stats, "memory_limit"),
+        where,
+    )
+
+
+def _session(session: ClientSession, current: list, now: float) -> SessionRecord:
+    about, cluster = session.about, session.cluster
+    return SessionRecord(
+        session.number,
+        about["user"],
+        about["program"],
+        about["host"],
+        about["pid"],
+        [w.name for w in cluster.workers],
+        list(session.config.groups),
+        round(now - session.began, 3),
+        session.op_stream.ops,
+        session.emitter.sent,
+        session.programs.launches,
+        session.logged.steps,
+        session.logged.values,
+        current,
+        _waits(session),
+        len(session.op_stream.pending),
+        session.context.uploaded,
+        session.fetches.fetched,
+    )
+
+
+def _waits(session: ClientSession) -> str:
+    if session.op_stream.in_thread:
+        return "planning"
+    if session.outbox.held:
+        return "an upload"
+    if session.cluster.queue.waits(session.number):
+        return "its turn"
+    return "workers" if session.op_stream.pending else ""
+
+
+def _current(lease: Lease, position: list) -> list:
+    """[session, op, file, line, group, kind] of a worker's position, [] if its op is no longer known."""
+    seq, kind = position[2:4] if len(position) == 5 else (None, "")
+    if type(seq) is not int or type(kind) is not str:
+        return []
+    for session in lease.sessions.values():
+        rows = session.journal.rows
+        n = bisect_right(rows, seq, key=lambda row: row.seq) - 1
+        if n >= 0 and rows[n].seq <= seq < rows[n].end:
+            op = rows[n].at(seq)
+            origin = op.origin
+            return [session.number, op.known.template.op, origin.file, origin.line, origin.group, kind[:40]]
+    return []
+
+
+def _count(stats: dict[str, Any], name: str) -> int:
+    value = stats.get(name)
+    return value if type(value) is int and 0 <= value < 1 << 62 else 0
+
+
+def _seconds(stats: dict[str, Any], name: str) -> float:
+    value = stats.get(name)
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e12 else 0.0
+
+
+def _counts(value: Any) -> dict[str, int]:
+    """A map from names to counts, as far as it is one."""
+    if not isinstance(value, dict):
+        return {}
+    rows = list(value.items())[:MAX_NAMES]
+    return {name[:64]: n for name, n in rows if type(name) is str and type(n) is int and 0 <= n < 1 << 62}

@@ -1,0 +1,45 @@
+"""Hello.info of workers and clients, with all fields, checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gt.errors import ProtocolError
+from gt.ir.schema import library_schemas
+from gt.logs import plain
+
+MAX_NAME_CHARACTERS = 64
+MAX_TEXT_CHARACTERS = 255
+WORKER: dict[str, Any] = {
+    "name": "", "pid": 0, "host": "", "backend": "", "device": "", "heap_fd": -1, "heap_bytes": 0, "doorbell": "",
+    "unique_id": "", "home": "", "proof": "", "ops": [],
+}  # fmt: skip
+CLIENT: dict[str, Any] = {"user": "", "program": "", "host": "", "pid": 0}
+
+
+def worker_info(info: dict[str, Any]) -> dict[str, Any]:
+    """A worker's info with all fields, `ops` as schemas by name. ProtocolError names a field that is unknown or bad."""
+    whole = _whole(info, WORKER)
+    if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > MAX_NAME_CHARACTERS:
+        got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"
+        raise ProtocolError(f"Hello.info: {got}, want -1 or more, and {MAX_NAME_CHARACTERS} printable characters at most")
+    try:
+        whole["ops"] = library_schemas(whole["ops"])
+    except ValueError as error:
+        raise ProtocolError(f"Hello.info.ops: {error}") from None
+    return whole
+
+
+def client_info(info: dict[str, Any]) -> dict[str, Any]:
+    """A client's info with all fields, its texts on one line; ProtocolError as for a worker's."""
+    return {key: plain(value) if isinstance(value, str) else value for key, value in _whole(info, CLIENT).items()}
+
+
+def _whole(info: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    for key, value in info.items():
+        if key not in defaults:
+            raise ProtocolError(f"Hello.info.{key:.40} is not a known field, want one of {', '.join(defaults)}")
+        if type(value) is not type(defaults[key]) or (isinstance(value, str) and len(value) > MAX_TEXT_CHARACTERS):
+            kind = type(defaults[key]).__name__
+            raise ProtocolError(f"Hello.info.{key} is {value!r:.40}, want a {kind} up to {MAX_TEXT_CHARACTERS} characters")
+    return {**defaults, **info}

@@ -1,0 +1,104 @@
+"""The state of a running server as one dictionary, from the records that observers receive. Pure.
+
+Rates are differences of the last two records of one process; a rate that is not known yet is None. Counters are those of
+gt.stats().
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from gt.wire.records import (
+    HostRecord,
+    LinkRecord,
+    QueueRecord,
+    Record,
+    ScheduleRecord,
+    ServerRecord,
+    SessionRecord,
+    WorkerRecord,
+)
+
+PARTS = ("workers", "sessions", "links", "queue", "hosts", "lines")  # of the state, beside "server"
+MAX_LINES = 10_000  # lines of programs whose samples are counted
+WHERE = ("session", "op", "file", "line", "group", "kind")  # fields of a record's `current`
+# counter -> its rate: of workers, sessions, links
+WORKER_RATES = {"instructions": "ops_per_second", "busy_seconds": "busy_share", "cpu_seconds": "cpu_share"}
+SESSION_RATES = {"ops": "ops_per_second", "replays": "replays_per_second", "steps": "logged_per_second"}
+LINK_RATES = {"bytes": "bytes_per_second"}
+
+
+class LiveView:
+    """`update` takes all records of one moment and returns the state; samples of lines are counted over all updates."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple, tuple[float, dict[str, Any]]] = {}  # key -> (time of its counters, row)
+        self._now: dict[tuple, tuple[float, dict[str, Any]]] = {}
+        self._samples: Counter[tuple] = Counter()  # (session, file, line, op) -> workers seen at it, over all updates
+        self._schedules: dict[int, dict[str, Any]] = {}  # by session: sent once for each replay
+
+    def update(self, records: list[Record]) -> dict[str, Any]:
+        """Keys: server, workers, sessions, links, queue, hosts, lines."""
+        self._now, at = {}, next((record.at for record in records if isinstance(record, ServerRecord)), 0.0)
+        state: dict[str, Any] = {"server": {}, **{part: [] for part in PARTS}}
+        self._schedules.update({r.session: _schedule(r) for r in records if isinstance(r, ScheduleRecord)})
+        ages = {record.name: record.age for record in records if isinstance(record, WorkerRecord)}
+        for record in records:
+            row = asdict(record)
+            if isinstance(record, ServerRecord):
+                state["server"] = row
+            elif isinstance(record, WorkerRecord):
+                state["workers"].append(self._worker(row, at))
+            elif isinstance(record, SessionRecord):
+                state["sessions"].append(self._session(row, at))
+            elif isinstance(record, LinkRecord):
+                told = at - max(ages.get(record.source, 0.0), 0.0)
+                state["links"].append({**row, **self._rates(("link", record.source, record.target), row, told, LINK_RATES)})
+            elif isinstance(record, QueueRecord):
+                state["queue"].append(row)
+            elif isinstance(record, HostRecord):
+                state["hosts"].append(row)
+        alive = {session["number"] for session in state["sessions"]}
+        self._schedules = {number: row for number, row in self._schedules.items() if number in alive}
+        state["lines"] = self._lines(alive)
+        self._before = self._now
+        return state
+
+    def _worker(self, row: dict[str, Any], at: float) -> dict[str, Any]:
+        current = row["current"] = dict(zip(WHERE, row["current"]))
+        if current and len(self._samples) < MAX_LINES:
+            self._samples[current["session"], current["file"], current["line"], current["op"]] += 1
+        told = at - max(row["age"], 0.0)
+        return {**row, **self._rates(("worker", row["name"], row["pid"]), row, told, WORKER_RATES)}
+
+    def _session(self, row: dict[str, Any], at: float) -> dict[str, Any]:
+        row["current"] = dict(zip(WHERE, row["current"]))
+        row["values"] = {name: value if math.isfinite(value) else str(value) for name, value in row["values"].items()}
+        rates = self._rates(("session", row["number"]), row, at, SESSION_RATES)
+        steps = rates["replays_per_second"] or (rates["logged_per_second"] if row["steps"] > 0 else None)
+        return {**row, **rates, "steps_per_second": steps, "schedule": self._schedules.get(row["number"])}
+
+    def _rates(self, key: tuple, row: dict[str, Any], at: float, rates: dict[str, str]) -> dict[str, float | None]:
+        self._now[key] = at, row
+        before, old = self._before.get(key, (at, row))
+        seconds = at - before
+        if seconds <= 0:
+            return dict.fromkeys(rates.values())
+        return {rate: round(max(0.0, (row[name] - old[name]) / seconds), 4) for name, rate in rates.items()}
+
+    def _lines(self, alive: set[int]) -> list[dict[str, Any]]:
+        """Lines of live sessions, by the number of times that a worker was seen at them."""
+        self._samples = Counter({key: n for key, n in self._samples.items() if key[0] in alive})
+        total = self._samples.total()
+        names = ("session", "file", "line", "op")
+        rows = sorted(self._samples.items(), key=lambda item: -item[1])[:50]
+        return [{**dict(zip(names, key)), "samples": n, "share": round(n / total, 4)} for key, n in rows]
+
+
+def _schedule(record: ScheduleRecord) -> dict[str, Any]:
+    row = asdict(record)
+    del row["session"], row["replays"]
+    return row

@@ -1,0 +1,82 @@
+"""An observer's end of a link: subscribes to a running server's records, and hands out the newest."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from gt.errors import DispatcherLost, GTError
+from gt.wire import link
+from gt.wire.dealer import Dealer, LinkTimeouts
+from gt.wire.messages import Exit, Message, Observe, Reject, Welcome
+from gt.wire.messages import Records as RecordsMessage
+from gt.wire.records import Record, records
+
+ANSWER_SECONDS = 30.0  # for Records of a server that is up
+
+
+class RecordStream:
+    """A context manager that observes the server at "host:port".
+
+    interval: seconds between two Records, at least. wait: seconds to try for. Raises Refused or DispatcherLost.
+    """
+
+    def __init__(self, address: str, token: str = "", interval: float = 0.5, wait: float = 10.0) -> None:
+        self.address = address
+        self._interval = int(interval * 1000)
+        self._changed = threading.Condition()
+        self._newest: RecordsMessage | None = None
+        self._taken = 0
+        self._failure: GTError | None = None
+        self._link = Dealer(address, self._receive, self._lost, timeouts=LinkTimeouts(wait), token=token)
+        self._link.send(link.hello("observer"))
+
+    def __enter__(self) -> RecordStream:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def next(self, seconds: float = ANSWER_SECONDS) -> list[Record]:
+        """Records that were not taken before; waits for them. DispatcherLost if none arrive, or the link has ended."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._fresh() or self._failure is not None, seconds):
+                raise DispatcherLost(f"the server at {self.address} has sent no records for {seconds:g} s: check that it runs")
+            if self._newest is None or not self._fresh():
+                assert self._failure is not None
+                raise self._failure
+            self._taken = self._newest.number
+            rows = self._newest.rows
+        return records(rows)
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _fresh(self) -> bool:
+        return self._newest is not None and self._newest.number > self._taken
+
+    # ---- in the link's thread
+
+    def _receive(self, message: Message, frames: tuple) -> None:
+        if isinstance(message, Welcome):
+            self._link.send(Observe(0, self._interval))
+        elif isinstance(message, RecordsMessage):
+            self._link.send(Observe(message.number, self._interval))
+            with self._changed:
+                self._newest = message
+                self._changed.notify_all()
+        elif isinstance(message, Reject):
+            try:
+                link.answer(message)
+            except GTError as error:
+                self._fail(error)
+        elif isinstance(message, Exit):
+            self._fail(DispatcherLost(f"the server at {self.address} has ended the connection: {message.reason}"))
+
+    def _lost(self, reason: str) -> None:
+        self._fail(DispatcherLost(reason))
+
+    def _fail(self, error: GTError) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()

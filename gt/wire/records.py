@@ -1,0 +1,166 @@
+"""Records that observers receive, every one once: a row of messages.Records is `[code, *fields]`.
+
+Counters count from the start of their process or session; rates are differences of two records. A number that nobody knows is
+absent: -1 where a field needs a number, "" for a text, no entry in a map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any
+
+from gt.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Base class."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRecord(Record):
+    """The dispatcher. at: seconds since its start; sharing: "shared" or "exclusive"; interval: seconds between two Records.
+
+    loop_lag: seconds that few of the last turns of its loop are longer than. Messages: of all peers.
+    """
+
+    at: float
+    sharing: str
+    interval: float
+    observers: int
+    messages_sent: int
+    messages_received: int
+    loop_lag: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord(Record):
+    """A worker. state: "idle", "busy", "silent" (it has not answered in time), "free" (of no session), "restarting" or "lost".
+
+    age: seconds since it told its counters, -1 for never; then the counters are 0. busy_seconds: its thread executed Runs, and
+    waited within them; cpu_seconds: CPU time of its process. memory: bytes by use; {"sessions": {number: bytes of live
+    tensors}, "arena": for exchange with other workers, "peak": of a GPU, "process": that a CPU worker has taken}. limit: bytes,
+    0 for none. current: [session, op, file, line, group, kind] of the instruction under way, [] for none.
+    """
+
+    name: str
+    host: str
+    pid: int
+    backend: str
+    device: str
+    transport: str
+    state: str
+    reason: str
+    sessions: list
+    age: float
+    instructions: int
+    busy_seconds: float
+    cpu_seconds: float
+    live_tensors: int
+    live_bytes: int
+    memory: dict
+    limit: int
+    current: list
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord(Record):
+    """A client's session. seconds: since it began. ops: planned; replays: of captured steps; steps: calls of gt.log.
+
+    values: what gt.log was told last. current: as of a worker, of the first worker that is busy with it. waits: why it does not
+    go on, "" if it does. pending: batches that are not executed. uploaded, fetched: bytes of tensors.
+    """
+
+    number: int
+    user: str
+    program: str
+    host: str
+    pid: int
+    workers: list
+    groups: list
+    seconds: float
+    ops: int
+    instructions: int
+    replays: int
+    steps: int
+    values: dict
+    current: list
+    waits: str
+    pending: int
+    uploaded: int
+    fetched: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRecord(Record):
+    """The last replay of a session in a schedule. replays: of the session, by which a new one is known.
+
+    predicted, measured: as of gt.stats()["schedule"]. actions: by worker [action, start, end] in seconds of the machine's
+    monotonic clock.
+    """
+
+    session: int
+    replays: int
+    name: str
+    predicted: dict
+    measured: dict
+    actions: dict
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRecord(Record):
+    """A client that waits for workers. place: from 1; wanted: number of workers, 0 for all."""
+
+    place: int
+    user: str
+    program: str
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostRecord(Record):
+    """A machine with workers that are not lost. workers: their names."""
+
+    name: str
+    workers: list
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRecord(Record):
+    """Tensor bytes that a worker has sent directly to another, since it started."""
+
+    source: str
+    target: str
+    bytes: int
+
+
+RECORDS: tuple[type[Record], ...] = (
+    ServerRecord, WorkerRecord, SessionRecord, ScheduleRecord, QueueRecord, HostRecord, LinkRecord,
+)  # fmt: skip
+_CODE_OF = {cls: code for code, cls in enumerate(RECORDS)}
+_FIELDS = {cls: tuple((one.name, str(one.type)) for one in fields(cls)) for cls in RECORDS}
+_VALUES = {cls: attrgetter(*(name for name, _ in row)) for cls, row in _FIELDS.items()}
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "str": (str,), "list": (list,), "dict": (dict,)}
+
+
+def rows(records: Iterable[Record]) -> list[list]:
+    """The wire form of records."""
+    return [[_CODE_OF[type(record)], *_VALUES[type(record)](record)] for record in records]
+
+
+def records(wire: Sequence[Any]) -> list[Record]:
+    """The records of a wire form. ProtocolError names the field that does not fit."""
+    parsed: list[Record] = []
+    for row in wire:
+        if type(row) is not list or not row or type(row[0]) is not int or not 0 <= row[0] < len(RECORDS):
+            raise ProtocolError(f"Records.rows has {row!r:.60}, want [code, *fields] of a record")
+        cls = RECORDS[row[0]]
+        if len(row) != len(_FIELDS[cls]) + 1:
+            raise ProtocolError(f"{cls.__name__} has {len(row) - 1} fields, want {len(_FIELDS[cls])}")
+        for value, (name, kind) in zip(row[1:], _FIELDS[cls], strict=True):
+            if type(value) not in _KINDS[kind]:
+                raise ProtocolError(f"{cls.__name__}.{name} is a {type(value).__name__}, want {kind}")
+        parsed.append(cls(*row[1:]))
+    return parsed

@@ -1,0 +1,126 @@
+"""`gt top`: text of 80 columns without colour, JSON for scripts, keys; beside a running server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import gt
+from gt.cli import top_view
+from gt.cli.top import after_key, main
+from gt.observe.live_view import LiveView
+from gt.wire.records import (
+    HostRecord,
+    LinkRecord,
+    QueueRecord,
+    Record,
+    ScheduleRecord,
+    ServerRecord,
+    SessionRecord,
+    WorkerRecord,
+)
+from tests.helpers.serving import serving
+
+
+def moment(at: float, more: int = 0) -> list[Record]:
+    """Records of two workers, a session with a schedule, a link and a client that waits."""
+    where = [3, "aten.mm.default", "/home/ada/a_file_with_a_long_name.py", 12, "stage0", "op"]
+    memory = {"sessions": {"3": 1 << 20}, "arena": 1 << 20, "process": 3 << 20}
+    workers = [
+        WorkerRecord(
+            name, "a-host-with-a-name", 5, "torch", "cpu", "shm", state, "", [3] if busy else [], 0.0, 10 + more,
+            busy + more / 40, 1.0, 3, nbytes, memory, 0, where if busy else [],
+        )
+        for name, state, busy, nbytes in (("w0", "busy", 1.0, 1 << 20), ("w1", "idle", 0.0, 2 << 20))
+    ]  # fmt: skip
+    values = {"loss": 0.5, "bad": float("nan")}
+    session = SessionRecord(
+        3, "ada", "train.py", "h", 9, ["w0", "w1"], ["stage0"], at, 100 + more, 7, 2 + more, 4, values, where, "workers", 1, 5,
+        6,
+    )  # fmt: skip
+    stamps = {"w0": [["0F0", 1.0, 2.0], ["0B0", 3.0, 4.0]], "w1": [["1F0", 2.0, 3.0]]}
+    measured = {"makespan": 3.0, "bubble": [0.3, 0.6], "idle": 0.45}
+    schedule = ScheduleRecord(3, 2 + more, "1f1b", {"idle": 0.4, "bubble": [0.4, 0.4], "makespan": 4}, measured, stamps)
+    server = ServerRecord(at, "shared", 0.5, 1, 1, 1, 0.0)
+    return [server, *workers, session, schedule, QueueRecord(1, "bob", "wait.py", 2), HostRecord("h", ["w0", "w1"]),
+            LinkRecord("w0", "w1", 1 << 20)]  # fmt: skip
+
+
+def state() -> dict[str, Any]:
+    view = LiveView()
+    view.update(moment(1.0))
+    return view.update(moment(2.0, more=20))
+
+
+def test_rates_are_differences_and_unknown_at_first() -> None:
+    first = LiveView().update(moment(1.0))
+    assert first["workers"][0]["ops_per_second"] is None and first["sessions"][0]["steps_per_second"] is None
+    now = state()
+    assert now["workers"][0]["ops_per_second"] == 20 and now["workers"][0]["busy_share"] == 0.5
+    assert now["sessions"][0]["steps_per_second"] == 20 and now["links"][0]["bytes_per_second"] == 0
+    (line,) = now["lines"]
+    assert (line["session"], line["line"], line["op"], line["samples"], line["share"]) == (3, 12, "aten.mm.default", 2, 1.0)
+    json.dumps(now, allow_nan=False)
+
+
+def test_the_text_has_80_columns_and_all_that_is_known() -> None:
+    rows = top_view.lines(state())
+    text = "\n".join(rows)
+    assert max(map(len, rows)) <= 80 and text.isprintable() is False and "\x1b" not in text
+    for word in ("shared server", "w0", "busy", "50%", "train.py", "loss=0.5", "bob", "w0 -> w1", "1f1b", "45.0%", "40.0%"):
+        assert word in text
+    bars = [row.split()[1] for row in rows[-2:]]
+    assert bars[0].startswith("F") and bars[0].endswith("B") and "." in bars[0]
+    assert bars[1].strip(".") == "F" * bars[1].count("F")
+
+
+def test_a_session_is_shown_alone_and_workers_are_sorted() -> None:
+    assert [row[:2] for row in top_view.lines(state(), "memory") if row.startswith("w")][1:3] == ["w1", "w0"]
+    text = "\n".join(top_view.lines(state(), session=3))
+    assert "w1      a-host" not in text and "w0      a-host" in text
+    assert "no sessions" in "\n".join(top_view.lines(state(), session=9))
+
+
+def test_nothing_is_said_of_what_is_not_known() -> None:
+    empty = LiveView().update([ServerRecord(1.0, "shared", 0.5, 1, 1, 1, 0.0)])
+    text = "\n".join(top_view.lines(empty))
+    assert "no workers" in text and "no sessions" in text and "no worker was seen" in text
+
+
+def test_keys() -> None:
+    assert after_key("s", "name", 3) == ("busy", 3) and after_key("s", "ops", -1) == ("name", -1)
+    assert after_key("4", "busy", -1) == ("busy", 4) and after_key("a", "busy", 4) == ("busy", -1)
+    assert after_key("x", "busy", 4) == after_key("²", "busy", 4) == ("busy", 4)
+
+
+def test_once_prints_json_without_rich_and_its_figures_are_those_of_stats(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with serving(2) as server:
+        gt.connect(server.address, name=False, config="")
+        float((torch.ones(8, 8, device=gt.device) @ torch.ones(8, 8, device=gt.device)).sum())
+        stats = gt.stats()
+        assert main([server.address, "--once", "--json"], "") == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert {"workers", "sessions", "links"} <= set(shown)
+        for worker, told in zip(shown["workers"], stats["workers"], strict=True):
+            assert (worker["name"], worker["instructions"], worker["live_bytes"]) == (
+                told["name"],
+                told["instructions"],
+                told["live_bytes"],
+            )
+        assert shown["sessions"][0]["ops"] == stats["dispatcher"]["ops_planned"]
+        assert main([server.address], "") == 0  # piped: once, as text
+        text = capsys.readouterr().out
+        assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80 and "w1" in text
+        gt.shutdown()
+
+
+def test_a_server_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["nowhere", "--once"], "") == 1
+    assert "'nowhere' is not an address" in capsys.readouterr().err

@@ -1,0 +1,254 @@
+"""Observers of a running server: the role, its records, and their agreement with gt.stats()."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+import gt
+from gt.dispatcher.cluster.observers import MAX_OBSERVERS, MAX_UNREAD
+from gt.dispatcher.core import Core
+from gt.dispatcher.events import Close, PeerLost, Received, Send, Tick
+from gt.dispatcher.server import Server
+from gt.errors import DispatcherLost, ProtocolError, Refused
+from gt.observe.live_view import LiveView
+from gt.observe.record_stream import RecordStream
+from gt.wire import records
+from gt.wire.access.auth import Access
+from gt.wire.link import Gate, hello
+from gt.wire.messages import CODES, Exit, Fetch, Metrics, Observe, Query, Records, Reject, Report, Watched
+from tests.helpers.serving import serving
+
+STATS = {"instructions": 7, "live_bytes": 64, "session_bytes": {"0": 64}, "bytes_sent": {"w1": 5}, "busy_seconds": 0.5}
+
+
+class Observed:
+    """A core with two workers and one session; every message that it sends, by peer."""
+
+    def __init__(self) -> None:
+        self.core, self.now = Core(), 0.0
+        self.sent: dict[bytes, list] = {}
+        self.closed: list[bytes] = []
+        for name in (b"w0", b"w1"):
+            self.give(name, hello("worker", info={"host": "h", "heap_bytes": 1 << 20, "device": "cpu"}))
+        self.give(b"c", hello("client", info={"user": "ada", "program": "train.py", "host": "h", "pid": 3}))
+
+    def give(self, peer: bytes, message) -> None:
+        self.take(self.core.handle(Received(peer, message, (), self.now)))
+
+    def take(self, actions) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self.sent.setdefault(action.peer, []).append(action.message)
+            elif isinstance(action, Close):
+                self.closed.append(action.peer)
+        self.core.check()
+
+    def tick(self, seconds: float = 0.25) -> None:
+        self.now += seconds
+        self.take(self.core.handle(Tick(self.now)))
+
+    def answer(self, peer: bytes, **body) -> None:
+        query = next(m for m in reversed(self.sent[peer]) if isinstance(m, Query))
+        self.give(peer, Report(query.request, {"stats": STATS, "at": None, "took": 1e-4, **body}))
+
+    def observe(self, peer: bytes = b"o", seen: int = 0, interval: int = 0) -> None:
+        if peer not in self.core.observers.peers:
+            self.give(peer, hello("observer"))
+        self.give(peer, Observe(seen, interval))
+
+    def told(self, kind: type, peer: bytes = b"o") -> list:
+        return [message for message in self.sent.get(peer, []) if isinstance(message, kind)]
+
+    def records(self, kind: type, peer: bytes = b"o") -> list:
+        return [r for r in records.records(self.told(Records, peer)[-1].rows) if isinstance(r, kind)]
+
+
+def test_nobody_is_asked_anything_while_nobody_observes() -> None:
+    field = Observed()
+    for _ in range(20):
+        field.tick()
+    field.give(b"o", hello("observer"))  # connected, and not subscribed
+    field.tick()
+    assert not any(field.told(Query, name) for name in (b"w0", b"w1")) and not field.told(Watched, b"c")
+
+
+def test_an_observer_gets_workers_sessions_and_links() -> None:
+    field = Observed()
+    field.observe()
+    assert field.told(Watched, b"c") == [Watched(True)]
+    field.give(b"c", Metrics(3, {"loss": 0.5}))
+    field.tick()
+    field.answer(b"w0")
+    assert not field.told(Records)
+    field.answer(b"w1")
+    (first, second), (session,) = field.records(records.WorkerRecord), field.records(records.SessionRecord)
+    assert (first.name, first.state, first.instructions, first.memory["sessions"]) == ("w0", "idle", 7, {"0": 64})
+    assert second.memory["arena"] == 1 << 20 and "peak" not in second.memory
+    assert (session.user, session.program, session.steps, session.values) == ("ada", "train.py", 3, {"loss": 0.5})
+    assert records.LinkRecord("w0", "w1", 5) in field.records(records.LinkRecord)
+    assert field.records(records.HostRecord) == [records.HostRecord("h", ["w0", "w1"])]
+    field.take(field.core.handle(PeerLost(b"o", "gone", field.now)))
+    assert field.told(Watched, b"c")[-1] == Watched(False) and not field.core.observers.peers
+
+
+def test_the_rate_is_bounded_by_the_time_that_counting_takes() -> None:
+    field = Observed()
+    field.observe()
+    field.tick()
+    asked = len(field.told(Query, b"w0"))
+    for name in (b"w0", b"w1"):
+        field.answer(name, took=0.02)  # 200 times of which are 4 s
+    field.tick()  # the first interval began before the cost was known
+    field.tick()
+    for name in (b"w0", b"w1"):
+        field.answer(name, took=0.02)
+    for _ in range(15):
+        field.tick()
+        assert len(field.told(Query, b"w0")) == asked + 1
+    field.tick()
+    assert len(field.told(Query, b"w0")) == asked + 2
+
+
+def test_a_worker_that_does_not_answer_holds_up_nobody() -> None:
+    field = Observed()
+    field.observe()
+    field.tick()
+    field.answer(b"w0")
+    for _ in range(4):
+        field.tick()
+    assert [(r.name, r.age >= 0) for r in field.records(records.WorkerRecord)] == [("w0", True), ("w1", False)]
+    field.take(field.core.handle(PeerLost(b"w1", "it was killed", field.now)))
+    field.observe(seen=1)
+    field.tick()
+    field.answer(b"w0")
+    assert [(r.name, r.state, r.reason) for r in field.records(records.WorkerRecord)][1] == ("w1", "lost", "it was killed")
+
+
+def test_a_slow_observer_is_dropped_and_the_others_go_on() -> None:
+    field = Observed()
+    field.observe(b"slow")
+    field.observe(b"o")
+    for n in range(MAX_UNREAD + 1):
+        field.tick(0.5)
+        for name in (b"w0", b"w1"):
+            field.answer(name)
+        field.observe(b"o", seen=n + 1)
+    assert field.closed == [b"slow"] and field.told(Exit, b"slow") and len(field.told(Records, b"slow")) == MAX_UNREAD
+    assert len(field.told(Records)) == MAX_UNREAD + 1
+
+
+@pytest.mark.parametrize("message", [Observe(1), Observe(-1), Fetch(1, 1), Metrics(1, {})])
+def test_an_observer_may_only_subscribe(message) -> None:
+    gate = Gate()
+    gate.admit(hello("observer"))
+    if isinstance(message, Observe):
+        field = Observed()
+        field.give(b"o", hello("observer"))
+        field.give(b"o", message)
+        assert field.closed == [b"o"] and field.told(Exit)
+        return
+    with pytest.raises(ProtocolError, match="an observer may not send"):
+        gate.admit(message)
+
+
+def test_there_are_only_so_many_observers() -> None:
+    field = Observed()
+    for n in range(MAX_OBSERVERS):
+        field.observe(b"o%d" % n)
+    field.give(b"more", hello("observer"))
+    (reject,) = field.told(Reject, b"more")
+    assert f"{MAX_OBSERVERS} observers are connected" in reject.error["message"]
+
+
+@pytest.mark.parametrize("values", [{"x": "y"}, {"": 1.0}, {"a" * 65: 1.0}, {"x": None}, {str(n): 1 for n in range(65)}])
+def test_numbers_of_a_program_are_checked(values) -> None:
+    field = Observed()
+    field.give(b"c", Metrics(1, values))
+    assert field.closed == [b"c"]
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [3, {"instructions": "x", "bytes_sent": {"w1": "y", 3: 4}}, {"session_bytes": [1], "busy_seconds": float("nan")}],
+)
+def test_what_a_worker_says_is_not_trusted(stats) -> None:
+    field = Observed()
+    field.observe()
+    field.tick()
+    for name in (b"w0", b"w1"):
+        field.answer(name, stats=stats, at=[1, 2, "x"], took="long")
+    for _ in range(4):
+        field.tick()
+    assert all(r.instructions == 0 for r in field.records(records.WorkerRecord)) and not field.records(records.LinkRecord)
+
+
+def test_records_keep_their_types() -> None:
+    row = records.rows([records.LinkRecord("w0", "w1", 5)])
+    assert records.records(row) == [records.LinkRecord("w0", "w1", 5)]
+    for bad in ([[6, "w0", "w1", "5"]], [[99]], [[6]], [3], [["x"]]):
+        with pytest.raises(ProtocolError):
+            records.records(bad)
+
+
+def test_every_message_of_observers_is_a_message() -> None:
+    assert {Observe, Records, Metrics, Watched} <= set(CODES)
+
+
+# ---- a running server
+
+
+def test_records_equal_stats_of_the_same_moment() -> None:
+    with serving(2) as server:
+        gt.connect(server.address, name=False, config="")
+        x = torch.ones(64, 64, device=gt.device)
+        y = x @ x
+        gt.log(loss=y[0, 0], lr=1)
+        float(y.sum())
+        gc.collect()
+        with RecordStream(server.address) as stream:
+            view = LiveView()
+            first = view.update(stream.next())
+            gt.log(loss=y[0, 0], lr=1)  # somebody observes by now
+            float(y.sum())
+            view.update(stream.next())
+            stats = gt.stats()
+            state = view.update(stream.next())
+        assert first["sessions"][0]["ops_per_second"] is None and state["sessions"][0]["ops_per_second"] is not None
+        for worker, told in zip(state["workers"], stats["workers"], strict=True):
+            for name in ("name", "instructions", "live_tensors", "live_bytes", "transport", "device"):
+                assert worker[name] == told[name]
+            assert worker["memory"]["sessions"] == told["session_bytes"]
+        (session,) = state["sessions"]
+        for name, told in {"ops": "ops_planned", "instructions": "instructions_sent", "replays": "replays"}.items():
+            assert session[name] == stats["dispatcher"][told]
+        assert session["fetched"] == stats["dispatcher"]["tensor_bytes_fetched"]
+        assert session["values"] == {"loss": 64.0, "lr": 1.0} and session["steps"] == 2
+        gt.shutdown()
+
+
+def test_a_stream_ends_with_the_server() -> None:
+    with serving(1) as server:
+        stream = RecordStream(server.address)
+        assert stream.next()
+    with pytest.raises(DispatcherLost):
+        stream.next()
+    stream.close()
+
+
+def test_another_token_is_refused() -> None:
+    server = Server(access=Access("a-token-that-is-long-enough"))
+    thread = threading.Thread(target=server.run, name="gt-test-server")
+    thread.start()
+    try:
+        with (
+            RecordStream(server.address, "another-token-of-some-length", wait=2.0) as stream,
+            pytest.raises((Refused, DispatcherLost)),
+        ):
+            stream.next()
+    finally:
+        server.stop()
+        thread.join()
