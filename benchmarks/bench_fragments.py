@@ -1,7 +1,7 @@
 """The cost of a step that reads its loss: each op by itself, and in fragments (`gt.compile`), in alternating calls of one run.
 
 `python benchmarks/bench_fragments.py [--workers 1,2] [--rounds N]`. Prints a table and one line of JSON. Times are of one
-awaited step, the least of all rounds; CPU time is of dispatcher and workers, of all rounds.
+awaited step, the least of all rounds; CPU time is of dispatcher and workers, of all rounds. Each has one thread.
 """
 
 from __future__ import annotations
@@ -112,8 +112,11 @@ def main() -> None:
     parser.add_argument("--workers", default="1", help="numbers of workers, such as 1,2; several get data-parallel steps")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
+    import torch
+
     import gt
 
+    torch.set_num_threads(1)  # of the workers too
     results: dict[str, Any] = {}
     for workers in map(int, options.workers.split(",")):
         with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from gt.dispatcher.sharding.op_schema import OpSchema
-from gt.ir.instr import FREE, PARAM
+from gt.ir.instr import FREE, LENGTHS, PARAM
 
 MAX_NUMBERS = 1 << 15  # of a fragment; clients send some 1,500
 Getter = Callable[[list], tuple]
@@ -102,6 +102,20 @@ class FragmentPattern:
 def text(value: Any) -> str:
     """A scalar as text: the type and the sign of zero count, and one NaN is like another."""
     return f"{type(value).__name__} {value!r}"
+
+
+def count_ops(code: list, templates: Mapping[int, OpSchema]) -> int:
+    """The number of ops of a fragment that has no pattern, as far as its code can be followed."""
+    at = ops = 0
+    while at < len(code):
+        known, number = templates.get(code[at]), code[at]
+        if known is not None:
+            ops, at = ops + 1, at + 2 + known.length
+        elif number in LENGTHS and at + 1 < len(code):
+            at += LENGTHS[number] + (max(code[at + 1], 0) if number == FREE and type(code[at + 1]) is int else 0)
+        else:
+            break
+    return ops
 
 
 def parse(code: list, templates: Mapping[int, OpSchema], seed: int, counter: int) -> FragmentPattern | None:

@@ -17,7 +17,7 @@ from typing import Any
 from gt.dispatcher.planning.materializer import root_layout
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.programs.fragment_code import FragmentBounds, FragmentCode, WorkerCode, write_fragment
-from gt.dispatcher.programs.fragment_pattern import FragmentCall, FragmentPattern, parse, text
+from gt.dispatcher.programs.fragment_pattern import FragmentCall, FragmentPattern, count_ops, parse, text
 from gt.dispatcher.programs.programs import Programs
 from gt.dispatcher.programs.recording import Recording
 from gt.dispatcher.sharding.groups import Meaning
@@ -39,6 +39,7 @@ MAX_MISFITS = 4  # calls in a row for which a program does not serve; then anoth
 MAX_SLOTS = 1024  # functions with counters
 MAX_REASONS = 16  # of one function
 NEW, RECORDED = "they were met for the first time", "they were recorded"
+UNFIT = "ZeRO reduces gradients among them, or a shape depends on values"
 KEPT, HELD = "more results were kept than in the calls before", "more inputs were kept than in the calls before"
 
 
@@ -202,7 +203,7 @@ class Fragments:
         """Launch the program of these ops, or begin to record them: why no program carries them out, and their number."""
         fragment, call = self._find(rows, backend, seed, counter)
         if fragment is None or call is None:
-            return NEW, self._add(rows, backend, seed, counter)
+            return self._add(rows, backend, seed, counter)
         counts.fragments.add(fragment.number)
         ops = len(fragment.pattern.ops)
         if not self._programs.deferred.able or self._context.tape is not None:
@@ -245,11 +246,11 @@ class Fragments:
                 return fragment, call
         return None, None
 
-    def _add(self, code: list, backend: str, seed: int, counter: int) -> int:
-        """Remember a fragment that was met for the first time; the number of its ops."""
+    def _add(self, code: list, backend: str, seed: int, counter: int) -> tuple[str, int]:
+        """Remember a fragment that was met for the first time: why no program carries it out, and the number of its ops."""
         pattern = parse(code, self._context.templates, seed, counter)
         if pattern is None:
-            return 1
+            return UNFIT, count_ops(code, self._context.templates)
         self._numbers += 1
         key = (backend, len(code), code[0], code[1])
         fragment = Fragment(self._numbers, key, pattern)
@@ -262,7 +263,7 @@ class Fragments:
             self._remove(old)
         rows = self._table.rows
         self._met = fragment, [rows[i] for i in pattern.first_in(code) if i in rows]
-        return len(pattern.ops)
+        return NEW, len(pattern.ops)
 
     def _remove(self, fragment: Fragment) -> None:
         if fragment in self._all:
