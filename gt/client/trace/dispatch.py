@@ -386,4 +386,5 @@ def empty(meta: metas.Meta) -> RemoteTensor:
     return call(info_of(func), (list(meta.shape), list(meta.stride)), {"dtype": meta.dtype, "device": LAZY})
 
 
+RemoteTensor.prints_edges = staticmethod(lambda: Current.recorder is not None and Current.recorder.tape is None)
 RemoteTensor.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]

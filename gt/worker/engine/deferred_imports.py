@@ -1,6 +1,6 @@
-"""Modules that a library imports with itself and a worker hardly ever uses: they are executed at their first use.
+"""Modules that torch imports with itself and a worker hardly ever uses: they are executed at their first use.
 
-torch executes its meta kernels and its exporter with `import torch`, a quarter of the CPU time of that. Knows no library.
+torch executes its meta kernels and its exporter with `import torch`, a quarter of the CPU time of that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+# They carry out no op. Inductor executes the meta kernels.
+UNUSED = ("torch._meta_registrations", "torch.distributions", "torch.export")
 _lock = threading.RLock()  # several threads may use a module first
 
 

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from gt.errors import ConfigError
 from gt.wire.process_settings import uncollected
 from gt.worker.engine.base import Engine
-from gt.worker.engine.deferred_imports import deferred
-
-# Modules that torch imports with itself and that carry out no op. Inductor executes the meta kernels.
-UNUSED = ("torch._meta_registrations", "torch.distributions", "torch.export")
+from gt.worker.engine.deferred_imports import UNUSED, deferred
 
 
 def import_torch_engine() -> None:
