@@ -35,7 +35,7 @@ def test_a_worker_that_has_told_nothing_has_no_figures() -> None:
 
 
 def test_the_board_shows_metrics_that_exist() -> None:
-    board = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    board = json.loads((ROOT / "deploy" / "grafana.json").read_text())
     known = {m.name + ("_total" if m.kind == COUNTER else "") for m in (*METRICS, STATES, LOGGED, QUEUE)}
     shown = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     assert len(shown) > 5 and {name for expr in shown for name in re.findall(r"gt_\w+", expr)} <= known
