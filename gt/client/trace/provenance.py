@@ -18,7 +18,11 @@ from gt.client.groups.group_context import Scope, groups_of, stack
 if TYPE_CHECKING:
     from gt.client.trace.recorder import Recorder
 
-_OURS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
+_OURS = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    *(module.__file__ for module in (sys.modules.get("gt_autoload"),) if module is not None and module.__file__),
+)
 MAX_CODE_POSITIONS = 1 << 16  # with a known origin; then the table starts again
 _node = torch._C._current_autograd_node
 TAG = "gt.origin"  # key in a node's metadata

@@ -54,6 +54,22 @@ print("ok")
     assert run(installed, program) == "ok\n"
 
 
+def test_the_line_of_a_factory_is_the_users(installed: Path):
+    program = """
+import torch
+import gt
+gt.cpu_workers(1)
+from gt.client.current_session import Current
+lines = []
+new_origin = Current.recorder.new_origin
+Current.recorder.new_origin = lambda *row: (lines.append(row[:2]), new_origin(*row))[1]
+x = torch.empty(3, device="remote")
+y = torch.empty_strided((3,), (1,), device="remote")
+print(lines == [(__file__, 9), (__file__, 10)], lines)
+"""
+    assert run(installed, program, GT_STALL_TIMEOUT="60").startswith("True"), run(installed, program)
+
+
 def test_the_first_use_imports_gt(installed: Path):
     program = """
 import sys
