@@ -7,6 +7,7 @@ is the same op by op and in graphs, and when forward is computed again (activati
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from gt.worker.engine.philox import MASK, Words
 from gt.worker.engine.torch.gpu.philox_kernel import PhiloxKey
 from gt.worker.instructions.pieces import as_boxes
 
+log = logging.getLogger("gt.worker")
 SEED_MASK = (1 << 62) - 1  # kernels take a seed as a signed or an unsigned number
 GAMMA = 0x9E3779B97F4A7C15
 
@@ -75,11 +77,18 @@ class AttentionSeeds:
         self._drawn: list[GraphDraw] = []
 
     def register(self, graph: torch.cuda.CUDAGraph) -> list[GraphDraw]:
-        """A recording begins: give its graph generators. The result is filled by the recording."""
-        self._spare = [torch.Generator(self.key.memory.device) for _ in range(self.program_draws)]
-        for generator in self._spare:
-            graph.register_generator_state(generator)
-        self._drawn = []
+        """A recording begins: give its graph generators. The result is filled by the recording.
+
+        Where torch refuses them, attention with dropout cannot be recorded, and everything else can.
+        """
+        self._spare, self._drawn = [], []
+        try:
+            for _ in range(self.program_draws):
+                generator = torch.Generator(self.key.memory.device)
+                graph.register_generator_state(generator)
+                self._spare.append(generator)
+        except (AttributeError, RuntimeError) as error:
+            log.warning("attention with dropout is not recorded in CUDA graphs: %s: %s", type(error).__name__, error)
         return self._drawn
 
     def seed(self, draws: list[GraphDraw]) -> None:
@@ -97,7 +106,7 @@ class AttentionSeeds:
             yield
             return
         if not self._spare:
-            raise RuntimeError("attention draws more often than its program was said to")
+            raise RuntimeError("attention with dropout has no generator in this recording")
         own = self._spare.pop()
         self._drawn.append(GraphDraw(own, self.key.relative(words), _piece(words)))
         before = default.graphsafe_get_state()
