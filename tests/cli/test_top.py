@@ -104,6 +104,7 @@ def test_once_prints_json_without_rich_and_its_figures_are_those_of_stats(
     with serving(2) as server:
         gt.connect(server.address, name=False, config="")
         float((torch.ones(8, 8, device=gt.device) @ torch.ones(8, 8, device=gt.device)).sum())
+        gt.stats()  # sends what has ended
         stats = gt.stats()
         assert main([server.address, "--once", "--json"], "") == 0
         shown = json.loads(capsys.readouterr().out)

@@ -25,7 +25,7 @@ from .forms import Inputs, leaves
 from .modules import parameters
 
 WORKERS = (1, 2, 4)
-DIMS = 6  # samples have few more
+DIMS = 5  # of axis in a config; samples have few more
 
 
 GROUPS = ("over{}_dim0", "tp{}_colpar", "tp{}_rowpar")  # that a module is called in

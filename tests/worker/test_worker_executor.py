@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gt.errors import ProtocolError
-from gt.ir.instr import KINDS, Define
+from gt.ir.instr import KINDS, PROGRAMS, Define
 from gt.ir.layout import Layout, Mesh, Shard, boxes
 from gt.ir.template import Const, T, V
 from gt.wire.messages import CHUNK, Data, Described, OpError, Piece
@@ -47,7 +47,7 @@ def cut(whole: torch.Tensor, rows: list) -> torch.Tensor:
 
 
 def test_every_kind_has_a_step():
-    assert set(BIND) | {"program"} == set(KINDS)
+    assert set(BIND) | PROGRAMS == set(KINDS)
 
 
 def test_ops_views_and_in_place_ops_alias_as_torch_does():

@@ -16,6 +16,8 @@ from typing import Any
 
 # They carry out no op. Inductor executes the meta kernels.
 UNUSED = ("torch._meta_registrations", "torch.distributions", "torch.export")
+# Modules that only these import, which other functions of torch take for attributes of torch
+REACHED = frozenset({"_custom_ops", "_decomp", "_export", "_prims", "_refs"})
 _lock = threading.RLock()  # several threads may use a module first
 
 
@@ -90,3 +92,19 @@ def execute_deferred(*names: str) -> None:
     for name in names:
         if (module := sys.modules.get(name)) is not None:
             execute(module)
+
+
+def execute_when_reached(package: ModuleType, names: frozenset[str], modules: Sequence[str]) -> None:
+    """Have the package execute these deferred modules when an attribute of these names, which they import, is asked for."""
+    original = package.__dict__.get("__getattr__")
+
+    def __getattr__(name: str) -> Any:
+        if name in names:
+            execute_deferred(*modules)
+            if name in package.__dict__:
+                return package.__dict__[name]
+        if original is None:
+            raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
+        return original(name)
+
+    package.__dict__["__getattr__"] = __getattr__

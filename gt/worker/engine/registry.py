@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from gt.errors import ConfigError
 from gt.wire.process_settings import uncollected
 from gt.worker.engine.base import Engine
-from gt.worker.engine.deferred_imports import UNUSED, deferred
+from gt.worker.engine.deferred_imports import REACHED, UNUSED, deferred, execute_when_reached
 
 
 def import_torch_engine() -> None:
     """Import torch and its engine, without the modules that workers do not use."""
     with uncollected(), deferred(*UNUSED):
         import gt.worker.engine.torch  # noqa: F401
+    execute_when_reached(sys.modules["torch"], REACHED, UNUSED)
 
 
 def _torch(device: str) -> Engine:

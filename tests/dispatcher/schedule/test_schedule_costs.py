@@ -214,7 +214,7 @@ def test_an_unknown_schedule_is_an_error(text: str) -> None:
 
 @given(st.integers(0, 1 << 45))
 def test_sizes_are_written_as_they_are_read(count: int) -> None:
-    assert asked(f"auto:{size(count)}")[1] == pytest.approx(count, rel=1e-3) if count and "e" not in size(count) else True
+    assert asked(f"auto:{size(count)}")[1] == pytest.approx(count, rel=0.06) if count else True
 
 
 def test_auto_keeps_within_a_limit_or_says_what_it_would_take(four: str) -> None:
@@ -223,7 +223,7 @@ def test_auto_keeps_within_a_limit_or_says_what_it_would_take(four: str) -> None
     tight = order_of(f"auto:{2 * least:g}", (1, 1, 1, 1), four)
     assert max(tight["peak"]) <= 2 * least < max(free["peak"]) and tight["makespan"] >= free["makespan"]
     none = order_of("auto:1KiB", (1, 1, 1, 1), four)
-    assert "fits 1 KiB" in none["why"] and "the smallest needs 2.004 KiB" in none["why"]
+    assert "fits 1.0 KiB" in none["why"] and "the smallest needs 2.0 KiB" in none["why"]
 
 
 def test_a_better_cut_is_proposed_with_what_it_gains(four: str) -> None:

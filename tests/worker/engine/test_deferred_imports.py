@@ -23,7 +23,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "executions", [], raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield folder
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, deferred_imports._Finder)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, deferred_imports._DeferringFinder)]
     for name in [name for name in sys.modules if name.startswith("deferred_package")]:
         del sys.modules[name]
 

@@ -75,7 +75,7 @@ def goes_on(worker: Callable[[], dict]) -> None:
 def test_an_op_that_finds_no_room_names_its_line_and_who_holds_the_memory(server, worker):
     kept = mib(100)
     assert kept[:2].sum().item() == 2
-    error = refused(lambda: mib(150)[:2].sum().item(), "out of memory: it needs 150 MiB", "most is held by 100 MiB in 1 of ")
+    error = refused(lambda: mib(150)[:2].sum().item(), "out of memory: it needs 150.0 MiB", "most is held by 100.0 MiB in 1 of ")
     assert re.search(r"test_memory_limits.py:\d+: aten.empty", str(error)) and error.worker == "w0"
     assert kept[:2].sum().item() == 2  # unharmed
     del kept, error
@@ -83,7 +83,7 @@ def test_an_op_that_finds_no_room_names_its_line_and_who_holds_the_memory(server
 
 
 def test_a_tensor_larger_than_any_memory_is_an_error_of_its_op(server, worker):
-    refused(lambda: torch.ones([2147483647, 1], device="remote")[:2].sum().item(), "it needs 8 GiB")
+    refused(lambda: torch.ones([2147483647, 1], device="remote")[:2].sum().item(), "it needs 8.0 GiB")
     goes_on(worker)
 
 
@@ -92,14 +92,14 @@ def test_many_small_results_stop_at_the_limit(server, worker):
         kept = [torch.full((2000,), 1.0, device="remote") for _ in range(30_000)]
         return kept[-1].sum().item()
 
-    refused(many, "out of memory: it needs 7.812 KiB", "test_memory_limits.py")
+    refused(many, "out of memory: it needs 7.8 KiB", "test_memory_limits.py")
     goes_on(worker)
 
 
 def test_an_upload_that_finds_no_room_is_an_error_of_its_line(server, worker):
     kept, data = mib(130), torch.zeros(80 * MIB // 4)
     held = [kept[:1].clone()]
-    refused(lambda: (held[0] + data.to("remote")[:1]).sum().item(), "out of memory: it needs 80 MiB")
+    refused(lambda: (held[0] + data.to("remote")[:1]).sum().item(), "out of memory: it needs 80.0 MiB")
     del kept
     goes_on(worker)  # an upload comes before what frees memory in the same batch
     assert data.to("remote").sum().item() == 0
@@ -120,7 +120,7 @@ def test_a_programs_replay_stops_at_the_limit_and_goes_on_when_there_is_room(ser
     assert [step(x).item() for _ in range(3)] == [pytest.approx(wanted)] * 3
     kept = mib(120)
     assert kept[:1].sum().item() == 1
-    error = refused(lambda: step(x).item(), "it needs 4 MiB", "replay", "124 MiB in 2 of", "aten.add.Tensor in a program")
+    error = refused(lambda: step(x).item(), "it needs 4.0 MiB", "replay", "124.0 MiB in 2 of", "aten.add.Tensor in a program")
     assert "aten.add" in error.op
     del kept, error
     goes_on(worker)  # a replay comes before what the same batch frees
@@ -148,7 +148,7 @@ def test_memory_of_another_session_is_reported_without_its_lines(server, worker)
     other = Session(server.address, token=server.token, heartbeat=60.0)
     try:
         hold(other, 120 * MIB)
-        error = refused(lambda: mib(100)[:1].sum().item(), "120 MiB in those of others", "0 B in tensors of this session")
+        error = refused(lambda: mib(100)[:1].sum().item(), "120.0 MiB in those of others", "0 B in tensors of this session")
         assert "stream.py" not in str(error)
     finally:
         other.close()
@@ -179,11 +179,11 @@ def budget() -> Iterator[Budget]:
 
 def test_a_budget_has_room_for_its_limit_and_no_more(budget):
     budget.need(60 * MIB)
-    with pytest.raises(OutOfMemory, match=r"it needs 80 MiB, and 6\d"):
+    with pytest.raises(OutOfMemory, match=r"it needs 80.0 MiB, and 6\d"):
         budget.need(80 * MIB)
     assert budget.fits(50 * MIB) and not budget.fits(70 * MIB)
     kept = bytearray(40 * MIB)
-    with pytest.raises(OutOfMemory, match=r"it needs 50 MiB, and 2\d"):
+    with pytest.raises(OutOfMemory, match=r"it needs 50.0 MiB, and 2\d"):
         budget.admit(50 * MIB)
     assert budget.used() >= len(kept)
     del kept
@@ -217,7 +217,7 @@ def test_a_session_has_its_own_limit_on_a_worker():
             (trouble,) = sent
             sent.clear()
             assert isinstance(trouble, OpError) and (trouble.seq, trouble.kind) == (100, "memory")
-            assert "it needs 20 MiB, and 12 MiB are left" in trouble.message
+            assert "it needs 20.0 MiB, and 12.0 MiB are left" in trouble.message
             assert trouble.memory["session_limit"] == 32 * MIB and trouble.memory["others"] == session * 20 * MIB
             assert trouble.memory["top"] == [[first + 1, 20 * MIB]]
         budget.serve(0, 0)
@@ -251,7 +251,7 @@ def test_cpu_workers_share_the_hosts_memory_and_one_by_hand_has_its_own():
         budget.share(4)
         assert budget.limit == wanted
         budget.close()
-    with pytest.raises(ConfigError, match="the memory limit is 1 MiB, want at least 16 MiB"):
+    with pytest.raises(ConfigError, match="the memory limit is 1.0 MiB, want at least 16.0 MiB"):
         Budget().open(MIB)
 
 
