@@ -194,11 +194,12 @@ def test_more_dims_than_a_message_has_are_refused_and_the_session_goes_on(one: N
 
 @pytest.mark.parametrize("layout", [torch.sparse_csc, torch.sparse_bsr])
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_tensors_are_refused_by_name(layout: torch.layout, one: None) -> None:
-    with pytest.raises(UnsupportedOp, match=r"aten\..*sparse"):
-        X.to_sparse(layout=layout).to("remote")
-    with pytest.raises(UnsupportedOp, match=r"aten\._to_sparse"):
-        X.to("remote").to_sparse(layout=layout)
+def test_other_sparse_layouts_are_refused_with_those_that_there_are(layout: torch.layout, one: None) -> None:
+    blocks = {"blocksize": (1, 2)} if layout is torch.sparse_bsr else {}
+    with pytest.raises(UnsupportedOp, match=r"torch\.sparse_.* want COO, or CSR"):
+        X.to_sparse(layout=layout, **blocks).to("remote")
+    with pytest.raises(UnsupportedOp, match=r"remote has sparse_coo and sparse_csr"):
+        X.to("remote").to_sparse(layout=layout, **blocks)
 
 
 def test_an_op_that_is_not_torchs_own_is_executed_by_the_client_with_a_warning(one: None) -> None:
