@@ -75,7 +75,7 @@ def goes_on(worker: Callable[[], dict]) -> None:
 def test_an_op_that_finds_no_room_names_its_line_and_who_holds_the_memory(server, worker):
     kept = mib(100)
     assert kept[:2].sum().item() == 2
-    error = refused(lambda: mib(150)[:2].sum().item(), "out of memory: it needs 150.0 MiB", "most is held by 100.0 MiB in 1 of ")
+    error = refused(lambda: mib(150)[:2].sum().item(), "out of memory: it needs 150.0 MiB", "most is held by 100.0 MiB in 1 ")
     assert re.search(r"test_memory_limits.py:\d+: aten.empty", str(error)) and error.worker == "w0"
     assert kept[:2].sum().item() == 2  # unharmed
     del kept, error
@@ -251,7 +251,7 @@ def test_cpu_workers_share_the_hosts_memory_and_one_by_hand_has_its_own():
         budget.share(4)
         assert budget.limit == wanted
         budget.close()
-    with pytest.raises(ConfigError, match="the memory limit is 1.0 MiB, want at least 16.0 MiB"):
+    with pytest.raises(ConfigError, match=r"the memory limit is 1\.0 MiB, want at least 16\.0 MiB"):
         Budget().open(MIB)
 
 
