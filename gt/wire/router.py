@@ -126,7 +126,7 @@ class Router:
         now = time.monotonic()
         due = self._connections and now >= self._next_poll
         sent = {connection: tcp.received(connection.fd) for connection in self._connections} if due else {}
-        burst = 1 << 16 if self._connections.unsettled else BURST if self._sock in ready else 0
+        burst = 1 << 16 if self._connections.unsettled else BURST if due or self._sock in ready else 0
         drained = self._receive(found, burst)
         if self._connections.unsettled:
             for peer in self._connections.collect_ended():
@@ -270,7 +270,7 @@ class Router:
                 found.append(Arrived(peer, b"", (), whole))
             elif whole is not None:
                 found.append(Arrived(peer, *whole))
-        return burst == 0
+        return False
 
     def _meet(self, peer: bytes, frame: zmq.Frame) -> Connection | None:
         """The connection of a new peer; None if it has ended, or has chosen its own name, as no peer of GT does."""

@@ -119,6 +119,33 @@ def test_a_peers_connection_is_the_one_that_it_came_by(seed):
         world.step()
 
 
+def test_messages_that_end_between_the_poll_and_the_count_of_bytes_are_received_first(ours, monkeypatch):
+    """As on a loaded machine: their bytes are counted, so they must not be taken for a message that has no end."""
+    peer = enter(ours)
+    peer.sendall(zmtp.frame(codec.pack(hello("client"))))
+    until(ours, Arrived)
+    chunks = UNFINISHED // CHUNK + 1
+    message = zmtp.frame(codec.pack(Stats(1)), more=True) + zmtp.frame(bytes(CHUNK))
+    count, late = router.tcp.received, []
+
+    def received(fd: int) -> tuple[int, int]:
+        if not late:
+            late.append(fd)
+            peer.sendall(message * chunks)
+            end = time.monotonic() + 10
+            while count(fd)[0] - count(fd)[1] < chunks * CHUNK:
+                assert time.monotonic() < end
+        return count(fd)
+
+    monkeypatch.setattr(router.tcp, "received", received)
+    ours._next_poll = 0.0
+    came = ours.poll(0.0)
+    for _ in range(20):
+        came += ours.poll(0.01)
+    assert late and [type(item) for item in came] == [Arrived] * chunks
+    peer.close()
+
+
 def test_a_stranger_that_leaves_takes_nobody_with_it(ours):
     """While the loop is busy a stranger's connection ends, and a peer that is let in gets its descriptor."""
     shown = zmtp.password(ours.port)
