@@ -94,17 +94,17 @@ def execute_deferred(*names: str) -> None:
             execute(module)
 
 
-def execute_when_reached(package: ModuleType, names: frozenset[str], modules: Sequence[str]) -> None:
-    """Have the package execute these deferred modules when an attribute of these names, which they import, is asked for."""
-    original = package.__dict__.get("__getattr__")
+def execute_when_reached(package: Any, names: frozenset[str], modules: Sequence[str]) -> None:
+    """Have the package execute these deferred modules when one of its modules of these names, which they import, is reached.
+
+    The package has a __getattr__ of its own, which is asked for all other names. Once a process.
+    """
+    original = package.__getattr__
 
     def __getattr__(name: str) -> Any:
         if name in names:
             execute_deferred(*modules)
-            if name in package.__dict__:
-                return package.__dict__[name]
-        if original is None:
-            raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
+            return sys.modules[f"{package.__name__}.{name}"]
         return original(name)
 
-    package.__dict__["__getattr__"] = __getattr__
+    package.__getattr__ = __getattr__

@@ -13,9 +13,11 @@ from gt.worker.engine.deferred_imports import REACHED, UNUSED, deferred, execute
 
 def import_torch_engine() -> None:
     """Import torch and its engine, without the modules that workers do not use."""
+    first = "torch" not in sys.modules
     with uncollected(), deferred(*UNUSED):
         import gt.worker.engine.torch  # noqa: F401
-    execute_when_reached(sys.modules["torch"], REACHED, UNUSED)
+    if first:
+        execute_when_reached(sys.modules["torch"], REACHED, UNUSED)
 
 
 def _torch(device: str) -> Engine:
