@@ -19,6 +19,7 @@ from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.fetches import Fetches
 from gt.dispatcher.state.outbox import Outbox
 from gt.dispatcher.state.records import Logged
+from gt.dispatcher.state.tensor_roles import RoleTable
 from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.uploads import Uploads
 from gt.wire.messages import Data, Message
@@ -47,6 +48,7 @@ class ClientSession:
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.about = client_info({})  # of its process, for observers
         self.logged = Logged()
+        self.roles = RoleTable()
         self.began, self.warned = self.cluster.now, False  # warned: told that its time is nearly over
 
     @property
