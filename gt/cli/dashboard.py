@@ -17,6 +17,7 @@ from gt.observe.record_stream import RecordStream
 from gt.wire.socket import PORT
 
 PAGE_PORT = 9471
+CONNECT_SECONDS = 5.0  # for an attempt; the page says so, and there is another
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OPEN = "gt dashboard: the page on {host} is not encrypted: who sees the traffic sees the page; `ssh -L` is safer\n"
 
@@ -31,7 +32,7 @@ def main(args: list[str], text: str) -> int:
         token = env.token(given.token_file)
         with RecordStream(address, token) as stream:  # an address or token that is wrong is an error now
             stream.next()
-        feed = Feed(address, token, given.interval, given.always)
+        feed = Feed(lambda log: RecordStream(address, token, given.interval, CONNECT_SECONDS, log), given.always)
         try:
             server = PageServer(feed, given.host, given.port, _tell)
         except OSError as error:

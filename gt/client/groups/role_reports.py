@@ -12,7 +12,8 @@ from gt.client.trace.recorder import Recorder
 from gt.wire.messages import MAX_ROLES
 
 FIRST_PAUSE, LAST_PAUSE = 0.5, 60.0  # seconds between two reports; each pause is twice as long as the one before
-IDLE_SHARE = 400  # times as long as a report takes, until the next
+IDLE_SHARE = 400  # times as long as a report takes, until the next,
+QUICK_REPORTS = 5  # but for the first ones: a program may be at the beginning
 MAX_NAME_CHARACTERS = 200
 ORDER = ("weights", "optimizer", "gradients")  # weights first: they have the names
 
@@ -23,6 +24,7 @@ class RoleReports:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._next = self._pause = 0.0
+        self._count = 0
         self._told: list = []
 
     def after_batch(self) -> None:
@@ -32,11 +34,12 @@ class RoleReports:
             return
         rows = roles(self._recorder.first)
         if rows != self._told:
-            self._told, self._pause = rows, 0.0
+            self._told = rows
             self._recorder.session.tell_roles(rows)
         now = time.monotonic()
+        self._count += 1
         self._pause = min(LAST_PAUSE, max(FIRST_PAUSE, 2 * self._pause))
-        self._next = now + max(self._pause, IDLE_SHARE * (now - began))
+        self._next = now + max(self._pause, IDLE_SHARE * (now - began) if self._count > QUICK_REPORTS else 0.0)
 
 
 def roles(first: int) -> list[list]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from gt.errors import GTError
@@ -19,7 +20,6 @@ from gt.wire.records import LogRecord, Record
 
 LINGER_SECONDS = 60.0  # without a page, until the server is no longer observed
 RETRY_SECONDS = 2.0  # after a link has ended
-CONNECT_SECONDS = 5.0
 ALIVE_SECONDS = 15.0  # without an event, until a page is sent a sign of life
 MAX_LOG_LINES = 2000
 ONCE = ("schedule", "layouts")  # of a session's row: events of their own, for they are large and change seldom
@@ -40,10 +40,10 @@ class Page:
 
 
 class Feed:
-    """address, token: of the server. interval: seconds between two states. always: observe it while no page is open too."""
+    """connect: opens a stream of records, with lines of the instruction log or without. always: also while no page is open."""
 
-    def __init__(self, address: str, token: str = "", interval: float = 1.0, always: bool = False) -> None:
-        self.address, self._token, self._interval, self._always = address, token, interval, always
+    def __init__(self, connect: Callable[[bool], RecordStream], always: bool = False) -> None:
+        self._connect, self._always = connect, always
         self._changed = threading.Condition()
         self._pages: set[Page] = set()
         self._closed = False
@@ -130,13 +130,15 @@ class Feed:
         while self._wanted(None):
             try:
                 log = any(page.log for page in self._pages)
-                with RecordStream(self.address, self._token, self._interval, CONNECT_SECONDS, log) as stream:
+                with self._connect(log) as stream:
                     with self._changed:
                         self._stream = stream
                     self._view = LiveView()
                     while self._wanted(LINGER_SECONDS):
                         stream.log = any(page.log for page in list(self._pages))
                         self._take(stream.next())
+                with self._changed:
+                    self._state = None  # the next page waits for a new one
             except (GTError, ValueError) as error:
                 with self._changed:
                     self._problem = str(error)

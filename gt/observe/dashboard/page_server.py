@@ -125,7 +125,7 @@ class PageHandler(BaseHTTPRequestHandler):
         elif url.path == "/events":
             self._events(query.get("log") == ["1"])
         else:
-            self._file("index.html" if url.path == "/" else url.path[1:])
+            self._file({"/": "index.html", "/favicon.ico": "icon.svg"}.get(url.path, url.path[1:]))
 
     do_HEAD = do_GET
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from gt.dispatcher import schedule
@@ -21,8 +22,11 @@ class PredictedSchedules:
 
         Predicted times have the unit in which workers are busy as long as measured. Times of both begin at 0.
         """
-        begin = min((start for actions in row["actions"].values() for _, start, _ in actions), default=0.0)
-        ran = {name: [[a, start - begin, end - begin] for a, start, end in actions] for name, actions in row["actions"].items()}
+        told = {
+            name: [each for each in rows if isfinite(each[1]) and isfinite(each[2])] for name, rows in row["actions"].items()
+        }
+        begin = min((start for actions in told.values() for _, start, _ in actions), default=0.0)
+        ran = {name: [[a, start - begin, end - begin] for a, start, end in actions] for name, actions in told.items()}
         shown = {key: row[key] for key in ("name", "replays", "predicted", "measured")}
         return {**shown, "actions": ran, "planned": self._planned(session, row, ran)}
 

@@ -13,8 +13,12 @@ export function readTheme() {
   theme.dark = document.documentElement.dataset.theme === "dark";
 }
 
-// The colour of a worker: hues by the golden angle, so that neighbours differ.
+const FIRST = { light: ["#2f78d6", "#d9822b", "#3d9a63", "#8459c4", "#c03f83", "#2f8fa3", "#a3811a", "#66758a"], dark: ["#5b9df0", "#f0a445", "#5cbd85", "#a985e6", "#e06aa6", "#5cbccf", "#cfae4b", "#93a2b6"] };
+
+// The colour of a worker: chosen ones, then hues by the golden angle, so that neighbours differ.
 export function workerColour(index) {
+  const chosen = FIRST[theme.dark ? "dark" : "light"];
+  if (index < chosen.length) return chosen[index];
   const light = theme.dark ? 62 : 46 - (index % 3) * 4;
   return `hsl(${Math.round((212 + index * 137.508) % 360)} ${theme.dark ? 58 : 62}% ${light}%)`;
 }
@@ -31,6 +35,9 @@ export class Chart {
     watcher.observe(this.canvas);
     sizes.observe(this.canvas);
     this.canvas.chart = this;
+    const leave = () => { if (this.at !== undefined || this.chosen) { this.at = this.chosen = undefined; this.redraw(); } this.reader.textContent = ""; };
+    this.canvas.addEventListener("pointerleave", leave);
+    this.canvas.addEventListener("blur", leave);
     const read = (event) => this.point(event.offsetX, event.offsetY);
     this.canvas.addEventListener("pointermove", read);
     this.canvas.addEventListener("pointerdown", read);
@@ -117,14 +124,14 @@ export function drawCursor(c, x, height) {
   c.beginPath(); c.moveTo(Math.round(x) + 0.5, 0); c.lineTo(Math.round(x) + 0.5, height); c.stroke();
 }
 
-// A curve of values by time; null is a gap.
-export function curve(c, width, height, times, values, colour) {
+// A curve of values by time, a rate from zero up; null is a gap.
+export function curve(c, width, height, times, values, colour, fromZero) {
   base(c, width, height);
   let low = Infinity, high = -Infinity;
   for (const value of values) if (value !== null) { low = Math.min(low, value); high = Math.max(high, value); }
   if (!(high >= low)) return;
-  if (low >= 0 && low < high * 0.6) low = 0;
-  const span = high - low || Math.abs(high) || 1, top = 12, room = height - top - 4, scale = timeScale(times, width);
+  if (fromZero && low >= 0) low = 0;
+  const span = high - low || Math.abs(high) || 1, top = 15, room = height - top - 4, scale = timeScale(times, width);
   c.strokeStyle = colour; c.lineWidth = 1.75; c.lineJoin = "round";
   c.beginPath();
   let open = false;
@@ -160,9 +167,25 @@ export function areas(c, width, height, times, layers, top) {
 
 export const letter = (action) => /[A-Z]/.exec(action)?.[0] ?? "";
 
+export const AXIS = 20; // height of a time axis
+
+// Marks of a time axis below a chart, at round times.
+function axis(c, scale, y, width, left, end, say) {
+  const about = end / Math.max(2, Math.floor((width - left) / 110)), power = 10 ** Math.floor(Math.log10(about));
+  const step = [1, 2, 5, 10].map((n) => n * power).find((size) => size >= about);
+  c.fillStyle = theme.quiet; c.strokeStyle = theme.grid; c.lineWidth = 1; c.textBaseline = "top"; c.textAlign = "center";
+  c.beginPath();
+  for (let at = 0; at <= end * 1.0001; at += step) {
+    const x = Math.round(scale(at)) + 0.5;
+    c.moveTo(x, 0); c.lineTo(x, y + 3);
+    if (x < width - 18) c.fillText(at ? say(at) : "0", x, y + 5);
+  }
+  c.stroke();
+}
+
 // Lanes of a Gantt chart: [name, measured actions, predicted actions], with their times in seconds.
 export function gantt(c, width, lanes, shape, chosen) {
-  const { left, lane, end } = shape, scale = (at) => left + (at / end) * (width - left - 2);
+  const { left, lane, end, say } = shape, scale = (at) => left + (at / end) * (width - left - 2);
   lanes.forEach(([name, ran, planned], n) => {
     const y = n * lane + 4, tall = planned.length ? Math.round((lane - 8) * 0.66) : lane - 8;
     c.fillStyle = theme.text; c.textAlign = "left"; c.textBaseline = "middle";
@@ -181,7 +204,9 @@ export function gantt(c, width, lanes, shape, chosen) {
       c.strokeRect(scale(from), y - 1, Math.max(2, scale(to) - scale(from)), tall + 2);
     }
   });
-  c.fillStyle = theme.quiet; c.textBaseline = "top";
+  c.globalCompositeOperation = "destination-over";
+  axis(c, scale, lanes.length * lane, width, left, end, say);
+  c.globalCompositeOperation = "source-over";
 }
 
 function bars(c, actions, scale, y, tall, named) {
@@ -199,7 +224,7 @@ function bars(c, actions, scale, y, tall, named) {
 
 // Cells by the share of the largest value.
 export function matrix(c, names, values, most, shape, chosen) {
-  const { left, top, cell } = shape;
+  const { left, top, cell, say } = shape;
   c.textBaseline = "middle";
   names.forEach((name, row) => {
     const short = name.length > 9 ? `${name.slice(0, 8)}…` : name;
@@ -213,6 +238,10 @@ export function matrix(c, names, values, most, shape, chosen) {
       const value = values[row][column];
       c.fillStyle = row === column ? "transparent" : value ? `rgba(${theme.heat}, ${0.18 + 0.82 * Math.sqrt(value / most)})` : theme.wait;
       c.fillRect(left + column * cell, top + row * cell, cell - 1, cell - 1);
+      if (value && cell >= 38) {
+        c.fillStyle = Math.sqrt(value / most) > 0.5 ? theme["on-colour"] : theme.text; c.textAlign = "center";
+        c.fillText(say(value), left + column * cell + cell / 2, top + row * cell + cell / 2, cell - 4);
+      }
     });
   });
   if (chosen) {

@@ -108,6 +108,7 @@ export class Workers extends Panel {
   }
 }
 
+const brief = (bytes) => size(bytes).replace("iB", "").replace(" ", "");
 const taken = (w) => { const bytes = w.memory.process ?? w.memory.peak; return bytes === undefined ? "–" : size(bytes); };
 
 export class Sessions extends Panel {
@@ -186,9 +187,9 @@ class Charts {
     if (!figure) {
       const chart = new Chart(height, label), title = make("h3", {}, label), text = make("p");
       figure = { chart, title, text, element: make("figure", {}, title, chart.canvas, chart.reader, text) };
-      chart.reader.hidden = true;
-      const reader = chart.reader;
-      new MutationObserver(() => { reader.hidden = !reader.textContent; }).observe(reader, { childList: true });
+      const { reader } = chart, swap = () => { text.hidden = Boolean(reader.textContent); reader.hidden = !text.hidden; };
+      swap();
+      new MutationObserver(swap).observe(reader, { childList: true });
       this.figures.set(key, figure);
       this.element.append(figure.element);
     }
@@ -276,7 +277,7 @@ export class Curves extends Panel {
         if (!values.some((v) => v !== null) && name === "steps a second") continue;
         const key = `${session.number} ${name}`;
         keys.add(key);
-        this.one(this.charts.get(key, 92, `Session ${session.number}: ${name}`), `session ${session.number} · ${name}`, rows.map((s) => s.at), values, colour);
+        this.one(this.charts.get(key, 92, `Session ${session.number}: ${name}`), `session ${session.number} · ${name}`, rows.map((s) => s.at), values, colour, name.endsWith(" a second"));
       }
     }
     this.charts.keep(keys);
@@ -284,12 +285,12 @@ export class Curves extends Panel {
     setText(this.note, silent.length ? "gt.log(loss=loss) in the program adds a curve" : "");
   }
 
-  one(figure, title, times, values, colour) {
+  one(figure, title, times, values, colour, fromZero) {
     const newest = values.findLast((v) => v !== null), chart = figure.chart;
     setText(figure.title, `${title} · ${number(newest)}`);
     setText(figure.text, newest === undefined ? "no figures yet: a rate needs two looks" : "");
     readable(chart, times, (n) => `${seconds(times[n])}: ${number(values[n])}`);
-    chart.draw = (c, width, height) => { if (times.length) curve(c, width, height, times, values, colour); cursor(c, chart, width, height); };
+    chart.draw = (c, width, height) => { if (times.length) curve(c, width, height, times, values, colour, fromZero); cursor(c, chart, width, height); };
     chart.redraw();
   }
 }
@@ -304,7 +305,7 @@ export class Traffic extends Panel {
     this.content.append(make("div", { class: "tools" }, this.rate, this.hosts), this.chart.canvas, this.chart.reader);
     this.chart.reading = (x, y) => this.choose(Math.floor((y - this.shape.top) / this.shape.cell), Math.floor((x - this.shape.left) / this.shape.cell));
     this.chart.step = (key) => {
-      const { row = 0, column = -1 } = this.chosen ?? {}, last = this.names.length - 1;
+      const { row = 0, column = -1 } = this.chart.chosen ?? {}, last = this.names.length - 1;
       const [r, k] = { ArrowLeft: [row, column - 1], ArrowRight: [row, column + 1], ArrowUp: [row - 1, column], ArrowDown: [row + 1, column], Home: [0, 0], End: [last, last] }[key];
       return this.choose(Math.max(0, Math.min(r, last)), Math.max(0, Math.min(k, last)));
     };
@@ -312,7 +313,7 @@ export class Traffic extends Panel {
 
   choose(row, column) {
     if (!(row >= 0 && column >= 0 && row < this.names.length && column < this.names.length)) return undefined;
-    this.chosen = { row, column };
+    this.chart.chosen = { row, column };
     this.chart.redraw();
     const value = this.values[row][column];
     if (row === column && !value) return `${this.names[row]} sends nothing to itself`;
@@ -336,10 +337,10 @@ export class Traffic extends Panel {
     const most = Math.max(1, ...this.values.flat()), total = this.values.flat().reduce((a, b) => a + b, 0);
     setText(this.note, `${size(total)}${this.per ? " a second" : " since the workers' start"}; a row sends, a column receives; darkest: ${size(most)}`);
     const left = 56, top = 48, width = this.chart.width || 400;
-    const cell = Math.max(3, Math.min(34, Math.floor((width - left - 4) / this.names.length)));
-    this.shape = { left, top, cell };
+    const cell = Math.max(3, Math.min(46, Math.floor((width - left - 4) / this.names.length)));
+    this.shape = { left, top, cell, say: brief };
     this.chart.resize(top + cell * this.names.length + 4);
-    this.chart.draw = (c) => matrix(c, this.names, this.values, most, this.shape, this.chosen);
+    this.chart.draw = (c) => matrix(c, this.names, this.values, most, this.shape, this.chart.chosen);
     this.chart.redraw();
   }
 }

@@ -1,5 +1,5 @@
 // Panels of a program's structure: its pipeline schedule, the layouts of its parameters, its instruction log.
-import { Chart, gantt, letter, move, theme, workerColour } from "./charts.js";
+import { AXIS, Chart, gantt, letter, move, theme, workerColour } from "./charts.js";
 import { make, seconds, setText, share, size } from "./format.js";
 import { Panel, byName, sessionsOf } from "./panels.js";
 
@@ -48,14 +48,15 @@ class Gantt {
 
   show(session, schedule) {
     const { measured, predicted } = schedule, names = Object.keys(schedule.actions).filter((name) => schedule.actions[name].length);
-    names.sort((a, b) => schedule.actions[a][0][1] - schedule.actions[b][0][1] || byName(a, b));
+    const stage = (name) => Number.parseInt(schedule.actions[name][0][0], 10) || 0;
+    names.sort((a, b) => stage(a) - stage(b) || byName(a, b));
     this.lanes = names.map((name) => [name, schedule.actions[name], schedule.planned[name] ?? []]);
     const ends = this.lanes.flatMap(([, ran, planned]) => [ran, planned].map((row) => row.reduce((last, [, , to]) => Math.max(last, to), 0)));
     const end = Math.max(1e-9, ...ends), lane = this.lanes.length > 16 ? 20 : 30;
-    this.shape = { left: 52, lane, end };
+    this.shape = { left: 52, lane, end, say: seconds };
     setText(this.title, `session ${session.number}, ${session.program} · ${schedule.name} · ${seconds(measured.makespan)} · bubble ${share(measured.idle)} measured, ${share(predicted.idle)} predicted · replay ${schedule.replays}`);
-    this.chart.resize(Math.max(1, this.lanes.length) * lane + 4);
-    this.chart.draw = (c, width) => gantt(c, width, this.lanes, this.shape, this.chosen);
+    this.chart.resize(Math.max(1, this.lanes.length) * lane + AXIS);
+    this.chart.draw = (c, width) => gantt(c, width, this.lanes, this.shape, this.chart.chosen);
     this.chart.redraw();
     if (!this.lanes.length) this.chart.reader.textContent = "Its actions are too many to show, or no worker has told them.";
     const letters = "FBIWLRO".split("").filter((kind) => this.lanes.some(([, ran]) => ran.some(([action]) => letter(action) === kind)));
@@ -76,7 +77,7 @@ class Gantt {
     const { left, lane, end } = this.shape, n = Math.floor(y / lane), time = ((x - left) / (this.chart.width - left - 2)) * end;
     if (!this.lanes[n] || time < 0) return undefined;
     const at = this.lanes[n][1].findIndex(([, from, to]) => from <= time && time <= to);
-    this.chosen = at < 0 ? undefined : { lane: n, at };
+    this.chart.chosen = at < 0 ? undefined : { lane: n, at };
     this.chart.redraw();
     if (at >= 0) return this.say(n, at);
     const before = this.lanes[n][1].reduce((last, [, , to]) => (to < time ? Math.max(last, to) : last), 0);
@@ -86,10 +87,10 @@ class Gantt {
 
   step(key) {
     if (!this.lanes.length) return undefined;
-    const { lane = 0, at = -1 } = this.chosen ?? {}, to = key === "ArrowUp" ? lane - 1 : key === "ArrowDown" ? lane + 1 : lane;
+    const { lane = 0, at = -1 } = this.chart.chosen ?? {}, to = key === "ArrowUp" ? lane - 1 : key === "ArrowDown" ? lane + 1 : lane;
     const row = Math.max(0, Math.min(to, this.lanes.length - 1)), count = this.lanes[row][1].length;
-    this.chosen = { lane: row, at: Math.max(0, to === lane ? move(at, count, key) : Math.min(at, count - 1)) };
-    return this.say(row, this.chosen.at);
+    this.chart.chosen = { lane: row, at: Math.max(0, to === lane ? move(at, count, key) : Math.min(at, count - 1)) };
+    return this.say(row, this.chart.chosen.at);
   }
 }
 
@@ -147,6 +148,13 @@ function block(box, shape, workers, colours) {
   const part = (dim) => (dim < 0 || !shape[dim] ? [0, 1] : [box[dim][0] / shape[dim], box[dim][1] / shape[dim]]);
   const [[top, bottom], [left, right]] = [part(tall), part(wide)], element = make("span");
   Object.assign(element.style, { top: `${top * 100}%`, height: `${(bottom - top) * 100}%`, left: `${left * 100}%`, width: `${(right - left) * 100}%` });
+  if (workers.length > 1) { // copies: stripes of all colours
+    const bands = workers.map((worker, n) => `${colours.get(worker)} ${n * 9}px ${(n + 1) * 9}px`);
+    element.style.background = `repeating-linear-gradient(135deg, ${bands.join(", ")})`;
+    const names = workers.length > 4 ? `${workers.length} copies` : workers.join(" = ");
+    if ((right - left) > 0.2 && bottom - top > 0.3) element.append(make("b", { title: workers.join(" ") }, names));
+    return element;
+  }
   for (const worker of workers) {
     const stripe = make("i", { colour: colours.get(worker), title: worker }, (right - left) / workers.length > 0.09 && bottom - top > 0.2 ? worker : "");
     stripe.style.color = theme["on-colour"];
