@@ -23,7 +23,7 @@ FLAGS = ("--compile", "--schedule", "1f1b", "--microbatches", "8")
 LINK, LISTENING = re.compile(r"gt dashboard: (http://\S+)"), re.compile(r"listening on (\S+)")
 PANELS = ("pipeline", "memory", "curves", "traffic", "layouts")
 MAX_HEIGHT = 620.0  # of a panel's picture
-READY = "['pipeline', 'memory', 'curves', 'traffic', 'layouts'].every((id) => document.getElementById(id).dataset.state === 'ready')"
+READY = f"{list(PANELS)}.every((id) => document.getElementById(id).dataset.state === 'ready')"
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from gt.dispatcher.cluster.peer_info import client_info
+from gt.dispatcher.cluster.tensor_roles import RoleTable
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.planning.materializer import Materializer
@@ -19,7 +20,6 @@ from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.fetches import Fetches
 from gt.dispatcher.state.outbox import Outbox
 from gt.dispatcher.state.records import Logged
-from gt.dispatcher.state.tensor_roles import RoleTable
 from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.uploads import Uploads
 from gt.wire.messages import Data, Message

@@ -1,4 +1,4 @@
-"""A headless chromium, driven by the DevTools protocol over its pipe. Needs no package; `chromium()` is "" where it is missing."""
+"""A headless chromium, driven by the DevTools protocol over its pipe: no package is needed, only the browser."""
 
 from __future__ import annotations
 

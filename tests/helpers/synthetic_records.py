@@ -88,9 +88,10 @@ class SyntheticStream:
         costs = schedule.uniform(self.stages)
         made = schedule.make(schedule.ScheduleRequest("1f1b", range(self.stages), self.micro_batches), costs)
         line = schedule.simulate(made.rows, costs)
+        slower = 1 + 0.02 * math.sin(moment)
         actions = {
             self.name.format(f"w{n}"): [
-                [str(action), 10 + start * 1e-3 * (1 + 0.02 * math.sin(moment + n)), 10 + end * 1e-3]
+                [str(action), 10 + start * 1e-3 * slower, 10 + end * 1e-3 * slower]
                 for action, start, end in zip(row, line.start[n], line.end[n])
             ]
             for n, row in enumerate(made.rows)
