@@ -34,14 +34,10 @@ def test_two_programs_and_a_killed_worker_are_on_the_page() -> None:
                 browser.wait("document.querySelectorAll('#sessions tbody tr').length === 2", 120)
                 browser.wait("document.querySelector('#curves').innerText.includes('session 1 · ops a second')", 60)
                 assert browser.run("document.querySelectorAll('#session option').length") == 3
-                browser.run(
-                    "(() => { const s = document.getElementById('session'); s.value = '1'; s.dispatchEvent(new Event('change')); })()"
-                )
+                browser.run(CHOOSE.format("1"))
                 browser.wait("document.querySelectorAll('#sessions tbody tr').length === 1")
                 browser.wait("document.getElementById('pipeline').dataset.state === 'empty'")
-                browser.run(
-                    "(() => { const s = document.getElementById('session'); s.value = '-1'; s.dispatchEvent(new Event('change')); })()"
-                )
+                browser.run(CHOOSE.format("-1"))
                 browser.run("document.querySelector('#log button').click()")
                 browser.wait("document.querySelector('#log pre').innerText.includes('train.py:')", 60)
                 processes[3].send_signal(signal.SIGKILL)
