@@ -334,8 +334,9 @@ class Core:
 
     def _tensor_roles(self, peer: Peer, message: TensorRoles, frames: tuple) -> None:
         session = self._session(peer)
-        session.roles.tell(message.rows)
-        session.roles.renew(session.table, session.cluster.workers, session.number, self.now)
+        session.roles.tell(message.rows, self.now)
+        if self.observers.active:
+            session.roles.renew(session.table, session.cluster.workers, session.number, self.now)
 
     def _upload_chunk(self, peer: Peer, message: UploadChunk, frames: tuple) -> None:
         session = self._session(peer)

@@ -20,7 +20,9 @@ from gt.wire.records import GRADIENTS, OPTIMIZER, USES, WEIGHTS, LayoutRecord
 KINDS = frozenset(USES[:3])
 MAX_NAME_CHARACTERS = 200
 MAX_SHOWN_TENSORS, MAX_SHOWN_BOXES = 1024, 16384  # of one LayoutRecord
+MAX_SPLITS = 32768  # pieces that are computed at once: a tensor beyond them is left out
 RENEWAL_SECONDS = 10.0  # a tensor may have moved
+LEAST_SECONDS = 0.4  # between two computations, however often a client tells
 
 
 class RoleTable:
@@ -32,10 +34,12 @@ class RoleTable:
         self._gradients: dict[str, int] = {}  # of a worker, when the client told: each step may make others
         self._new = False  # told, and not computed yet
         self._layouts: LayoutRecord | None = None
-        self._renewed = -RENEWAL_SECONDS
+        self._renewed = -LEAST_SECONDS  # when that was computed, and when it is computed again
+        self._due = 0.0
+        self._left = 0  # pieces that may still be computed
         self._pieces: dict[tuple[Spec, Layout], list[tuple[int, int, list]]] = {}  # worker's index, bytes, boxes
 
-    def tell(self, rows: list) -> None:
+    def tell(self, rows: list, now: float) -> None:
         """Take the roles that the client tells; ProtocolError for what is none."""
         if len(rows) > MAX_ROLES:
             raise ProtocolError(f"TensorRoles has {len(rows)} rows, want at most {MAX_ROLES}")
@@ -44,40 +48,51 @@ class RoleTable:
             if not fits or row[1] not in KINDS or len(row[2]) > MAX_NAME_CHARACTERS:
                 raise ProtocolError(f"TensorRoles.rows has {row!r:.80}, want [id, one of {sorted(KINDS)}, name]")
         self._rows, self._new = [(i, kind, plain(name)) for i, kind, name in rows], True
-        self._renewed = -RENEWAL_SECONDS
+        self._due = max(now, self._renewed + LEAST_SECONDS)
 
     def renew(self, table: Table, workers: list[Worker], session: int, now: float) -> None:
         """Compute bytes and layouts, if they are old."""
-        if not self._rows or now - self._renewed < RENEWAL_SECONDS:
+        if not self._rows or now < self._due:
             return
-        self._renewed = now
-        by_worker: dict[str, Counter[str]] = {}
-        shown: list[list] = []
-        count, left, seen = 0, MAX_SHOWN_BOXES, set()
+        self._renewed, self._due = now, now + RENEWAL_SECONDS
+        alike: Counter[tuple[str, Spec, Layout]] = Counter()  # tensors of one use that are split in one way
+        weights: list[tuple[str, Tensor]] = []
+        seen: set[int] = set()
         for kind, name, tensor in self._placed(table):
-            assert tensor.layout is not None
-            if id(tensor.storage) in seen:
-                continue
-            seen.add(id(tensor.storage))
-            pieces = self._split(tensor.spec, tensor.layout)
-            for index, nbytes, _ in pieces:
-                by_worker.setdefault(workers[index].name, Counter())[kind] += nbytes
-            if kind == WEIGHTS:
-                count, left = count + 1, left - sum(len(row) for *_, row in pieces)
-                if len(shown) < MAX_SHOWN_TENSORS and left >= 0:
-                    shown.append(_layout_row(name or f"%{tensor.id}", tensor, workers, pieces))
+            if id(tensor.storage) not in seen and tensor.layout is not None:
+                seen.add(id(tensor.storage))
+                alike[kind, tensor.spec, tensor.layout] += 1
+                if kind == WEIGHTS:
+                    weights.append((name, tensor))
+        self._left = MAX_SPLITS
+        by_worker: dict[str, Counter[str]] = {}
+        for (kind, spec, layout), count in alike.items():
+            for index, nbytes, _ in self._split(spec, layout):
+                by_worker.setdefault(workers[index].name, Counter())[kind] += count * nbytes
         if self._new:
             self._gradients = {name: uses[GRADIENTS] for name, uses in by_worker.items()}
         self._new = False
         for worker_name, nbytes in self._gradients.items():
             by_worker.setdefault(worker_name, Counter())[GRADIENTS] = nbytes
         self._bytes = by_worker
-        before = self._layouts
-        if before is None or before.tensors != shown or before.more != count - len(shown):
-            number = before.number + 1 if before is not None else 1
-            self._layouts = LayoutRecord(session, number, shown, count - len(shown))
+        self._show(weights, workers, session)
         if len(self._pieces) > MAX_ROLES:
             self._pieces.clear()
+
+    def _show(self, weights: list[tuple[str, Tensor]], workers: list[Worker], session: int) -> None:
+        """Note the layouts of parameters, under another number if they are others."""
+        shown: list[list] = []
+        left, before = MAX_SHOWN_BOXES, self._layouts
+        for name, tensor in weights[:MAX_SHOWN_TENSORS]:
+            assert tensor.layout is not None
+            pieces = self._split(tensor.spec, tensor.layout)
+            left -= sum(len(parts) for *_, parts in pieces)
+            if left < 0:
+                break
+            shown.append(_layout_row(name or f"%{tensor.id}", tensor, workers, pieces))
+        more = len(weights) - len(shown)
+        if before is None or before.tensors != shown or before.more != more:
+            self._layouts = LayoutRecord(session, before.number + 1 if before is not None else 1, shown, more)
 
     def uses(self, worker: str, live: int) -> dict[str, int] | None:
         """Bytes on a worker by use, of so many bytes that are alive; None before the client has told."""
@@ -103,6 +118,9 @@ class RoleTable:
         """A tensor's pieces. Layouts are few: each split is computed once."""
         pieces = self._pieces.get((spec, layout))
         if pieces is None:
+            self._left -= len(layout.mesh.workers)
+            if self._left < 0:
+                return []
             pieces = []
             for rank, index in enumerate(layout.mesh.workers):
                 parts = [box for box in boxes(layout, spec.shape, rank) if volume(box)]
