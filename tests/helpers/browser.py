@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,15 @@ FLAGS = (
     "--disable-features=Translate,OptimizationHints", "--no-default-browser-check", "--remote-debugging-pipe",
 )  # fmt: skip
 
+# The browser reads commands from descriptor 3 and answers on 4
+LAUNCH = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
+os.dup2(ends[0], 3)
+os.dup2(ends[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
 
 def chromium() -> str:
     """Path of an installed browser, "" without one."""
@@ -34,11 +44,11 @@ class Browser:
     def __init__(self, folder: Path, width: int = 1280, height: int = 900) -> None:
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        command = f"exec {chromium()} {' '.join(FLAGS)} --user-data-dir={folder} about:blank 3<&{theirs_in} 4>&{theirs_out}"
+        arguments = [chromium(), *FLAGS, f"--user-data-dir={folder}", "about:blank"]
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen(
-            ["sh", "-c", command], pass_fds=(theirs_in, theirs_out), stdin=quiet, stdout=quiet, stderr=quiet,
-            start_new_session=True,
+            [sys.executable, "-c", LAUNCH, str(theirs_in), str(theirs_out), *arguments], pass_fds=(theirs_in, theirs_out),
+            stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True,
         )  # fmt: skip
         os.close(theirs_in)
         os.close(theirs_out)

@@ -93,6 +93,7 @@ def test_nothing_but_the_pages_files_is_served_under_a_strict_policy() -> None:
         cookie = enter(server, links[0])
         for path in ("/../feed.py", "/%2e%2e/feed.py", "/page", "/feed.py", "//etc/passwd", "/index.html/..", "/."):
             assert get(server, path, Cookie=cookie)[0] == 404
+        assert get(server, "/?" + "&".join("abcdefghij"), Cookie=cookie)[0] == 400
         for method in ("POST", "PUT", "DELETE", "BREW"):
             status, headers, body = get(server, "/<script>", method, Cookie=cookie)
             assert status == 501 and b"script" not in body and "default-src 'none'" in headers["content-security-policy"]

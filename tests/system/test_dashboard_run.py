@@ -20,7 +20,7 @@ CHOOSE = "{{const s = document.getElementById('session'); s.value = '{}'; s.disp
 
 def test_two_programs_and_a_killed_worker_are_on_the_page() -> None:
     with server() as (address, link, processes), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        with Browser(Path(folder), 1280, 3000) as browser, demo(address):
+        with Browser(Path(folder), 1280, 3000) as browser, demo(address, flags=("--compile", "--schedule", "1f1b")):
             browser.open(link)
             browser.wait(READY, 300)
             title = browser.run("document.querySelector('#pipeline h3').innerText")

@@ -7,7 +7,9 @@ nothing that a request says reaches the server that is observed.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
@@ -19,6 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 from gt.observe.dashboard.feed import Feed, encoded
 from gt.observe.dashboard.page_keys import PageKeys, names_this
 
+log = logging.getLogger("gt.dashboard")
 FILES = Path(__file__).with_name("page")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_CONNECTIONS = 64
@@ -103,7 +106,9 @@ class PageServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser has gone, or was too slow: its connection ends, and nothing else."""
+        """A browser has gone, or was too slow: its connection ends, and nothing else. Another error is ours."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            log.exception("a request of the dashboard failed")
 
 
 class PageHandler(BaseHTTPRequestHandler):
@@ -114,8 +119,12 @@ class PageHandler(BaseHTTPRequestHandler):
     server_version, sys_version = "gt", ""
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        query = parse_qs(url.query, max_num_fields=8)
+        try:
+            url = urlsplit(self.path)
+            query = parse_qs(url.query, max_num_fields=8)
+        except ValueError:
+            self.send_error(400)
+            return
         if not names_this(self.headers.get("Host", ""), self.server.host):
             self._send(421, "text/plain", b"this server has another name\n")
         elif url.path == "/" and "key" in query:
