@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from dataclasses import asdict
 from typing import Any
 
 from gt.wire.records import (
@@ -23,6 +22,7 @@ from gt.wire.records import (
     ServerRecord,
     SessionRecord,
     WorkerRecord,
+    as_dict,
 )
 
 PARTS = ("workers", "sessions", "links", "queue", "hosts", "lines", "errors")  # of the state, beside "server"
@@ -53,11 +53,11 @@ class LiveView:
         state: dict[str, Any] = {"server": {}, **{part: [] for part in PARTS}}
         self._schedules.update({r.session: _schedule(r) for r in records if isinstance(r, ScheduleRecord)})
         self._layouts.update({r.session: _layouts(r) for r in records if isinstance(r, LayoutRecord)})
-        self._errors.extend(asdict(record) for record in records if isinstance(record, ErrorRecord))
+        self._errors.extend(as_dict(record) for record in records if isinstance(record, ErrorRecord))
         state["errors"] = list(self._errors)
         ages = {record.name: record.age for record in records if isinstance(record, WorkerRecord)}
         for record in records:
-            row = asdict(record) if not isinstance(record, (ScheduleRecord, LayoutRecord)) else {}
+            row = as_dict(record) if not isinstance(record, (ScheduleRecord, LayoutRecord)) else {}
             if isinstance(record, ServerRecord):
                 state["server"] = row
             elif isinstance(record, WorkerRecord):

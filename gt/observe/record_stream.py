@@ -21,13 +21,13 @@ MAX_KEPT = 64  # rows sent once, of Records that nobody took in time
 class RecordStream:
     """A context manager that observes the server at "host:port".
 
-    interval: seconds between two Records, at least. wait: seconds to try for. log: lines of the instruction log are wanted;
-    it may be changed at any time. Raises Refused or DispatcherLost.
+    interval: seconds between two Records, at least. wait: seconds to try for. log: lines of the instruction log are wanted.
+    Both may be changed at any time. Raises Refused or DispatcherLost.
     """
 
     def __init__(self, address: str, token: str = "", interval: float = 0.5, wait: float = 10.0, log: bool = False) -> None:
         self.address, self.log = address, log
-        self._interval = int(interval * 1000)
+        self.interval = interval
         self._changed = threading.Condition()
         self._newest: RecordsMessage | None = None
         self._kept: deque[list] = deque(maxlen=MAX_KEPT)
@@ -69,9 +69,9 @@ class RecordStream:
 
     def _receive(self, message: Message, frames: tuple) -> None:
         if isinstance(message, Welcome):
-            self._link.send(Observe(0, self._interval, self.log))
+            self._link.send(Observe(0, int(self.interval * 1000), self.log))
         elif isinstance(message, RecordsMessage):
-            self._link.send(Observe(message.number, self._interval, self.log))
+            self._link.send(Observe(message.number, int(self.interval * 1000), self.log))
             with self._changed:
                 if self._newest is not None and self._fresh():
                     self._kept.extend(row for row in self._newest.rows if type(row) is list and row[:1] in ONCE_ROWS)

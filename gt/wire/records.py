@@ -197,6 +197,12 @@ _VALUES = {cls: attrgetter(*(name for name, _ in row)) for cls, row in _FIELDS.i
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "str": (str,), "list": (list,), "dict": (dict,)}
 
 
+def as_dict(record: Record) -> dict[str, Any]:
+    """The fields of a record by name. Their values are not copied."""
+    cls = type(record)
+    return dict(zip((name for name, _ in _FIELDS[cls]), _VALUES[cls](record), strict=True))
+
+
 def rows(records: Iterable[Record]) -> list[list]:
     """The wire form of records."""
     return [[_CODE_OF[type(record)], *_VALUES[type(record)](record)] for record in records]

@@ -29,6 +29,7 @@ class SyntheticStream:
 
     def __init__(self, stages: int = 8, micro_batches: int = 32, name: str = "{}", layouts: int = 40) -> None:
         self.stages, self.micro_batches, self.name, self.layouts = stages, micro_batches, name, layouts
+        self.interval = 1.0
         self.log, self._moment, self._line, self._ended = False, 0, 0, ""
         self._ready = threading.Semaphore(0)
 

@@ -21,6 +21,7 @@ needs_browser = pytest.mark.skipif(not chromium(), reason="no chromium is instal
 pytestmark = [needs_browser, pytest.mark.slow, pytest.mark.timeout(limit(240))]
 PANELS = ("pipeline", "memory", "curves", "traffic", "workers", "sessions", "layouts", "lines", "errors", "log")
 STATES = "Object.fromEntries([...document.querySelectorAll('section')].map((s) => [s.id, s.dataset.state]))"
+DRAWN = "document.querySelectorAll('section[data-state]:not([data-state=loading])').length === 10"
 HOSTILE = "<img src=x onerror=window.hacked=1><script>window.hacked=1</script>\"'`{{}}</li>{}"
 REDRAW_MS = 8.0  # of scripting in one frame
 
@@ -46,7 +47,7 @@ def test_panels_load_are_empty_fail_and_come_back(browser: Browser) -> None:
         assert set(browser.run(STATES).values()) == {"loading"}
         assert "Waiting for the first records" in text(browser, "memory")
         stream.release(3)
-        browser.wait(ready("log", "empty"))
+        browser.wait(DRAWN)
         states = browser.run(STATES)
         assert states.pop("log") == "empty" and set(states.values()) == {"ready"}
         assert "those who follow it" in text(browser, "log")
@@ -58,7 +59,7 @@ def test_panels_load_are_empty_fail_and_come_back(browser: Browser) -> None:
     with synthetic() as (_, links, stream):
         browser.open(links[0])
         stream.fail("nobody answers")
-        browser.wait(ready("log", "error"))
+        browser.wait(DRAWN)
         assert set(browser.run(STATES).values()) == {"error"} and "nobody answers" in text(browser, "traffic")
     assert browser.errors == []
 
@@ -68,12 +69,11 @@ def test_names_from_the_wire_are_text(browser: Browser) -> None:
     with synthetic(stages=2, micro_batches=4, name=HOSTILE, layouts=3) as (_, links, stream):
         browser.open(links[0])
         stream.release(4)
-        browser.wait(ready("layouts"))
+        browser.wait(DRAWN)
         browser.run("document.querySelector('#log button').click()")
-        browser.wait("document.getElementById('log').dataset.state !== 'loading'")
-        for _ in range(8):
+        while browser.run(f"!({ready('log')})"):
             stream.release()
-        browser.wait(ready("log"))
+            browser.run("new Promise((done) => setTimeout(done, 50))")
         assert browser.run("window.hacked === undefined") is True
         assert browser.run("document.querySelectorAll('main img, main script').length") == 0
         for panel in ("workers", "sessions", "layouts", "errors", "log"):
@@ -113,7 +113,7 @@ def test_nothing_is_wider_than_the_screen(browser: Browser, width: int) -> None:
         browser.resize(width, 800, mobile=True)
         browser.open(links[0])
         stream.release(3)
-        browser.wait(ready("layouts"))
+        browser.wait(DRAWN)
         assert browser.run("document.scrollingElement.scrollWidth") <= width
         browser.resize(1280, 900)
 
@@ -122,7 +122,7 @@ def test_charts_answer_the_keyboard(browser: Browser) -> None:
     with synthetic(stages=4, micro_batches=4) as (_, links, stream):
         browser.open(links[0])
         stream.release(3)
-        browser.wait(ready("traffic"))
+        browser.wait(DRAWN)
         browser.run("document.querySelector('#pipeline canvas').focus()")
         browser.key("ArrowRight")
         assert "w0 · 0F0 · stage 0, forward, micro-batch 0" in text(browser, "pipeline")
@@ -154,9 +154,10 @@ def test_a_programs_figures_on_the_page_are_those_of_stats(browser: Browser) -> 
         with page(lambda log: RecordStream(served.address, "", 0.5)) as (_, links):
             browser.open(links[0])
             model = torch.nn.Linear(64, 64).to(gt.device)
-            gt.log(loss=1.5)
             browser.wait(ready("sessions"))
             for _ in range(3):
+                model(torch.ones(8, 64, device=gt.device)).sum().item()
+            while not browser.run("Boolean(document.querySelector('#sessions .bar'))"):  # roles are told with a batch of ops
                 model(torch.ones(8, 64, device=gt.device)).sum().item()
             gt.log(loss=0.125)
             gt.stats()

@@ -76,6 +76,7 @@ export function stateCell(state, reason) {
 // parts: [value, colour], of a whole.
 export function barCell(parts, whole, label) {
   return (cell) => {
+    if (!cell.firstElementChild) cell.replaceChildren();
     const bar = cell.firstElementChild ?? cell.appendChild(make("span", { class: "bar", role: "img" }));
     const text = cell.childNodes[1] ?? cell.appendChild(document.createTextNode(""));
     if (bar.getAttribute("aria-label") !== label) bar.setAttribute("aria-label", label);
