@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import gt
+from gt.client.groups.role_reports import RoleReports, roles
+from gt.client.trace.recorder import Recorder
 from gt.dispatcher.cluster.news import MAX_SENT_LINES, News
 from gt.dispatcher.cluster.observers import MAX_OBSERVERS, MAX_UNREAD
 from gt.dispatcher.core import Core
@@ -353,3 +355,25 @@ def test_records_that_are_sent_once_are_not_lost_with_a_moment_that_nobody_took(
             stream._receive(Records(1001, server_row), ())
             taken = stream.next()
             assert [type(r) for r in taken] == [records.ErrorRecord, records.ServerRecord]
+
+
+def test_a_program_does_not_notice_that_its_objects_are_looked_at() -> None:
+    class HalfMade(torch.nn.Module):
+        """Its __init__ has not begun: it has no fields of torch.nn.Module."""
+
+    class FakeSession:
+        on_idle, watched, told = None, True, 0
+
+        def tell_roles(self, rows: list) -> None:
+            self.told += 1
+
+    session = FakeSession()
+    reports = RoleReports(Recorder(session, lambda: None))
+    half = HalfMade.__new__(HalfMade)
+    with pytest.raises(AttributeError):
+        roles(0)
+    reports.after_batch()
+    assert session.told == 0 and half is not None
+    del half
+    reports.after_batch()  # too soon for another report
+    assert session.told == 0

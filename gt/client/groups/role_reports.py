@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 
 import torch
@@ -11,6 +12,7 @@ from gt.client.groups import tensor_roles
 from gt.client.trace.recorder import Recorder
 from gt.wire.messages import MAX_ROLES
 
+log = logging.getLogger("gt.client")
 FIRST_PAUSE, LAST_PAUSE = 0.5, 60.0  # seconds between two reports; each pause is twice as long as the one before
 IDLE_SHARE = 400  # times as long as a report takes, until the next,
 QUICK_REPORTS = 5  # but for the first ones: a program may be at the beginning
@@ -32,7 +34,11 @@ class RoleReports:
         began = time.monotonic()
         if began < self._next or self._recorder.tape is not None:
             return
-        rows = roles(self._recorder.first)
+        try:
+            rows = roles(self._recorder.first)
+        except Exception:  # an object of the program is half made, or changes meanwhile: the program must not notice
+            log.debug("roles of tensors are not told this time", exc_info=True)
+            rows = self._told
         if rows != self._told:
             self._told = rows
             self._recorder.session.tell_roles(rows)
