@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.helpers.browser import Browser
+from tests.observe.browser import Browser
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "tuning_demo"

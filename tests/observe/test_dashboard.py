@@ -22,7 +22,7 @@ from gt.observe.dashboard.predicted_schedule import PredictedSchedules
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import RecordStream
 from tests.helpers.serving import serving
-from tests.helpers.synthetic_records import SyntheticStream
+from tests.observe.synthetic_records import SyntheticStream
 
 
 @contextmanager

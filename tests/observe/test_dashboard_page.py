@@ -12,9 +12,9 @@ import torch
 
 import gt
 from gt.observe.record_stream import RecordStream
-from tests.helpers.browser import Browser, chromium
 from tests.helpers.limits import limit
 from tests.helpers.serving import serving
+from tests.observe.browser import Browser, chromium
 from tests.observe.test_dashboard import page, synthetic
 
 needs_browser = pytest.mark.skipif(not chromium(), reason="no chromium is installed: apt-get install chromium")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.browser import Browser, chromium
 from tests.helpers.limits import limit
+from tests.observe.browser import Browser, chromium
 from tools.dashboard_pictures import READY, demo, server
 
 needs_browser = pytest.mark.skipif(not chromium(), reason="no chromium is installed: apt-get install chromium")

@@ -59,7 +59,7 @@ class PageServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), PageHandler)
         self.cookie = f"gt_dashboard_{self.server_port}"  # browsers send a host's cookies to all of its ports
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.2}, name="gt-dashboard-http")
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.5}, name="gt-dashboard-http")
         self._thread.start()
         self._tell()
 
