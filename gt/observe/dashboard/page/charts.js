@@ -171,7 +171,7 @@ export const AXIS = 20; // height of a time axis
 
 // Marks of a time axis below a chart, at round times.
 function axis(c, scale, y, width, left, end, say) {
-  const about = end / Math.max(2, Math.floor((width - left) / 110)), power = 10 ** Math.floor(Math.log10(about));
+  const about = end / Math.max(4, Math.floor((width - left) / 110)), power = 10 ** Math.floor(Math.log10(about));
   const step = [1, 2, 5, 10].map((n) => n * power).find((size) => size >= about);
   c.fillStyle = theme.quiet; c.strokeStyle = theme.grid; c.lineWidth = 1; c.textBaseline = "top"; c.textAlign = "center";
   c.beginPath();
