@@ -36,6 +36,12 @@ def ready(panel: str, state: str = "ready") -> str:
     return f"document.getElementById('{panel}').dataset.state === '{state}'"
 
 
+def size(nbytes: int) -> str:
+    """Bytes as the page shows them, below 1 MiB."""
+    kib = nbytes / 1024
+    return f"{nbytes} B" if kib < 1 else f"{kib:.1f} KiB" if kib < 10 else f"{kib:.0f} KiB"
+
+
 def text(browser: Browser, panel: str) -> str:
     return browser.run(f"document.getElementById('{panel}').innerText")
 
@@ -172,6 +178,6 @@ def test_a_programs_figures_on_the_page_are_those_of_stats(browser: Browser) -> 
                 and str(sum(w["live_tensors"] for w in stats["workers"])) in tensors
             )
             row = figures()[0]
-            assert row[6] == f"{stats['dispatcher']['tensor_bytes_uploaded'] / 1024:.0f} KiB"
-            assert row[7] == f"{stats['dispatcher']['tensor_bytes_fetched']} B"
+            assert row[6] == size(stats["dispatcher"]["tensor_bytes_uploaded"])
+            assert row[7] == size(stats["dispatcher"]["tensor_bytes_fetched"])
         gt.shutdown()
