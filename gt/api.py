@@ -20,9 +20,11 @@ from gt.client.trace import shape_inference
 from gt.config.doubts import doubts
 from gt.config.load import check_workers, load
 from gt.config.registry import source
+from gt.errors import ProgramError
 
 if TYPE_CHECKING:
     from gt.observe.plan import Plan
+    from gt.observe.tracing import Tracing
 
     device: torch.device  # by __getattr__
 log = logging.getLogger("gt")
@@ -38,7 +40,7 @@ class _Started:
     """Processes that this program has started, and functions that replace or follow them."""
 
     local: Any = None
-    trace: Callable[[], None] | None = None  # called before a session ends
+    trace: Tracing | None = None  # that is being made
     plan: Callable[[Config, int], None] | None = None  # opens a session that only plans; None outside of gt.plan
 
 
@@ -91,7 +93,9 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     text, path = config_of(config)
     token = env.get("GT_TOKEN") if token is None else token
     session = Session(address, (text, path), switches=switches, token=token, wait=wait)
-    current_session.connect(session, text, path)
+    recorder = current_session.connect(session, text, path)
+    if _Started.trace is not None:
+        _Started.trace.begin(recorder)
     for doubt in doubts(load(text, path)):
         log.warning("%s", doubt)
 
@@ -209,7 +213,7 @@ def disconnect() -> None:
     if _Started.plan is not None and current_session.Current.recorder is not None:
         current_session.Current.recorder.flush()
     elif _Started.trace is not None and current_session.Current.recorder is not None:
-        _Started.trace()
+        _Started.trace.end(current_session.Current.recorder)
     session = current_session.disconnect()
     if session is not None:
         session.close()
@@ -239,10 +243,37 @@ def stats() -> dict[str, Any]:
     return {**counters, "client": client}
 
 
-def trace(path: str | Path) -> dict[str, Any]:
-    """Write the last replay of a captured step as a Chrome trace, measured and predicted. Waits for all workers.
+@contextmanager
+def trace(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Record what the program does inside, and write it as a Chrome trace: `with gt.trace("out.json"):`.
 
-    path: of the JSON file, which Perfetto and chrome://tracing show. Returns the part of gt.stats() on the step's schedule.
+    path: of the JSON file, which Perfetto, chrome://tracing and torch's viewer show. Workers' instructions with their lines,
+    transfers, memory, the dispatcher's messages and the program's own waits. Waits for all workers at begin and end. The
+    yielded dict gets, at the end, the numbers of "slices" and of those that were "dropped" for want of room, and the "schedule"
+    of gt.stats() if a captured step was replayed in one. FileNotFoundError if there is no such folder.
+    """
+    from gt.observe.tracing import Tracing
+
+    if _Started.trace is not None:
+        raise ProgramError("a trace is being made: end it before another begins")
+    tracing = Tracing(path)
+    if current_session.Current.recorder is not None:
+        torch_remote.synchronize()
+        tracing.begin(current_session.Current.recorder)
+    _Started.trace = tracing
+    try:
+        yield tracing.report
+    finally:
+        _Started.trace = None
+        if current_session.Current.recorder is not None:
+            tracing.end(current_session.Current.recorder)
+        tracing.close()
+
+
+def trace_replay(path: str | Path) -> dict[str, Any]:
+    """Write the last replay of a scheduled step as a Chrome trace, measured and predicted. Waits for all workers.
+
+    path: of the JSON file. Returns the part of gt.stats() on the step's schedule.
     """
     from gt.observe import timeline
 
@@ -250,18 +281,6 @@ def trace(path: str | Path) -> dict[str, Any]:
     events = timeline.chrome(stats())
     Path(path).write_text(json.dumps(events))
     return events["otherData"]
-
-
-@contextmanager
-def tracing(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Write a trace before the session inside ends. The yielded dict gets the value of trace()."""
-    order: dict[str, Any] = {}
-    _Started.trace = lambda: order.update(trace(path))
-    try:
-        yield order
-        disconnect()
-    finally:
-        _Started.trace = None
 
 
 def inspect(tensor: torch.Tensor) -> dict[str, Any]:
@@ -373,7 +392,7 @@ def _remote(factory: Factory) -> Factory:
         return factory(*args, **kwargs)
 
     make.__name__ = make.__qualname__ = factory.__name__
-    make.__doc__ = f"torch.{factory.__name__} with the remote device as default; dtype may be a name, such as \"float32\"."
+    make.__doc__ = f'torch.{factory.__name__} with the remote device as default; dtype may be a name, such as "float32".'
     return cast("Factory", make)
 
 

@@ -14,6 +14,7 @@ import pwd
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from gt import errors, logs
-from gt.client import host_buffers
+from gt.client import host_buffers, spans
 from gt.client.arenas import ArenaBlock, ClientArenas
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.schema import library_schemas
 from gt.ir.spec import DTYPES, Spec
-from gt.wire import link, messages
+from gt.wire import link, liveness, messages
 from gt.wire.arena import upload_index
 from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.messages import (
@@ -45,6 +46,8 @@ from gt.wire.messages import (
     Metrics,
     Ops,
     Stats,
+    Trace,
+    TraceRows,
     UploadChunk,
 )
 
@@ -55,6 +58,10 @@ MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
 ROOM_SECONDS = 0.25  # until a wait for room becomes a wait for all workers
 FIRST_NOTICE_SECONDS = 3.0  # without an answer; then a warning tells the user
 WELCOME_SECONDS = 45.0  # for a server that is up: it waits for the workers that the config names
+WAITS: dict[type[Message], str] = {
+    Fetch: "wait for a value", Describe: "wait for a shape", FinishCapture: "wait for a program", Inspect: "wait for a layout",
+    Stats: "wait for counters",
+}  # fmt: skip
 MAX_ABOUT_CHARACTERS = 255  # of each text about this process
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -112,6 +119,7 @@ class Session:
         self._notice_count = 0  # received before the Welcome
         self._queued = False  # the server has no free workers for this session yet
         self._fetches = 0
+        self._trace_rows: list[TraceRows] = []  # of the trace that ends
         self.watched = False  # somebody observes the server
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
@@ -124,6 +132,7 @@ class Session:
             messages.Report: lambda m, _: self._finish(m.request, m.body),
             messages.Failed: self._failed,
             messages.Notice: self._notice,
+            messages.TraceRows: lambda m, _: self._trace_rows.append(m),
             messages.Watched: self._watch,
             messages.Welcome: self._answer_to_hello,
             messages.Reject: self._answer_to_hello,
@@ -147,6 +156,7 @@ class Session:
         self.workers: list[str] = welcome.workers
         self.groups: list[str] = welcome.groups
         self.number: int = welcome.session
+        self._beside = bool(liveness.home()) and liveness.home() in welcome.process[1:]  # the dispatcher has this host's clock
         self.library_ops = library_schemas(welcome.ops)
         _open.add(self)
 
@@ -170,6 +180,8 @@ class Session:
     def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = ()) -> None:
         """Queue a batch of the op stream, in order. The session owns the lists from now on. Never waits."""
         self._check()
+        if spans.current is not None:
+            spans.current.batch(code)
         self._outbox.append((templates, origins, code, frames))
         self._link.push()
 
@@ -186,10 +198,11 @@ class Session:
         """Wait until few batches are queued, so that a program faster than its workers cannot fill memory."""
         if self._link.inside or self.has_credit():
             return
-        if not self._link.lead(self._unblocked):
-            with self._room:
-                while not self._unblocked():
-                    self._room.wait()
+        with spans.span("wait until workers have taken ops"):
+            if not self._link.lead(self._unblocked):
+                with self._room:
+                    while not self._unblocked():
+                        self._room.wait()
         if not self.has_credit():
             self._raise_deferred()
 
@@ -244,6 +257,26 @@ class Session:
             "fetches": self._fetches,
         }
         return {**body, "client": mine}
+
+    def begin_trace(self) -> dict[str, Any]:
+        """Have workers and dispatcher record what this session does. Answer: see `trace_answer`. Waits."""
+        self._trace_rows.clear()
+        return self._timed_ask(lambda request: Trace(request, True))
+
+    def end_trace(self) -> tuple[dict[str, Any], list[TraceRows]]:
+        """End the recording: the answer of the dispatcher, and everything that was recorded. Waits."""
+        answer = self._timed_ask(lambda request: Trace(request, False))
+        rows, self._trace_rows = self._trace_rows, []
+        return answer, rows
+
+    def _timed_ask(self, question: Callable[[int], Message]) -> dict[str, Any]:
+        """An answer of the dispatcher with "ahead" of each worker's clock and "dispatcher", by how much clocks are ahead of
+        this process's. Those of one host are one clock; else the time of the answer is as good as half of its round trip.
+        """
+        asked = time.monotonic()
+        answer = dict(self._ask(question))
+        own = 0.0 if self._beside else answer["clock"] - (asked + time.monotonic()) / 2
+        return {**answer, "dispatcher": own, "trip": time.monotonic() - asked, "ahead": [own + n for n in answer["ahead"]]}
 
     def log(self, steps: int, values: dict[str, float]) -> None:
         """Send numbers that the program logs. Never waits."""
@@ -321,6 +354,12 @@ class Session:
             raise errors.from_wire(errors.to_wire(self.failure))
 
     def _ask(self, question: Callable[[int], Message]) -> Any:
+        if spans.current is None:
+            return self._answer(question)
+        with spans.span(WAITS.get(type(question(0)), "wait for an answer")):
+            return self._answer(question)
+
+    def _answer(self, question: Callable[[int], Message]) -> Any:
         self._check()
         self._raise_deferred()
         request, pending = next(self._numbers), _Pending()

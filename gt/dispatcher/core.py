@@ -15,6 +15,7 @@ from gt.dispatcher.cluster.health import Survey, Watch, answer
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, workers
 from gt.dispatcher.cluster.membership import Membership
 from gt.dispatcher.cluster.observers import Observers, logged
+from gt.dispatcher.cluster.tracing import Traces
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.dispatcher.events import (
     Action,
@@ -69,6 +70,8 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
+    Trace,
+    TraceRows,
     UploadChunk,
     UploadProgress,
 )
@@ -106,6 +109,7 @@ class Core:
         self.admission = Admission(self.lending, most=self.terms.most)
         self.round_robin = RoundRobin(self, self.pace)
         self.observers = Observers(self)
+        self.traces = Traces(self, self._lease)
         self.membership = Membership(self)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
@@ -118,7 +122,7 @@ class Core:
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
             InspectFragments: self._inspect_fragments,
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
-            Metrics: self._metrics, Observe: self.observers.observe,
+            Metrics: self._metrics, Observe: self.observers.observe, Trace: self.traces.trace, TraceRows: self._trace_rows,
         }  # fmt: skip
 
     @property
@@ -140,6 +144,7 @@ class Core:
         for lease in self.lending.leases:
             lease.cluster.now = event.at
         self.pace.begin()
+        began = self.pace.now() if self.traces.open else -1.0
         if isinstance(event, Received):
             self._receive(event)
         elif isinstance(event, PeerLost):
@@ -159,6 +164,8 @@ class Core:
             self._turn_page()
         if self.round_robin.pending:
             self._actions.append(TurnWanted())
+        if began >= 0:
+            self.traces.note(event, began)
         return self._actions
 
     def check(self) -> None:
@@ -307,7 +314,7 @@ class Core:
         session, watch = self._session(peer), self._lease(peer).watch
         if sum(survey.session is session for survey in watch.surveys.values()) >= MAX_REQUESTS:
             raise ProtocolError(f"Stats.request {message.request} is one of more than {MAX_REQUESTS} under way")
-        survey, asked = watch.survey(session, message.request, message.program)
+        survey, asked = watch.survey(session, message)
         for worker, query in asked:
             self.send(worker, query)
         if not survey.left:
@@ -414,6 +421,9 @@ class Core:
             return
         if self._sparse.allows(self.now):
             log.warning("worker %s: op %d failed: %s", worker.name, message.seq, message.message)
+
+    def _trace_rows(self, peer: Peer, message: TraceRows, frames: tuple) -> None:
+        self.traces.rows(peer, self._worker(peer), message)
 
     def _report(self, peer: Peer, message: Report, frames: tuple) -> None:
         worker = self._worker(peer)

@@ -93,24 +93,14 @@ class _Emitter(Emitter):
         self.dry.step(PlanLine(tensor, spec, str(layout), op, tuple(ins), layout.mesh.workers, note))
 
 
-class _Journal(OpJournal):
-    """Keeps the ops of a step."""
-
-    __slots__ = ("dry",)
-    dry: Dry
-
-    def add(self, row: Planned) -> None:
-        super().add(row)
-        self.dry.journal.append(row)
-
-
 class _Context(SessionContext):
     """A session's state, of which a dry run learns."""
 
     def __init__(self, dry: Dry, *args: Any) -> None:
         super().__init__(*args)
-        self.emitter, self.journal = _Emitter(self.cluster, self.number), _Journal()
-        self.emitter.dry = self.journal.dry = dry
+        self.emitter, self.journal = _Emitter(self.cluster, self.number), OpJournal()
+        self.emitter.dry = dry
+        self.journal.trace(lambda row: dry.journal.append(row))
         self.failures = Failures(self.cluster, self.table, self.journal)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from gt.client import current_session
+from gt.client import current_session, spans
 from gt.client.capture import explain
 from gt.client.capture.boundary import (
     OUTSIDE,
@@ -149,7 +149,10 @@ class CompiledFunction:
             if not mismatch:
                 if n:
                     self._programs.insert(0, self._programs.pop(n))
-                return program.replay(leaves)
+                if spans.current is None:
+                    return program.replay(leaves)
+                with spans.span(f"replay {self._name}", program=program.number):
+                    return program.replay(leaves)
         if self._programs:
             self._why = mismatch or why_key_differs(self._programs[0].key, key)
         if not recorder.capturing.acquire(blocking=False):  # another thread has begun a call that is recorded
@@ -158,17 +161,23 @@ class CompiledFunction:
         try:
             if self._eager_calls:
                 self._eager_calls -= 1
-                return self._run_in_fragments(recorder, leaves, tree)
-            return self._record(recorder, key, leaves, tree)
+                with spans.span(f"call {self._name}"):
+                    return self._run_in_fragments(recorder, leaves, tree)
+            with spans.span(f"record {self._name}", why=self._why):
+                return self._record(recorder, key, leaves, tree)
         finally:
             recorder.capturing.release()
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.fn, "__qualname__", "function")
 
     def explain(self) -> str:
         """Describe the captured programs as text: why each was recorded, its schedule and backend, and why calls had none.
 
         Waits until the workers have executed what was submitted, if a program has another backend than "eager".
         """
-        name = getattr(self.fn, "__qualname__", "function")
+        name = self._name
         count = len(self._programs)
         parts: list[str] = []
         if self._fragment_calls and current_session.Current.recorder is not None:
