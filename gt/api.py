@@ -93,9 +93,9 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     text, path = config_of(config)
     token = env.get("GT_TOKEN") if token is None else token
     session = Session(address, (text, path), switches=switches, token=token, wait=wait)
-    recorder = current_session.connect(session, text, path)
+    current_session.connect(session, text, path)
     if _Started.trace is not None:
-        _Started.trace.begin(recorder)
+        _Started.trace.begin(session)
     for doubt in doubts(load(text, path)):
         log.warning("%s", doubt)
 
@@ -213,7 +213,7 @@ def disconnect() -> None:
     if _Started.plan is not None and current_session.Current.recorder is not None:
         current_session.Current.recorder.flush()
     elif _Started.trace is not None and current_session.Current.recorder is not None:
-        _Started.trace.end(current_session.Current.recorder)
+        _Started.trace.end(current_session.Current.recorder.session, current_session.Current.recorder.flush)
     session = current_session.disconnect()
     if session is not None:
         session.close()
@@ -259,14 +259,14 @@ def trace(path: str | Path) -> Iterator[dict[str, Any]]:
     tracing = Tracing(path)
     if current_session.Current.recorder is not None:
         torch_remote.synchronize()
-        tracing.begin(current_session.Current.recorder)
+        tracing.begin(current_session.Current.recorder.session)
     _Started.trace = tracing
     try:
         yield tracing.report
     finally:
         _Started.trace = None
         if current_session.Current.recorder is not None:
-            tracing.end(current_session.Current.recorder)
+            tracing.end(current_session.Current.recorder.session, current_session.Current.recorder.flush)
         tracing.close()
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from gt.client import spans
-from gt.client.device import torch_remote
-from gt.client.trace.recorder import Recorder
 from gt.errors import GTError, ProgramError
 from gt.observe import timeline, trace_file
 
@@ -31,27 +30,28 @@ class Tracing:
                 f"the trace {self.path} cannot be written: there is no folder {self.path.absolute().parent}"
             )
 
-    def begin(self, recorder: Recorder) -> None:
+    def begin(self, session: Any) -> None:
         """Record what this session does from now on."""
-        begin = getattr(recorder.session, "begin_trace", None)
+        begin = getattr(session, "begin_trace", None)
         if begin is None:
             raise ProgramError("a program that is only planned has no trace: see gt.plan")
         begin()
         self._buffer, self._began = spans.SpanBuffer(), monotonic()
         spans.add_sink(self._buffer)
 
-    def end(self, recorder: Recorder) -> None:
-        """The session is about to end, or the trace: collect what was recorded."""
+    def end(self, session: Any, flush: Callable[[], None]) -> None:
+        """The session is about to end, or the trace: collect what was recorded. flush: hands all ops over."""
         if self._buffer is None:
             return
         buffer, self._buffer = self._buffer, None
         end = monotonic()
         try:
-            torch_remote.synchronize()
+            flush()
+            session.synchronize()
             spans.remove_sink(buffer)
             end = monotonic()
-            answer, rows = recorder.session.end_trace()
-            stats = recorder.session.stats()
+            answer, rows = session.end_trace()
+            stats = session.stats()
         except GTError as error:
             log.warning("the trace %s has only the program's own time: %s", self.path, error)
             answer, rows, stats = {}, [], {}
