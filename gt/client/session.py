@@ -248,9 +248,12 @@ class Session:
         """Counts of a function's ops and of those that programs carried out. Waits."""
         return self._ask(lambda request: InspectFragments(request, slot))
 
-    def stats(self, program: int = -1) -> dict[str, Any]:
-        """Counters of the dispatcher and the workers, and of this link under "client". program: see messages.Stats. Waits."""
-        body = self._ask(lambda request: Stats(request, program))
+    def stats(self, program: int = -1, holders: bool = False) -> dict[str, Any]:
+        """Counters of the dispatcher and the workers, and of this link under "client". Waits.
+
+        program, holders: see messages.Stats.
+        """
+        body = self._ask(lambda request: Stats(request, program, holders))
         mine = {
             "messages_sent": self._link.messages_sent,
             "bytes_sent": self._link.bytes_sent,

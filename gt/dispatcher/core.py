@@ -41,7 +41,7 @@ from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.failures import op_failed
 from gt.dispatcher.state.fetches import MAX_REQUESTS
-from gt.dispatcher.state.memory_report import memory_report
+from gt.dispatcher.state.memory_report import holders, memory_report
 from gt.errors import GTError, ProtocolError, SystemFailure
 from gt.logs import Sparse
 from gt.wire.messages import (
@@ -435,6 +435,10 @@ class Core:
     def surveyed(self, survey: Survey) -> None:
         """Every worker has answered a Stats request."""
         if survey.session.peer in self.sessions:
+            session, rows = survey.session, survey.reports
+            for index, row in rows.items():
+                if "holders" in row:
+                    row["holders"] = holders(session, session.cluster.workers[index], row["holders"])
             body, said = answer(survey, self.sent, self.received, self.relayed)
             if said:
                 self.log_line("SCHEDULE", self.name(survey.session.peer), said)
