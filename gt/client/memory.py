@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gt.client import current_session
+from gt.client import current_session, html
 from gt.client.device import torch_remote
 from gt.client.groups import tensor_roles
 from gt.ir.schedules import size
@@ -102,9 +102,13 @@ def _roles() -> dict[int, tuple[str, str]]:
 
 
 class MemorySummary(str):
-    """The text of gt.memory_summary(). `workers`: its figures."""
+    """The text of gt.memory_summary(). `workers`: its figures, which a notebook shows as bars too."""
 
     workers: list[WorkerMemory]
+
+    def _repr_html_(self) -> str:
+        rows = [(worker.name, worker.by_use()) for worker in self.workers]
+        return html.titled("memory of tensors by use", html.bars(rows), html.text_block(self))
 
 
 def memory_summary() -> MemorySummary:

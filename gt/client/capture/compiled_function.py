@@ -47,6 +47,7 @@ from gt.client.capture.recording import SAME, CallRecording, Difference, differe
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.html import TextReport
 from gt.client.trace.recorder import Recorder
 from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
@@ -172,7 +173,7 @@ class CompiledFunction:
     def _name(self) -> str:
         return getattr(self.fn, "__qualname__", "function")
 
-    def explain(self) -> str:
+    def explain(self) -> TextReport:
         """Describe the captured programs as text: why each was recorded, its schedule and backend, and why calls had none.
 
         Waits until the workers have executed what was submitted, if a program has another backend than "eager".
@@ -198,7 +199,7 @@ class CompiledFunction:
         label = "an earlier call was not kept" if self._programs else "a call was not kept"
         for reason in self._reasons:
             lines.append(f"  {label}: {reason.replace(OUTSIDE, '').replace(SAME, '') if self._programs else reason}")
-        return "\n".join(lines)
+        return TextReport("\n".join(lines))
 
     # ---- calls whose Python runs
 
