@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from gt import env
-from gt.client import current_session
+from gt.client import current_session, progress
 from gt.client.device import random, torch_remote
 from gt.client.device import register as device_
 from gt.client.device.remote_tensor import RemoteTensor, Shown
@@ -322,12 +322,14 @@ def planning(workers: int = 0, config: Config = None) -> Iterator[Callable[[str]
     from gt.observe.plan import Plan
 
     sessions: list[Dry] = []
+    ticks: list[progress.Tick] = []
     names: dict[int, str] = {}  # identity of a parameter -> its name
 
     def begin(asked: Config, wanted: int) -> None:
         text, path = config_of(asked if config is None else config)
         device_.register()
         sessions.append(Dry(text, path, workers or wanted or workers_named((text, path)) or 1))
+        sessions[-1].tick = ticks[-1]
         sessions[-1].living = lambda: list(tensor_roles.weights(weight_names()))
         current_session.connect(sessions[-1], text, path)
         for doubt in doubts(load(text, path)):
@@ -351,7 +353,8 @@ def planning(workers: int = 0, config: Config = None) -> Iterator[Callable[[str]
     outer, interrupted = _Started.plan, current_session.set_aside()
     _Started.plan = begin
     try:
-        with tensor_roles.after_steps(stepped):
+        with progress.bar("planning", unit=" ops") as tick, tensor_roles.after_steps(stepped):
+            ticks.append(tick)
             yield lambda about: Plan(max(sessions, key=lambda dry: dry.state.op_stream.ops) if sessions else None, about)
             disconnect()
     finally:

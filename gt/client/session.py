@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from gt import errors, logs
-from gt.client import host_buffers, spans
+from gt.client import host_buffers, progress, spans
 from gt.client.arenas import ArenaBlock, ClientArenas
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.schema import library_schemas
@@ -55,6 +55,7 @@ log = logging.getLogger("gt.client")
 
 NO_PLACE = -1  # value of a gt.upload op whose bytes are in no arena
 MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
+TICK_SECONDS = 0.5  # between two looks at a wait that shows a bar
 ROOM_SECONDS = 0.25  # until a wait for room becomes a wait for all workers
 FIRST_NOTICE_SECONDS = 3.0  # without an answer; then a warning tells the user
 WELCOME_SECONDS = 45.0  # for a server that is up: it waits for the workers that the config names
@@ -238,7 +239,8 @@ class Session:
 
     def seal(self, program: int, *what: Any) -> dict[str, Any]:
         """Make a program of the last recording. messages.FinishCapture describes the rest and the answer. Waits."""
-        return self._ask(lambda request: FinishCapture(request, program, *what))
+        with progress.bar("planning a captured step", unit="s") as tick:
+            return self._ask(lambda request: FinishCapture(request, program, *what), tick)
 
     def inspect(self, tensor: int) -> dict[str, Any]:
         """Layout, mesh and pieces of a tensor. Waits."""
@@ -294,10 +296,10 @@ class Session:
         self._check()
         block = self._arenas.take(array.nbytes)
         if block is None:
-            self._host_copies[tensor] = array.copy(order="C").view(f"V{array.itemsize}")
+            self._host_copies[tensor] = host_buffers.copy(np.empty(array.shape, array.dtype), array).view(f"V{array.itemsize}")
             return NO_PLACE
         target = block.bytes(array.nbytes).view(array.dtype).reshape(array.shape)
-        np.copyto(target, array)
+        host_buffers.copy(target, array)
         self._host_copies[tensor] = target.view(f"V{array.itemsize}")
         self._blocks[tensor] = block
         return upload_index(block.place)
@@ -356,13 +358,14 @@ class Session:
         if self.failure is not None:
             raise errors.from_wire(errors.to_wire(self.failure))
 
-    def _ask(self, question: Callable[[int], Message]) -> Any:
+    def _ask(self, question: Callable[[int], Message], tick: progress.Tick | None = None) -> Any:
+        """The answer to a message of a request's number. tick: called now and then meanwhile."""
         if spans.current is None:
-            return self._answer(question)
+            return self._answer(question, tick)
         with spans.span(WAITS.get(type(question(0)), "wait for an answer")):
-            return self._answer(question)
+            return self._answer(question, tick)
 
-    def _answer(self, question: Callable[[int], Message]) -> Any:
+    def _answer(self, question: Callable[[int], Message], tick: progress.Tick | None) -> Any:
         self._check()
         self._raise_deferred()
         request, pending = next(self._numbers), _Pending()
@@ -370,9 +373,11 @@ class Session:
         try:
             self._outbox.append(question(request))
             # The first turn that this thread leads sends it. A link that has ended saw this request, or has set failure before.
-            if self.failure is None and not self._link.lead(pending.done.is_set):
+            if self.failure is None and not self._link.lead(pending.done.is_set, TICK_SECONDS if tick else float("inf")):
                 self._link.wake()
-                pending.done.wait()
+                while not pending.done.wait(TICK_SECONDS if tick else None):
+                    if tick is not None:
+                        tick(0)
         finally:
             self._pending.pop(request, None)
             if self._pending:  # other threads wait for answers that this thread would have received
