@@ -35,7 +35,7 @@ def tensor(body: Mapping[str, Any]) -> str:
     """A tensor's layout, from gt.inspect: for each worker an outline of the tensor, in which its piece is filled."""
     shape, pieces = list(body["shape"]), list(body["pieces"])
     rows, columns = _drawn_dims(shape, pieces)
-    drawn = "".join(_outline(piece, shape, rows, columns) for piece in pieces[:MAX_DRAWN])
+    drawn = "".join(_outline(piece, body) for piece in pieces[:MAX_DRAWN])
     more = f"<div>and {len(pieces) - MAX_DRAWN} more workers</div>" if len(pieces) > MAX_DRAWN else ""
     dims = f"dims {rows} (down) and {columns} (across)" if len(shape) > 1 else ""
     title = f"{body['spec']} {body['layout']} {body['mesh']}".strip()
@@ -50,19 +50,24 @@ def _drawn_dims(shape: Sequence[int], pieces: Sequence[Mapping[str, Any]]) -> tu
     return chosen[0], chosen[-1]
 
 
-def _outline(piece: Mapping[str, Any], shape: Sequence[int], rows: int, columns: int) -> str:
+def drawing(piece: Mapping[str, Any], body: Mapping[str, Any]) -> str:
+    """A tensor's outline of WIDTH x HEIGHT in SVG, in which one worker's piece is filled. body: of gt.inspect."""
+    shape = list(body["shape"])
+    rows, columns = _drawn_dims(shape, list(body["pieces"]))
+    high, wide = shape[rows] if len(shape) > 1 else 1, shape[columns] if shape else 1
     filled = []
-    for box in piece["boxes"]:
+    for box in piece["boxes"] if high and wide else ():
         top, bottom = box[rows] if len(shape) > 1 else (0, 1)
         left, right = box[columns] if shape else (0, 1)
-        high, wide = shape[rows] if len(shape) > 1 else 1, shape[columns] if shape else 1
-        x, y = (WIDTH * left / wide, HEIGHT * top / high) if wide and high else (0, 0)
-        w, h = (WIDTH * (right - left) / wide, HEIGHT * (bottom - top) / high) if wide and high else (0, 0)
+        x, y, w, h = WIDTH * left / wide, HEIGHT * top / high, WIDTH * (right - left) / wide, HEIGHT * (bottom - top) / high
         place = f'x="{x:.2f}" y="{y:.2f}" width="{w:.2f}" height="{h:.2f}"'
         filled.append(f'<rect {place} fill="{colour(piece["index"])}"/>')
-    frame = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#888"/>'
+    return f'{"".join(filled)}<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#888"/>'
+
+
+def _outline(piece: Mapping[str, Any], body: Mapping[str, Any]) -> str:
     label = f"{piece['worker']} {' x '.join(map(str, piece['shape'])) or 'scalar'}, {size(piece['bytes'])}"
-    svg = f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(filled)}{frame}</svg>'
+    svg = f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{escape(label)}">{drawing(piece, body)}</svg>'
     return f'<div style="margin:4px">{svg}<div style="max-width:{WIDTH + 40}px">{escape(label)}</div></div>'
 
 

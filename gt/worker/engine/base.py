@@ -227,7 +227,7 @@ class DeviceTimes(Protocol):
         """A point after all work that the calling thread has issued; None while the device records."""
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """When the device came to these points, in seconds of the monotonic clock; [] if it has not yet. By any thread."""
+        """Seconds of the monotonic clock at which the device came to these points; [] if it has not yet. By any thread."""
 
 
 class Engine(Moves, Protocol):
