@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
     )
     from gt.client.capture.compiled_function import compile as compile
     from gt.client.groups.signal import microbatches as microbatches
-    from gt.client.memory import memory_summary as memory_summary
-    from gt.client.memory_snapshot import memory_snapshot as memory_snapshot
+    from gt.client.reports.memory import memory_summary as memory_summary
+    from gt.client.reports.memory_snapshot import memory_snapshot as memory_snapshot
     from gt.client.metrics import log as log
     from gt.errors import (
         CaptureError as CaptureError, ConfigError as ConfigError, DispatcherLost as DispatcherLost, GTError as GTError,
@@ -60,8 +60,8 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     },
     "compile": ("gt.client.capture.compiled_function", "compile"),
     "log": ("gt.client.metrics", "log"),
-    "memory_snapshot": ("gt.client.memory_snapshot", "memory_snapshot"),
-    "memory_summary": ("gt.client.memory", "memory_summary"),
+    "memory_snapshot": ("gt.client.reports.memory_snapshot", "memory_snapshot"),
+    "memory_summary": ("gt.client.reports.memory", "memory_summary"),
     "microbatches": ("gt.client.groups.signal", "microbatches"),
     "debug": ("gt.debug", None),
     **{name: ("gt.config.registry", name) for name in ("ShardConfig", "SignalConfig", "load_config", "register_config")},

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from gt import env
-from gt.client import current_session, progress
+from gt.client import current_session
 from gt.client.device import random, torch_remote
 from gt.client.device import register as device_
 from gt.client.device.remote_tensor import RemoteTensor, Shown
-from gt.client.html import Placement
+from gt.client.reports import progress
+from gt.client.reports.html import TensorPlacement
 from gt.client.trace import shape_inference
 from gt.config.doubts import doubts
 from gt.config.load import check_workers, load
@@ -284,7 +285,7 @@ def trace_replay(path: str | Path) -> dict[str, Any]:
     return events["otherData"]
 
 
-def inspect(tensor: torch.Tensor) -> Placement:
+def inspect(tensor: torch.Tensor) -> TensorPlacement:
     """Layout and mesh of a remote tensor, and of each piece its worker, shape, bytes and boxes. Waits for the plan only.
 
     A dict, which a notebook shows as blocks coloured by worker. boxes: of the tensor that the piece has, [start, stop] by dim.
@@ -296,7 +297,7 @@ def inspect(tensor: torch.Tensor) -> Placement:
     current_session.check(tensor)
     recorder = current_session.current()
     recorder.flush()
-    return Placement(recorder.session.inspect(tensor._ref.id))
+    return TensorPlacement(recorder.session.inspect(tensor._ref.id))
 
 
 def plan(fn: Callable, *args: Any, workers: int = 0, config: Config = None) -> Plan:

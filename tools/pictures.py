@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from gt.client import html
+from gt.client.reports import html
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "pictures" / "layouts.svg"
 ROW, LEFT, GAP = 92, 250, 110  # pixels: height of a tensor's row, width of its text, and of one worker

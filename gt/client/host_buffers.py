@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gt.client import progress
+from gt.client.reports import progress
 from gt.errors import ProtocolError
 from gt.ir.layout import Boxes, piece_shape, read_boxes, write_boxes
 from gt.wire.arena import WORDS, check_boxes

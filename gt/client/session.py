@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from gt import errors, logs
-from gt.client import host_buffers, progress, spans
+from gt.client import host_buffers
 from gt.client.arenas import ArenaBlock, ClientArenas
+from gt.client.reports import progress, spans
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.schema import library_schemas
 from gt.ir.spec import DTYPES, Spec

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from gt.client import html
+from gt.client.reports import html
 from gt.config.schema import DATA_AXIS, Rule
 from gt.dispatcher.schedule.balance import said
 from gt.dispatcher.sharding.cost import LINK

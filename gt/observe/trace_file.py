@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gt.client.spans import Span
+from gt.client.reports.spans import Span
 from gt.ir.instr import PROGRAMS, RECEIVES
 from gt.wire.messages import TraceRows
 

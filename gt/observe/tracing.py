@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from gt.client import spans
+from gt.client.reports import spans
 from gt.errors import GTError, ProgramError
 from gt.observe import timeline, trace_file
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gt
-from gt.client import spans
+from gt.client.reports import spans
 from gt.observe import trace_file
 from gt.wire.messages import TraceRows
 from tests.helpers.processes import run_program

@@ -38,7 +38,7 @@ def run(path, folder):
 def test_its_cells_run_in_order(tmp_path: Path) -> None:
     said = run_program(PRELUDE, f"run({str(NOTEBOOK)!r}, {str(tmp_path)!r})", 120)
     shown = json.loads(said.partition("SHOWN ")[2])
-    assert [name for name, _ in shown] == ["Placement", "MemorySummary", "TextReport", "int"]
+    assert [name for name, _ in shown] == ["TensorPlacement", "MemorySummary", "TextReport", "int"]
     assert all(markup.startswith("<") for _, markup in shown[:3]) and shown[0][1].count("<svg") == 4
     first, last = map(float, said.partition("loss ")[2].splitlines()[0].split(" to "))
     assert last < first and json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

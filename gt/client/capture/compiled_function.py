@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from gt.client import current_session, spans
+from gt.client import current_session
 from gt.client.capture import explain
 from gt.client.capture.boundary import (
     OUTSIDE,
@@ -47,7 +47,8 @@ from gt.client.capture.recording import SAME, CallRecording, Difference, differe
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor
-from gt.client.html import TextReport
+from gt.client.reports import spans
+from gt.client.reports.html import TextReport
 from gt.client.trace.recorder import Recorder
 from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked

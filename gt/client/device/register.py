@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from gt.client import telemetry
 from gt.client.current_session import Current
 from gt.client.device import generator, lazy_modules, module_moves, torch_remote
 from gt.client.device.autocast import register as register_autocast
@@ -23,6 +22,7 @@ from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
 from gt.client.device.serialization import extend_save_and_load
 from gt.client.frameworks import accelerate, after_import, lightning, profiler
 from gt.client.groups import module_state
+from gt.client.reports import telemetry
 from gt.client.trace import long_lists, overrides, refusals, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback

@@ -94,7 +94,7 @@ class TextReport(str):
         return text_block(self)
 
 
-class Placement(dict[str, Any]):
+class TensorPlacement(dict[str, Any]):
     """The answer of gt.inspect, which a notebook shows as blocks coloured by worker."""
 
     def _repr_html_(self) -> str:

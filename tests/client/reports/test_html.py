@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gt
-from gt.client import html
+from gt.client.reports import html
 from gt.observe.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("plain_threads")

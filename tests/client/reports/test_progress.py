@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import gt
-from gt.client import host_buffers, progress
+from gt.client import host_buffers
+from gt.client.reports import progress
 
 tqdm = pytest.importorskip("tqdm")
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gt.client import current_session, html
+from gt.client import current_session
 from gt.client.device import torch_remote
 from gt.client.groups import tensor_roles
+from gt.client.reports import html
 from gt.ir.schedules import size
 
 USES = ("weights", "gradients", "optimizer", "activations")

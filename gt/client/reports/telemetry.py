@@ -9,8 +9,9 @@ import sys
 import time
 from typing import Any
 
-from gt.client import current_session, spans
-from gt.client.spans import Span
+from gt.client import current_session
+from gt.client.reports import spans
+from gt.client.reports.spans import Span
 from gt.client.trace.recorder import Recorder
 
 LIBRARY = "gt"

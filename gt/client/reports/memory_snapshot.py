@@ -9,7 +9,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from gt.client.memory import WorkerMemory, held
+from gt.client.reports.memory import WorkerMemory, held
 
 ALIGNMENT = 512  # bytes: of a CUDA allocator's blocks
 GIBIBYTE = 1 << 30

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import gt
-from gt.client import spans
 from gt.client.frameworks import profiler
+from gt.client.reports import spans
 
 pytestmark = pytest.mark.usefixtures("plain_threads")
 
@@ -75,7 +75,7 @@ def test_the_package_takes_the_spans(session: Callable) -> None:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from gt.client.telemetry import SpanExporter
+    from gt.client.reports.telemetry import SpanExporter
 
     memory, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(memory))
