@@ -132,7 +132,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "worker": (worker, "run one worker in the foreground"),
     "key": (key, "write a strong token to a new file, for a server off loopback"),
     "plan": (plan, "plan a program without workers: layouts, traffic, memory, schedule"),
-    "trace": (trace, "run a program, and write its last replay as a Chrome trace, measured and predicted"),
+    "trace": (trace, "run a program, and write a timeline of client, dispatcher, workers and transfers for Perfetto"),
     "top": (top, "watch a running server: workers, sessions, links, slow lines"),
     "metrics": (metrics, "serve metrics of a running server over HTTP, for Prometheus"),
     "dashboard": (dashboard, "show a running server in the browser: schedule, memory, traffic, curves, layouts, errors"),

@@ -15,6 +15,7 @@ from gt.dispatcher.cluster.health import Survey, Watch, answer
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, workers
 from gt.dispatcher.cluster.membership import Membership
 from gt.dispatcher.cluster.observers import Observers, logged
+from gt.dispatcher.cluster.tracing import Traces
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.dispatcher.events import (
     Action,
@@ -40,7 +41,7 @@ from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.failures import op_failed
 from gt.dispatcher.state.fetches import MAX_REQUESTS
-from gt.dispatcher.state.memory_report import memory_report
+from gt.dispatcher.state.memory_report import holders, memory_report
 from gt.errors import GTError, ProtocolError, SystemFailure
 from gt.logs import Sparse
 from gt.wire.messages import (
@@ -71,6 +72,8 @@ from gt.wire.messages import (
     Run,
     Stats,
     TensorRoles,
+    Trace,
+    TraceRows,
     UploadChunk,
     UploadProgress,
 )
@@ -108,6 +111,7 @@ class Core:
         self.admission = Admission(self.lending, most=self.terms.most)
         self.round_robin = RoundRobin(self, self.pace)
         self.observers = Observers(self)
+        self.traces = Traces(self, self._lease)
         self.membership = Membership(self)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
@@ -121,6 +125,7 @@ class Core:
             InspectFragments: self._inspect_fragments,
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
             Metrics: self._metrics, TensorRoles: self._tensor_roles, Observe: self.observers.observe,
+            Trace: self.traces.trace, TraceRows: self._trace_rows,
         }  # fmt: skip
 
     @property
@@ -142,6 +147,7 @@ class Core:
         for lease in self.lending.leases:
             lease.cluster.now = event.at
         self.pace.begin()
+        began = self.pace.now() if self.traces.open else -1.0
         if isinstance(event, Received):
             self._receive(event)
         elif isinstance(event, PeerLost):
@@ -161,6 +167,8 @@ class Core:
             self._turn_page()
         if self.round_robin.pending:
             self._actions.append(TurnWanted())
+        if began >= 0:
+            self.traces.note(event, began)
         return self._actions
 
     def check(self) -> None:
@@ -322,7 +330,7 @@ class Core:
         session, watch = self._session(peer), self._lease(peer).watch
         if sum(survey.session is session for survey in watch.surveys.values()) >= MAX_REQUESTS:
             raise ProtocolError(f"Stats.request {message.request} is one of more than {MAX_REQUESTS} under way")
-        survey, asked = watch.survey(session, message.request, message.program)
+        survey, asked = watch.survey(session, message)
         for worker, query in asked:
             self.send(worker, query)
         if not survey.left:
@@ -439,6 +447,9 @@ class Core:
         if self._sparse.allows(self.now):
             log.warning("worker %s: op %d failed: %s", worker.name, message.seq, message.message)
 
+    def _trace_rows(self, peer: Peer, message: TraceRows, frames: tuple) -> None:
+        self.traces.rows(peer, self._worker(peer), message)
+
     def _report(self, peer: Peer, message: Report, frames: tuple) -> None:
         worker = self._worker(peer)
         self.observers.answered(worker, message)
@@ -449,6 +460,10 @@ class Core:
     def surveyed(self, survey: Survey) -> None:
         """Every worker has answered a Stats request."""
         if survey.session.peer in self.sessions:
+            session, rows = survey.session, survey.reports
+            for index, row in rows.items():
+                if "holders" in row:
+                    row["holders"] = holders(session, session.cluster.workers[index], row["holders"])
             body, said = answer(survey, self.sent, self.received, self.relayed)
             if said:
                 self.log_line("SCHEDULE", self.name(survey.session.peer), said)

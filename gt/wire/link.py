@@ -47,6 +47,8 @@ from gt.wire.messages import (
     Stats,
     TensorRoles,
     TorchSettings,
+    Trace,
+    TraceRows,
     UploadChunk,
     UploadProgress,
     UploadRequest,
@@ -66,18 +68,18 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     "client": (
         frozenset(
             {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, Metrics, UploadChunk, UploadProgress}
-            | {TensorRoles, OfferArena, CloseArenas, Goodbye}
+            | {TensorRoles, OfferArena, CloseArenas, Trace, Goodbye}
         ),
         frozenset(
             {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice}
-            | {Watched, Exit}
+            | {Watched, TraceRows, Exit}
         ),
     ),
     "worker": (
-        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, Goodbye}),
+        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, TraceRows, Goodbye}),
         frozenset(
             {Welcome, Reject, World, Run, Data, OfferArena, CloseArenas, UseBlock, WindowUpdate, TorchSettings, Abort, Query}
-            | {Renew, Exit}
+            | {Trace, Renew, Exit}
         ),
     ),
     "observer": (frozenset({Observe, Goodbye}), frozenset({Welcome, Reject, Records, Exit})),

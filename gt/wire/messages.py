@@ -134,10 +134,27 @@ class InspectFragments(Message):
 
 @dataclass(frozen=True, slots=True)
 class Stats(Message):
-    """Client -> dispatcher: asks for counters. Answered by Report. program: whose replay they show, -1 for the newest."""
+    """Client -> dispatcher: asks for counters. Answered by Report. program: whose replay they show, -1 for the newest.
+
+    holders: include the session's tensors by worker: Report.body["workers"][..]["holders"], see state/memory_report.
+    """
 
     request: int
     program: int = -1
+    holders: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trace(Message):
+    """Client -> dispatcher -> workers: times of a session's instructions are recorded from now on (on), or no longer.
+
+    Client: answered by Report once all workers know; when it ends, by TraceRows of each process before. Worker: answered by
+    TraceRows. session: to workers, whose Runs are recorded; a client sends 0.
+    """
+
+    request: int
+    on: bool
+    session: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +330,28 @@ class Report(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class TraceRows(Message):
+    """Worker -> dispatcher -> client: a part of a trace. Times are seconds of the sender's monotonic clock.
+
+    worker: its index; -1 for the dispatcher's part. events: number, seq, start, end of each instruction; of the dispatcher's:
+    kind of the event by its place in `names`, 0, start, end. device: the same as a GPU has measured them. counters: time,
+    bytes of live tensors, bytes sent, bytes received, of each sample. names: of a worker [number, kind, op, bytes, peers] of
+    each definition; of the dispatcher see cluster/tracing. clock: when it was sent. dropped: events that had no
+    room. left: parts that follow.
+    """
+
+    request: int
+    worker: int
+    events: Numbers
+    device: Numbers
+    counters: Numbers
+    names: list
+    clock: float
+    dropped: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
 class Notice(Message):
     """Dispatcher -> client: news that is no failure. place: position in the queue for workers, from 1; 0: not in a queue."""
 
@@ -426,12 +465,14 @@ class Query(Message):
     last Run executed, "stats": {...}, "took": seconds of CPU time for these, "at": [Run, place in it, the op's seq, kind, Runs
     that its GPU has finished] of the current instruction or None, "work": seconds of CPU time used}; the kind is the
     instruction's, or "compile", "load" (its GPU runs it for the first time) or "device" (it waits for its GPU). With the same
-    `at` twice an instruction takes long; with the same `work` too, the worker makes no progress.
+    `at` twice an instruction takes long; with the same `work` too, the worker makes no progress. holders: a session's number;
+    stats["holders"] has [id, bytes] of its largest tensors; -1 for none.
     """
 
     request: int
     stats: bool = True
     programs: list = field(default_factory=list)
+    holders: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,5 +571,5 @@ CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
     UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
-    Metrics, Watched, Observe, Records, TensorRoles,
+    Metrics, Watched, Observe, Records, TensorRoles, Trace, TraceRows,
 )  # fmt: skip

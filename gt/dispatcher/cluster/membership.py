@@ -15,6 +15,7 @@ from gt.dispatcher.cluster.health import Survey
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
 from gt.dispatcher.cluster.observers import Observers
 from gt.dispatcher.cluster.peer_info import worker_info
+from gt.dispatcher.cluster.tracing import Traces
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.events import Action, Examined, Peer
 from gt.dispatcher.fairness.round_robin import RoundRobin
@@ -50,6 +51,7 @@ class MembershipHost(Protocol):
     admission: Admission
     observers: Observers
     round_robin: RoundRobin
+    traces: Traces
     page: list[str]
     now: float
 
@@ -163,6 +165,7 @@ class Membership:
         if self._core.observers.leave(peer):
             return
         self._admission.forget(peer)
+        self._core.traces.forget(peer)
         session, worker, lease = self._sessions.pop(peer, None), self._workers.pop(peer, None), self._lending.of(peer)
         if session is not None and lease is not None:
             self._core.log_line("DISCONNECT", f"client{session.number}", reason)
@@ -195,6 +198,7 @@ class Membership:
         for survey in lease.watch.without(worker.index):
             self._core.surveyed(survey)
         self._core.observers.lose(worker)
+        self._core.traces.lose(worker)
 
     def tick(self) -> None:
         for peer, said in self._terms.due(self._sessions, self._core.now):
