@@ -17,11 +17,14 @@ from typing import Any, NoReturn
 import yaml
 
 from gt.config.schema import (
+    CHECKPOINT_KEYS,
     DATA_AXIS,
     DATA_PARALLEL,
+    DTYPES,
     GROUP_KEYS,
     GT_KEYS,
     MAX_AXIS,
+    PRECISION_KEYS,
     RESERVED,
     RULE_KEYS,
     SHARD_KEYS,
@@ -29,6 +32,7 @@ from gt.config.schema import (
     SUFFIX_AXIS,
     Config,
     Group,
+    Precision,
     Rule,
 )
 from gt.errors import ConfigError
@@ -270,7 +274,48 @@ class _Reader:
                 _line(found["zero"]),
                 f"zero is {zero} with schedule {name}: a micro-batch would free weights that another one uses; try zero: 2",
             )
-        return {"modules": rules, "schedule": name, "zero": zero}
+        settings = {"modules": rules, "schedule": name, "zero": zero}
+        if "precision" in found:
+            settings["precision"] = self.precision(found["precision"])
+        if "activation_checkpoint" in found:
+            settings["checkpointed"] = self.checkpointed(found["activation_checkpoint"])
+        return settings
+
+    def precision(self, node: yaml.Node) -> Precision:
+        """One dtype, in which modules compute, or a mapping."""
+        if not isinstance(node, yaml.MappingNode):
+            return Precision(self.dtype(node, "precision", GT_KEYS["precision"]))
+        found = self.known(node, PRECISION_KEYS, "precision", RESERVED)
+        if "compute" not in found:
+            self.fail(RESERVED, _line(node), "precision has no compute, want the dtype in which modules compute")
+        given = {key: self.dtype(value, key, PRECISION_KEYS[key]) for key, value in found.items()}
+        compute, reduce = given["compute"], given.get("reduce", "fp32")
+        if reduce not in ("fp32", compute):
+            self.fail(
+                RESERVED,
+                _line(found["reduce"]),
+                f"reduce is {reduce} with compute {compute}: gradients are added up in fp32 or as they are computed",
+            )
+        if reduce == "fp16":
+            self.fail(RESERVED, _line(found["reduce"]), "reduce is fp16: sums of scaled gradients overflow; leave reduce out")
+        return Precision(**given)
+
+    def dtype(self, node: yaml.Node, key: str, want: str) -> str:
+        name = self.value(node, str, key, want, RESERVED)
+        if name not in DTYPES:
+            self.fail(RESERVED, _line(node), f"{key} is {self.show(node)}, want {want}")
+        return str(name)
+
+    def checkpointed(self, node: yaml.Node) -> tuple[str, ...]:
+        """Patterns of modules whose activations backward computes again."""
+        found = self.known(node, CHECKPOINT_KEYS, "activation_checkpoint", RESERVED)
+        named, want = found.get("modules"), CHECKPOINT_KEYS["modules"]
+        if named is None:
+            self.fail(RESERVED, _line(node), f"activation_checkpoint has no modules, want {want}")
+        patterns = named.value if isinstance(named, yaml.SequenceNode) else [named]
+        if not patterns:
+            self.fail(RESERVED, _line(named), f"modules is an empty list, want {want}")
+        return tuple(self.value(pattern, str, "modules", want, RESERVED) for pattern in patterns)
 
     def data_parallel(self, node: yaml.Node, groups: dict[str, Group]) -> None:
         """Workers, which become a group of that name, or the axis that groups split data along: there is only one."""

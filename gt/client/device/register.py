@@ -21,7 +21,7 @@ from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
 from gt.client.device.serialization import extend_save_and_load
 from gt.client.frameworks import accelerate, after_import, lightning
-from gt.client.groups import module_state
+from gt.client.groups import module_calls, module_state
 from gt.client.trace import long_lists, overrides, refusals, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
@@ -145,6 +145,7 @@ def prepare() -> None:
     lazy_modules.prepare()
     module_moves.prepare()
     module_state.prepare()
+    module_calls.prepare()
     refusals.prepare()
     after_import.watch(
         {
