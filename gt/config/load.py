@@ -268,12 +268,6 @@ class _Reader:
         except ValueError as error:
             self.fail(RESERVED, _line(schedule or node), str(error))
         zero = self.zero(found["zero"], groups) if "zero" in found else 0
-        if zero == STAGES[-1] and name is not None:
-            self.fail(
-                RESERVED,
-                _line(found["zero"]),
-                f"zero is {zero} with schedule {name}: a micro-batch would free weights that another one uses; try zero: 2",
-            )
         settings = {"modules": rules, "schedule": name, "zero": zero}
         if "precision" in found:
             settings["precision"] = self.precision(found["precision"])

@@ -95,9 +95,8 @@ class Planner:
             raise NeedsLookahead
         if self._scribe is not None:
             self._scribe.received(known, origin, [t.id for t in ins])
-        places = origin.meaning is not None and known.name == "_to_copy" and ins[0].storage.param  # and casts what it places
         grouped = origin.meaning not in (None, self._context.groups.everywhere)
-        if not places and self._materializer.can_defer(known, ins, grouped):
+        if not self._casts_weight(known, origin, ins) and self._materializer.can_defer(known, ins, grouped):
             self._materializer.defer(known, ins, values, outs, self._uploads.source(known, values, outs))
             return
         elif known.columns:
@@ -105,6 +104,12 @@ class Planner:
         else:
             self._planned(known, origin, ins, values, outs, plan)
         self._after(known, origin, ins, outs)
+
+    def _casts_weight(self, known: OpSchema, origin: Origin, ins: list[Tensor]) -> bool:
+        """True for the cast of a parameter by the config, in a group: it places the parameter, and casts the pieces."""
+        if known.name != "_to_copy" or self._context.config.precision.compute == "fp32":
+            return False
+        return origin.meaning is not None and ins[0].storage.param
 
     def _planned(
         self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int], plan: OpPlan | None
