@@ -23,12 +23,13 @@ class Current:
     zero = 0  # the YAML's stage of ZeRO
     precision = Precision()  # the YAML's
     checkpointed: tuple[str, ...] = ()  # the YAML's patterns of modules
+    offloads = False  # whether the YAML offloads optimizer state or parameters
     declares_modules = False  # whether modules' buffers and frozen parameters are declared at their first call
     # id of the newest uninitialised tensor, and the number of ops at its creation
     fresh: tuple[int, int] | None = None
 
 
-SETTINGS = ("schedule", "backend", "zero", "precision", "checkpointed", "declares_modules")  # of the YAML
+SETTINGS = ("schedule", "backend", "zero", "precision", "checkpointed", "offloads", "declares_modules")  # of the YAML
 _starting = threading.RLock()
 auto_start: Callable[[], None] | None = None  # set by gt.api
 on_clear: list[Callable[[], None]] = []  # caches that hold template numbers
@@ -78,6 +79,7 @@ def _apply(text: str, path: str) -> None:
     Current.backend = "inductor" if any(group.compile for group in config.groups.values()) else "eager"
     Current.zero = config.zero
     Current.precision, Current.checkpointed = config.precision, config.checkpointed
+    Current.offloads = bool(config.offload.optimizer or config.offload.params)
     Current.declares_modules = config.zero > 0 or DATA_PARALLEL in config.groups
 
 

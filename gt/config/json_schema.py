@@ -12,10 +12,12 @@ from gt.config.schema import (
     GROUP_KEYS,
     GT_KEYS,
     MAX_AXIS,
+    OFFLOAD_KEYS,
     PRECISION_KEYS,
     RESERVED,
     RULE_KEYS,
     SHARD_KEYS,
+    SPACES,
     STAGES,
     SUFFIX_AXIS,
 )
@@ -37,6 +39,8 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "0, 1, 2 or 3": {"type": "integer", "enum": list(STAGES)},
     "fp32, bf16 or fp16": {"type": "string", "enum": list(DTYPES)},
+    "cpu, nvme or none": {"type": "string", "enum": list(SPACES)},
+    "the absolute path of a folder": {"type": "string", "pattern": "^/"},
     "a module pattern, or a list of them": {"anyOf": [{"type": "string"}, _GROUP_NAMES]},
     "the name of a schedule": {"type": "string", "pattern": f"^({'|'.join(NAMES)})(:.*)?$"},
 }
@@ -60,7 +64,7 @@ def _settings() -> dict[str, Any]:
     """Schemas of the settings that are mappings."""
     precision = {"anyOf": [FORMS["fp32, bf16 or fp16"], _mapping(PRECISION_KEYS, required=["compute"])]}
     checkpoint = _mapping(CHECKPOINT_KEYS, required=["modules"])
-    own = {"precision": precision, "activation_checkpoint": checkpoint}
+    own = {"precision": precision, "activation_checkpoint": checkpoint, "offload": _mapping(OFFLOAD_KEYS)}
     return {key: {**schema, "description": GT_KEYS[key]} for key, schema in own.items()}
 
 

@@ -24,14 +24,18 @@ from gt.config.schema import (
     GROUP_KEYS,
     GT_KEYS,
     MAX_AXIS,
+    OFFLOAD_KEYS,
+    OFFLOAD_PATH,
     PRECISION_KEYS,
     RESERVED,
     RULE_KEYS,
     SHARD_KEYS,
+    SPACES,
     STAGES,
     SUFFIX_AXIS,
     Config,
     Group,
+    Offloaded,
     Precision,
     Rule,
 )
@@ -273,6 +277,8 @@ class _Reader:
             settings["precision"] = self.precision(found["precision"])
         if "activation_checkpoint" in found:
             settings["checkpointed"] = self.checkpointed(found["activation_checkpoint"])
+        if "offload" in found:
+            settings["offload"] = self.offload(found["offload"], zero)
         return settings
 
     def precision(self, node: yaml.Node) -> Precision:
@@ -293,6 +299,25 @@ class _Reader:
         if reduce == "fp16":
             self.fail(RESERVED, _line(found["reduce"]), "reduce is fp16: sums of scaled gradients overflow; leave reduce out")
         return Precision(**given)
+
+    def offload(self, node: yaml.Node, zero: int) -> Offloaded:
+        """Where optimizer state and parameters rest."""
+        found = self.known(node, OFFLOAD_KEYS, "offload", RESERVED)
+        given = {key: self.value(value, str, key, OFFLOAD_KEYS[key], RESERVED) for key, value in found.items()}
+        for key in ("optimizer", "params"):
+            if given.get(key, "none") not in SPACES:
+                self.fail(RESERVED, _line(found[key]), f"{key} is {self.show(found[key])}, want {OFFLOAD_KEYS[key]}")
+        path = given.pop("path", OFFLOAD_PATH)
+        if not path.startswith("/") or "\0" in path:
+            self.fail(RESERVED, _line(found["path"]), f"path is {self.show(found['path'])}, want {OFFLOAD_KEYS['path']}")
+        spaces = {key: None if space == "none" else space for key, space in given.items()}
+        if spaces.get("params") and zero < STAGES[-1]:
+            self.fail(
+                RESERVED,
+                _line(found["params"]),
+                f"params rest in {spaces['params']} with zero {zero}, which keeps whole copies on the device: write zero: 3",
+            )
+        return Offloaded(**spaces, path=path)
 
     def dtype(self, node: yaml.Node, key: str, want: str) -> str:
         name = self.value(node, str, key, want, RESERVED)

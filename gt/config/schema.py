@@ -25,8 +25,10 @@ GT_KEYS = {
     "zero": "0, 1, 2 or 3",
     "precision": "fp32, bf16 or fp16, or a mapping with compute, reduce and output",
     "activation_checkpoint": "a mapping with modules",
+    "offload": "a mapping with optimizer, params and path",
 }
 PRECISION_KEYS = {key: "fp32, bf16 or fp16" for key in ("compute", "reduce", "output")}
+OFFLOAD_KEYS = {"optimizer": "cpu, nvme or none", "params": "cpu, nvme or none", "path": "the absolute path of a folder"}
 CHECKPOINT_KEYS = {"modules": "a module pattern, or a list of them"}
 RULE_KEYS = {"group": "the name of a group, a suffix, or a list of groups", "parts": "a whole number of at least 1"}
 
@@ -34,6 +36,8 @@ DATA_PARALLEL = "data_parallel"  # the group of all ops that are in no other gro
 DATA_AXIS = "dp"  # the axis of a mesh along which data is split
 STAGES = (0, 1, 2, 3)  # of ZeRO
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of `precision`, as torch names them
+SPACES = ("cpu", "nvme", "none")  # of `offload`
+OFFLOAD_PATH = "/tmp/nvme_offload"
 SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # suffix of a group's name -> its axis
 MAX_AXIS = 4  # the last dim of a batch of volumes, [N, C, D, H, W]
 
@@ -86,6 +90,15 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
+class Offloaded:
+    """Where optimizer state and parameters rest, None for on the device. path: the folder of files."""
+
+    optimizer: str | None = None
+    params: str | None = None
+    path: str = OFFLOAD_PATH
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Groups in the order of the file. path: for messages. text: the form that is sent.
 
@@ -99,6 +112,7 @@ class Config:
     zero: int = 0
     precision: Precision = Precision()
     checkpointed: tuple[str, ...] = ()
+    offload: Offloaded = Offloaded()
     path: str = ""
     text: str = ""
 

@@ -15,6 +15,7 @@ from gt.dispatcher.planning.decompose import Decompose
 from gt.dispatcher.planning.fused_projections import WEIGHTS, needs_lookahead, record_producer, split_by_parts
 from gt.dispatcher.planning.list_ops import ListOps
 from gt.dispatcher.planning.materializer import Materializer, root_layout
+from gt.dispatcher.planning.offload import Offload
 from gt.dispatcher.planning.op_binder import OpBinder
 from gt.dispatcher.planning.parameters import (
     ReplicationWarnings,
@@ -65,9 +66,9 @@ class Planner:
         self._warned: set[str] = set()
         self._decompose = Decompose(context, redistributor, self)
         self._replicated = ReplicationWarnings(context)
+        self.sharded, self.offload = ShardedParameters(context, redistributor), Offload(context)
         self._lists = ListOps(context, binder, redistributor, self)
-        self.sharded = ShardedParameters(context, redistributor)
-        self._shards = self.sharded.stage > 0
+        self._shards, self._offloads = self.sharded.stage > 0, self.offload.active
         self._key = _key_of_sharded if self._shards else _key
         self.hits = 0
 
@@ -208,6 +209,8 @@ class Planner:
         self._journal.add(Planned(self._emitter.seq, known, origin, reads, writes, makes))
         if self._shards:
             self.sharded.after(known, ins, outs)
+        if self._offloads and not known.columns:
+            self.offload.after(known, ins)
         if self._failures.troubled:
             self._failures.spread(known, reads, writes, makes)
 

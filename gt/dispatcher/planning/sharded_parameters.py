@@ -55,6 +55,7 @@ class ShardedParameters:
     def accumulated(self, parameter: Tensor, gradient: Tensor) -> None:
         """Autograd has added to a gradient: it rests as its parameter does."""
         storage, layout = gradient.storage, parameter.layout
+        storage.gradient = True
         root = _root(storage)
         if not self.stage or parameter.storage.rest is None or layout is None or root.layout is None:
             return
