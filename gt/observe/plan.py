@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gt.config.schema import DATA_AXIS, Rule
+from gt.dispatcher.planning.sharded_memory import sharded_memory
 from gt.dispatcher.schedule.balance import said
 from gt.dispatcher.sharding.cost import LINK
 from gt.ir.instr import COLLECTIVES
@@ -64,12 +65,25 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
         "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(tuple(COLLECTIVES))],
         "memory": [_worker(dry, step, i) for i in dry.followed],
         "pipeline": pipe,
-        **({"zero": dry.state.config.zero} if dry.state.config.zero else {}),
+        **({"zero": dry.state.config.zero, "sharding": _sharding(dry)} if dry.state.config.zero else {}),
     }  # fmt: skip
     _scheduled(body, pipe, dry)
     body["warnings"] = _warnings(dry, step, body)
     body["time"] = _times(body)
     return body
+
+
+def _sharding(dry: Dry) -> dict[str, Any]:
+    return sharded_memory(dry.state.config.zero, dry.state.context.table.rows.values())
+
+
+def _theory(sharding: dict[str, Any]) -> list[str]:
+    """The table of the ZeRO paper for these weights with AdamW: the worker that has most."""
+    if not sharding:
+        return []
+    most = max(sharding["workers"], key=lambda row: sum(row["theory"].values()))
+    parts = ", ".join(f"{kind} {size(n)}" for kind, n in most["theory"].items())
+    return [f"theory with AdamW, on worker {most['worker']}: {parts}; in all {size(sum(most['theory'].values()))}"]
 
 
 def _times(body: dict[str, Any]) -> dict[str, float]:
@@ -192,6 +206,7 @@ def _text(body: dict[str, Any]) -> list[str]:
             "#",
             f"# zero {body['zero']}: weights, gradients and optimizer state rest in pieces of {DATA_AXIS}",
             f"# {KEPT[body['zero']]}",
+            *(f"# {line}" for line in _theory(body["sharding"])),
         ]
     lines += ["#", "# memory of each worker", *(f"# {line}" for line in _memory(body["memory"]))]
     if pipe:
