@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from gt.config.schema import DATA_AXIS, Rule
-from gt.dispatcher.planning.sharded_memory import sharded_memory
+from gt.dispatcher.planning.sharded_memory import parts, table
 from gt.dispatcher.schedule.balance import said
+from gt.dispatcher.sharding import zero
 from gt.dispatcher.sharding.cost import LINK
 from gt.ir.instr import COLLECTIVES
-from gt.ir.layout import Replicate
+from gt.ir.layout import Replicate, Shard
 from gt.ir.schedules import size
 from gt.ir.text import PlanLine
 from gt.observe import pipeline_report
@@ -65,7 +67,7 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
         "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(tuple(COLLECTIVES))],
         "memory": [_worker(dry, step, i) for i in dry.followed],
         "pipeline": pipe,
-        **({"zero": dry.state.config.zero, "sharding": _sharding(dry)} if dry.state.config.zero else {}),
+        **({"zero": dry.state.config.zero, "theory": _theory(dry)} if dry.state.config.zero else {}),
     }  # fmt: skip
     _scheduled(body, pipe, dry)
     body["warnings"] = _warnings(dry, step, body)
@@ -73,17 +75,25 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
     return body
 
 
-def _sharding(dry: Dry) -> dict[str, Any]:
-    return sharded_memory(dry.state.config.zero, dry.state.context.table.rows.values())
+def _theory(dry: Dry) -> dict[int, dict[str, int]]:
+    """By worker, bytes of each kind in the table of the ZeRO paper, for these weights with AdamW."""
+    theory: dict[int, Counter[str]] = {}
+    for line, _, layout in dry.weights:
+        use = zero.used(layout)
+        split = prod(n for n, p in zip(use.mesh.sizes, use.placements, strict=True) if isinstance(p, Shard))
+        for index in use.mesh.workers:
+            rows = table(dry.state.config.zero, _nbytes(line) // split, parts(use))
+            theory.setdefault(index, Counter()).update(rows)
+    return {index: dict(rows) for index, rows in sorted(theory.items())}
 
 
-def _theory(sharding: dict[str, Any]) -> list[str]:
-    """The table of the ZeRO paper for these weights with AdamW: the worker that has most."""
-    if not sharding:
+def _theory_lines(theory: dict[int, dict[str, int]]) -> list[str]:
+    """The worker that has most."""
+    if not theory:
         return []
-    most = max(sharding["workers"], key=lambda row: sum(row["theory"].values()))
-    parts = ", ".join(f"{kind} {size(n)}" for kind, n in most["theory"].items())
-    return [f"theory with AdamW, on worker {most['worker']}: {parts}; in all {size(sum(most['theory'].values()))}"]
+    worker, rows = max(theory.items(), key=lambda item: sum(item[1].values()))
+    kinds = ", ".join(f"{kind} {size(n)}" for kind, n in rows.items())
+    return [f"theory with AdamW, on worker {worker}: {kinds}; in all {size(sum(rows.values()))}"]
 
 
 def _times(body: dict[str, Any]) -> dict[str, float]:
@@ -206,7 +216,7 @@ def _text(body: dict[str, Any]) -> list[str]:
             "#",
             f"# zero {body['zero']}: weights, gradients and optimizer state rest in pieces of {DATA_AXIS}",
             f"# {KEPT[body['zero']]}",
-            *(f"# {line}" for line in _theory(body["sharding"])),
+            *(f"# {line}" for line in _theory_lines(body["theory"])),
         ]
     lines += ["#", "# memory of each worker", *(f"# {line}" for line in _memory(body["memory"]))]
     if pipe:

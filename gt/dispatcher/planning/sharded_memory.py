@@ -34,7 +34,7 @@ def sharded_memory(stage: int, tensors: Iterable[Tensor]) -> dict[str, Any]:
                 held.setdefault(index, Counter())["copies"] += nbytes
         if kind == "weights":
             for index, nbytes in _bytes(root, zero.used(layout)):
-                theory.setdefault(index, Counter()).update(_table(stage, nbytes, _parts(layout)))
+                theory.setdefault(index, Counter()).update(table(stage, nbytes, parts(layout)))
     if not theory:
         return {}
     rows = [
@@ -52,12 +52,13 @@ def _kind(storage: Storage) -> str | None:
     return "optimizer" if storage.rest is not None or storage.space is not None else None
 
 
-def _parts(layout: Layout) -> int:
+def parts(layout: Layout) -> int:
+    """Workers over which ZeRO shards a weight of this layout."""
     axis = zero.axis_of(layout)
     return 1 if axis is None else layout.mesh.axes[axis][1]
 
 
-def _table(stage: int, nbytes: int, parts: int) -> dict[str, int]:
+def table(stage: int, nbytes: int, parts: int) -> dict[str, int]:
     """Of one weight between backward and the optimizer's step, rounded up."""
     part = -(-nbytes // parts)
     return {
