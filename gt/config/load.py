@@ -301,7 +301,7 @@ class _Reader:
         return Precision(**given)
 
     def offload(self, node: yaml.Node, zero: int) -> Offloaded:
-        """Where optimizer state and parameters rest."""
+        """Spaces in which optimizer state and parameters rest."""
         found = self.known(node, OFFLOAD_KEYS, "offload", RESERVED)
         given = {key: self.value(value, str, key, OFFLOAD_KEYS[key], RESERVED) for key, value in found.items()}
         for key in ("optimizer", "params"):

@@ -91,7 +91,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """Where optimizer state and parameters rest, None for on the device. path: the folder of files."""
+    """Spaces in which optimizer state and parameters rest, None for on the device. path: the folder of files."""
 
     optimizer: str | None = None
     params: str | None = None

@@ -59,7 +59,7 @@ class MixedPrecision:
         return tree_map_only(torch.Tensor, self.cast, tree)
 
     def outputs(self, tree: Any) -> Any:
-        """What an outermost module returns: in the dtype of outputs. The gradients that enter there are scaled."""
+        """Results of an outermost module, in the dtype of outputs. The gradients that enter there are scaled."""
         return tree if self.output is None and self.scale is None else tree_map_only(RemoteTensor, self._output, tree)
 
     def _output(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ LEAST_BYTES = 4 << 10  # on a worker: of smaller tensors nothing is gained
 
 
 class Offload:
-    """What one session's config offloads."""
+    """Tensors that one session's config offloads."""
 
     def __init__(self, context: SessionContext) -> None:
         self._context, self._emitter = context, context.emitter
@@ -42,7 +42,7 @@ class Offload:
         return parts
 
     def space(self, t: Tensor) -> str | None:
-        """Where a tensor rests, or will after its first step."""
+        """The space in which a tensor rests, or will after its first step."""
         storage = t.storage
         if storage.gradient or t.base is not None:
             return None

@@ -59,7 +59,7 @@ def parts(layout: Layout) -> int:
 
 
 def table(stage: int, nbytes: int, parts: int) -> dict[str, int]:
-    """Of one weight between backward and the optimizer's step, rounded up."""
+    """Bytes for one weight between backward and the optimizer's step, rounded up."""
     part = -(-nbytes // parts)
     return {
         "weights": part if stage else nbytes,  # whole copies of stages 1 and 2 are counted apart

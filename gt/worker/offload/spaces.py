@@ -1,4 +1,4 @@
-"""Where evicted tensors rest: host memory by the engine, or one file for each folder."""
+"""Spaces in which evicted tensors rest: host memory by the engine, or one file for each folder."""
 
 from __future__ import annotations
 

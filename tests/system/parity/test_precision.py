@@ -105,7 +105,7 @@ def test_bf16_is_the_casts_written_out(session, workers, stage, captured):
 
 
 def test_gradients_are_reduced_in_bf16_where_the_config_says_so(session):
-    """Of more elements than are widened before for nothing."""
+    """The weight has more elements than those that are widened before in any case."""
     told = {}
     for reduce in ("fp32", "bf16"):
         session(f"gt: {{data_parallel: [0, 1], precision: {{compute: bf16, reduce: {reduce}}}}}")

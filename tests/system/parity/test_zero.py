@@ -159,7 +159,7 @@ def test_memory_is_that_of_theory(session, workers, stage):
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_memory_in_mixed_precision_is_that_of_theory(session, workers, stage):
-    """Of fp32 pieces; the bf16 casts end with the graph that uses them."""
+    """Only fp32 pieces are left: the bf16 casts end with the graph that uses them."""
     session(f"gt: {{data_parallel: {[*range(workers)]}, zero: {stage}, precision: bf16}}")
     model = nn.Sequential(*[nn.Linear(WIDE, WIDE) for _ in range(LAYERS)]).to("remote")
     optimizer = torch.optim.AdamW(model.parameters())
