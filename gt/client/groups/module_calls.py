@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from gt.client.current_session import Current, on_connect
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.groups.mixed_precision import Casts, MixedPrecision, substitute
 from gt.config.match import around, matches
+from gt.errors import ConfigError
 
 Call = Callable[..., Any]
 
@@ -37,6 +39,9 @@ class ModuleCalls:
         self._precision = MixedPrecision(Current.precision) if Current.precision.compute != "fp32" else None
         self._patterns = Current.checkpointed
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+        self._unmatched = {*self._patterns}
+        self._seen: list[str] = []  # names of a module's children, for an error
+        self._hook = register_optimizer_step_pre_hook(self._check_patterns) if self._patterns else None
         self._original: Call = torch.nn.Module.__call__
         torch.nn.Module.__call__ = self._wrapper()  # type: ignore[method-assign]
 
@@ -44,6 +49,16 @@ class ModuleCalls:
         torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
         if self._precision is not None:
             self._precision.close()
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _check_patterns(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """ConfigError at the first step for a pattern that has matched no module: it would save no memory."""
+        if self._unmatched and self._seen and Current.recorder is self._recorder:
+            raise ConfigError(
+                f"activation_checkpoint: pattern {sorted(self._unmatched)[0]!r:.80} matches no module that was called; "
+                f"their names are such as {self._seen[:3]}"
+            )
 
     def _wrapper(self) -> Call:
         def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -102,6 +117,8 @@ class ModuleCalls:
         if found is None:
             names = {name: inner for name, inner in module.named_modules()}
             matched = {name for name in names if any(matches(name, pattern) for pattern in self._patterns)}
+            self._unmatched -= {pattern for pattern in self._patterns if any(matches(name, pattern) for name in names)}
+            self._seen = self._seen or [name for name in names if name]
             outer = [name for name in matched if not any(name != other and other in matched for other in around(name))]
             found = self._known[module] = frozenset(id(names[name]) for name in outer)
         return found

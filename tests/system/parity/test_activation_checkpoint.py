@@ -55,10 +55,6 @@ def trained(by_hand: bool = False, captured: bool = False, groups: bool = False)
     return losses, [p.grad.cpu() for p in model.parameters()], model.blocks[0].calls
 
 
-def peak():
-    return max(row["peak_bytes"] or row["live_bytes"] for row in gt.stats()["workers"])
-
-
 BLOCKS = 'activation_checkpoint: {modules: "blocks.*"}'
 CASES = [
     "data_parallel: [0]",
@@ -78,3 +74,9 @@ def test_it_is_torchs_checkpoint_of_the_modules(session, config, captured):
     assert losses == by_hand[0] == plain[0]  # dropout draws the same numbers again
     assert all(torch.equal(a, b) for a, b in zip(gradients, by_hand[1], strict=True))
     assert calls == by_hand[2] and (calls == 2 * plain[2] or captured)
+
+
+def test_a_pattern_that_matches_no_module_is_an_error(session):
+    session('gt: {data_parallel: [0], activation_checkpoint: {modules: [blocks.0, "layers.*"]}}')
+    with pytest.raises(gt.ConfigError, match=r"pattern 'layers\.\*' matches no module that was called; .*'blocks'"):
+        trained()
