@@ -24,7 +24,7 @@ CHUNK_BYTES = 8 << 20  # of one read or write
 MAX_WAITING_BYTES = 256 << 20  # of buffers that are being written
 
 
-class NoRoom(OSError):
+class DiskFull(OSError):
     """The folder's disk is full."""
 
 
@@ -41,7 +41,7 @@ class OffloadFile:
         self._writes: deque[tuple[Future, int]] = deque()  # under way, and their bytes
 
     def take(self, nbytes: int) -> int:
-        """The offset of a slot. NoRoom if the disk has none."""
+        """The offset of a slot. DiskFull if the disk has none."""
         room = _rounded(nbytes)
         self._slots += 1
         free = self._free.get(room)
@@ -54,7 +54,7 @@ class OffloadFile:
             self._slots -= 1
             left = os.statvfs(self.folder)
             have = size(left.f_bavail * left.f_frsize)
-            raise NoRoom(
+            raise DiskFull(
                 error.errno, f"no room for offloaded tensors in {self.folder}: want {size(room)}, have {have}"
             ) from error
         self._end += room

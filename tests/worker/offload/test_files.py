@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from gt.worker.offload import files
-from gt.worker.offload.files import ALIGNED, InFile, NoRoom, OffloadFile
+from gt.worker.offload.files import ALIGNED, InFile, DiskFull, OffloadFile
 from gt.worker.offload.tensors import Kept, OffloadedTensors
 
 
@@ -84,7 +84,7 @@ def test_a_full_disk_is_an_error_and_the_tensor_stays(file, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     tensors = OffloadedTensors(lambda tensor, space, folder: InFile(file, memoryview(tensor), bytes, Ends()))
     tensors[1] = b"data"
-    with pytest.raises(NoRoom, match=r"no room for offloaded tensors in .*: want 4.0 KiB, have "):
+    with pytest.raises(DiskFull, match=r"no room for offloaded tensors in .*: want 4.0 KiB, have "):
         tensors.evict(1, "nvme", "")
     assert tensors[1] == b"data"
 
