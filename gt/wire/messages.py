@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 Numbers = list  # a stream: numbers only
 
-VERSION = 6
+VERSION = 7
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
 MAX_VALUES = 64  # in one Metrics

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from gt.worker.offload import files
-from gt.worker.offload.files import ALIGNED, InFile, DiskFull, OffloadFile
+from gt.worker.offload.files import ALIGNED, DiskFull, InFile, OffloadFile
 from gt.worker.offload.tensors import Kept, OffloadedTensors
 
 
