@@ -8,6 +8,7 @@ from typing import Any
 
 from gt.client.trace.provenance import Origins
 from gt.client.trace.recorder import Recorder
+from gt.config.schema import DATA_PARALLEL, Config, Precision
 from gt.errors import DispatcherLost, ProgramError
 
 
@@ -20,11 +21,15 @@ class Current:
     schedule = ""  # the YAML's, for captured steps that name none
     backend = "eager"  # the YAML's, for captured steps that name none
     zero = 0  # the YAML's stage of ZeRO
+    precision = Precision()  # the YAML's
+    checkpointed: tuple[str, ...] = ()  # the YAML's patterns of modules
+    offloads = False  # whether the YAML offloads optimizer state or parameters
     declares_modules = False  # whether modules' buffers and frozen parameters are declared at their first call
     # id of the newest uninitialised tensor, and the number of ops at its creation
     fresh: tuple[int, int] | None = None
 
 
+SETTINGS = ("schedule", "backend", "zero", "precision", "checkpointed", "offloads", "declares_modules")  # of the YAML
 _starting = threading.RLock()
 auto_start: Callable[[], None] | None = None  # set by gt.api
 on_clear: list[Callable[[], None]] = []  # caches that hold template numbers
@@ -65,16 +70,16 @@ def connect(session: Any, config_text: str = "", config_path: str = "") -> Recor
 
 def _apply(text: str, path: str) -> None:
     """Take the YAML's settings."""
-    Current.schedule, Current.backend, Current.zero, Current.declares_modules = "", "eager", 0, False
-    if not text:
-        return
-    from gt.config.load import load
-    from gt.config.schema import DATA_PARALLEL
+    config = Config()
+    if text:
+        from gt.config.load import load
 
-    config = load(text, path)
+        config = load(text, path)
     Current.schedule = config.schedule or ""
     Current.backend = "inductor" if any(group.compile for group in config.groups.values()) else "eager"
     Current.zero = config.zero
+    Current.precision, Current.checkpointed = config.precision, config.checkpointed
+    Current.offloads = bool(config.offload.optimizer or config.offload.params)
     Current.declares_modules = config.zero > 0 or DATA_PARALLEL in config.groups
 
 
@@ -102,7 +107,7 @@ def set_aside() -> tuple:
         Current.recorder,
         getattr(Current, "origins", None),
         Current.config,
-        (Current.schedule, Current.backend, Current.zero, Current.declares_modules),
+        {name: getattr(Current, name) for name in SETTINGS},
         Current.fresh,
     )
     Current.recorder, Current.fresh = None, None
@@ -113,5 +118,6 @@ def set_aside() -> tuple:
 def restore(state: tuple) -> None:
     """Resume the session that `set_aside` has interrupted."""
     Current.recorder, Current.origins, Current.config, settings, Current.fresh = state
-    Current.schedule, Current.backend, Current.zero, Current.declares_modules = settings
+    for name, value in settings.items():
+        setattr(Current, name, value)
     clear_caches()

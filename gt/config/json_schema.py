@@ -6,13 +6,18 @@ import json
 from typing import Any
 
 from gt.config.schema import (
+    CHECKPOINT_KEYS,
     DATA_AXIS,
+    DTYPES,
     GROUP_KEYS,
     GT_KEYS,
     MAX_AXIS,
+    OFFLOAD_KEYS,
+    PRECISION_KEYS,
     RESERVED,
     RULE_KEYS,
     SHARD_KEYS,
+    SPACES,
     STAGES,
     SUFFIX_AXIS,
 )
@@ -33,6 +38,10 @@ FORMS: dict[str, dict[str, Any]] = {
         "anyOf": [_NUMBERS, {"type": "null"}, {"const": DATA_AXIS}]
     },
     "0, 1, 2 or 3": {"type": "integer", "enum": list(STAGES)},
+    "fp32, bf16 or fp16": {"type": "string", "enum": list(DTYPES)},
+    "cpu, nvme or none": {"type": "string", "enum": list(SPACES)},
+    "the absolute path of a folder": {"type": "string", "pattern": "^/"},
+    "a module pattern, or a list of them": {"anyOf": [{"type": "string"}, _GROUP_NAMES]},
     "the name of a schedule": {"type": "string", "pattern": f"^({'|'.join(NAMES)})(:.*)?$"},
 }
 
@@ -45,10 +54,18 @@ def schema() -> dict[str, Any]:
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "signal groups of GT",
         "type": "object",
-        "properties": {RESERVED: _mapping(GT_KEYS, {"modules": {**modules, "description": GT_KEYS["modules"]}})},
+        "properties": {RESERVED: _mapping(GT_KEYS, {**_settings(), "modules": {**modules, "description": GT_KEYS["modules"]}})},
         "patternProperties": {f"{suffix}$": _group({"const": axis}) for suffix, axis in SUFFIX_AXIS.items()},
         "additionalProperties": _group(),
     }
+
+
+def _settings() -> dict[str, Any]:
+    """Schemas of the settings that are mappings."""
+    precision = {"anyOf": [FORMS["fp32, bf16 or fp16"], _mapping(PRECISION_KEYS, required=["compute"])]}
+    checkpoint = _mapping(CHECKPOINT_KEYS, required=["modules"])
+    own = {"precision": precision, "activation_checkpoint": checkpoint, "offload": _mapping(OFFLOAD_KEYS)}
+    return {key: {**schema, "description": GT_KEYS[key]} for key, schema in own.items()}
 
 
 def text() -> str:

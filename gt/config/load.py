@@ -17,18 +17,26 @@ from typing import Any, NoReturn
 import yaml
 
 from gt.config.schema import (
+    CHECKPOINT_KEYS,
     DATA_AXIS,
     DATA_PARALLEL,
+    DTYPES,
     GROUP_KEYS,
     GT_KEYS,
     MAX_AXIS,
+    OFFLOAD_KEYS,
+    OFFLOAD_PATH,
+    PRECISION_KEYS,
     RESERVED,
     RULE_KEYS,
     SHARD_KEYS,
+    SPACES,
     STAGES,
     SUFFIX_AXIS,
     Config,
     Group,
+    Offloaded,
+    Precision,
     Rule,
 )
 from gt.errors import ConfigError
@@ -264,13 +272,69 @@ class _Reader:
         except ValueError as error:
             self.fail(RESERVED, _line(schedule or node), str(error))
         zero = self.zero(found["zero"], groups) if "zero" in found else 0
-        if zero == STAGES[-1] and name is not None:
+        settings = {"modules": rules, "schedule": name, "zero": zero}
+        if "precision" in found:
+            settings["precision"] = self.precision(found["precision"])
+        if "activation_checkpoint" in found:
+            settings["checkpointed"] = self.checkpointed(found["activation_checkpoint"])
+        if "offload" in found:
+            settings["offload"] = self.offload(found["offload"], zero)
+        return settings
+
+    def precision(self, node: yaml.Node) -> Precision:
+        """One dtype, in which modules compute, or a mapping."""
+        if not isinstance(node, yaml.MappingNode):
+            return Precision(self.dtype(node, "precision", GT_KEYS["precision"]))
+        found = self.known(node, PRECISION_KEYS, "precision", RESERVED)
+        if "compute" not in found:
+            self.fail(RESERVED, _line(node), "precision has no compute, want the dtype in which modules compute")
+        given = {key: self.dtype(value, key, PRECISION_KEYS[key]) for key, value in found.items()}
+        compute, reduce = given["compute"], given.get("reduce", "fp32")
+        if reduce not in ("fp32", compute):
             self.fail(
                 RESERVED,
-                _line(found["zero"]),
-                f"zero is {zero} with schedule {name}: a micro-batch would free weights that another one uses; try zero: 2",
+                _line(found["reduce"]),
+                f"reduce is {reduce} with compute {compute}: gradients are added up in fp32 or as they are computed",
             )
-        return {"modules": rules, "schedule": name, "zero": zero}
+        if reduce == "fp16":
+            self.fail(RESERVED, _line(found["reduce"]), "reduce is fp16: sums of scaled gradients overflow; leave reduce out")
+        return Precision(**given)
+
+    def offload(self, node: yaml.Node, zero: int) -> Offloaded:
+        """Spaces in which optimizer state and parameters rest."""
+        found = self.known(node, OFFLOAD_KEYS, "offload", RESERVED)
+        given = {key: self.value(value, str, key, OFFLOAD_KEYS[key], RESERVED) for key, value in found.items()}
+        for key in ("optimizer", "params"):
+            if given.get(key, "none") not in SPACES:
+                self.fail(RESERVED, _line(found[key]), f"{key} is {self.show(found[key])}, want {OFFLOAD_KEYS[key]}")
+        path = given.pop("path", OFFLOAD_PATH)
+        if not path.startswith("/") or "\0" in path:
+            self.fail(RESERVED, _line(found["path"]), f"path is {self.show(found['path'])}, want {OFFLOAD_KEYS['path']}")
+        spaces = {key: None if space == "none" else space for key, space in given.items()}
+        if spaces.get("params") and zero < STAGES[-1]:
+            self.fail(
+                RESERVED,
+                _line(found["params"]),
+                f"params rest in {spaces['params']} with zero {zero}, which keeps whole copies on the device: write zero: 3",
+            )
+        return Offloaded(**spaces, path=path)
+
+    def dtype(self, node: yaml.Node, key: str, want: str) -> str:
+        name = self.value(node, str, key, want, RESERVED)
+        if name not in DTYPES:
+            self.fail(RESERVED, _line(node), f"{key} is {self.show(node)}, want {want}")
+        return str(name)
+
+    def checkpointed(self, node: yaml.Node) -> tuple[str, ...]:
+        """Patterns of modules whose activations backward computes again."""
+        found = self.known(node, CHECKPOINT_KEYS, "activation_checkpoint", RESERVED)
+        named, want = found.get("modules"), CHECKPOINT_KEYS["modules"]
+        if named is None:
+            self.fail(RESERVED, _line(node), f"activation_checkpoint has no modules, want {want}")
+        patterns = named.value if isinstance(named, yaml.SequenceNode) else [named]
+        if not patterns:
+            self.fail(RESERVED, _line(named), f"modules is an empty list, want {want}")
+        return tuple(self.value(pattern, str, "modules", want, RESERVED) for pattern in patterns)
 
     def data_parallel(self, node: yaml.Node, groups: dict[str, Group]) -> None:
         """Workers, which become a group of that name, or the axis that groups split data along: there is only one."""

@@ -23,12 +23,21 @@ GT_KEYS = {
     "schedule": "the name of a schedule",
     "data_parallel": "a list of worker numbers, null for all, or dp: the outer lists of groups' workers",
     "zero": "0, 1, 2 or 3",
+    "precision": "fp32, bf16 or fp16, or a mapping with compute, reduce and output",
+    "activation_checkpoint": "a mapping with modules",
+    "offload": "a mapping with optimizer, params and path",
 }
+PRECISION_KEYS = {key: "fp32, bf16 or fp16" for key in ("compute", "reduce", "output")}
+OFFLOAD_KEYS = {"optimizer": "cpu, nvme or none", "params": "cpu, nvme or none", "path": "the absolute path of a folder"}
+CHECKPOINT_KEYS = {"modules": "a module pattern, or a list of them"}
 RULE_KEYS = {"group": "the name of a group, a suffix, or a list of groups", "parts": "a whole number of at least 1"}
 
 DATA_PARALLEL = "data_parallel"  # the group of all ops that are in no other group
 DATA_AXIS = "dp"  # the axis of a mesh along which data is split
 STAGES = (0, 1, 2, 3)  # of ZeRO
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of `precision`, as torch names them
+SPACES = ("cpu", "nvme", "none")  # of `offload`
+OFFLOAD_PATH = "/tmp/nvme_offload"
 SUFFIX_AXIS = {"_colpar": 1, "_rowpar": 0}  # suffix of a group's name -> its axis
 MAX_AXIS = 4  # the last dim of a batch of volumes, [N, C, D, H, W]
 
@@ -72,16 +81,38 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Precision:
+    """Keys of DTYPES: modules compute in `compute`, gradients are added up in `reduce`. output: None for as computed."""
+
+    compute: str = "fp32"
+    reduce: str = "fp32"
+    output: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """Spaces in which optimizer state and parameters rest, None for on the device. path: the folder of files."""
+
+    optimizer: str | None = None
+    params: str | None = None
+    path: str = OFFLOAD_PATH
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Groups in the order of the file. path: for messages. text: the form that is sent.
 
-    A group named DATA_PARALLEL is that of `gt: data_parallel`. zero: the stage of ZeRO.
+    A group named DATA_PARALLEL is that of `gt: data_parallel`. zero: the stage of ZeRO. checkpointed: patterns of modules
+    whose activations backward computes again.
     """
 
     groups: dict[str, Group] = field(default_factory=dict)
     modules: tuple[Rule, ...] = ()
     schedule: str | None = None
     zero: int = 0
+    precision: Precision = Precision()
+    checkpointed: tuple[str, ...] = ()
+    offload: Offloaded = Offloaded()
     path: str = ""
     text: str = ""
 

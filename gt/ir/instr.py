@@ -34,10 +34,11 @@ FRAGMENT_HEADER = 7  # numbers of FRAGMENT before those of ops
 END = 7  # to workers: [END, seq, 2, first, last], frees every tensor whose id is from first to below last
 SHARDED = 10  # from the client: [SHARDED, id], a parameter that ZeRO shards
 GRAD = 11  # from the client: [GRAD, parameter, gradient], autograd has added a term to the gradient
+STATE = 12  # from the client: [STATE, id], state of an optimizer, which may rest elsewhere
 FIRST = 16  # templates and definitions are numbered from here
 
 # Numbers of each of the client's instructions about tensors, those of FREE without its ids
-LENGTHS = {FREE: 2, PARAM: 2, DROP: 2, SHARDED: 2, GRAD: 3}
+LENGTHS = {FREE: 2, PARAM: 2, DROP: 2, SHARDED: 2, GRAD: 3, STATE: 2}
 
 BASE_BITS = 40  # ids of one session's tensors: below this, and above it the session's number
 
@@ -70,6 +71,9 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "fetch": (("src", "key"), ()),  # answers Piece with this key
     "describe": (("src", "key"), ()),  # answers Described with this key
     "alias": (("src", "dst"), ()),  # dst names the same tensor
+    # space: "cpu" or "nvme", where the tensor rests until it is used. Its next use waits for it; `restore` begins to bring it
+    "evict": (("tensor",), ("space", "path")),
+    "restore": (("tensor",), ()),
     "fill": (("dst",), ("shape", "stride", "dtype")),  # a placeholder of zeros
     # A recorded stream; a long one is several. randoms: places in `code` of a seed and, after it, a counter relative to the
     # operand. actions: [place, name] where an action of a schedule begins, "" between two. backend: one of BACKENDS.
@@ -111,6 +115,7 @@ class Effects:
     views: dict[int, int] = field(default_factory=dict)
 
 
+_CHANGES = frozenset({"all_reduce", "evict", "restore"})  # kinds that change their tensor, or where it is
 _READS, _MAKES = frozenset({"src", "tensor"}), "dst"  # names of operands that are tensors
 
 
@@ -163,7 +168,7 @@ class Define:
         return Effects(
             slice(0, reads),
             slice(first, first + (_MAKES in names)),
-            (0,) if self.kind == "all_reduce" else (),
+            (0,) if self.kind in _CHANGES else (),
             {0: 0} if self.kind == "alias" else {},
         )
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from gt.client.reports import html
 from gt.config.schema import DATA_AXIS, Rule
+from gt.dispatcher.planning.sharded_memory import parts, table
 from gt.dispatcher.schedule.balance import said
+from gt.dispatcher.sharding import zero
 from gt.dispatcher.sharding.cost import LINK
 from gt.ir.instr import COLLECTIVES
-from gt.ir.layout import Replicate
+from gt.ir.layout import Replicate, Shard
 from gt.ir.schedules import size
 from gt.ir.text import PlanLine
 from gt.observe import pipeline_report
@@ -71,12 +74,33 @@ def _body(dry: Dry, kind: str, about: str) -> dict[str, Any]:
         "transfers": [_move(line, count) for line, count in moves if not line.op.startswith(tuple(COLLECTIVES))],
         "memory": [_worker(dry, step, i) for i in dry.followed],
         "pipeline": pipe,
-        **({"zero": dry.state.config.zero} if dry.state.config.zero else {}),
+        **({"zero": dry.state.config.zero, "theory": _theory(dry)} if dry.state.config.zero else {}),
     }  # fmt: skip
     _scheduled(body, pipe, dry)
     body["warnings"] = _warnings(dry, step, body)
     body["time"] = _times(body)
     return body
+
+
+def _theory(dry: Dry) -> dict[int, dict[str, int]]:
+    """By worker, bytes of each kind in the table of the ZeRO paper, for these weights with AdamW."""
+    theory: dict[int, Counter[str]] = {}
+    for line, _, layout in dry.weights:
+        use = zero.used(layout)
+        split = prod(n for n, p in zip(use.mesh.sizes, use.placements, strict=True) if isinstance(p, Shard))
+        for index in use.mesh.workers:
+            rows = table(dry.state.config.zero, _nbytes(line) // split, parts(use))
+            theory.setdefault(index, Counter()).update(rows)
+    return {index: dict(rows) for index, rows in sorted(theory.items())}
+
+
+def _theory_lines(theory: dict[int, dict[str, int]]) -> list[str]:
+    """The worker that has most."""
+    if not theory:
+        return []
+    worker, rows = max(theory.items(), key=lambda item: sum(item[1].values()))
+    kinds = ", ".join(f"{kind} {size(n)}" for kind, n in rows.items())
+    return [f"theory with AdamW, on worker {worker}: {kinds}; in all {size(sum(rows.values()))}"]
 
 
 def _times(body: dict[str, Any]) -> dict[str, float]:
@@ -199,6 +223,7 @@ def _text(body: dict[str, Any]) -> list[str]:
             "#",
             f"# zero {body['zero']}: weights, gradients and optimizer state rest in pieces of {DATA_AXIS}",
             f"# {KEPT[body['zero']]}",
+            *(f"# {line}" for line in _theory_lines(body["theory"])),
         ]
     lines += ["#", "# memory of each worker", *(f"# {line}" for line in _memory(body["memory"]))]
     if pipe:

@@ -11,6 +11,7 @@ from gt.worker.arenas import WorkerArenas
 from gt.worker.downloads import Downloads
 from gt.worker.engine.base import Engine, Moves
 from gt.worker.instructions.step import Step, StepTable
+from gt.worker.offload.tensors import OffloadedTensors
 from gt.worker.plane.base import Plane, SlotCursors
 from gt.worker.process.memory_budget import Budget
 from gt.worker.uploads import UploadBuffers
@@ -63,7 +64,7 @@ class ExecutionContext:
     engine: Engine
     plane: Plane
     send: Callable[..., None]
-    tensors: dict[int, Any]
+    tensors: OffloadedTensors
     uploads: UploadBuffers
     downloads: Downloads
     arenas: WorkerArenas

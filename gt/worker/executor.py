@@ -21,6 +21,8 @@ from gt.worker.downloads import Downloads
 from gt.worker.engine.base import Engine
 from gt.worker.instructions import communicate, compute
 from gt.worker.instructions.step import Step, Steps
+from gt.worker.offload.spaces import Spaces
+from gt.worker.offload.tensors import OffloadedTensors
 from gt.worker.placeholders import placeholders
 from gt.worker.plane.base import Plane
 from gt.worker.process import op_errors
@@ -41,9 +43,11 @@ class Executor:
     """One worker's tensors and definitions; `run` is called by one thread, `stats` and `where` by any."""
 
     def __init__(self, engine: Engine, plane: Plane, send: Send, budget: Budget | None = None) -> None:
-        self.tensors: dict[int, Any] = {}
+        self.tensors = OffloadedTensors(Spaces(engine).evict)
         self.budget = budget or Budget()
-        self.budget.held = lambda session: sum(n for _, n in op_errors.held(self.tensors, session, engine.storage).values())
+        self.budget.held = lambda session: (
+            sum(n for _, n in op_errors.held(self.tensors, session, engine.storage).values()) + self.tensors.host_bytes(session)
+        )
         self.uploads = UploadBuffers(admit=self.budget.admit)
         self.downloads = Downloads(send)
         self.arenas = WorkerArenas(send, engine, self.uploads, self.budget)
@@ -188,6 +192,7 @@ class Executor:
         if code[at] == END:
             for i in [i for i in self.tensors if ids[0] <= i < ids[1]]:
                 del self.tensors[i]
+            self.tensors.drop_range(ids[0], ids[1])
         elif code[at] == FORGET:
             self._close_programs([program for program in map(self._compiled.get, ids) if program is not None])
             self._table.forget(ids)
@@ -196,6 +201,7 @@ class Executor:
         else:
             for i in ids:
                 self.tensors.pop(i, None)
+            self.tensors.drop(ids)
         return last
 
     def _close_programs(self, programs: Sequence[CompiledProgram]) -> None:
@@ -273,6 +279,7 @@ class Executor:
             "plans": [program.report() for program in compiled],
             "transport": self.worker.plane.transport,
             **({} if holders < 0 else {"holders": op_errors.largest(dict(held), holders, self._engine.storage)}),
+            **self.tensors.stats(),
             **self.worker.plane.counters(),
         }
 

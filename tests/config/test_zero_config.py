@@ -24,7 +24,14 @@ REFUSED = [
     ("gt: {data_parallel: [0, 0]}", "worker 0 is named twice"),
     ("gt: {data_parallel: [[0, 1], [2, 3]]}", "data_parallel is a list of lists"),
     ("data_parallel: {workers: [0]}\ngt: {data_parallel: [0, 1]}", "line 1 has one: rename that"),
-    ("gt:\n  data_parallel: [0, 1]\n  zero: 3\n  schedule: 1f1b", "gt (f.yaml:3): zero is 3 with schedule 1f1b"),
+    ("gt: {precision: int8}", "precision is 'int8', want fp32, bf16 or fp16"),
+    ("gt: {precision: {reduce: bf16}}", "precision has no compute"),
+    ("gt: {precision: {compute: bf16, reduce: fp16}}", "reduce is fp16 with compute bf16"),
+    ("gt: {precision: {compute: fp16, reduce: fp16}}", "sums of scaled gradients overflow"),
+    ("gt: {precision: {compute: bf16, sum: fp32}}", "unknown key 'sum' in precision"),
+    ("gt: {activation_checkpoint: {}}", "activation_checkpoint has no modules"),
+    ("gt: {activation_checkpoint: {modules: []}}", "modules is an empty list"),
+    ("gt: {activation_checkpoint: [a]}", "activation_checkpoint is a list, want a mapping"),
 ]
 
 
@@ -41,6 +48,7 @@ def test_a_setting_that_makes_no_sense_is_refused(text, said):
         "gt: {data_parallel: [0, 1], zero: 3}",
         "s: {workers: [[0, 1], [2, 3]]}\ns_colpar: {workers: [[0, 1], [2, 3]]}\ngt: {zero: 2}",
         "s: {workers: [0, 1]}\ngt: {data_parallel: dp, zero: 1, schedule: 1f1b}",
+        "s: {workers: [0, 1]}\ngt: {zero: 3, schedule: 1f1b}",
     ],
 )
 def test_a_stage_of_zero_needs_an_axis_of_data(text):

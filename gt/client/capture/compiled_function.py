@@ -207,7 +207,7 @@ class CompiledFunction:
     def _run_in_fragments(self, recorder: Recorder, leaves: list, tree: TreeSpec) -> Any:
         """Call the function. Runs of its ops become programs; the rest of it is as in an eager call."""
         args, kwargs = tree_unflatten(prepare_inputs(leaves, None)[0], tree)
-        backend = BACKENDS.index(self.backend or current_session.Current.backend)
+        backend = BACKENDS.index(self._chosen_backend())
         recorder.flush()
         self._fragment_calls += 1
         recorder.tape = FragmentTape(
@@ -279,15 +279,20 @@ class CompiledFunction:
             tape.cut = True
             tape.prevents.append(Difference(place, "the function prints"))
 
+    def _chosen_backend(self) -> str:
+        """The backend of programs. Tensors that rest elsewhere come back to other addresses, which graphs do not know."""
+        live = current_session.Current
+        return "eager" if live.offloads else self.backend or live.backend
+
     def _recompute_mode(self) -> int:
         """Value of messages.FinishCapture.recompute for this function."""
-        graphs = (self.backend or current_session.Current.backend) == "cudagraphs"
+        graphs = self._chosen_backend() == "cudagraphs"
         return int(graphs) if self.recompute is None else 2 * self.recompute
 
     def _deferral(self) -> int:
         """Value of ir.instr.RECORD for this function: no deferral with a schedule, which needs times of single ops."""
         live = current_session.Current
-        deferred = (self.backend or live.backend) == "cudagraphs" and not (self.schedule or live.schedule)
+        deferred = self._chosen_backend() == "cudagraphs" and not (self.schedule or live.schedule)
         return 1 + self._recompute_mode() if deferred else 0
 
     def _seal(
@@ -317,7 +322,7 @@ class CompiledFunction:
             return None
         tape, recorder = now.tape, now.tape.recorder
         number = next(_numbers)
-        schedule, backend = self.schedule or current_session.Current.schedule, self.backend or current_session.Current.backend
+        schedule, backend = self.schedule or current_session.Current.schedule, self._chosen_backend()
         pairs = [list(pair) for pair in carried]
         answer = recorder.session.seal(number, schedule, backend, pairs, tape.seed, tape.counter, self._recompute_mode())
         if answer["why"]:

@@ -21,7 +21,7 @@ from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
 from gt.client.device.serialization import extend_save_and_load
 from gt.client.frameworks import accelerate, after_import, lightning, profiler
-from gt.client.groups import module_state
+from gt.client.groups import module_calls, module_state
 from gt.client.reports import telemetry
 from gt.client.trace import long_lists, overrides, refusals, sparse_ops
 from gt.client.trace.attention import attention
@@ -146,6 +146,7 @@ def prepare() -> None:
     lazy_modules.prepare()
     module_moves.prepare()
     module_state.prepare()
+    module_calls.prepare()
     refusals.prepare()
     telemetry.register()
     after_import.watch(

@@ -1,6 +1,7 @@
-"""State of modules in a session whose config says `data_parallel` or `zero`: buffers and frozen parameters are declared.
+"""State of modules and optimizers that a session's config makes the dispatcher's business; it is declared here.
 
-No gradient shows that they are state, and they are not to be split as data of a batch is.
+With `data_parallel` or `zero` buffers and frozen parameters are: no gradient shows that they are state, and they are not to be
+split as data of a batch is. With `offload` the optimizers' state is.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gt.client.current_session import Current, on_connect
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.trace.dispatch import declare_buffer, declare_frozen
+from gt.ir.instr import STATE
 
 if TYPE_CHECKING:
     from gt.client.trace.recorder import Recorder
@@ -26,11 +29,24 @@ class ModuleState:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._declared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._hook = register_module_forward_pre_hook(self._declare) if Current.declares_modules else None
+        self._hooks: list[Any] = []
+        self._state: weakref.WeakSet[Any] = weakref.WeakSet()  # references to tensors that were declared
+        if Current.declares_modules:
+            self._hooks.append(register_module_forward_pre_hook(self._declare))
+        if Current.offloads:
+            self._hooks.append(register_optimizer_step_post_hook(self._declare_state))
 
     def close(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _declare_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """After a step, declare what it has added to the optimizer's state."""
+        for row in optimizer.state.values() if Current.recorder is self._recorder else ():
+            for value in row.values():
+                if isinstance(value, RemoteTensor) and value.dim() and value._ref not in self._state:
+                    self._state.add(value._ref)
+                    self._recorder.code.extend((STATE, value._ref.id))
 
     def _declare(self, module: torch.nn.Module, args: Any) -> None:
         """At a module's first call, declare its own buffers and frozen parameters."""

@@ -224,7 +224,7 @@ def note_first_use(tensor: RemoteTensor, ref: Ref | Alias) -> None:
         check(tensor)
         Current.recorder.code.extend((PARAM, ref.id))  # type: ignore[union-attr]
         ref.home = -1
-        if Current.zero:
+        if Current.zero or Current.offloads:
             _declare_sharded(tensor)
     if torch.is_grad_enabled():
         ref.home = Current.origins.here()

@@ -11,6 +11,7 @@ from typing import Any
 
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.dispatcher.events import Examine, Examined
+from gt.dispatcher.planning.sharded_memory import sharded_memory
 from gt.dispatcher.schedule.measure import measured
 from gt.dispatcher.session import ClientSession
 from gt.ir.instr import COMMUNICATION
@@ -194,6 +195,9 @@ def answer(survey: Survey, sent: int, received: int, relayed: int) -> tuple[dict
     """The body of a Stats answer; what it says of the newest replay's schedule, "" if it was in none."""
     workers = [survey.reports[i] for i in sorted(survey.reports)]
     body: dict[str, Any] = {"dispatcher": counters(survey.session, sent, received, relayed), "workers": workers}
+    planner = survey.session.planner
+    if planner.sharded.stage or planner.offload.active:
+        body["sharding"] = sharded_memory(planner.sharded.stage, survey.session.context.table.rows.values())
     order = schedule_report(survey.session, workers)
     if order is None:
         return body, ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gt.dispatcher.planning.materializer import root_layout
+from gt.dispatcher.planning.offload import Offload
 from gt.dispatcher.planning.op_binder import OpBinder
 from gt.dispatcher.planning.redistributor import Redistributor
 from gt.dispatcher.sharding import list_rules
@@ -37,6 +38,7 @@ class PartPlanner(Protocol):
     """The planner, as far as list ops need it."""
 
     hits: int
+    offload: Offload
 
     def emit(
         self, known: OpSchema, plan: OpPlan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]
@@ -60,7 +62,7 @@ class ListOps:
 
     def __init__(self, context: SessionContext, binder: OpBinder, redistributor: Redistributor, planner: PartPlanner) -> None:
         self._context, self._binder, self._redistributor, self._planner = context, binder, redistributor, planner
-        self._cluster, self._failures = context.cluster, context.failures
+        self._cluster, self._failures, self._offload = context.cluster, context.failures, planner.offload
 
     def op(self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int]) -> None:
         """Cut, bring and emit; or, where all lies as it did when nothing had to be brought, only emit."""
@@ -68,14 +70,16 @@ class ListOps:
         key = ("list", combined, *[id(t.layout) for t in ins])
         cuts = None if self._failures.troubled else known.plans.get(key)
         if cuts is None:
-            buckets = self._buckets(known, origin, ins, combined)
-            cuts = [self._plan_part(*bucket, _ListOp(known, ins, values, outs, combined)) for bucket in buckets.items()]
+            parts = self._parts(known, ins, self._buckets(known, origin, ins, combined))
+            cuts = [self._plan_part(*part, _ListOp(known, ins, values, outs, combined)) for part in parts]
             if key[2:] == tuple([id(t.layout) for t in ins]) and all(cut and cut[1].direct for cut in cuts):
                 known.plans[key] = cuts
             return
         self._planner.hits += 1
-        for part, plan in cuts:
+        for number, (part, plan) in enumerate(cuts):
             ids = [ins[i].id for i in part.ins]
+            if self._offload.active and number + 1 < len(cuts):
+                self._offload.restore(ins[i] for i in cuts[number + 1][0].ins)
             self._emit(part, plan, ins, ids, values, outs)
 
     def _emit(
@@ -83,6 +87,15 @@ class ListOps:
     ) -> None:
         mine = [ins[i] for i in part.ins], brought, tuple([values[i] for i in part.values]), [outs[i] for i in part.outs]
         self._planner.emit(part.known, plan, *mine)
+        if self._offload.active:
+            self._offload.after(part.known, mine[0])
+
+    def _parts(self, known: OpSchema, ins: list[Tensor], buckets: dict[Layout, list[int]]) -> list[tuple[Layout, list[int]]]:
+        """Buckets, those of many bytes that rest elsewhere in parts."""
+        if not self._offload.active:
+            return list(buckets.items())
+        columns = [[ins[i] for i in column.indices(T)] for column in known.columns]
+        return [(layout, part) for layout, indices in buckets.items() for part in self._offload.parts(indices, columns)]
 
     def _buckets(self, known: OpSchema, origin: Origin, ins: list[Tensor], combined: str | None) -> dict[Layout, list[int]]:
         """Indices of the lists by the layout of the tensor that leads there; what is not done on pieces is brought whole."""

@@ -74,6 +74,8 @@ class Materializer:
             else:
                 storage = self._table.new(tensor_id, out.spec, None, self._context.origin).storage
                 storage.home = self._context.origin.meaning or next((t.storage.home for t in ins if t.storage.home), None)
+                if self._context.config.precision.compute != "fp32" and known.name == "_to_copy":
+                    storage.param = ins[0].storage.param  # a weight in another precision is one
                 self._assign(storage, steps, {tensor_id: slot})
 
     def _assign(self, storage: Storage, steps: list[RecipeStep], slots: dict[int, int]) -> None:

@@ -23,7 +23,7 @@ from gt.dispatcher.state.records import Origin
 from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.validate import CREDIT, Definitions
 from gt.errors import ProtocolError
-from gt.ir.instr import DISCARD, DROP, END_FRAGMENT, FIRST, FRAGMENT, FREE, GRAD, LAUNCH, PARAM, RECORD, SHARDED
+from gt.ir.instr import DISCARD, DROP, END_FRAGMENT, FIRST, FRAGMENT, FREE, GRAD, LAUNCH, PARAM, RECORD, SHARDED, STATE
 from gt.wire.messages import Ack, Ops
 
 MAX_WAITING_BATCHES = CREDIT // 2  # batches: a client without credit could not send the next
@@ -207,7 +207,9 @@ class OpStream:
             if type(operand) is not int or not 0 <= operand <= len(code) - at - 2:
                 raise ProtocolError(f"Ops.code frees {operand!r:.40} tensors at {at} of {len(code)}")
             ids = code[at + 2 : at + 2 + min(operand, MAX_FREED_AT_ONCE)]
+            viewed = self._planner.offload.viewed(ids)
             self._redistributor.free(ids)
+            self._planner.offload.evict(viewed)
             if len(ids) < operand:  # the rest is an instruction of its own
                 at += len(ids)
                 code[at : at + 2] = FREE, operand - len(ids)
@@ -218,6 +220,9 @@ class OpStream:
             return at + 2
         if number == SHARDED:
             self._planner.sharded.declare(self._context.row(operand))
+            return at + 2
+        if number == STATE:
+            self._planner.offload.declare(self._context.row(operand))
             return at + 2
         if number == GRAD and at + 3 <= len(code):
             self._planner.sharded.accumulated(self._context.row(operand), self._context.row(code[at + 2]))

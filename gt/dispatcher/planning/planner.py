@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from gt.config.schema import DATA_AXIS
 from gt.dispatcher.planning.decompose import Decompose
 from gt.dispatcher.planning.fused_projections import WEIGHTS, needs_lookahead, record_producer, split_by_parts
 from gt.dispatcher.planning.list_ops import ListOps
 from gt.dispatcher.planning.materializer import Materializer, root_layout
+from gt.dispatcher.planning.offload import Offload
 from gt.dispatcher.planning.op_binder import OpBinder
 from gt.dispatcher.planning.parameters import (
     ReplicationWarnings,
@@ -28,6 +30,7 @@ from gt.dispatcher.sharding import zero
 from gt.dispatcher.sharding.decomposition import mean_of_rows
 from gt.dispatcher.sharding.groups import COLUMN, ROW, Meaning
 from gt.dispatcher.sharding.op_schema import OpSchema
+from gt.dispatcher.sharding.partial import casts_gradient
 from gt.dispatcher.sharding.redistribute import Order
 from gt.dispatcher.sharding.rules import VALUELESS, Decision, decide_along, whole
 from gt.dispatcher.sharding.views import VIEWS, wanted_parts
@@ -63,9 +66,9 @@ class Planner:
         self._warned: set[str] = set()
         self._decompose = Decompose(context, redistributor, self)
         self._replicated = ReplicationWarnings(context)
+        self.sharded, self.offload = ShardedParameters(context, redistributor), Offload(context)
         self._lists = ListOps(context, binder, redistributor, self)
-        self.sharded = ShardedParameters(context, redistributor)
-        self._shards = self.sharded.stage > 0
+        self._shards, self._offloads = self.sharded.stage > 0, self.offload.active
         self._key = _key_of_sharded if self._shards else _key
         self.hits = 0
 
@@ -93,7 +96,8 @@ class Planner:
             raise NeedsLookahead
         if self._emitter.scribe is not None:
             self._emitter.scribe.received(known, origin, [t.id for t in ins])
-        if self._materializer.can_defer(known, ins, origin.meaning not in (None, self._context.groups.everywhere)):
+        grouped = origin.meaning not in (None, self._context.groups.everywhere)
+        if not self._casts_weight(known, origin, ins) and self._materializer.can_defer(known, ins, grouped):
             self._materializer.defer(known, ins, values, outs, self._uploads.source(known, values, outs))
             return
         elif known.columns:
@@ -101,6 +105,12 @@ class Planner:
         else:
             self._planned(known, origin, ins, values, outs, plan)
         self._after(known, origin, ins, outs)
+
+    def _casts_weight(self, known: OpSchema, origin: Origin, ins: list[Tensor]) -> bool:
+        """True for the cast of a parameter by the config, in a group: it places the parameter, and casts the pieces."""
+        if known.name != "_to_copy" or self._context.config.precision.compute == "fp32":
+            return False
+        return origin.meaning is not None and ins[0].storage.param
 
     def _planned(
         self, known: OpSchema, origin: Origin, ins: list[Tensor], values: tuple, outs: list[int], plan: OpPlan | None
@@ -199,6 +209,8 @@ class Planner:
         self._journal.add(Planned(self._emitter.seq, known, origin, reads, writes, makes))
         if self._shards:
             self.sharded.after(known, ins, outs)
+        if self._offloads and not known.columns:
+            self.offload.after(known, ins)
         if self._failures.troubled:
             self._failures.spread(known, reads, writes, makes)
 
@@ -378,11 +390,26 @@ class Planner:
     ) -> tuple[list[tuple[Placement, ...]], list[tuple[Placement, ...]]]:
         """Placements wanted of inputs and of outputs, from the rule's answer for each axis."""
         columns = [[start[axis] for start in starts] for axis in range(len(mesh.axes))]
-        found = zip(decide_along(known, columns, mesh.sizes), columns, mesh.sizes, strict=True)
+        found = zip(
+            self._keep_terms(known, decide_along(known, columns, mesh.sizes), columns, mesh), columns, mesh.sizes, strict=True
+        )
         decisions = [whole(known) if size == 1 else d or self._gathered(known, places) for d, places, size in found]
         wants = [tuple(d.wants[i] for d in decisions) for i in range(len(ins))]
         outs = [tuple(d.outs[i] for d in decisions) for i in range(len(known.template.outs))]
         return wants, outs
+
+    def _keep_terms(
+        self, known: OpSchema, decisions: Sequence[Decision | None], columns: list[list], mesh: Mesh
+    ) -> Sequence[Decision | None]:
+        """Decisions, but of a gradient's cast to fp32 and its loss scale: terms are added up after them, in fp32."""
+        precision = self._context.config.precision
+        if precision.compute == precision.reduce or not casts_gradient(known):
+            return decisions
+        terms = [
+            name == DATA_AXIS and isinstance(c[0], Partial) and c[0].op == "sum" for (name, _), c in zip(mesh.axes, columns)
+        ]
+        kept = [Decision((c[0], *[R] * (len(c) - 1)), (c[0],)) for c in columns]
+        return [k if term else d for d, k, term in zip(decisions, kept, terms, strict=True)]
 
     def _gathered(self, known: OpSchema, places: list) -> Decision:
         """The last resort, logged once an op: inputs whole, everywhere."""

@@ -7,6 +7,8 @@ its copy is gathered before the first use. The stages of ZeRO differ in how long
     1       until its parameter is written           when an op on tensors at rest reads the gradient: once a step
     2       until its parameter is written           as soon as autograd has accumulated them
     3       until more bytes are gathered than fit   as soon as autograd has accumulated them
+
+With a schedule, copies of stage 3 live as in stage 2: one micro-batch would end a copy that another one uses.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class ShardedParameters:
         self._context, self._redistributor = context, redistributor
         self._emitter = context.emitter
         self.stage = context.config.zero
+        self._ends_copies = self.stage == 3 and context.config.schedule is None
         self._gathered: dict[Storage, int] = {}  # bytes of copies, the longest unused first; in stage 3
         self._largest = 0  # bytes of a gathered parameter
 
@@ -52,6 +55,7 @@ class ShardedParameters:
     def accumulated(self, parameter: Tensor, gradient: Tensor) -> None:
         """Autograd has added to a gradient: it rests as its parameter does."""
         storage, layout = gradient.storage, parameter.layout
+        storage.gradient = True
         root = _root(storage)
         if not self.stage or parameter.storage.rest is None or layout is None or root.layout is None:
             return
@@ -117,7 +121,7 @@ class ShardedParameters:
                 self._return(storage)
             elif storage.sharded and storage.rest is None and uses and index not in writes:
                 self._first_use(storage)
-        if self.stage == 3:
+        if self._ends_copies:
             self._evict(ins)
 
     def _first_use(self, storage: Storage) -> None:

@@ -33,6 +33,14 @@ def linear(known: OpSchema, places: list[Place]) -> bool:
     return known.name in LINEAR and same and len(places) == LINEAR[known.name]  # not replicated: added once a worker
 
 
+def casts_gradient(known: OpSchema) -> bool:
+    """True for a cast from a dtype of mixed precision to fp32, and for a product with a number on workers."""
+    ins, made = known.template.ins, known.template.outs
+    if known.name == "_to_copy":
+        return made[0].spec is not None and (ins[0].dtype, made[0].spec.dtype) in WIDER
+    return known.name == "mul" and len(ins) == 2 and not ins[1].shape and ins[0].dtype == ins[1].dtype == "float32"
+
+
 def adds_replicated_scalar(known: OpSchema, places: list[Place]) -> bool:
     """True for partial + replicated scalar, as losses over micro-batches are summed: one worker keeps the replicated one."""
     terms = [isinstance(p, Partial) for p in places]

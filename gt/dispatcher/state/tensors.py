@@ -32,8 +32,8 @@ class Storage:
     """Memory that one or several tensors view. `failed` says why its content cannot be trusted."""
 
     __slots__ = (
-        "default", "failed", "home", "made_by", "origin", "param", "recipe", "rest", "sharded", "slots", "tensors",
-        "unallocated", "undecided", "version",
+        "default", "evicted", "failed", "gradient", "home", "made_by", "origin", "param", "recipe", "rest", "sharded", "slots",
+        "space", "tensors", "unallocated", "undecided", "version",
     )  # fmt: skip
 
     def __init__(self, origin: Origin | None = None) -> None:
@@ -52,6 +52,9 @@ class Storage:
         self.sharded = False  # a parameter that rests in pieces of the data-parallel axis, once it is placed
         # layout of the root between uses, of a sharded parameter and of its gradient and optimizer state
         self.rest: Layout | None = None
+        self.gradient = False  # autograd has added to it
+        self.space: str | None = None  # where it rests between uses, None for on the device
+        self.evicted = False  # workers were told to let it rest there; a use since may have brought it back
 
     def declare_parameter(self) -> None:
         """It is a weight. One that is whole on its workers already is split by its first use in a group, as a new one is."""

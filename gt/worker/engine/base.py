@@ -292,6 +292,18 @@ class Engine(Moves, Protocol):
     def storage(self, tensor: Tensor) -> tuple[int, int]:
         """(address, bytes) of the tensor's memory."""
 
+    def evicted(self, tensor: Tensor) -> Any:
+        """A copy in host memory that the device can bring back (gt.worker.offload.tensors.Resting), None on the host itself."""
+
+    def shared(self, tensor: Tensor) -> bool:
+        """True if another tensor has the same memory."""
+
+    def memory_of(self, tensor: Tensor) -> memoryview | None:
+        """Bytes of the memory of a tensor that has all of it; None if the engine has no such form."""
+
+    def in_memory(self, buffer: Any, spec: Spec) -> Tensor:
+        """A tensor of bytes that `memory_of` gave."""
+
     def peak(self) -> int:
         """Peak bytes in use of its device's memory, 0 if not counted."""
 

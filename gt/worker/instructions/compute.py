@@ -81,6 +81,24 @@ SPECIAL = {
 }
 
 
+def evict(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    tensors, space, path = worker.tensors, payload["space"], payload["path"]
+
+    def step(code: list, at: int) -> None:
+        tensors.evict(code[at], space, path)
+
+    return step
+
+
+def restore(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
+    tensors = worker.tensors
+
+    def step(code: list, at: int) -> None:
+        tensors.prefetch(code[at])
+
+    return step
+
+
 def shard(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
     engine, held = worker.engine, worker.tensors
     boxes, shape = as_boxes(payload["boxes"]), tuple(payload["shape"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from gt.errors import ProtocolError
 from gt.ir.dataflow import places
 from gt.ir.instr import FREE, Define
 from gt.worker.instructions.step import Row, Step, StepTable
+from gt.worker.offload.tensors import OffloadedTensors
 from gt.worker.program.runner import ProgramRunner
 
 ActionTime = tuple[str, float, float]  # an action, its start and end in seconds of the monotonic clock
@@ -29,7 +31,7 @@ class ProgramBackend(Protocol):
         """
 
 
-def bind_rows(code: Sequence, steps: StepTable, tensors: dict[int, Any]) -> list[Row]:
+def bind_rows(code: Sequence, steps: StepTable, tensors: OffloadedTensors) -> list[Row]:
     """The instructions of a stream; ProtocolError for a number that was never defined."""
     bound: list[Row] = []
     for at, end in places(code, lambda number: steps[number][1] - 2 if number in steps else 0):
@@ -43,12 +45,13 @@ def bind_rows(code: Sequence, steps: StepTable, tensors: dict[int, Any]) -> list
     return bound
 
 
-def _free_step(ids: tuple[int, ...], tensors: dict[int, Any]) -> Step:
+def _free_step(ids: tuple[int, ...], tensors: OffloadedTensors) -> Step:
     release: Callable = tensors.pop
 
     def step(code: list, at: int) -> None:
         for i in ids:
             release(i, None)
+        tensors.drop(ids)
 
     return step
 
@@ -86,7 +89,7 @@ def bind_program(
     return _with_parameters(payload, keyed, code, runner.tensors) if define.kind == "fragment" else keyed
 
 
-def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: dict[int, Any]) -> Step:
+def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: OffloadedTensors) -> Step:
     """A fragment's step: tensors of the call get the names in the code, and results the names of the call."""
     ins, outs, moved, places = (list(payload[key]) for key in ("ins", "outs", "moved", "values"))
     held = [name for n, name in enumerate(ins) if n not in set(moved)]
@@ -95,11 +98,10 @@ def _with_parameters(payload: dict[str, Any], run: Step, code: list, tensors: di
     end = first_value + len(places)
 
     def step(stream: list, at: int) -> None:
-        get, forget = tensors.get, tensors.pop
+        forget = tensors.pop
         for name, i in zip(ins, stream[at + 2 : at + first_out]):
-            tensor = get(i)
-            if tensor is not None:  # else it has no piece here
-                tensors[name] = tensor
+            with suppress(KeyError):  # it has no piece here
+                tensors[name] = tensors[i]
         tensor = None
         for n in moved:
             forget(stream[at + 2 + n], None)

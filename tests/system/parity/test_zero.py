@@ -148,3 +148,24 @@ def test_memory_is_that_of_theory(session, workers, stage):
         assert nbytes <= 1.05 * (3 * psi / part + terms + copies)
     for nbytes in held(workers):
         assert nbytes == pytest.approx(4 * psi / part, rel=0.05)
+    sharding = gt.stats().get("sharding", {})
+    assert len(sharding.get("workers", ())) == (workers if stage else 0)
+    for row in sharding.get("workers", ()):
+        assert [row[kind] for kind in ("weights", "gradients")] == [psi / part] * 2
+        assert row["optimizer"] == 2 * psi / part == row["theory"]["optimizer"] and row["theory"]["weights"] == psi / part
+        assert row["theory"]["gradients"] == (psi if stage < 2 else psi / part)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_memory_in_mixed_precision_is_that_of_theory(session, workers, stage):
+    """Only fp32 pieces are left: the bf16 casts end with the graph that uses them."""
+    session(f"gt: {{data_parallel: {[*range(workers)]}, zero: {stage}, precision: bf16}}")
+    model = nn.Sequential(*[nn.Linear(WIDE, WIDE) for _ in range(LAYERS)]).to("remote")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(8, WIDE).to("remote")).float().square().mean().backward()
+        optimizer.step()
+    for nbytes in held(workers):
+        assert nbytes == pytest.approx(4 * 4 * NUMBERS / workers, rel=0.05)

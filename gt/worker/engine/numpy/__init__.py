@@ -132,6 +132,18 @@ class NumpyEngine:
         memory = owner(tensor)
         return memory.ctypes.data, memory.nbytes
 
+    def evicted(self, tensor: Array) -> None:
+        return None
+
+    def shared(self, tensor: Array) -> bool:
+        return False
+
+    def memory_of(self, tensor: Array) -> None:
+        return None
+
+    def in_memory(self, buffer: Any, spec: Spec) -> Array:
+        raise AssertionError("no tensor of this engine has such a form")
+
     def peak(self) -> int:
         return 0
 

@@ -215,6 +215,26 @@ class TorchEngine:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
 
+    def evicted(self, tensor: torch.Tensor) -> Any:
+        if self.host:
+            return None
+        from gt.worker.engine.torch.gpu.pinned_copies import PinnedCopy
+
+        return PinnedCopy(tensor)
+
+    def shared(self, tensor: torch.Tensor) -> bool:
+        own = 2 + (tensor._base is not None)  # the tensor, what it is a view of, and the object of this call
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > own  # type: ignore[attr-defined]
+
+    def memory_of(self, tensor: torch.Tensor) -> memoryview | None:
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        return memoryview(whole.cpu().numpy())
+
+    def in_memory(self, buffer: Any, spec: Spec) -> torch.Tensor:
+        flat = torch.frombuffer(buffer, dtype=DTYPE[spec.dtype], count=spec.numel)
+        storage = flat.to(self.device).untyped_storage()
+        return torch.empty(0, dtype=flat.dtype, device=self.device).set_(storage, 0, spec.shape, spec.stride)  # no view
+
     def peak(self) -> int:
         return 0 if self.host else torch.cuda.max_memory_allocated(self.device)
 

@@ -1,0 +1,98 @@
+"""The loss scale of `precision: fp16`: gradients inside of modules are scaled, those of the program are not.
+
+An optimizer's step with a gradient that is not finite is left out, and the scale is halved, as torch.amp.GradScaler does it.
+The scale is a remote tensor. Only an optimizer that takes no `found_inf` has a step wait for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gt.client.device.remote_tensor import RemoteTensor
+
+INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000  # GradScaler's
+AMP_KEYS = ("grad_scale", "found_inf")  # attributes of an optimizer, by which GradScaler tells a fused step
+
+
+class LossScale:
+    """The scale, and the hooks on optimizers that change it."""
+
+    def __init__(self) -> None:
+        self._scale: torch.Tensor | None = None
+        self._tracker: torch.Tensor | None = None
+        self._inverse: torch.Tensor | None = None
+        self._aside: dict[int, tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]] = {}  # gradients of a step left out
+        self._hooks = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def value(self) -> torch.Tensor:
+        if self._scale is None:
+            self._scale = torch.full((), INITIAL, device="remote")
+            self._tracker = torch.zeros((), dtype=torch.int32, device="remote")
+        return self._scale
+
+    def inverse(self) -> torch.Tensor:
+        if self._inverse is None:
+            self._inverse = self.value().reciprocal()
+        return self._inverse
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Leave out a step with a gradient that is not finite; then the scale is changed."""
+        owned = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p.grad, RemoteTensor)]
+        if self._scale is None or not owned or getattr(optimizer, AMP_KEYS[1], None) is not None:
+            return
+        found = torch.zeros((), device="remote")
+        with torch.no_grad():
+            gradients = [p.grad for p in owned]
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones((), device="remote"))
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                for key, value in zip(AMP_KEYS, (None, found), strict=True):
+                    setattr(optimizer, key, value)
+                self._aside[id(optimizer)] = optimizer, []
+            elif found.item():
+                self._aside[id(optimizer)] = optimizer, list(zip(owned, gradients, strict=True))
+                for p in owned:
+                    p.grad = None
+            torch._amp_update_scale_(self._scale, self._tracker, found, GROWTH, BACKOFF, INTERVAL)
+            self._inverse = None
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        _, aside = self._aside.pop(id(optimizer), (None, None))
+        if aside is None:
+            return
+        for p, gradient in aside:
+            p.grad = gradient
+        for key in AMP_KEYS if not aside else ():
+            delattr(optimizer, key)
+
+
+class ScaledCast(torch.autograd.Function):
+    """A cast whose gradient is cast back and no longer scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.dtype, ctx.inverse = x.dtype, inverse
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].to(ctx.dtype).mul(ctx.inverse), None, None, None
+
+
+class ScaledGradient(torch.autograd.Function):
+    """The identity. Its gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].mul(ctx.scale.to(gradients[0].dtype)), None

@@ -1,0 +1,103 @@
+"""Mixed precision of a module by the config: it computes in bf16 or fp16 with casts of its fp32 parameters.
+
+During a call the casts stand in for the parameters, and floating inputs are cast too, as FSDP2's MixedPrecisionPolicy does it.
+The casts are ordinary ops. Parameters, gradients and optimizer state stay fp32 for the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
+
+from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.groups.loss_scale import LossScale, ScaledCast, ScaledGradient
+from gt.config.schema import DTYPES, Precision
+
+FULL = torch.float32  # of the parameters that are cast
+Undo = Callable[[], None]
+
+
+class Casts(dict[int, tuple[torch.Tensor, torch.Tensor]]):
+    """Identity of a parameter -> the parameter and its cast."""
+
+
+class MixedPrecision:
+    """The dtypes of one session."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.compute: torch.dtype = getattr(torch, DTYPES[precision.compute])
+        output = precision.output or ("fp32" if precision.compute == "fp16" else None)  # a loss in fp16 would lose its gradient
+        self.output: torch.dtype | None = getattr(torch, DTYPES[output]) if output else None
+        self.scale = LossScale() if precision.compute == "fp16" else None
+
+    def close(self) -> None:
+        if self.scale is not None:
+            self.scale.close()
+
+    def casts(self, module: torch.nn.Module) -> Casts:
+        """Casts of all fp32 parameters of a module and its children, each cast once. {} where there is none on workers."""
+        casts = Casts()
+        for owner, name in _owners(module):
+            p = owner._parameters[name]
+            if isinstance(p, RemoteTensor) and p.dtype == FULL and id(p) not in casts:
+                casts[id(p)] = p, self.cast(p)
+        return casts
+
+    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in the dtype of computation. Its gradient is of its own dtype, and not scaled."""
+        if not tensor.is_floating_point() or tensor.dtype == self.compute:
+            return tensor
+        if self.scale is not None and tensor.requires_grad and torch.is_grad_enabled():
+            return ScaledCast.apply(tensor, self.compute, self.scale.value(), self.scale.inverse())
+        return tensor.to(self.compute)
+
+    def inputs(self, tree: Any) -> Any:
+        return tree_map_only(torch.Tensor, self.cast, tree)
+
+    def outputs(self, tree: Any) -> Any:
+        """Results of an outermost module, in the dtype of outputs. The gradients that enter there are scaled."""
+        return tree if self.output is None and self.scale is None else tree_map_only(RemoteTensor, self._output, tree)
+
+    def _output(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        if self.output is not None:
+            tensor = tensor.to(self.output)
+        if self.scale is not None and tensor.requires_grad and torch.is_grad_enabled():
+            tensor = ScaledGradient.apply(tensor, self.scale.value())
+        return tensor
+
+
+def substitute(module: torch.nn.Module, casts: Casts) -> Undo:
+    """Let casts stand in for the parameters of a module and its children; the function that undoes it."""
+    swapped: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+    for owner, name in _owners(module):
+        row = casts.get(id(owner._parameters[name]))
+        if row is not None:
+            swapped.append((owner, name, row[0]))
+            _put(owner, name, row[1])
+
+    def undo() -> None:
+        for owner, name, parameter in swapped:
+            _put(owner, name, parameter)
+
+    return undo
+
+
+def _put(owner: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner._parameters[name] = tensor  # type: ignore[assignment]
+    if isinstance(owner, torch.nn.RNNBase):  # it has a list of them too
+        owner._flat_weights[owner._flat_weights_names.index(name)] = tensor
+
+
+def _owners(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """(module, name) of all own parameters but those of batch norms, which compute with fp32 statistics."""
+    for owner in module.modules():
+        if not isinstance(owner, _BatchNorm):
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    yield owner, name

@@ -1,0 +1,172 @@
+"""Bytes of evicted tensors in one file without a name, read and written by a few threads past the page cache.
+
+The file is deleted by the kernel when its process ends, however that ends. Its slots are aligned as direct I/O asks. Where the
+file system has no direct I/O, or no files without names, ordinary ones are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import tempfile
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from gt.ir.schedules import size
+
+log = logging.getLogger("gt.worker")
+ALIGNED = 4096  # bytes: a multiple of the blocks of every disk
+THREADS = 4  # of one file
+CHUNK_BYTES = 8 << 20  # of one read or write
+MAX_WAITING_BYTES = 256 << 20  # of buffers that are being written
+
+
+class DiskFull(OSError):
+    """The folder's disk is full."""
+
+
+class OffloadFile:
+    """One worker's file in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        self._file, self.direct = _nameless(folder)
+        self._threads = ThreadPoolExecutor(THREADS, "gt.offload")
+        self._free: dict[int, list[int]] = {}  # bytes of a slot -> offsets of the free ones
+        self._end = self._slots = 0
+        self._writes: deque[tuple[Future, int]] = deque()  # under way, and their bytes
+
+    def take(self, nbytes: int) -> int:
+        """The offset of a slot. DiskFull if the disk has none."""
+        room = _rounded(nbytes)
+        self._slots += 1
+        free = self._free.get(room)
+        if free:
+            return free.pop()
+        start = self._end
+        try:
+            os.posix_fallocate(self._file, start, room)
+        except OSError as error:
+            self._slots -= 1
+            left = os.statvfs(self.folder)
+            have = size(left.f_bavail * left.f_frsize)
+            raise DiskFull(
+                error.errno, f"no room for offloaded tensors in {self.folder}: want {size(room)}, have {have}"
+            ) from error
+        self._end += room
+        return start
+
+    def give_back(self, start: int, nbytes: int) -> bool:
+        """Free a slot. True if it was the last: then the file is closed."""
+        self._free.setdefault(_rounded(nbytes), []).append(start)
+        self._slots -= 1
+        if not self._slots:
+            self.close()
+        return not self._slots
+
+    def write(self, start: int, buffer: mmap.mmap) -> Future:
+        """Write a buffer of `buffer_of`; it must not change until that is done."""
+        while self._writes and (self._writes[0][0].done() or sum(n for _, n in self._writes) > MAX_WAITING_BYTES):
+            self._writes.popleft()[0].exception()  # waits; the tensor's own note says why it failed
+        self._writes.append((self._threads.submit(self._written, start, buffer), len(buffer)))
+        return self._writes[-1][0]
+
+    def read(self, start: int, nbytes: int) -> Future:
+        """A buffer with the bytes of a slot."""
+        return self._threads.submit(self._read, start, nbytes)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _written(self, start: int, buffer: mmap.mmap) -> None:
+        view = memoryview(buffer)
+        at = 0
+        while at < len(view):
+            done = os.pwrite(self._file, view[at : at + CHUNK_BYTES], start + at)
+            if done <= 0:
+                raise OSError(f"{self.folder}: {at} of {len(view)} bytes could be written")
+            at += done
+
+    def _read(self, start: int, nbytes: int) -> mmap.mmap:
+        buffer = buffer_of(nbytes)
+        view = memoryview(buffer)
+        at = 0
+        while at < len(view):
+            done = os.preadv(self._file, [view[at : at + CHUNK_BYTES]], start + at)
+            if done <= 0:
+                raise OSError(f"{self.folder}: the file of offloaded tensors ends at {start + at}, want {start + len(view)}")
+            at += done
+        return buffer
+
+
+class InFile:
+    """One evicted tensor in a file. Its buffer is kept until it is written: a failed write loses nothing.
+
+    made: the tensor of a buffer.
+    """
+
+    def __init__(self, file: OffloadFile, data: memoryview, made: Any, closed: Any) -> None:
+        self._file, self._made, self._closed = file, made, closed
+        self.nbytes = len(data)
+        self._start = file.take(self.nbytes)
+        buffer = buffer_of(self.nbytes)
+        memoryview(buffer)[: self.nbytes] = data
+        self._buffer: mmap.mmap | None = buffer
+        self._reading: Future | None = None
+        self._writing: Future | None = file.write(self._start, buffer)
+        self._writing.add_done_callback(self._note_written)
+
+    def _note_written(self, written: Future) -> None:
+        if written.exception() is None:
+            self._buffer = None
+        else:
+            log.warning("offloaded tensors stay in memory: %s", written.exception())
+
+    def prefetch(self) -> None:
+        if self._buffer is None and self._reading is None:
+            self._reading = self._file.read(self._start, self.nbytes)
+
+    def tensor(self) -> Any:
+        buffer = self._buffer
+        if buffer is None:
+            self.prefetch()
+            reading, self._reading = self._reading, None
+            assert reading is not None
+            buffer = reading.result()
+        return self._made(buffer)
+
+    def close(self) -> None:
+        for under_way in (self._writing, self._reading):
+            if under_way is not None:
+                with contextlib.suppress(Exception):
+                    under_way.result()
+        self._writing = self._reading = None
+        if self._file.give_back(self._start, self.nbytes):
+            self._closed()
+
+
+def buffer_of(nbytes: int) -> mmap.mmap:
+    """Memory for direct I/O."""
+    return mmap.mmap(-1, _rounded(nbytes))
+
+
+def _rounded(nbytes: int) -> int:
+    return max(-(-nbytes // ALIGNED), 1) * ALIGNED
+
+
+def _nameless(folder: str) -> tuple[int, bool]:
+    """A file that has no name, and True if it is read and written past the page cache."""
+    for direct in (os.O_DIRECT, 0):
+        with contextlib.suppress(OSError):
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | direct, 0o600), bool(direct)
+    file, path = tempfile.mkstemp(prefix="gt-", dir=folder)
+    os.unlink(path)
+    log.warning("%s has no direct I/O: offloaded tensors go through the page cache", folder)
+    return file, False

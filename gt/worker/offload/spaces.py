@@ -1,0 +1,43 @@
+"""Spaces in which evicted tensors rest: host memory by the engine, or one file for each folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gt.errors import ConfigError
+from gt.worker.engine.base import Engine
+from gt.worker.offload.files import InFile, OffloadFile
+from gt.worker.offload.tensors import Kept, Resting
+
+MOST_FOLDERS = 4  # of one worker, whose sessions may name others
+
+
+class Spaces:
+    """Spaces of one worker."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._files: dict[str, OffloadFile] = {}
+
+    def evict(self, tensor: Any, space: str, folder: str) -> Resting | None:
+        """A tensor in a space; None for one that shares its memory with others, which stays."""
+        spec, nbytes = self._engine.spec(tensor), self._engine.storage(tensor)[1]
+        if not nbytes or spec.offset or spec.nbytes != nbytes or self._engine.shared(tensor):
+            return None
+        if space == "cpu":
+            away = self._engine.evicted(tensor)
+            return Kept(tensor, nbytes) if away is None else away
+        data = self._engine.memory_of(tensor)
+        if data is None:
+            raise ConfigError("offload to files needs the torch engine: leave GT_BACKEND out, or write cpu")
+        return InFile(
+            self._file(folder), data, lambda buffer: self._engine.in_memory(buffer, spec), lambda: self._files.pop(folder, None)
+        )
+
+    def _file(self, folder: str) -> OffloadFile:
+        file = self._files.get(folder)
+        if file is None:
+            if len(self._files) >= MOST_FOLDERS:
+                raise ConfigError(f"offload to {folder!r:.200}: this worker has files in {MOST_FOLDERS} folders already")
+            file = self._files[folder] = OffloadFile(folder)
+        return file

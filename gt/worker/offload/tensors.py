@@ -1,0 +1,100 @@
+"""A worker's tensors by id. Evicted ones rest in host memory or in a file, and come back when they are looked up.
+
+The dispatcher says when a tensor is evicted, and when it is wanted soon. Nothing else has to know: a look-up of an evicted
+tensor waits for it. Knows neither devices nor file systems.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from gt.ir.instr import BASE_BITS
+
+log = logging.getLogger("gt.worker")
+
+
+class Resting(Protocol):
+    """One evicted tensor."""
+
+    nbytes: int
+
+    def prefetch(self) -> None:
+        """Begin to bring it back."""
+
+    def tensor(self) -> Any:
+        """The tensor, once it is back. May raise and be asked again."""
+
+    def close(self) -> None:
+        """It is not wanted any more, here or back on the device."""
+
+
+class Kept:
+    """A tensor whose device is the host: it rests where it is."""
+
+    def __init__(self, tensor: Any, nbytes: int) -> None:
+        self._tensor, self.nbytes = tensor, nbytes
+
+    def prefetch(self) -> None:
+        pass
+
+    def tensor(self) -> Any:
+        return self._tensor
+
+    def close(self) -> None:
+        pass
+
+
+Evict = Callable[[Any, str, str], Resting | None]  # (tensor, space, folder); None for one that has to stay
+
+
+class OffloadedTensors(dict[int, Any]):
+    """Tensors on the worker's device by id, and those that rest elsewhere."""
+
+    def __init__(self, evict: Evict) -> None:
+        self._evict = evict
+        self._away: dict[int, tuple[Resting, str]] = {}
+        self._restored = 0  # bytes so far
+
+    def __missing__(self, i: int) -> Any:
+        resting, _ = self._away[i]  # KeyError for an id that no tensor has
+        tensor = self[i] = resting.tensor()
+        del self._away[i]
+        self._restored += resting.nbytes
+        resting.close()
+        return tensor
+
+    def evict(self, i: int, space: str, folder: str) -> None:
+        """Let a tensor rest in a space. One that is away, or shares its memory, stays as it is."""
+        tensor = self.get(i)
+        resting = self._evict(tensor, space, folder) if tensor is not None else None
+        if resting is not None:
+            self._away[i] = resting, space
+            del self[i]
+
+    def prefetch(self, i: int) -> None:
+        if i in self._away:
+            self._away[i][0].prefetch()
+
+    def drop(self, ids: Iterable[int]) -> None:
+        """These have been freed."""
+        for i in ids if self._away else ():
+            row = self._away.pop(i, None)
+            if row is not None:
+                row[0].close()
+
+    def drop_range(self, first: int, last: int) -> None:
+        self.drop([i for i in self._away if first <= i < last])
+
+    def host_bytes(self, session: int) -> int:
+        """Bytes of a session's tensors that rest in host memory."""
+        return sum(row.nbytes for i, (row, space) in list(self._away.items()) if space == "cpu" and i >> BASE_BITS == session)
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes that rest in each space, and bytes that have come back so far."""
+        by_space: Counter[str] = Counter()
+        for resting, space in list(self._away.values()):
+            by_space[space] += resting.nbytes
+        return {"offloaded": dict(by_space), "restored_bytes": self._restored}

@@ -1,0 +1,161 @@
+"""The file of evicted tensors: bytes come back, nothing is left behind, and a failure loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from gt.worker.offload import files
+from gt.worker.offload.files import ALIGNED, DiskFull, InFile, OffloadFile
+from gt.worker.offload.tensors import Kept, OffloadedTensors
+
+
+@pytest.fixture
+def file(tmp_path):
+    made = OffloadFile(str(tmp_path))
+    yield made
+    made.close()
+
+
+class Ends(list):
+    def __call__(self):
+        self.append(True)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("nbytes", [1, ALIGNED, 3 * ALIGNED + 17])
+def test_bytes_come_back(file, nbytes, prefetch):
+    data = os.urandom(nbytes)
+    other = InFile(file, memoryview(b"held"), bytes, Ends())
+    away = InFile(file, memoryview(data), lambda buffer: bytes(buffer[:nbytes]), Ends())
+    away._writing.result()
+    assert away._buffer is None, "the bytes are in the file alone"
+    if prefetch:
+        away.prefetch()
+    assert away.tensor() == data == away.tensor()
+    away.close()
+    other.close()
+
+
+def test_slots_are_used_again_and_the_last_ends_the_file(file):
+    ends = Ends()
+    first = InFile(file, memoryview(bytes(ALIGNED)), bytes, ends)
+    second = InFile(file, memoryview(bytes(10)), bytes, ends)
+    first.close()
+    third = InFile(file, memoryview(bytes(20)), bytes, ends)
+    assert third._start == first._start and not ends
+    second.close()
+    third.close()
+    assert ends == [True] and file._file == -1
+
+
+def test_the_file_has_no_name(file, tmp_path):
+    file.take(100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_process_leaves_nothing(tmp_path):
+    program = (
+        "import sys; from gt.worker.offload.files import *\n"
+        "file = OffloadFile(sys.argv[1])\n"
+        "away = InFile(file, memoryview(bytes(1 << 20)), bytes, None)\n"
+        "away._writing.result(); print('written', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "written\n"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_and_the_tensor_stays(file, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    tensors = OffloadedTensors(lambda tensor, space, folder: InFile(file, memoryview(tensor), bytes, Ends()))
+    tensors[1] = b"data"
+    with pytest.raises(DiskFull, match=r"no room for offloaded tensors in .*: want 4.0 KiB, have "):
+        tensors.evict(1, "nvme", "")
+    assert tensors[1] == b"data"
+
+
+def test_a_failed_write_loses_nothing(file, monkeypatch, caplog):
+    def broken(*args):
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(os, "pwrite", broken)
+    away = InFile(file, memoryview(b"data"), lambda buffer: bytes(buffer[:4]), Ends())
+    assert away._writing.exception() is not None
+    away.prefetch()
+    assert away.tensor() == b"data" and "offloaded tensors stay in memory" in caplog.text
+    away.close()
+
+
+def test_a_failed_read_is_an_error_and_may_be_tried_again(file, monkeypatch):
+    tensors = OffloadedTensors(
+        lambda tensor, space, folder: InFile(file, memoryview(tensor), lambda buffer: bytes(buffer[:4]), Ends())
+    )
+    tensors[1] = b"data"
+    tensors.evict(1, "nvme", "")
+    tensors._away[1][0]._writing.result()
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", lambda *args: 0)
+        with pytest.raises(OSError, match="the file of offloaded tensors ends at 0"):
+            _ = tensors[1]
+    assert tensors[1] == b"data" and tensors.stats() == {"offloaded": {}, "restored_bytes": 4}
+
+
+def test_writes_wait_once_many_bytes_are_under_way(file, monkeypatch):
+    monkeypatch.setattr(files, "MAX_WAITING_BYTES", ALIGNED)
+    away = [InFile(file, memoryview(bytes([n]) * 100), lambda buffer: buffer[0], Ends()) for n in range(20)]
+    assert len(file._writes) <= 3
+    assert [one.tensor() for one in away] == list(range(20))
+    for one in away:
+        one.close()
+
+
+def test_a_folder_without_direct_io_is_used_all_the_same(tmp_path, monkeypatch, caplog):
+    real = os.open
+
+    def refuse(path, flags, *rest, **more):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    file = OffloadFile(str(tmp_path))
+    away = InFile(file, memoryview(b"data"), lambda buffer: bytes(buffer[:4]), Ends())
+    away._writing.result()
+    assert not file.direct and away.tensor() == b"data" and list(tmp_path.iterdir()) == []
+    assert "no direct I/O" in caplog.text
+    away.close()
+
+
+def test_ids_that_are_freed_while_away_are_closed():
+    closed = []
+
+    class Away(Kept):
+        def close(self):
+            closed.append(self.nbytes)
+
+    tensors = OffloadedTensors(lambda tensor, space, folder: Away(tensor, tensor))
+    for i in (1, 2, 3):
+        tensors[i] = i
+        tensors.evict(i, "cpu", "")
+    tensors.evict(9, "cpu", "")  # no such tensor here
+    assert tensors.host_bytes(0) == 6 and dict(tensors) == {}
+    tensors.drop([1, 7])
+    tensors.drop_range(3, 10)
+    assert closed == [1, 3] and tensors[2] == 2
+    with pytest.raises(KeyError):
+        _ = tensors[1]
