@@ -31,7 +31,7 @@ STEP = {
 KEPT = {
     1: "a weight's whole copy lives until it is written, terms of gradients until the optimizer reads them",
     2: "a weight's whole copy lives until it is written",
-    3: "whole copies of weights, as activations here, are at most twice the largest weight",
+    3: "whole copies of weights, as activations here, are at most twice the largest weight, and small ones",
 }
 LARGE, PART = 1 << 20, 0.02  # bytes, and part of all weights, from which a replicated weight gets a warning
 

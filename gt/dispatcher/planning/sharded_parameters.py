@@ -8,7 +8,8 @@ its copy is gathered before the first use. The stages of ZeRO differ in how long
     2       until its parameter is written           as soon as autograd has accumulated them
     3       until more bytes are gathered than fit   as soon as autograd has accumulated them
 
-With a schedule, copies of stage 3 live as in stage 2: one micro-batch would end a copy that another one uses.
+Copies of small parameters live as in stage 2, as long as they are together no larger than the largest parameter: to gather them
+again costs a message each, and values computed from them could not be computed again in backward. With a schedule, copies of stage 3 live as in stage 2: one micro-batch would end a copy that another one uses.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from gt.ir.template import Template, V
 
 log = logging.getLogger("gt.dispatcher")
 KEPT_PARAMETERS = 2  # in stage 3: as many of the largest parameters may have a copy at a time
+SMALL_SHARE = 128  # parameters of at most this part of the largest (norms, biases) keep their copies beside these
 
 # The reduction of a gradient, as an op in errors and in the journal
 _REDUCTION = OpSchema(Template("gt.reduce_gradient.default", (), (), (), 0, (), (), False, False))
@@ -41,6 +43,7 @@ class ShardedParameters:
         self.stage = context.config.zero
         self._ends_copies = self.stage == 3 and context.config.schedule is None
         self._gathered: dict[Storage, int] = {}  # bytes of copies, the longest unused first; in stage 3
+        self._small: dict[Storage, int] = {}  # bytes of copies of small parameters, beside these
         self._largest = 0  # bytes of a gathered parameter
 
     # ---- what the client says
@@ -143,18 +146,27 @@ class ShardedParameters:
             if t.copies or t.sums:
                 self._redistributor.drop_copies(t)
         self._gathered.pop(storage, None)
+        self._small.pop(storage, None)
 
     def _evict(self, ins: Sequence[Tensor]) -> None:
         """Note the copies that an op has used, and end the oldest while there are too many bytes."""
         for t in ins:
             if t.storage.rest is not None and t.copies:
-                root = _root(t.storage)
-                self._gathered.pop(t.storage, None)
-                self._gathered[t.storage] = root.spec.nbytes
-                self._largest = max(self._largest, root.spec.nbytes)
+                self._note_copy(t.storage, _root(t.storage).spec.nbytes)
         room = KEPT_PARAMETERS * self._largest
         while len(self._gathered) > 1 and sum(self._gathered.values()) > room:
             self._drop_copies(next(iter(self._gathered)))
+
+    def _note_copy(self, storage: Storage, nbytes: int) -> None:
+        """An op has used the copy of a parameter."""
+        if storage in self._small:
+            return
+        if storage not in self._gathered and nbytes * SMALL_SHARE <= self._largest >= sum(self._small.values()) + nbytes:
+            self._small[storage] = nbytes
+            return
+        self._gathered.pop(storage, None)
+        self._gathered[storage] = nbytes
+        self._largest = max(self._largest, nbytes)
 
     # ---- views
 

@@ -191,7 +191,7 @@ class Programs:
             asked=message.schedule,
             compiled=message.backend != "eager",
             graphs=message.backend == "cudagraphs",
-            recompute=message.recompute,
+            recompute=2 if message.recompute and self._context.config.zero == 3 else message.recompute,
             times=self.times.copy(),  # workers report others meanwhile
             older=self._local_shape,
             lasting={offset + i for i in rows},

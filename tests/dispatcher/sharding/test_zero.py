@@ -127,6 +127,33 @@ def test_stage_3_gathers_again_in_backward_what_it_has_freed():
         assert counted == {"all_gather": [1024] * (6 + 3), "reduce_scatter": [1024] * 6}
 
 
+class Normed(nn.Module):
+    """Layers whose input is used again in backward, scaled by a small weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(64) for _ in range(4)])
+        self.layers = nn.ModuleList([nn.Linear(64, 128, bias=False) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale, layer in zip(self.scales, self.layers, strict=True):
+            x = x + layer(x * scale)[:, :64]
+        return x
+
+
+def test_stage_3_gathers_small_weights_once_a_step():
+    with planned("gt: {data_parallel: [0, 1], zero: 3}\n", workers=2) as plan:
+        model = Normed().to("remote")
+        for _ in range(2):
+            plan.ask()
+            before = len(plan.lines)
+            model(torch.ones(8, 64).to("remote")).square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        plan.ask()
+        gathers = moves(plan.lines[before:])["all_gather"]
+        assert gathers == [64 * 4] * 4 + [64 * 128 * 4] * (4 + 2)
+
+
 def test_a_sharded_weight_beside_tensor_parallel_axes():
     config = "".join(f"s{suffix}: {{workers: [[0, 1], [2, 3]]}}\n" for suffix in ("", "_colpar", "_rowpar")) + "gt: {zero: 3}\n"
     with planned(config, workers=4) as plan:
