@@ -33,10 +33,13 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
         register_config as register_config,
     )
     from gt.client.capture.compiled_function import compile as compile
+    from gt.client.checkpoint.loading import load as load
+    from gt.client.checkpoint.random_state import RandomState as RandomState
+    from gt.client.checkpoint.saving import save as save
     from gt.client.groups.signal import microbatches as microbatches
     from gt.client.metrics import log as log
     from gt.errors import (
-        CaptureError as CaptureError, ConfigError as ConfigError, DispatcherLost as DispatcherLost, GTError as GTError,
+        CaptureError as CaptureError, CheckpointError as CheckpointError, ConfigError as ConfigError, DispatcherLost as DispatcherLost, GTError as GTError,
         OpFailed as OpFailed, Refused as Refused, SessionExpired as SessionExpired, UnsupportedOp as UnsupportedOp,
         WorkerLost as WorkerLost, WorkerStuck as WorkerStuck,
     )
@@ -55,7 +58,10 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
             "randint_like", "randn", "randn_like", "shutdown", "stack", "stats", "tensor", "trace", "zeros", "zeros_like",
         )
     },
+    "RandomState": ("gt.client.checkpoint.random_state", "RandomState"),
     "compile": ("gt.client.capture.compiled_function", "compile"),
+    "load": ("gt.client.checkpoint.loading", "load"),
+    "save": ("gt.client.checkpoint.saving", "save"),
     "log": ("gt.client.metrics", "log"),
     "microbatches": ("gt.client.groups.signal", "microbatches"),
     "debug": ("gt.debug", None),
@@ -66,7 +72,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "optim": ("torch.optim", None),
     "signal": ("gt.client.groups.signal", None),
     **{name: ("gt.errors", name) for name in (
-        "CaptureError", "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused", "SessionExpired", "UnsupportedOp",
+        "CaptureError", "CheckpointError", "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused", "SessionExpired", "UnsupportedOp",
         "WorkerLost", "WorkerStuck",
     )},
 }  # fmt: skip

@@ -62,6 +62,7 @@ from gt.wire.messages import (
     Metrics,
     Observe,
     OfferArena,
+    OfferFile,
     OpError,
     Ops,
     Piece,
@@ -69,6 +70,7 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
+    Store,
     UploadChunk,
     UploadProgress,
 )
@@ -118,7 +120,7 @@ class Core:
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
             InspectFragments: self._inspect_fragments,
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
-            Metrics: self._metrics, Observe: self.observers.observe,
+            OfferFile: self._offer_file, Store: self._store, Metrics: self._metrics, Observe: self.observers.observe,
         }  # fmt: skip
 
     @property
@@ -326,6 +328,15 @@ class Core:
         session = self._session(peer)
         session.arenas.offer(message)
         session.uploads.moved = self.now
+
+    def _offer_file(self, peer: Peer, message: OfferFile, frames: tuple) -> None:
+        session = self._session(peer)
+        session.arenas.offer_file(message)
+        session.uploads.moved = self.now
+
+    def _store(self, peer: Peer, message: Store, frames: tuple) -> None:
+        self.log_line("RECV", self.name(peer), f"Store of {len(message.rows)} tensors")
+        self._session(peer).fetches.store(message.request, message.rows, message.later, message.file)
 
     def _close_arenas(self, peer: Peer, message: CloseArenas, frames: tuple) -> None:
         self._session(peer).arenas.close(message)

@@ -34,6 +34,7 @@ from gt.wire.messages import (
     Notice,
     Observe,
     OfferArena,
+    OfferFile,
     OpError,
     Ops,
     Piece,
@@ -45,6 +46,7 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
+    Store,
     TorchSettings,
     UploadChunk,
     UploadProgress,
@@ -65,7 +67,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     "client": (
         frozenset(
             {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, Metrics, UploadChunk, UploadProgress}
-            | {OfferArena, CloseArenas, Goodbye}
+            | {OfferArena, OfferFile, Store, CloseArenas, Goodbye}
         ),
         frozenset(
             {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice}
@@ -75,7 +77,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     "worker": (
         frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, Goodbye}),
         frozenset(
-            {Welcome, Reject, World, Run, Data, OfferArena, CloseArenas, UseBlock, WindowUpdate, TorchSettings, Abort, Query}
+            {Welcome, Reject, World, Run, Data, OfferArena, OfferFile, CloseArenas, UseBlock, WindowUpdate, TorchSettings, Abort, Query}
             | {Renew, Exit}
         ),
     ),
