@@ -39,8 +39,8 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
     from gt.client.groups.signal import microbatches as microbatches
     from gt.client.metrics import log as log
     from gt.errors import (
-        CaptureError as CaptureError, CheckpointError as CheckpointError, ConfigError as ConfigError, DispatcherLost as DispatcherLost, GTError as GTError,
-        OpFailed as OpFailed, Refused as Refused, SessionExpired as SessionExpired, UnsupportedOp as UnsupportedOp,
+        CaptureError as CaptureError, CheckpointError as CheckpointError, ConfigError as ConfigError,
+        DispatcherLost as DispatcherLost, GTError as GTError, OpFailed as OpFailed, Refused as Refused, SessionExpired as SessionExpired, UnsupportedOp as UnsupportedOp,
         WorkerLost as WorkerLost, WorkerStuck as WorkerStuck,
     )
     # fmt: on

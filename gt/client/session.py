@@ -63,7 +63,9 @@ _open: weakref.WeakSet[Session] = weakref.WeakSet()
 class FileTensor(Protocol):
     """A tensor in a file of this process, for an upload."""
 
-    place: int  # in a file that workers read, -1 if they do not
+    @property
+    def place(self) -> int:
+        """In a file that workers read; -1 if they do not."""
 
     def read(self) -> np.ndarray:
         """Its values, mapped: of its shape and element size."""

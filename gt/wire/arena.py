@@ -144,7 +144,9 @@ class PeerFile:
         try:
             about = os.fstat(found)
             if not stat.S_ISREG(about.st_mode) or about.st_size != offer.nbytes:
-                raise OSError(f"descriptor {offer.fd} is no file of {offer.nbytes} bytes: mode {about.st_mode:o}, {about.st_size} bytes")
+                raise OSError(
+                    f"descriptor {offer.fd} is no file of {offer.nbytes} bytes: mode {about.st_mode:o}, {about.st_size} bytes"
+                )
             if offer.write and about.st_uid != os.geteuid():
                 raise OSError(f"the file belongs to user {about.st_uid}, want {os.geteuid()} to write it")
             how = os.O_WRONLY if offer.write else os.O_RDONLY

@@ -77,7 +77,21 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     "worker": (
         frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, Goodbye}),
         frozenset(
-            {Welcome, Reject, World, Run, Data, OfferArena, OfferFile, CloseArenas, UseBlock, WindowUpdate, TorchSettings, Abort, Query}
+            {
+                Welcome,
+                Reject,
+                World,
+                Run,
+                Data,
+                OfferArena,
+                OfferFile,
+                CloseArenas,
+                UseBlock,
+                WindowUpdate,
+                TorchSettings,
+                Abort,
+                Query,
+            }
             | {Renew, Exit}
         ),
     ),

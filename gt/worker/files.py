@@ -121,7 +121,9 @@ def _read(fd: int, data: memoryview, offset: int) -> None:
     while at < len(data):
         got = os.preadv(fd, [data[at : at + MAX_IO_BYTES]], offset + at)
         if not got:
-            raise OSError(f"the file ends at byte {offset + at}, want {len(data) - at} bytes more: it was cut after it was opened")
+            raise OSError(
+                f"the file ends at byte {offset + at}, want {len(data) - at} bytes more: it was cut after it was opened"
+            )
         at += got
 
 

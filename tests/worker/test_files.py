@@ -67,7 +67,14 @@ def test_a_file_that_was_cut_is_an_error_of_the_read():
 
 @pytest.mark.parametrize(
     "offset, shape, itemsize, write",
-    [(0, [25], 4, True), (4, [25], 4, False), (0, [26], 4, False), (-4, [1], 4, False), (0, [-1], 4, False), (0, [5], 3, False)],
+    [
+        (0, [25], 4, True),
+        (4, [25], 4, False),
+        (0, [26], 4, False),
+        (-4, [1], 4, False),
+        (0, [-1], 4, False),
+        (0, [5], 3, False),
+    ],
 )
 def test_a_block_outside_of_its_file_or_against_its_use_is_refused(offset, shape, itemsize, write):
     held = WorkerFiles(lambda *_: None, SimpleNamespace(), SimpleNamespace())

@@ -69,8 +69,8 @@ class NewFolder:
         others = [entry.name for entry in os.scandir(self.target) if not entry.is_file(follow_symlinks=False)]
         if others:
             raise CheckpointError(
-                f"{self.target} is a folder with {others[0]!r}, which is no plain file: it would be replaced; want a checkpoint, "
-                "or a name that is not in use"
+                f"{self.target} is a folder with {others[0]!r}, which is no plain file, and would be replaced: "
+                "want a checkpoint, or a name that is not in use"
             )
 
     def create(self, name: str, nbytes: int) -> int:

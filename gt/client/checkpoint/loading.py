@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from gt.client import current_session
-from gt.client.checkpoint import restoring, safetensors_format, saving, state_tree
+from gt.client.checkpoint import optimizer_state, restoring, safetensors_format, saving, state_tree
 from gt.client.checkpoint.folder import MANIFEST, find
 from gt.client.checkpoint.safetensors_format import Entry
 from gt.client.current_session import Current
+from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.session import Session
 from gt.client.trace.uploads import upload_from_file
 from gt.errors import CheckpointError, ProgramError
@@ -29,6 +30,7 @@ from gt.wire.arena import place
 
 MAX_JSON_BYTES = 256 << 20  # of a manifest or an index
 _INDEX = ".safetensors.index.json"
+_DTYPES = {name: getattr(torch, name) for name in safetensors_format.NAMES}
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -48,6 +50,7 @@ def load(path: str | os.PathLike, into: Any = None) -> Any:
         files = _Files(opened)
         where = find(path)
         state = _read(where, files)
+        optimizer_state.note(files.remote)
         if into is not None:
             restoring.restore(into, state, where)
     return state
@@ -107,6 +110,7 @@ class _Files:
 
     def __init__(self, opened: contextlib.ExitStack) -> None:
         self._opened = opened
+        self.remote: list[RemoteTensor] = []  # tensors that were made
         self._files: dict[Path, tuple[LoadedFile, dict[str, Entry], dict[str, str]]] = {}
 
     def open(self, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -121,14 +125,16 @@ class _Files:
         """One tensor: remote, or read here."""
         file, entries, _ = self._files[path]
         entry = entries[name]
-        dtype = getattr(torch, entry.dtype) if entry.dtype in safetensors_format.NAMES else None
-        assert dtype is not None
+        dtype = _DTYPES[entry.dtype]
         if not remote:
             return _read_here(file, entry, dtype)
         session = current_session.current().session
         number = file.lend(session)
         file.use()
-        return upload_from_file(entry.shape, dtype, _Source(file, entry, place(number, entry.offset) if number else -1))
+        source = _Source(file, entry, place(number, entry.offset) if number else -1)
+        made = upload_from_file(entry.shape, dtype, source)
+        self.remote.append(made)
+        return made
 
 
 def _read_here(file: LoadedFile, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
@@ -157,7 +163,9 @@ def _read(where: Path, files: _Files) -> Any:
         return _read_flat(_by_index(indices[0], files), files)
     pickled = next((name for name in _PICKLES if (where / name).exists()), None)
     if pickled:
-        raise CheckpointError(f"{where} has {pickled}, a pickle, which can run code: GT reads safetensors only; convert it first")
+        raise CheckpointError(
+            f"{where} has {pickled}, a pickle, which can run code: GT reads safetensors only; convert it first"
+        )
     found = f"{len(indices)} indices" if indices else "no safetensors file"
     raise CheckpointError(f"{where} is no checkpoint: it has {found}, want {MANIFEST}, model.safetensors or one *{_INDEX}")
 

@@ -13,6 +13,7 @@ from gt.client.device.remote_tensor import Shown
 from gt.errors import CheckpointError
 
 MAX_SHOWN = 8  # differences in an error
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"})
 Change = Callable[[], object]
 
 
@@ -89,7 +90,9 @@ def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: li
             problems.append(f"{_join(name, key)} is not in the checkpoint")
         elif not isinstance(given[key], torch.Tensor) or given[key].shape != value.shape:
             problems.append(f"{_join(name, key)} is {_show(given[key])}, want {_show(value)}")
-    problems += [f"{_join(name, key)} is in the checkpoint, and not in the module" for key in given if _unknown(key, own, module)]
+    problems += [
+        f"{_join(name, key)} is in the checkpoint, and not in the module" for key in given if _unknown(key, own, module)
+    ]
     left = [key for key, buffer in module.named_buffers() if buffer.device.type == "meta" and key not in own]
     if left:
         problems.append(
@@ -147,7 +150,8 @@ def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, 
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(saved, own, strict=True):
         for key, value in (state["state"].get(number) or {}).items():
-            if isinstance(value, torch.Tensor) and key.startswith("exp_avg") and value.shape != parameter.shape:
-                if parameter.numel() == value.numel() or value.dim() == parameter.dim():
-                    problems.append(f"{_join(name, f'state.{number}.{key}')} is {_show(value)}, its parameter {_show(parameter)}")
+            # Moments are as their parameter; other state may have any shape
+            moment = isinstance(value, torch.Tensor) and key in _MOMENTS
+            if moment and value.shape != parameter.shape:
+                problems.append(f"{_join(name, f'state.{number}.{key}')} is {_show(value)}, its parameter {_show(parameter)}")
     yield lambda: optimizer.load_state_dict(state)

@@ -112,7 +112,9 @@ def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, Entry], dict[
             raise bad(f"tensor {name!r:.100} begins at byte {start} of the data, want {at}: tensors overlap, or have a gap")
         at = end
     if first + at != size:
-        raise bad(f"its header wants {first + at} bytes, the file has {size}: it was {'cut' if first + at > size else 'extended'}")
+        raise bad(
+            f"its header wants {first + at} bytes, the file has {size}: it was {'cut' if first + at > size else 'extended'}"
+        )
     return entries, metadata
 
 

@@ -60,7 +60,9 @@ class _FileSet:
 
     def add(self, wanted: str, tensor: torch.Tensor) -> str:
         """Take a tensor; the name that it has in the file."""
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if tensor.numel() else (id(tensor),)
+        key = (
+            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if tensor.numel() else (id(tensor),)
+        )
         known = self.memory.get(key)
         if known is not None:
             self.tensors[known].names.append(wanted)
@@ -107,7 +109,9 @@ class _State:
             raise CheckpointError(f"{shown} has layout {tensor.layout}, want a dense tensor")
         dtype = dtype_name(tensor.dtype)
         if dtype not in NAMES:
-            raise CheckpointError(f"{shown} has dtype {dtype}, want one of {', '.join(NAMES)}; try torch.view_as_real for complex")
+            raise CheckpointError(
+                f"{shown} has dtype {dtype}, want one of {', '.join(NAMES)}; try torch.view_as_real for complex"
+            )
         tensor, grad = tensor.detach(), tensor.requires_grad
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
@@ -265,7 +269,8 @@ class _Writer:
         if all(session.shares_file(number) for number in numbers.values()):
             written = [(fd, saved) for fd, saved in remote if saved.tensor.numel()]
             for start in range(0, len(written), ROWS):
-                rows = [[s.tensor._ref.id, place(numbers[fd], s.entry.offset)] for fd, s in written[start : start + ROWS]]
+                part = written[start : start + ROWS]
+                rows = [[s.tensor._ref.id, place(numbers[fd], s.entry.offset)] for fd, s in part if s.entry is not None]
                 self._requests.append(session.begin_store(rows, not self._wait))
                 if self._wait and len(self._requests) >= REQUESTS:
                     self._await_one()

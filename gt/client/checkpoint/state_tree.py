@@ -67,8 +67,8 @@ def encode(thing: Any, put: Put, path: Path = ()) -> Any:
     if isinstance(thing, torch.dtype):
         return {"dtype": str(thing)[6:]}
     raise CheckpointError(
-        f"{show(path)} is a {type(thing).__module__}.{type(thing).__qualname__}, want a tensor, number, text, None, dict, list, "
-        "tuple, or an object with a state_dict"
+        f"{show(path)} is a {type(thing).__module__}.{type(thing).__qualname__}, want a tensor, number, text, None, dict, "
+        "list, tuple, or an object with a state_dict"
     )
 
 

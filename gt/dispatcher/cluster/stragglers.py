@@ -16,7 +16,19 @@ from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import WorkerStuck
 from gt.ir.instr import COMMUNICATION
-from gt.wire.messages import Describe, Failed, Fetch, FinishCapture, Inspect, InspectFragments, Message, Notice, Ops, Stats, Store
+from gt.wire.messages import (
+    Describe,
+    Failed,
+    Fetch,
+    FinishCapture,
+    Inspect,
+    InspectFragments,
+    Message,
+    Notice,
+    Ops,
+    Stats,
+    Store,
+)
 
 QUESTIONS = (Fetch, Describe, Inspect, InspectFragments, Stats, Store)
 SLOW = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0)  # seconds at one instruction after which a program is told, then every 600
