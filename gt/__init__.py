@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
     from gt.client.metrics import log as log
     from gt.errors import (
         CaptureError as CaptureError, CheckpointError as CheckpointError, ConfigError as ConfigError,
-        DispatcherLost as DispatcherLost, GTError as GTError, OpFailed as OpFailed, Refused as Refused, SessionExpired as SessionExpired, UnsupportedOp as UnsupportedOp,
-        WorkerLost as WorkerLost, WorkerStuck as WorkerStuck,
+        DispatcherLost as DispatcherLost, GTError as GTError, OpFailed as OpFailed, Refused as Refused,
+        SessionExpired as SessionExpired, UnsupportedOp as UnsupportedOp, WorkerLost as WorkerLost, WorkerStuck as WorkerStuck,
     )
     # fmt: on
     # isort: on
@@ -72,8 +72,8 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "optim": ("torch.optim", None),
     "signal": ("gt.client.groups.signal", None),
     **{name: ("gt.errors", name) for name in (
-        "CaptureError", "CheckpointError", "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused", "SessionExpired", "UnsupportedOp",
-        "WorkerLost", "WorkerStuck",
+        "CaptureError", "CheckpointError", "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused",
+        "SessionExpired", "UnsupportedOp", "WorkerLost", "WorkerStuck",
     )},
 }  # fmt: skip
 __all__ = [*_PUBLIC, "__version__"]

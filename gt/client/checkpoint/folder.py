@@ -146,9 +146,11 @@ class NewFolder:
             if lock is not None:
                 _remove(left)
                 os.close(lock)
-        if self.target.exists():
-            for left in self.target.parent.glob(f".{self.target.name}.{_OLD}*"):
+        for left in sorted(self.target.parent.glob(f".{self.target.name}.{_OLD}*"), reverse=True):
+            if self.target.exists():
                 _remove(left)
+            else:  # killed between two renames
+                os.rename(left, self.target)
 
 
 def _part_names(folder: Path) -> set[str]:

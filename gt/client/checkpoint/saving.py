@@ -187,11 +187,11 @@ def save(state: Any, path: str | os.PathLike, *, wait: bool = True) -> Save:
     finish()
     writer = _Writer(_State(state), path, wait)
     made = Save(os.fspath(path))
-    _Current.save = made
     if wait:
         writer.finish()
         made._ended.set()
     else:
+        _Current.save = made
         made._begin(writer)
     return made
 
