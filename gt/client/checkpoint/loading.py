@@ -34,20 +34,25 @@ _DTYPES = {name: getattr(torch, name) for name in safetensors_format.NAMES}
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def load(path: str | os.PathLike, into: Any = None) -> Any:
+def load(path: str | os.PathLike, into: Any = None, *, device: str | None = None) -> Any:
     """The state of a checkpoint: a folder of gt.save, a folder of transformers, or one safetensors file.
 
     Tensors that were remote when they were saved are remote again, in whatever layout their first use gives them; those of
-    others' files are remote too. into: modules and optimizers, or dicts and lists of these and of tensors, which get the values
-    of the same names; parameters on the meta device become remote ones. The whole state is returned as well.
+    others' files are remote too.
+
+    into: modules and optimizers, or dicts and lists of these and of tensors, which get the values of the same names; parameters
+        on the meta device become remote ones. The whole state is returned as well.
+    device: "cpu" reads all tensors into this process, without workers; "remote" makes all remote.
 
     CheckpointError names all that is wrong with the files, or does not fit `into`, before anything is changed.
     """
     if Current.recorder is not None and Current.recorder.tape is not None:
         raise ProgramError("gt.load cannot be called in a compiled function: call it between two steps")
+    if device not in (None, "cpu", "remote"):
+        raise ValueError(f"device is {device!r}, want 'cpu', 'remote', or None for the devices of the saved tensors")
     saving.finish()
     with contextlib.ExitStack() as opened:
-        files = _Files(opened)
+        files = _Files(opened, device)
         where = find(path)
         state = _read(where, files)
         optimizer_state.note(files.remote)
@@ -108,8 +113,8 @@ class _Source:
 class _Files:
     """Files of one checkpoint, each opened and checked once. They are closed with `opened`, or with their last tensor."""
 
-    def __init__(self, opened: contextlib.ExitStack) -> None:
-        self._opened = opened
+    def __init__(self, opened: contextlib.ExitStack, device: str | None) -> None:
+        self._opened, self._device = opened, device
         self.remote: list[RemoteTensor] = []  # tensors that were made
         self._files: dict[Path, tuple[LoadedFile, dict[str, Entry], dict[str, str]]] = {}
 
@@ -126,7 +131,7 @@ class _Files:
         file, entries, _ = self._files[path]
         entry = entries[name]
         dtype = _DTYPES[entry.dtype]
-        if not remote:
+        if not remote if self._device is None else self._device == "cpu":
             return _read_here(file, entry, dtype)
         session = current_session.current().session
         number = file.lend(session)
