@@ -74,5 +74,5 @@ class Event:
 
     def elapsed_time(self, end: Any) -> float:
         raise UnsupportedOp(
-            "workers keep no time of events: use time.perf_counter() with torch.remote.synchronize() before and after, or gt trace"
+            "workers keep no time of events: use time.perf_counter() with torch.remote.synchronize() before and after"
         )

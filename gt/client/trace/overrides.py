@@ -29,7 +29,7 @@ def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
 
 
 def as_strided(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
-    """A view that is the tensor as it is: nothing is sent. torch.empty_like of a meta tensor ends so, and a weight would be a view."""
+    """A view that is the tensor as it is, with which torch.empty_like of a meta tensor ends: nothing is sent."""
     meta = args[0]._ref.meta
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     if len(args) > 2 and (tuple(args[1]), tuple(args[2])) == (meta.shape, meta.stride) and offset in (None, meta.offset):

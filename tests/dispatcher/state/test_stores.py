@@ -1,12 +1,12 @@
-"""Saves into files that a client lends, as the dispatcher sees them: each part is written once, and answered when all is good."""
+"""Saves into files that a client lends, as the dispatcher sees them: each part is written once."""
 
 from __future__ import annotations
 
 import pytest
 
 from gt.dispatcher.events import PeerLost
-from gt.wire.arena import upload_index
 from gt.wire.arena import place as place_of
+from gt.wire.arena import upload_index
 from gt.wire.messages import (
     ArenaOpened,
     CloseArenas,
