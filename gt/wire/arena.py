@@ -9,9 +9,6 @@ opens it through /proc/PID/fd/FD, two numbers that the client states, and believ
 - Proof: it must begin with the nonce that the client sent, known to the arena's owner alone. So a client on another host, in
   another pid namespace or of another user proves nothing, and keeps using the socket.
 - Size: seals forbid any change of size, and the size is compared after the seals. So no access ends in SIGBUS.
-
-A file that the client has open is lent in the same way (`PeerFile`): an arena proves the process, and the file is one of its
-descriptors. So no path is sent, and a worker reaches no file that its client has not opened itself.
 """
 
 from __future__ import annotations
@@ -131,6 +128,8 @@ class PeerArena:
 
 class PeerFile:
     """A file that a client lends, opened by a worker. OSError unless a regular file of a process that an arena proves.
+
+    No path is sent: the file is a descriptor of that process.
 
     The process has the worker's user, so the worker gets no rights that the process lacks. Its open descriptor is what is
     lent, whatever the file's name leads to by now.
