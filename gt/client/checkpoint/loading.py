@@ -20,7 +20,7 @@ import torch
 from gt.client import current_session
 from gt.client.checkpoint import optimizer_state, restoring, safetensors_format, saving, state_tree
 from gt.client.checkpoint.folder import MANIFEST, find
-from gt.client.checkpoint.safetensors_format import Entry
+from gt.client.checkpoint.safetensors_format import FileEntry
 from gt.client.current_session import Current
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.session import Session
@@ -96,7 +96,7 @@ class _Source:
     """A tensor in a file, for an upload: see session.FileTensor."""
 
     file: LoadedFile
-    entry: Entry
+    entry: FileEntry
     place: int
 
     def read(self) -> np.ndarray:
@@ -116,9 +116,9 @@ class _Files:
     def __init__(self, opened: contextlib.ExitStack, device: str | None) -> None:
         self._opened, self._device = opened, device
         self.remote: list[RemoteTensor] = []  # tensors that were made
-        self._files: dict[Path, tuple[LoadedFile, dict[str, Entry], dict[str, str]]] = {}
+        self._files: dict[Path, tuple[LoadedFile, dict[str, FileEntry], dict[str, str]]] = {}
 
-    def open(self, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    def open(self, path: Path) -> tuple[dict[str, FileEntry], dict[str, str]]:
         """Tensors and metadata of a file."""
         if path not in self._files:
             file = LoadedFile(path)
@@ -142,7 +142,7 @@ class _Files:
         return made
 
 
-def _read_here(file: LoadedFile, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+def _read_here(file: LoadedFile, entry: FileEntry, dtype: torch.dtype) -> torch.Tensor:
     if not entry.nbytes:
         return torch.empty(entry.shape, dtype=dtype)
     data, at = bytearray(entry.nbytes), 0

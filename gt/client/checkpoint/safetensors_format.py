@@ -32,7 +32,7 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """One tensor of a file. dtype: torch's name. offset: in the file, in bytes."""
 
     name: str
@@ -45,7 +45,7 @@ class Entry:
         return prod(self.shape) * DTYPES[self.dtype][0]
 
 
-def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, list[Entry]]:
+def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, list[FileEntry]]:
     """The header of a file with these tensors (name, dtype, shape), its length first, and the place of each tensor.
 
     Tensors with larger elements are first, so that each is aligned to its elements.
@@ -63,7 +63,7 @@ def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mappin
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(f"the header of {len(rows)} tensors has {len(text)} bytes, at most {MAX_HEADER_BYTES} are read")
     first = LENGTH_BYTES + len(text)
-    entries = [Entry(name, dtype, tuple(shape), first + start) for (name, dtype, shape), start in zip(rows, places)]
+    entries = [FileEntry(name, dtype, tuple(shape), first + start) for (name, dtype, shape), start in zip(rows, places)]
     return struct.pack("<Q", len(text)) + text, entries
 
 
@@ -80,7 +80,7 @@ def open_file(path: Path) -> tuple[int, int]:
     return fd, about.st_size
 
 
-def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, FileEntry], dict[str, str]]:
     """Tensors and metadata of a file of `size` bytes. CheckpointError unless the header fits the file to the byte."""
 
     def bad(why: str) -> CheckpointError:
@@ -118,7 +118,7 @@ def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, Entry], dict[
     return entries, metadata
 
 
-def _entry(name: str, row: Any, first: int, bad: Any) -> tuple[Entry, int, int]:
+def _entry(name: str, row: Any, first: int, bad: Any) -> tuple[FileEntry, int, int]:
     """One row of a header, with the place of its data."""
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
         raise bad(f"tensor {name!r:.100} has not just dtype, shape and data_offsets")
@@ -128,7 +128,7 @@ def _entry(name: str, row: Any, first: int, bad: Any) -> tuple[Entry, int, int]:
     numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(offsets) != 2 or len(shape) > 64:
         raise bad(f"tensor {name!r:.100} has shape {shape!r:.80} and data_offsets {offsets!r:.80}")
-    entry = Entry(name, _TORCH[kind], tuple(shape), first + offsets[0])
+    entry = FileEntry(name, _TORCH[kind], tuple(shape), first + offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:
         raise bad(f"tensor {name!r:.100} has {offsets[1] - offsets[0]} bytes, {kind}{shape!r:.80} has {entry.nbytes}")
     return entry, offsets[0], offsets[1]

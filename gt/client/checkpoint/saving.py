@@ -22,7 +22,7 @@ import torch
 from gt.client import current_session
 from gt.client.checkpoint import safetensors_format, state_tree
 from gt.client.checkpoint.folder import NewFolder
-from gt.client.checkpoint.safetensors_format import NAMES, Entry
+from gt.client.checkpoint.safetensors_format import NAMES, FileEntry
 from gt.client.current_session import Current
 from gt.client.device.meta import dtype_name
 from gt.client.device.remote_tensor import RemoteTensor
@@ -47,7 +47,7 @@ class _SavedTensor:
 
     tensor: torch.Tensor
     names: list[str]
-    entry: Entry | None = None
+    entry: FileEntry | None = None
 
 
 @dataclass
@@ -90,7 +90,7 @@ class _FileSet:
             yield f"{self.name}-{n:05d}-of-{len(shares):05d}.safetensors", share
 
 
-class _State:
+class _SavedState:
     """A state as it is saved: its JSON, and its tensors by set."""
 
     def __init__(self, state: Any) -> None:
@@ -185,7 +185,7 @@ def save(state: Any, path: str | os.PathLike, *, wait: bool = True) -> Save:
     if Current.recorder is not None and Current.recorder.tape is not None:
         raise ProgramError("gt.save cannot be called in a compiled function: call it between two steps")
     finish()
-    writer = _Writer(_State(state), path, wait)
+    writer = _Writer(_SavedState(state), path, wait)
     made = Save(os.fspath(path))
     if wait:
         writer.finish()
@@ -215,7 +215,7 @@ current_session.on_connect.append(lambda recorder: _finish_quietly)
 class _Writer:
     """One save: the constructor begins it, in the order of the program's ops; `finish` may be called by another thread."""
 
-    def __init__(self, state: _State, path: str | os.PathLike, wait: bool) -> None:
+    def __init__(self, state: _SavedState, path: str | os.PathLike, wait: bool) -> None:
         self._state, self._wait = state, wait
         self._session: Session | None = None
         self._lent: list[int] = []
@@ -333,7 +333,7 @@ class _Writer:
         self._folder.discard()
 
 
-def _write_host(fd: int, entry: Entry, tensor: torch.Tensor) -> None:
+def _write_host(fd: int, entry: FileEntry, tensor: torch.Tensor) -> None:
     """Write a tensor of this process."""
     data = memoryview(np.ascontiguousarray(values(tensor)).reshape(-1).view(np.uint8)) if entry.nbytes else b""
     at = 0
