@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,10 +12,12 @@ from gt.client.current_session import Current
 from gt.client.device import meta as metas
 from gt.client.device.meta import Meta
 from gt.client.device.remote_tensor import Ref, RemoteTensor, Shown, make
-from gt.client.session import FileTensor
 from gt.client.trace.op_info import TENSORS, OpInfo
 from gt.client.trace.recorder import Recorder
 from gt.ir.template import Out, Template
+
+if TYPE_CHECKING:  # which imports zmq
+    from gt.client.session import FileTensor
 
 MAX_INLINE_BYTES = 256 << 10  # uploaded in the batch of ops; larger data stays on the client until a worker requests it
 _uploads: dict[Meta, int] = {}
