@@ -371,3 +371,13 @@ def test_a_loaded_tensor_outlives_its_files(one, tmp_path):
     loaded = gt.load(tmp_path / "c")
     shutil.rmtree(tmp_path / "c")
     assert torch.equal(loaded["x"]["a"].cpu(), value)
+
+
+def test_weights_made_from_meta_ones_are_split_as_others_are(session):
+    """torch.empty_like of a meta tensor ends in as_strided, which changes nothing: a weight that is a view would stay whole."""
+    session(DP4)
+    with torch.device("meta"):
+        layer = nn.Linear(64, 64, bias=False)
+    layer.to_empty(device="remote").reset_parameters()
+    layer(torch.ones(8, 64, device="remote"))
+    assert gt.inspect(layer.weight)["layout"] == "[S(0)]"
