@@ -5,6 +5,7 @@
     GT_CONFIG=configs/llama/tp2pp2.yaml python examples/finetune_llama.py     # tensor x pipeline parallel
     python examples/finetune_llama.py --lora 8                                # only low-rank additions are trained
     python examples/finetune_llama.py --trainer                               # transformers' Trainer instead of a loop
+    python examples/finetune_llama.py --save out --save-every 10              # checkpoints; the same command resumes
 
 With your own checkpoint, replace `small()` by LlamaForCausalLM.from_pretrained(folder).
 """
@@ -61,11 +62,16 @@ def samples(count: int, length: int = 32) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def loop(model: nn.Module, steps: int, batch: int, device: str) -> list[float]:
+def loop(model: nn.Module, steps: int, batch: int, device: str, folder: str = "", every: int = 10) -> list[float]:
+    """Train and print losses. folder: of a checkpoint, which is saved every so many steps, and resumed if it is there."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-3)
+    state = {"model": model, "optimizer": optimizer, "random": gt.RandomState(), "step": 0}
+    if folder and os.path.exists(folder):
+        state["step"] = gt.load(folder, into=state)["step"]
+        print(f"resumed from {folder} at step {state['step']}", flush=True)
     losses = []
-    for step in range(steps):
+    for step in range(state["step"], steps):
         tokens = torch.stack([sample["input_ids"] for sample in samples(batch)]).to(device)
         loss = model(input_ids=tokens, labels=tokens).loss
         optimizer.zero_grad()
@@ -74,6 +80,9 @@ def loop(model: nn.Module, steps: int, batch: int, device: str) -> list[float]:
         if step % 5 == 0 or step == steps - 1:
             losses.append(loss.item())
             print(f"step {step:3d}: loss {losses[-1]:.3f}", flush=True)
+        state["step"] = step + 1
+        if folder and (state["step"] % every == 0 or state["step"] == steps):
+            gt.save(state, folder, wait=False)  # written while the next steps run
     return losses
 
 
@@ -98,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lora", type=int, default=0, metavar="RANK")
     parser.add_argument("--trainer", action="store_true")
+    parser.add_argument("--save", default="", metavar="FOLDER", help="of a checkpoint; a loop's, not a Trainer's")
+    parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--device", default="remote")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
@@ -109,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         gt.signal.apply(model)  # the `modules:` of the config say which part runs in which group
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"{trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters are trained")
-    return by_trainer(model, args.steps, args.batch) if args.trainer else loop(model, args.steps, args.batch, args.device)
+    if args.trainer:
+        return by_trainer(model, args.steps, args.batch)
+    return loop(model, args.steps, args.batch, args.device, args.save, args.save_every)
 
 
 if __name__ == "__main__":

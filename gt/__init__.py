@@ -33,14 +33,17 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
         register_config as register_config,
     )
     from gt.client.capture.compiled_function import compile as compile
+    from gt.client.checkpoint.loading import load as load
+    from gt.client.checkpoint.random_state import RandomState as RandomState
+    from gt.client.checkpoint.saving import save as save
     from gt.client.groups.signal import microbatches as microbatches
     from gt.client.reports.memory import memory_summary as memory_summary
     from gt.client.reports.memory_snapshot import memory_snapshot as memory_snapshot
     from gt.client.metrics import log as log
     from gt.errors import (
-        CaptureError as CaptureError, ConfigError as ConfigError, DispatcherLost as DispatcherLost, GTError as GTError,
-        OpFailed as OpFailed, Refused as Refused, SessionExpired as SessionExpired, UnsupportedOp as UnsupportedOp,
-        WorkerLost as WorkerLost, WorkerStuck as WorkerStuck,
+        CaptureError as CaptureError, CheckpointError as CheckpointError, ConfigError as ConfigError,
+        DispatcherLost as DispatcherLost, GTError as GTError, OpFailed as OpFailed, Refused as Refused,
+        SessionExpired as SessionExpired, UnsupportedOp as UnsupportedOp, WorkerLost as WorkerLost, WorkerStuck as WorkerStuck,
     )
     # fmt: on
     # isort: on
@@ -58,7 +61,10 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
             "trace_replay", "zeros", "zeros_like",
         )
     },
+    "RandomState": ("gt.client.checkpoint.random_state", "RandomState"),
     "compile": ("gt.client.capture.compiled_function", "compile"),
+    "load": ("gt.client.checkpoint.loading", "load"),
+    "save": ("gt.client.checkpoint.saving", "save"),
     "log": ("gt.client.metrics", "log"),
     "memory_snapshot": ("gt.client.reports.memory_snapshot", "memory_snapshot"),
     "memory_summary": ("gt.client.reports.memory", "memory_summary"),
@@ -71,8 +77,8 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "optim": ("torch.optim", None),
     "signal": ("gt.client.groups.signal", None),
     **{name: ("gt.errors", name) for name in (
-        "CaptureError", "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused", "SessionExpired", "UnsupportedOp",
-        "WorkerLost", "WorkerStuck",
+        "CaptureError", "CheckpointError", "ConfigError", "DispatcherLost", "GTError", "OpFailed", "Refused",
+        "SessionExpired", "UnsupportedOp", "WorkerLost", "WorkerStuck",
     )},
 }  # fmt: skip
 __all__ = [*_PUBLIC, "__version__"]

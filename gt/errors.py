@@ -34,6 +34,10 @@ class CaptureError(ProgramError):
     """A step cannot be captured."""
 
 
+class CheckpointError(ProgramError, ValueError):
+    """A checkpoint cannot be written or read. Names file, tensor and reason; nothing was changed."""
+
+
 class SystemFailure(GTError):
     """A process, link or machine failed; the program is not at fault."""
 

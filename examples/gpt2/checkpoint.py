@@ -1,4 +1,4 @@
-"""llm.c's files: GPT-2 weights (fp32 and bf16), tokenizer, tokens; and beside weights, the optimizer's state in the same way.
+"""llm.c's files: GPT-2 weights (fp32 and bf16), tokenizer, tokens; and beside weights, the optimizer's state by gt.save.
 
 Little endian, each begins with 256 int32. Whatever is wrong with a file is a BadFile of one line.
 """
@@ -20,8 +20,8 @@ from model import GPT2, Config
 import gt
 
 HEADER = 1024  # bytes
-WEIGHTS, TOKENIZER, TOKENS, STATE = 20240326, 20240328, 20240520, 20261121  # the first int32
-DTYPES = {3: torch.float32, 5: torch.bfloat16}  # version of weights, and of state
+WEIGHTS, TOKENIZER, TOKENS = 20240326, 20240328, 20240520  # the first int32
+DTYPES = {3: torch.float32, 5: torch.bfloat16}  # version of weights
 VERSION = {dtype: version for version, dtype in DTYPES.items()}
 SIZES = ("context", "vocab", "layers", "heads", "width", "padded")  # in the header of weights, from [2] on
 
@@ -42,6 +42,8 @@ def writing(path: str | Path) -> Iterator[None]:
     """Turns an OSError of the block into a BadFile."""
     try:
         yield
+    except gt.CheckpointError as error:
+        raise BadFile(str(error)) from None
     except gt.GTError:  # that a worker is lost is an OSError too
         raise
     except OSError as error:
@@ -154,8 +156,6 @@ def load(path: str | Path, groups: Sequence[str] = (), dtype: torch.dtype | None
 
 # ---- the optimizer's state, beside weights
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -166,39 +166,31 @@ class Progress:
 
 
 def beside(path: str | Path) -> Path:
-    """The file with the optimizer's state for a weights file."""
+    """The folder with the optimizer's state for a weights file."""
     return Path(path).with_suffix(".state")
 
 
-def write_state(path: str | Path, model: GPT2, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    names = dict(model.named_parameters())
-    order = [names[name] for name in in_order(model.config.layers)]
-    counts = np.array([progress.step, progress.tokens], "<i8").view("<i4")
-    head = {0: STATE, 1: VERSION[order[0].dtype], **{2 + n: int(v) for n, v in enumerate(counts)}}
-
-    def body(file: BinaryIO) -> None:
-        for moment in MOMENTS:
-            for p in order:
-                raw(optimizer.state[p][moment]).tofile(file)
-
-    write(path, head, body)
+def write_state(path: Path, model: GPT2, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    """Save the optimizer's state, by the names of its parameters, and the progress: workers write what they hold."""
+    names = {p: name for name, p in model.named_parameters()}
+    state = {names[p]: values for p, values in optimizer.state.items()}
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        gt.save({"optimizer": state, "step": progress.step, "tokens": progress.tokens}, path)
 
 
-def read_state(path: str | Path, model: GPT2, optimizer: torch.optim.Optimizer) -> Progress:
+def read_state(path: Path, model: GPT2, optimizer: torch.optim.Optimizer) -> Progress:
     """Gives the optimizer of the model's parameters what was saved."""
-    head = header(path, STATE, tuple(DTYPES), "optimizer state")
-    dtype, wanted = DTYPES[int(head[1])], shapes(model.config)
-    sized(path, HEADER + len(MOMENTS) * dtype.itemsize * sum(s.numel() for s in wanted.values()), "optimizer state")
-    step, tokens = (int(v) for v in head[2:6].view("<i8"))
-    number = {name: n for n, (name, _) in enumerate(model.named_parameters())}
-    state: dict[int, dict[str, torch.Tensor]] = {n: {"step": torch.tensor(float(step))} for n in number.values()}
-    with open(path, "rb") as file:
-        file.seek(HEADER)
-        for moment in MOMENTS:
-            for name, shape in wanted.items():
-                state[number[name]][moment] = _tensor(file, shape, dtype)
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return Progress(step, tokens)
+    try:
+        made = gt.load(path)
+        number = {name: n for n, (name, _) in enumerate(model.named_parameters())}
+        state = {number[name]: values for name, values in made["optimizer"].items()}
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        return Progress(made["step"], made["tokens"])
+    except gt.CheckpointError as error:
+        raise BadFile(str(error)) from None
+    except (KeyError, TypeError):
+        raise BadFile(f"{path}: no optimizer state of this model") from None
 
 
 # ---- tokenizer

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gt.wire.arena import BLOCK_BYTES, HEADER_BYTES, OwnArena, place
-from gt.wire.messages import CloseArenas, Message
+from gt.wire.messages import CloseArenas, Message, OfferFile
 
 log = logging.getLogger("gt.client")
 
@@ -83,6 +83,9 @@ class ClientArenas:
     _numbers: int = 0
     _useless: bool = False
     _settled: int = 0  # bytes of blocks that no worker has been asked to read
+    _owner: ArenaBlock | None = None  # of the arena that proves to workers whose files are lent
+    _files: set[int] = field(default_factory=set)  # numbers of files that are lent
+    _returned: list[int] = field(default_factory=list)  # such numbers that may be used again
 
     def take(self, nbytes: int) -> ArenaBlock | None:
         """A block for so many bytes; None where arenas are of no use, or there is no memory for another."""
@@ -139,6 +142,31 @@ class ClientArenas:
         """Workers do not share this host's memory: take no more blocks."""
         self._useless = True
 
+    # ---- files
+
+    def lend(self, fd: int, nbytes: int, write: bool) -> int:
+        """Offer an open file to workers, and return its number; 0 where they do not share this host's memory."""
+        if self._owner is None:
+            self._owner = self.take(1)
+        with self._lock:
+            if self._useless or self._owner is None or len(self._pools) + len(self._files) >= MAX_ARENAS:
+                return 0
+            if not self._returned:
+                self._numbers += 1
+                self._returned.append(self._numbers)
+            number = self._returned.pop()
+            self._files.add(number)
+            self.send(OfferFile(number, self._owner.arena.number, fd, nbytes, write))
+            return number
+
+    def take_back(self, number: int) -> None:
+        """No worker is to read or write this file any more."""
+        with self._lock:
+            if number in self._files:
+                self._files.discard(number)
+                self._returned.append(number)
+                self.send(CloseArenas([number]))
+
     # ---- bound of what is in flight
 
     def crowded(self, nbytes: int) -> bool:
@@ -163,3 +191,4 @@ class ClientArenas:
             for pool in self._pools.values():
                 pool.arena.close()
             self._pools.clear()
+            self._files.clear()

@@ -51,10 +51,15 @@ def frames(array: np.ndarray) -> Iterator[tuple[int, int, list[memoryview]]]:
 
 
 class Assembly:
-    """A tensor of `shape` that is assembled from pieces [key, boxes]. Frames of pieces are received in any order."""
+    """A tensor of `shape` that is assembled from pieces [key, boxes]. Frames of pieces are received in any order.
 
-    def __init__(self, shape: tuple[int, ...], itemsize: int, pieces: list) -> None:
-        self.data = np.empty(prod(shape) * itemsize, np.uint8)
+    into: bytes that it is assembled in; memory of its own if None.
+    """
+
+    def __init__(self, shape: tuple[int, ...], itemsize: int, pieces: list, into: np.ndarray | None = None) -> None:
+        self.data = np.empty(prod(shape) * itemsize, np.uint8) if into is None else into
+        if self.data.nbytes != prod(shape) * itemsize:
+            raise ProtocolError(f"Value.shape is {list(shape)}, want a value of {self.data.nbytes} bytes")
         whole = self.data.view(WORDS[itemsize]).reshape(shape)
         self._pieces = {key: _Piece(whole, check_boxes(rows, shape)) for key, rows in pieces}
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -47,6 +47,7 @@ from gt.wire.messages import (
     Metrics,
     Ops,
     Stats,
+    Store,
     TensorRoles,
     Trace,
     TraceRows,
@@ -69,10 +70,25 @@ MAX_ABOUT_CHARACTERS = 255  # of each text about this process
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-class _Pending:
-    """One request and its answer: a value or an error, once `done` is set."""
+class FileTensor(Protocol):
+    """A tensor in a file of this process, for an upload."""
 
-    def __init__(self) -> None:
+    @property
+    def place(self) -> int:
+        """In a file that workers read; -1 if they do not."""
+
+    def read(self) -> np.ndarray:
+        """Its values, mapped: of its shape and element size."""
+
+    def release(self) -> None:
+        """Nobody reads it any more. Called once, by any thread."""
+
+
+class _Pending:
+    """One request and its answer: a value or an error, once `done` is set. into: bytes for a fetched value, if any."""
+
+    def __init__(self, into: np.ndarray | None = None) -> None:
+        self.into = into
         self.done = threading.Event()
         self.value: Any = None
         self.error: GTError | None = None
@@ -109,6 +125,7 @@ class Session:
         self._pending: dict[int, _Pending] = {}
         self._pieces: dict[int, _Pending] = {}  # key of an incomplete piece -> its fetch
         self._host_copies: dict[int, np.ndarray] = {}  # tensor -> array, until Release
+        self._in_files: dict[int, FileTensor] = {}  # tensor -> its host copy, until Release
         self._blocks: dict[int, ArenaBlock] = {}  # tensor -> the block that its host copy is in, if any
         self._uploading: dict[int, Any] = {}  # key -> array and boxes, then the frames left to send
         self._numbers = itertools.count()
@@ -212,15 +229,16 @@ class Session:
     def _unblocked(self) -> bool:
         return self.has_credit() or self.failure is not None or self._deferred_error is not None
 
-    def fetch(self, tensor: int, nbytes: int = 0) -> tuple[tuple[int, ...], str, np.ndarray]:
+    def fetch(self, tensor: int, nbytes: int = 0, into: np.ndarray | None = None) -> tuple[tuple[int, ...], str, np.ndarray]:
         """Shape, dtype and bytes of a tensor's value, the bytes as a row-major uint8 array. Waits.
 
-        nbytes: of the value, 0 if unknown; a large one is received in a block of shared memory.
+        nbytes: of the value, 0 if unknown; a large one is received in a block of shared memory. into: an array for the bytes,
+        which are then received in messages.
         """
         self._check()
-        block = self._arenas.take(nbytes) if nbytes > CHUNK else None
+        block = self._arenas.take(nbytes) if nbytes > CHUNK and into is None else None
         if block is None:
-            return self._ask(lambda request: Fetch(request, tensor))
+            return self.wait(self.begin(lambda request: Fetch(request, tensor), into))
         try:
             shape, dtype, data = self._ask(lambda request: Fetch(request, tensor, block.place))
         except BaseException:
@@ -311,6 +329,30 @@ class Session:
         self._blocks[tensor] = block
         return upload_index(block.place)
 
+    def keep_in_file(self, tensor: int, source: FileTensor) -> int:
+        """Hold a tensor in a file for an upload until Release; the value of its gt.upload op."""
+        self._check()
+        self._in_files[tensor] = source
+        return NO_PLACE if source.place < 0 else upload_index(source.place)
+
+    def lend_file(self, fd: int, nbytes: int, write: bool) -> int:
+        """Offer an open file to the workers of this host: its number among arenas, 0 if workers cannot share it."""
+        self._check()
+        return self._arenas.lend(fd, nbytes, write)
+
+    def take_back_file(self, number: int) -> None:
+        """End the loan of a file."""
+        if self.failure is None:
+            self._arenas.take_back(number)
+
+    def shares_file(self, number: int) -> bool:
+        """True if every worker has opened this file. Waits."""
+        return bool(number) and self.wait(self.begin_store([], False, number))["shared"]
+
+    def begin_store(self, rows: list, later: bool, file: int = 0) -> int:
+        """Have workers write tensors into files, see messages.Store. Returns the request, for `wait`."""
+        return self.begin(lambda request: Store(request, rows, later, file))
+
     def crowded(self, nbytes: int) -> bool:
         """True if workers have still to read so much of earlier uploads that the next should wait: see `wait_room`."""
         return self._arenas.crowded(nbytes)
@@ -354,6 +396,9 @@ class Session:
         self._link.close()
         self._host_copies.clear()
         self._blocks.clear()
+        for source in self._in_files.values():
+            source.release()
+        self._in_files.clear()
         self._uploading.clear()
         self._arenas.close()
 
@@ -368,17 +413,27 @@ class Session:
     def _ask(self, question: Callable[[int], Message], tick: progress.Tick | None = None) -> Any:
         """The answer to a message of a request's number. tick: called now and then meanwhile."""
         if spans.current is None:
-            return self._answer(question, tick)
+            return self.wait(self.begin(question), tick)
         with spans.span(WAITS.get(type(question(0)), "wait for an answer")):
-            return self._answer(question, tick)
+            return self.wait(self.begin(question), tick)
 
-    def _answer(self, question: Callable[[int], Message], tick: progress.Tick | None) -> Any:
+    def begin(self, question: Callable[[int], Message], into: np.ndarray | None = None) -> int:
+        """Ask a question; its number, for `wait`. into: see _Pending."""
         self._check()
         self._raise_deferred()
-        request, pending = next(self._numbers), _Pending()
-        self._pending[request] = pending
+        request = next(self._numbers)
+        self._pending[request] = _Pending(into)
+        self._outbox.append(question(request))
+        return request
+
+    def forget(self, request: int) -> None:
+        """Nobody waits for this answer any more."""
+        self._pending.pop(request, None)
+
+    def wait(self, request: int, tick: progress.Tick | None = None) -> Any:
+        """The answer to a question, or its error. tick: called now and then meanwhile."""
+        pending = self._pending[request]
         try:
-            self._outbox.append(question(request))
             # The first turn that this thread leads sends it. A link that has ended saw this request, or has set failure before.
             if self.failure is None and not self._link.lead(pending.done.is_set, TICK_SECONDS if tick else float("inf")):
                 self._link.wake()
@@ -505,7 +560,9 @@ class Session:
                 self._room.notify_all()
 
     def _upload_requested(self, message: messages.UploadRequest, frames: tuple[Any, ...]) -> None:
-        array = self._host_copies.get(message.tensor)
+        array, source = self._host_copies.get(message.tensor), self._in_files.get(message.tensor)
+        if source is not None:
+            array = source.read()
         if array is None:
             raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, want a tensor with a host copy")
         if message.tensor in self._blocks:  # a worker cannot open the arena
@@ -531,6 +588,9 @@ class Session:
     def _release(self, message: messages.Release, frames: tuple[Any, ...]) -> None:
         for tensor in message.tensors:
             self._host_copies.pop(tensor, None)
+            source = self._in_files.pop(tensor, None)
+            if source is not None:
+                source.release()
             block = self._blocks.pop(tensor, None)
             if block is not None:
                 self._arenas.free(block)
@@ -546,7 +606,7 @@ class Session:
         if not message.pieces:
             pending.finish((shape, message.dtype, None))
             return
-        pending.assembly = host_buffers.Assembly(shape, DTYPES[message.dtype][0], message.pieces)
+        pending.assembly = host_buffers.Assembly(shape, DTYPES[message.dtype][0], message.pieces, pending.into)
         pending.value = (shape, message.dtype, pending.assembly.data)
         if frames:
             pending.assembly.add(message.pieces[0][0], 0, len(frames[0]), frames[0])

@@ -63,6 +63,7 @@ from gt.wire.messages import (
     Metrics,
     Observe,
     OfferArena,
+    OfferFile,
     OpError,
     Ops,
     Piece,
@@ -71,6 +72,7 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
+    Store,
     TensorRoles,
     Trace,
     TraceRows,
@@ -124,8 +126,8 @@ class Core:
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
             InspectFragments: self._inspect_fragments,
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
-            Metrics: self._metrics, TensorRoles: self._tensor_roles, Observe: self.observers.observe,
-            Trace: self.traces.trace, TraceRows: self._trace_rows,
+            OfferFile: self._offer_file, Store: self._store, Metrics: self._metrics, TensorRoles: self._tensor_roles,
+            Observe: self.observers.observe, Trace: self.traces.trace, TraceRows: self._trace_rows,
         }  # fmt: skip
 
     @property
@@ -355,6 +357,15 @@ class Core:
         session = self._session(peer)
         session.arenas.offer(message)
         session.uploads.moved = self.now
+
+    def _offer_file(self, peer: Peer, message: OfferFile, frames: tuple) -> None:
+        session = self._session(peer)
+        session.arenas.offer_file(message)
+        session.uploads.moved = self.now
+
+    def _store(self, peer: Peer, message: Store, frames: tuple) -> None:
+        self.log_line("RECV", self.name(peer), f"Store of {len(message.rows)} tensors")
+        self._session(peer).fetches.store(message.request, message.rows, message.later, message.file)
 
     def _close_arenas(self, peer: Peer, message: CloseArenas, frames: tuple) -> None:
         self._session(peer).arenas.close(message)

@@ -19,6 +19,7 @@ import hmac
 import mmap
 import os
 import stat
+from collections.abc import Iterator
 from math import prod
 
 import numpy as np
@@ -26,7 +27,7 @@ import numpy as np
 from gt.errors import ProtocolError
 from gt.ir.layout import Boxes
 from gt.wire import liveness
-from gt.wire.messages import OfferArena
+from gt.wire.messages import OfferArena, OfferFile
 
 NAME = "gt-arena"  # of the memory, as /proc shows it
 HEADER_BYTES = 4096  # before the first block; the nonce is at its start
@@ -105,22 +106,10 @@ class PeerArena:
     """An arena of a client, mapped by a worker. OSError unless it is proved to be the client's, see above."""
 
     def __init__(self, offer: OfferArena) -> None:
-        self.nbytes = offer.nbytes
-        if not offer.home or offer.home != liveness.home():
-            raise OSError(f"the arena's owner is in {offer.home!r:.80}, this process in {liveness.home()!r}")
-        found = os.open(f"/proc/{offer.pid:d}/fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC)
+        self.offer, self.nbytes = offer, offer.nbytes
+        with _process(offer) as process:
+            fd = _open_proved(offer, process)
         try:
-            own = f"/proc/self/fd/{found}"
-            about = os.fstat(found)
-            if not stat.S_ISREG(about.st_mode) or not os.readlink(own).startswith(f"/memfd:{NAME} "):
-                raise OSError(f"descriptor {offer.fd} of process {offer.pid} is no arena")
-            if about.st_uid != os.geteuid() or about.st_mode & 0o177:
-                raise OSError(f"arena of user {about.st_uid}, mode {about.st_mode & 0o777:o}: want own user's, mode 600")
-            fd = os.open(own, os.O_RDWR | os.O_CLOEXEC)
-        finally:
-            os.close(found)
-        try:
-            self._check(fd, offer)
             self._map = mmap.mmap(fd, self.nbytes)
         finally:
             os.close(fd)
@@ -136,14 +125,75 @@ class PeerArena:
                 self._map.madvise(_POPULATE_READ, self._populated, end - self._populated)
             self._populated = -(-end // PAGE_BYTES) * PAGE_BYTES
 
-    @staticmethod
-    def _check(fd: int, offer: OfferArena) -> None:
+
+class PeerFile:
+    """A file that a client lends, opened by a worker. OSError unless a regular file of a process that an arena proves.
+
+    No path is sent: the file is a descriptor of that process.
+
+    The process has the worker's user, so the worker gets no rights that the process lacks. Its open descriptor is what is
+    lent, whatever the file's name leads to by now.
+    """
+
+    def __init__(self, owner: OfferArena, offer: OfferFile) -> None:
+        self.nbytes, self.writes = offer.nbytes, offer.write
+        with _process(owner) as process:
+            os.close(_open_proved(owner, process))
+            found = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
+        try:
+            about = os.fstat(found)
+            if not stat.S_ISREG(about.st_mode) or about.st_size != offer.nbytes:
+                raise OSError(
+                    f"descriptor {offer.fd} is no file of {offer.nbytes} bytes: mode {about.st_mode:o}, {about.st_size} bytes"
+                )
+            if offer.write and about.st_uid != os.geteuid():
+                raise OSError(f"the file belongs to user {about.st_uid}, want {os.geteuid()} to write it")
+            how = os.O_WRONLY if offer.write else os.O_RDONLY
+            self.fd = os.open(f"/proc/self/fd/{found}", how | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+        finally:
+            os.close(found)
+
+    def close(self) -> None:
+        """Read and write no more."""
+        os.close(self.fd)
+
+
+@contextlib.contextmanager
+def _process(offer: OfferArena) -> Iterator[int]:
+    """The directory in /proc of an offer's process: it never becomes another process's with the same number."""
+    if not offer.home or offer.home != liveness.home():
+        raise OSError(f"the arena's owner is in {offer.home!r:.80}, this process in {liveness.home()!r}")
+    process = os.open(f"/proc/{offer.pid:d}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield process
+    finally:
+        os.close(process)
+
+
+def _open_proved(offer: OfferArena, process: int) -> int:
+    """A descriptor of the arena that is offered, once it is proved to be this process's and the client's."""
+    found = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
+    try:
+        own = f"/proc/self/fd/{found}"
+        about = os.fstat(found)
+        if not stat.S_ISREG(about.st_mode) or not os.readlink(own).startswith(f"/memfd:{NAME} "):
+            raise OSError(f"descriptor {offer.fd} of process {offer.pid} is no arena")
+        if about.st_uid != os.geteuid() or about.st_mode & 0o177:
+            raise OSError(f"arena of user {about.st_uid}, mode {about.st_mode & 0o777:o}: want own user's, mode 600")
+        fd = os.open(own, os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(found)
+    try:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise OSError("the arena's size is not sealed")
         if os.fstat(fd).st_size != offer.nbytes or not HEADER_BYTES < offer.nbytes <= MAX_ARENA_BYTES:
             raise OSError(f"the arena has {os.fstat(fd).st_size} bytes, its owner says {offer.nbytes}")
         if not hmac.compare_digest(os.pread(fd, NONCE_BYTES, 0).hex().encode(), offer.nonce.encode("utf-8", "replace")):
             raise OSError("the arena does not begin with its owner's nonce")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def tensor(memory: np.ndarray, offset: int, shape: tuple[int, ...], itemsize: int) -> np.ndarray:

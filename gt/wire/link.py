@@ -34,6 +34,7 @@ from gt.wire.messages import (
     Notice,
     Observe,
     OfferArena,
+    OfferFile,
     OpError,
     Ops,
     Piece,
@@ -45,6 +46,7 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
+    Store,
     TensorRoles,
     TorchSettings,
     Trace,
@@ -68,7 +70,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     "client": (
         frozenset(
             {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, Metrics, UploadChunk, UploadProgress}
-            | {TensorRoles, OfferArena, CloseArenas, Trace, Goodbye}
+            | {OfferArena, OfferFile, Store, TensorRoles, CloseArenas, Trace, Goodbye}
         ),
         frozenset(
             {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice}
@@ -78,8 +80,8 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     "worker": (
         frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, TraceRows, Goodbye}),
         frozenset(
-            {Welcome, Reject, World, Run, Data, OfferArena, CloseArenas, UseBlock, WindowUpdate, TorchSettings, Abort, Query}
-            | {Trace, Renew, Exit}
+            {Welcome, Reject, World, Run, Data, OfferArena, OfferFile, CloseArenas, UseBlock, WindowUpdate, TorchSettings}
+            | {Abort, Query, Trace, Renew, Exit}
         ),
     ),
     "observer": (frozenset({Observe, Goodbye}), frozenset({Welcome, Reject, Records, Exit})),

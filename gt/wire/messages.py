@@ -207,8 +207,38 @@ class OfferArena(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class OfferFile(Message):
+    """Client -> dispatcher -> workers of its host: a file that it has open, for tensors at offsets. Answered by ArenaOpened.
+
+    arena: its number, among those of arenas. owner: an open arena, which proves that the process is the client's. fd: the
+    process's descriptor. write: workers write there (Store), else they read (uploads, whose places are as in an arena).
+    """
+
+    arena: int
+    owner: int
+    fd: int
+    nbytes: int
+    write: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Store(Message):
+    """Client -> dispatcher: has workers write tensors into files that it lends. Answered by Report or Failed.
+
+    rows: [[tensor, place], ...], see gt.wire.arena. later: workers copy their pieces and write the copies beside the
+    instructions that follow. Report.body: {"shared": whether all workers share `file`, or all the files of the rows}; if
+    not, nothing is written. file: without rows, the file to ask about.
+    """
+
+    request: int
+    rows: list
+    later: bool = False
+    file: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class CloseArenas(Message):
-    """Client -> dispatcher -> workers: nothing names these arenas any more."""
+    """Client -> dispatcher -> workers: nothing names these arenas and files any more."""
 
     arenas: list
 
@@ -323,7 +353,7 @@ class Described(Message):
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Dispatcher -> client, answers Inspect, InspectFragments, Stats and FinishCapture. Worker -> dispatcher, answers Query."""
+    """Dispatcher -> client, answers Inspect, InspectFragments, Stats, Store, FinishCapture. Worker -> it, answers Query."""
 
     request: int
     body: dict
@@ -421,7 +451,8 @@ class UseBlock(Message):
     """Dispatcher -> worker: the bytes of upload or fetched piece `key` are in an arena. It precedes the Run that uses them.
 
     offset, shape, itemsize: of the whole tensor, row-major in the arena. boxes: the worker's piece of it. write: of a fetched
-    piece, which the worker writes there and answers by Piece; an upload it reads and answers by UploadProgress.
+    piece, which the worker writes there and answers by Piece; an upload it reads and answers by UploadProgress. The arena may
+    be a file. later: of a piece for a file, see Store.
     """
 
     key: int
@@ -431,6 +462,7 @@ class UseBlock(Message):
     itemsize: int
     boxes: list
     write: bool
+    later: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,7 +566,7 @@ class UploadProgress(Message):
 
 @dataclass(frozen=True, slots=True)
 class ArenaOpened(Message):
-    """Worker -> dispatcher, answers OfferArena. opened: it has proved that the arena is its client's, and uses it."""
+    """Worker -> dispatcher, answers OfferArena and OfferFile. opened: it has proved that it is its client's, and uses it."""
 
     arena: int
     opened: bool
@@ -571,5 +603,5 @@ CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
     UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
-    Metrics, Watched, Observe, Records, TensorRoles, Trace, TraceRows,
+    Metrics, Watched, Observe, Records, TensorRoles, Trace, TraceRows, OfferFile, Store,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Blocks of clients' arenas: this worker reads uploads from them and writes fetched pieces into them.
+"""Blocks of clients' arenas and files: this worker reads uploads from them and writes fetched pieces into them.
 
 An arena is mapped when it is offered. A GPU's worker pins it at its first use, in the executing thread, since the driver blocks
 others meanwhile. The dispatcher names arenas by keys of its own, so that no session reaches another's.
@@ -15,9 +15,10 @@ import numpy as np
 from gt.errors import ProtocolError
 from gt.ir.layout import Boxes, piece_shape, read_boxes, write_boxes
 from gt.ir.spec import Spec
-from gt.wire.arena import PeerArena, check_boxes, tensor
-from gt.wire.messages import ArenaOpened, CloseArenas, Data, OfferArena, Piece, UploadProgress, UseBlock
+from gt.wire.arena import PeerArena, PeerFile, check_boxes, tensor
+from gt.wire.messages import ArenaOpened, CloseArenas, Data, OfferArena, OfferFile, Piece, UploadProgress, UseBlock
 from gt.worker.engine.base import Engine, Tensor
+from gt.worker.files import FileBlock, WorkerFiles
 from gt.worker.process.completions import Completions
 from gt.worker.process.memory_budget import Budget
 from gt.worker.uploads import UploadBuffers
@@ -78,23 +79,30 @@ class WorkerArenas:
     uploads: UploadBuffers
     budget: Budget
     _arenas: dict[int, _OpenedArena] = field(default_factory=dict)
-    _reads: dict[int, _TensorBlock] = field(default_factory=dict)  # by key of an upload
-    _writes: dict[int, _TensorBlock] = field(default_factory=dict)  # by key of a fetched piece
+    _reads: dict[int, _TensorBlock | FileBlock] = field(default_factory=dict)  # by key of an upload
+    _writes: dict[int, _TensorBlock | FileBlock] = field(default_factory=dict)  # by key of a fetched piece
 
     def __post_init__(self) -> None:
         self._progress: Completions[UploadProgress] = Completions(self.send)
+        self.files = WorkerFiles(self.send, self.engine, self.budget)
 
-    def receive(self, message: OfferArena | UseBlock) -> None:
+    def receive(self, message: OfferArena | OfferFile | UseBlock) -> None:
         """Handle a message of the dispatcher."""
-        if isinstance(message, OfferArena):
-            self._open(message)
-        else:
+        if isinstance(message, UseBlock):
             self._expect(message)
+        else:
+            self._open(message)
 
-    def _open(self, message: OfferArena) -> None:
-        """Map an arena, if it is proved to be its client's."""
+    def _open(self, message: OfferArena | OfferFile) -> None:
+        """Map an arena or open a file, if it is proved to be its client's."""
         try:
-            self._arenas[message.arena] = _OpenedArena(PeerArena(message))
+            if isinstance(message, OfferArena):
+                self._arenas[message.arena] = _OpenedArena(PeerArena(message))
+            else:
+                owner = self._arenas.get(message.owner)
+                if owner is None:
+                    raise OSError(f"the arena {message.owner} of the file's owner is not open")
+                self.files.open(message.arena, PeerFile(owner.memory.offer, message))
         except (OSError, ValueError, OverflowError) as error:
             log.info("arena %d is not used: %s", message.arena, error)
             self.send(ArenaOpened(message.arena, False))
@@ -103,8 +111,13 @@ class WorkerArenas:
 
     def _expect(self, message: UseBlock) -> None:
         """An instruction will read or write a block. What is wrong with it fails that instruction."""
+        block: _TensorBlock | FileBlock
         try:
             opened = self._arenas.get(message.arena)
+            if opened is None and message.arena in self.files.opened:
+                block = self.files.block(message)
+                (self._writes if message.write else self._reads)[message.key] = block
+                return
             if opened is None:
                 raise ProtocolError(f"arena {message.arena} is not open")
             whole = tensor(opened.memory.bytes, message.offset, tuple(message.shape), message.itemsize)
@@ -124,18 +137,20 @@ class WorkerArenas:
 
     # ---- executing thread
 
-    def take_read(self, key: int) -> _TensorBlock | None:
+    def take_read(self, key: int) -> _TensorBlock | FileBlock | None:
         """The block of an upload; None if its bytes are received by messages."""
         return self._reads.pop(key, None)
 
-    def take_write(self, key: int) -> _TensorBlock | None:
+    def take_write(self, key: int) -> _TensorBlock | FileBlock | None:
         """The block of a fetched piece; None if it is sent in messages."""
         return self._writes.pop(key, None)
 
-    def read(self, block: _TensorBlock, spec: Spec) -> Tensor:
+    def read(self, block: _TensorBlock | FileBlock, spec: Spec) -> Tensor:
         """A tensor of the block's values. The client may use the block again once it is read, or the read has failed."""
         wait = None
         try:
+            if isinstance(block, FileBlock):
+                return self.files.read(block, spec)
             if block.nbytes != spec.nbytes:
                 raise ValueError(f"{block.nbytes} bytes were sent for {spec.text()}, want {spec.nbytes}")
             self.budget.need(spec.nbytes)
@@ -153,8 +168,11 @@ class WorkerArenas:
         finally:
             self._progress.add(UploadProgress(block.key, block.nbytes), fence=wait)
 
-    def write(self, block: _TensorBlock, source: Tensor) -> None:
-        """Write a tensor's values into the block, and answer for the piece."""
+    def write(self, block: _TensorBlock | FileBlock, source: Tensor, seq: int) -> None:
+        """Write a tensor's values into the block, and answer for the piece. seq: of the op that asks for it."""
+        if isinstance(block, FileBlock):
+            self.files.write(block, source, seq)
+            return
         spec = self.engine.spec(source)
         if spec.nbytes == block.nbytes > 0:  # the dispatcher compares them too
             copies, part = self.engine.copies, block.in_place()
@@ -180,6 +198,7 @@ class WorkerArenas:
         """Unmap arenas. An instruction that still asks for one of their blocks fails."""
         for arena in message.arenas:
             opened = self._arenas.pop(arena, None)
+            self.files.close(arena)
             for key in [key for key, block in list(self._reads.items()) if block.arena == arena]:
                 self.forget(key)
                 self._cancel(key)
@@ -191,3 +210,4 @@ class WorkerArenas:
     def end(self) -> None:
         """Send no more."""
         self._progress.close()
+        self.files.end()

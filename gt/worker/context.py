@@ -70,6 +70,7 @@ class ExecutionContext:
     arenas: WorkerArenas
     budget: Budget = field(default_factory=Budget)
     epoch: int = 0  # of the Run under way, see uploads.UploadBuffers
+    base: int = 0  # of the Run under way: ops are numbered from it
     collectives: Counter[str] = field(default_factory=Counter)
 
     def counters(self) -> Counters:

@@ -136,7 +136,7 @@ class Executor:
         """Carry out a stream, seqs counting from base. ProtocolError for a number that was never defined."""
         runner, pending = self.runner, self.runner.pending_outputs
         at, end, executed = 0, len(code), 0
-        self.worker.epoch, self._thread = epoch, get_ident()
+        self.worker.epoch, self.worker.base, self._thread = epoch, base, get_ident()
         runner.begin(code, base)
         steps = self._steps(timed)
         self._busy = True
@@ -274,6 +274,8 @@ class Executor:
             "memory_used": self.budget.used(),
             "memory_limit": self.budget.limit,
             "definitions": len(self._table.steps),
+            "file_bytes_read": self.arenas.files.bytes_read,
+            "file_bytes_written": self.arenas.files.bytes_written,
             "actions": self._action_times.actions(programs, self._compiled) if free else [],
             "transfers": [transfer for program in compiled for transfer in program.transfers()] if free else [],
             "plans": [program.report() for program in compiled],

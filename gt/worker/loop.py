@@ -33,6 +33,7 @@ from gt.wire.messages import (
     Goodbye,
     Message,
     OfferArena,
+    OfferFile,
     Piece,
     Query,
     Reject,
@@ -103,13 +104,16 @@ class Loop:
         self._session = NOBODY  # of the next Runs
         self._members: frozenset[int] = frozenset()  # workers whose memory it shares, or will once it handles that World
 
-    def send(self, message: Message, frames: tuple = ()) -> None:
-        """Send a message, from any thread. A Piece is not flushed: it leaves with its Run's Done, or the next message."""
+    def send(self, message: Message, frames: tuple = (), alone: bool = False) -> None:
+        """Send a message, from any thread. A Piece is not flushed: it leaves with its Run's Done, or the next message.
+
+        alone: flush a Piece too, which belongs to no Run under way.
+        """
         assert self.link is not None
         if type(message) is Piece and message.total > CHUNK and message.offset == 0:
             self._send_done()  # the piece may be forwarded once earlier Runs are done
         self.link.send(message, frames, wake=False)
-        if type(message) is not Piece:
+        if alone or type(message) is not Piece:
             self.link.push()
 
     # ---- I/O thread
@@ -120,7 +124,7 @@ class Loop:
         match message:
             case Data():
                 self._receive_data(message, frames)
-            case UseBlock() | OfferArena():
+            case UseBlock() | OfferArena() | OfferFile():
                 self.executor.arenas.receive(message)
             case Run() | TorchSettings() | World() | CloseArenas():
                 if isinstance(message, World) and self._own(message) in message.members:

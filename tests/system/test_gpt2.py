@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import struct
 import subprocess
 import sys
@@ -375,7 +376,7 @@ def test_resuming_is_as_not_stopping(dtype: str, run: Callable, tmp_path: Path) 
     whole = run("-e", "d2", *flags, "--dtype", dtype, "--save-every", 4, steps=8)
     assert run("-e", tmp_path / "gpt2_00000004.bin", *flags, steps=8) == whole[4:]
     assert run("-e", tmp_path / "gpt2_00000004.bin", *flags, steps=3) == []
-    (tmp_path / "gpt2_00000004.state").unlink()  # then it is a model to begin with
+    shutil.rmtree(tmp_path / "gpt2_00000004.state")  # then it is a model to begin with
     assert len(run("-e", tmp_path / "gpt2_00000004.bin", *flags, steps=8)) == 8
 
 

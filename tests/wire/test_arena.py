@@ -18,6 +18,7 @@ from gt.wire.arena import (
     PAGE_BYTES,
     OwnArena,
     PeerArena,
+    PeerFile,
     check_boxes,
     parse_place,
     place,
@@ -25,7 +26,7 @@ from gt.wire.arena import (
     upload_index,
 )
 from gt.wire.liveness import home
-from gt.wire.messages import OfferArena
+from gt.wire.messages import OfferArena, OfferFile
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -171,3 +172,69 @@ def test_boxes_are_checked():
     for rows in ([], [[[0, 3], [0, 4]]], [[[0, 2]]], [[[-1, 2], [0, 4]]], [[["a", 2], [0, 4]]], [5]):
         with pytest.raises(ProtocolError, match="are not boxes"):
             check_boxes(rows, (2, 4))
+
+
+# ---- files
+
+
+def lent(path, write=False, nbytes=None, how=os.O_RDWR):
+    fd = os.open(path, how)
+    return OfferFile(2, 1, fd, os.fstat(fd).st_size if nbytes is None else nbytes, write)
+
+
+def test_a_file_is_the_owners_open_one_whatever_its_name_leads_to(arena, tmp_path):
+    (tmp_path / "a").write_bytes(b"first")
+    offer = lent(tmp_path / "a", True)
+    (tmp_path / "a").unlink()
+    (tmp_path / "a").symlink_to("/etc/passwd")
+    peer = PeerFile(arena.offer(), offer)
+    os.pwrite(peer.fd, b"other", 0)
+    assert os.pread(offer.fd, 5, 0) == b"other"
+    with pytest.raises(OSError):
+        os.pread(peer.fd, 1, 0)  # lent to be written only
+    peer.close()
+    reader = PeerFile(arena.offer(), OfferFile(2, 1, offer.fd, 5, False))
+    assert os.pread(reader.fd, 5, 0) == b"other"
+    with pytest.raises(OSError):
+        os.pwrite(reader.fd, b"x", 0)
+    reader.close()
+    os.close(offer.fd)
+
+
+def test_what_is_no_file_of_the_offered_size_is_refused(arena, tmp_path):
+    (tmp_path / "a").write_bytes(b"12345")
+    os.mkfifo(tmp_path / "pipe")
+    offers = [
+        lent(tmp_path / "a", nbytes=6), lent(tmp_path / "a", nbytes=4), lent(tmp_path / "pipe"), lent("/dev/null"),
+        lent("/dev/zero"), lent(tmp_path, how=os.O_RDONLY), lent("/proc/self/status", nbytes=10, how=os.O_RDONLY),
+    ]  # fmt: skip
+    sockets = os.pipe()
+    before = descriptors()
+    for offer in (*offers, OfferFile(2, 1, sockets[0], 1, False), OfferFile(2, 1, 99999, 1, False)):
+        with pytest.raises(OSError):
+            PeerFile(arena.offer(), offer)
+    assert descriptors() == before
+    for fd in (*sockets, *(offer.fd for offer in offers)):
+        os.close(fd)
+
+
+@pytest.mark.parametrize("change", [{"nonce": "0" * 32}, {"pid": 1}, {"home": "elsewhere"}, {"home": ""}, {"fd": 0}])
+def test_without_proof_of_its_process_no_file_is_opened(arena, tmp_path, change):
+    (tmp_path / "a").write_bytes(b"secret")
+    offer = lent(tmp_path / "a")
+    before = descriptors()
+    with pytest.raises(OSError):
+        PeerFile(replace(arena.offer(), **change), offer)
+    assert descriptors() == before
+    os.close(offer.fd)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_another_users_file_is_not_written(arena, tmp_path):
+    (tmp_path / "a").write_bytes(b"12345")
+    os.chown(tmp_path / "a", 12345, 12345)
+    offer = lent(tmp_path / "a", True)
+    with pytest.raises(OSError, match="belongs to user 12345"):
+        PeerFile(arena.offer(), offer)
+    PeerFile(arena.offer(), replace(offer, write=False)).close()
+    os.close(offer.fd)

@@ -20,7 +20,7 @@ from gt.client.device import generator, lazy_modules, module_moves, torch_remote
 from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
 from gt.client.device.serialization import extend_save_and_load
-from gt.client.frameworks import accelerate, after_import, lightning, profiler
+from gt.client.frameworks import accelerate, after_import, distributed_checkpoint, lightning, profiler
 from gt.client.groups import module_calls, module_state
 from gt.client.reports import telemetry
 from gt.client.trace import long_lists, overrides, refusals, sparse_ops
@@ -153,6 +153,7 @@ def prepare() -> None:
         {
             **lightning.calls(register),
             "accelerate.state": accelerate.prefer_remote,
+            "torch.distributed.checkpoint._state_dict_stager": distributed_checkpoint.stage_remote,
             "torch.nested._internal.nested_tensor": refusals.nested_tensors,
             "torch.profiler.profiler": profiler.extend,
         }

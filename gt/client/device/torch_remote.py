@@ -13,6 +13,7 @@ import torch
 from gt.client.current_session import Current
 from gt.client.device import random
 from gt.client.device.remote_tensor import Shown
+from gt.client.device.streams import Event, Stream
 from gt.errors import UnsupportedOp
 from gt.ir.spec import DTYPES
 
@@ -85,7 +86,10 @@ def make() -> types.ModuleType:
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
         "current_device": lambda: 0,
-        "current_stream": lambda device=None: None,
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": lambda device=None: Stream(),
+        "default_stream": lambda device=None: Stream(),
         "device": _Here,
         "device_count": lambda: 1,
         "empty_cache": lambda: None,
@@ -104,10 +108,13 @@ def make() -> types.ModuleType:
         "memory_allocated": memory_allocated,
         "seed": random.seed_all,
         "set_device": lambda device: None,
+        "set_stream": lambda stream: None,
         "set_rng_state": random.set_rng_state,
         "set_rng_state_all": lambda states: random.set_rng_state(states[0]),
+        "stream": lambda stream: Stream() if stream is None else stream,
         "synchronize": synchronize,
     }
+    Stream.synchronize_device = staticmethod(synchronize)  # type: ignore[assignment]
     for name, value in entries.items():
         setattr(module, name, value)
     return module

@@ -28,6 +28,15 @@ def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     return make(ref.meta, Alias(ref), new_view)
 
 
+def as_strided(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
+    """A view that is the tensor as it is, with which torch.empty_like of a meta tensor ends: nothing is sent."""
+    meta = args[0]._ref.meta
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    if len(args) > 2 and (tuple(args[1]), tuple(args[2])) == (meta.shape, meta.stride) and offset in (None, meta.offset):
+        return alias(info, args, kwargs)
+    return call(info, args, kwargs)
+
+
 def itself(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     return args[0]
 
@@ -151,6 +160,7 @@ def ignore(info: OpInfo, args: tuple, kwargs: dict) -> None:
 _ROWS: dict[str, Handler | None] = {
     "aten.detach.default": alias,
     "aten.alias.default": alias,
+    "aten.as_strided.default": as_strided,
     "aten.lift.default": itself,
     "aten.lift_fresh.default": itself,
     "aten.copy_.default": host_ops.copy,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +13,11 @@ from gt.client.device import meta as metas
 from gt.client.device.meta import Meta
 from gt.client.device.remote_tensor import Ref, RemoteTensor, Shown, make
 from gt.client.trace.op_info import TENSORS, OpInfo
+from gt.client.trace.recorder import Recorder
 from gt.ir.template import Out, Template
+
+if TYPE_CHECKING:  # which imports zmq
+    from gt.client.session import FileTensor
 
 MAX_INLINE_BYTES = 256 << 10  # uploaded in the batch of ops; larger data stays on the client until a worker requests it
 _uploads: dict[Meta, int] = {}
@@ -29,11 +33,8 @@ def upload(host: torch.Tensor) -> RemoteTensor:
     if recorder.tape is not None:
         recorder.tape.source(host)
     meta = metas.contiguous(tuple(host.shape), host.dtype)
-    template = _uploads.get(meta)
-    if template is None:
-        number = recorder.define(Template("gt.upload.default", (), (), (), 1, (Out("new", meta.spec),)))
-        template = _uploads[meta] = number
-    data = _values(host)
+    template = _template(recorder, meta)
+    data = values(host)
     number, origin = recorder.new_id(), Current.origins.here()
     row = [template, origin, -1, number]
     if data.nbytes <= MAX_INLINE_BYTES:
@@ -48,7 +49,27 @@ def upload(host: torch.Tensor) -> RemoteTensor:
     return make(meta, Ref(number, meta, origin, recorder.live_tensors))
 
 
-def _values(host: torch.Tensor) -> np.ndarray:
+def _template(recorder: Recorder, meta: Meta) -> int:
+    template = _uploads.get(meta)
+    if template is None:
+        number = recorder.define(Template("gt.upload.default", (), (), (), 1, (Out("new", meta.spec),)))
+        template = _uploads[meta] = number
+    return template
+
+
+def upload_from_file(shape: tuple[int, ...], dtype: torch.dtype, source: FileTensor) -> RemoteTensor:
+    """A remote tensor with the values of a tensor in a file, which workers read once an op uses it. Does not wait."""
+    recorder = current_session.current()
+    meta = metas.contiguous(shape, dtype)
+    template = _template(recorder, meta)
+    number, origin = recorder.new_id(), Current.origins.here()
+    row = [template, origin, recorder.session.keep_in_file(number, source), number]
+    recorder.emit_large_upload(row)
+    recorder.ops += 1
+    return make(meta, Ref(number, meta, origin, recorder.live_tensors))
+
+
+def values(host: torch.Tensor) -> np.ndarray:
     """A host tensor's values as an array of the same shape, with an integer dtype where NumPy lacks torch's."""
     if host.is_conj() or host.is_neg():
         host = host.resolve_conj().resolve_neg()

@@ -27,10 +27,11 @@ from gt.wire.messages import (
     Notice,
     Ops,
     Stats,
+    Store,
     Trace,
 )
 
-QUESTIONS = (Fetch, Describe, Inspect, InspectFragments, Stats, Trace)
+QUESTIONS = (Fetch, Describe, Inspect, InspectFragments, Stats, Store, Trace)
 SLOW = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0)  # seconds at one instruction after which a program is told, then every 600
 SAME = 60.0  # seconds in which a program is not told for the second time that it has come to a slow instruction at one line
 HALTED = 0.5  # of a heartbeat: a process that is stopped for a moment is looked at by a debugger

@@ -8,8 +8,8 @@ its copy is gathered before the first use. The stages of ZeRO differ in how long
     2       until its parameter is written           as soon as autograd has accumulated them
     3       until more bytes are gathered than fit   as soon as autograd has accumulated them
 
-Copies of small parameters live as in stage 2, as long as they are together no larger than the largest parameter: to gather them
-again costs a message each, and values computed from them could not be computed again in backward. With a schedule, copies of stage 3 live as in stage 2: one micro-batch would end a copy that another one uses.
+Copies of small parameters live as in stage 2, while they are together no larger than the largest parameter: otherwise values
+computed from them could not be recomputed in backward. With a schedule all do: one micro-batch would end another one's copy.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.state.context import SessionContext
 from gt.errors import ProtocolError
 from gt.wire.arena import BLOCK_BYTES, HEADER_BYTES, MAX_ARENA_BYTES, NONCE_BYTES, parse_place
-from gt.wire.messages import ArenaOpened, CloseArenas, Fetch, Message, OfferArena
+from gt.wire.messages import ArenaOpened, CloseArenas, Fetch, Message, OfferArena, OfferFile, Store
 
 MAX_ARENAS = 1024  # of one session
 MAX_HOME_CHARACTERS = 255
@@ -23,15 +23,19 @@ _NONCE = re.compile(f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
 @dataclass(slots=True)
 class SharedArena:
-    """offer: as workers get it, with the dispatcher's key as its number. workers: those that have opened it."""
+    """offer: as workers get it, with the dispatcher's key as its number. workers: those that have opened it.
 
-    offer: OfferArena
+    A file is one too. owner: the offer of the arena that proves its process.
+    """
+
+    offer: OfferArena | OfferFile
+    owner: OfferArena | None = None
     asked: set[int] = field(default_factory=set)  # of which the answer is still to come
     workers: set[int] = field(default_factory=set)
 
 
 class BlockPlace(NamedTuple):
-    """A block in an arena."""
+    """A block in an arena, or a tensor in a file."""
 
     arena: SharedArena
     offset: int
@@ -48,8 +52,7 @@ class SessionArenas:
 
     def offer(self, message: OfferArena) -> None:
         """A client's new arena; ProtocolError for one that is none. Its host's workers are asked to open it."""
-        if message.arena in self._arenas or not 0 < message.arena < 1 << 20 or len(self._arenas) >= MAX_ARENAS:
-            raise ProtocolError(f"OfferArena.arena {message.arena} is in use, or one of more than {MAX_ARENAS}")
+        self._check_number(message)
         if (
             not HEADER_BYTES < message.nbytes <= MAX_ARENA_BYTES
             or not 0 < message.pid < 1 << 31
@@ -60,12 +63,33 @@ class SessionArenas:
         if not _NONCE.fullmatch(message.nonce) or len(message.home) > MAX_HOME_CHARACTERS:
             raise ProtocolError(f"OfferArena.nonce is {message.nonce!r:.40}, want {2 * NONCE_BYTES} hex digits")
         key = self._cluster.key()
-        arena = self._arenas[message.arena] = self.by_key[key] = SharedArena(replace(message, arena=key))
+        self._offer(message.arena, SharedArena(replace(message, arena=key)))
+
+    def offer_file(self, message: OfferFile) -> None:
+        """A file that a client lends; ProtocolError without an arena that proves its process."""
+        self._check_number(message)
+        owner = self._arenas.get(message.owner)
+        if owner is None or not isinstance(owner.offer, OfferArena):
+            raise ProtocolError(f"OfferFile.owner is {message.owner}, want an open arena")
+        if not 0 < message.nbytes <= MAX_ARENA_BYTES or not 0 <= message.fd < 1 << 31:
+            raise ProtocolError(f"OfferFile: nbytes is {message.nbytes}, fd {message.fd}, want a file that is not empty")
+        offer = replace(message, arena=self._cluster.key(), owner=owner.offer.arena)
+        self._offer(message.arena, SharedArena(offer, owner.offer))
+
+    def _check_number(self, message: OfferArena | OfferFile) -> None:
+        if message.arena in self._arenas or not 0 < message.arena < 1 << 20 or len(self._arenas) >= MAX_ARENAS:
+            name = type(message).__name__
+            raise ProtocolError(f"{name}.arena {message.arena} is in use, or one of more than {MAX_ARENAS}")
+
+    def _offer(self, number: int, arena: SharedArena) -> None:
+        self._arenas[number] = self.by_key[arena.offer.arena] = arena
         for worker in self._cluster.workers:
             self._ask(arena, worker)
 
     def _ask(self, arena: SharedArena, worker: Worker) -> None:
-        if not worker.lost and arena.offer.home and worker.info.get("home") == arena.offer.home:
+        owner = arena.owner or arena.offer
+        assert isinstance(owner, OfferArena)
+        if not worker.lost and owner.home and worker.info.get("home") == owner.home and owner.arena in self.by_key:
             arena.asked.add(worker.index)
             self._context.out(worker.peer, arena.offer, ())
 
@@ -101,11 +125,38 @@ class SessionArenas:
         arena = self._arenas.get(index)
         if arena is None:
             return None
-        if offset % BLOCK_BYTES or not HEADER_BYTES <= offset <= arena.offer.nbytes - nbytes:
+        first, unit = (0, 1) if isinstance(arena.offer, OfferFile) else (HEADER_BYTES, BLOCK_BYTES)
+        if offset % unit or not first <= offset <= arena.offer.nbytes - nbytes:
             raise ProtocolError(
                 f"a block of {nbytes} bytes at {offset} is not within arena {index} of {arena.offer.nbytes} bytes"
             )
         return BlockPlace(arena, offset)
+
+    def file(self, number: int, nbytes: int) -> BlockPlace:
+        """The place of a tensor in a file that is lent to be written; ProtocolError for any other place."""
+        place = self.place(number, nbytes)
+        if place is None or not isinstance(place.arena.offer, OfferFile) or not place.arena.offer.write:
+            raise ProtocolError(f"Store.rows has place {number}, which is in no file that is lent to be written")
+        return place
+
+    def readable(self, number: int, nbytes: int) -> BlockPlace | None:
+        """As `place`; ProtocolError for a file that is lent to be written."""
+        place = self.place(number, nbytes)
+        if place is not None and isinstance(place.arena.offer, OfferFile) and place.arena.offer.write:
+            raise ProtocolError(f"Ops.code uploads from place {number}, in a file that is lent to be written")
+        return place
+
+    def memory(self, number: int, nbytes: int) -> BlockPlace | None:
+        """As `place`; ProtocolError for one in a file."""
+        place = self.place(number, nbytes)
+        if place is not None and isinstance(place.arena.offer, OfferFile):
+            raise ProtocolError(f"Fetch.place is {number}, in a file; want a block of an arena")
+        return place
+
+    def shared_by_all(self, number: int) -> bool:
+        """True if every worker of the session shares this arena or file."""
+        arena = self._arenas.get(number)
+        return arena is not None and arena.workers.issuperset(w.index for w in self._cluster.workers if not w.lost)
 
     def undecided(self, place: BlockPlace, workers: Iterable[int]) -> set[int]:
         """Workers among these that have not told whether they share the block's arena."""
@@ -117,7 +168,9 @@ class SessionArenas:
         return {index for arena in self._arenas.values() for index in arena.asked}
 
     def awaits(self, message: Message) -> bool:
-        """True for a Fetch into an arena of which some worker has still to tell whether it shares it."""
+        """True for a Fetch or Store into an arena of which some worker has still to tell whether it shares it."""
+        if type(message) is Store:
+            return any(arena.asked for arena in self._arenas.values())
         if type(message) is not Fetch or message.place < 0:
             return False
         arena = self._arenas.get(parse_place(message.place)[0])

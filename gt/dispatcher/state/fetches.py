@@ -6,6 +6,7 @@ upstream is known by then.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,13 +22,14 @@ from gt.dispatcher.state.records import Cause
 from gt.dispatcher.state.tensors import Tensor
 from gt.errors import GTError, OpFailed, ProtocolError
 from gt.ir.instr import Define
-from gt.ir.layout import Layout, boxes, local_shape
+from gt.ir.layout import Layout, boxes, local_shape, replicated
 from gt.ir.spec import Spec
 from gt.wire.messages import AHEAD, CHUNK, THROUGH, Described, Failed, Piece, Report, UseBlock, Value, WindowUpdate
 
 NO_PLACE = -1
 MAX_REQUESTS = 256  # requests of a client under way
 MAX_DESCRIBED_TENSORS = 4096  # of one Describe
+MAX_STORED_TENSORS = 256  # of one Store
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class Request:
     verified: bool = False
     since: float = 0.0
     seq: int = -1  # of what was asked of the workers
+    named: dict[int, str] = field(default_factory=dict)  # of a store: name of the tensor that was asked for under each seq
     place: BlockPlace | None = None  # of a block of the client that workers write their parts into
     granted: dict[int, int] = field(default_factory=dict)  # bytes of a large piece that may come, once more than AHEAD
     moved: float = -1.0  # when something of the answer came last, or could come at last; below 0: it has to be worked for
@@ -90,6 +93,7 @@ class Fetches:
         self.by_key: dict[int, Request] = {}
         self.fetched = 0
         self._byte: Define | None = None
+        self._stored: Counter[int] = Counter()  # bytes that each worker was asked to write into files or blocks
 
     # ---- asking
 
@@ -122,9 +126,45 @@ class Fetches:
             self._emitter.free(source.layout.mesh.workers, [source.id])
         self._begin(request)
 
+    def store(self, number: int, rows: list, later: bool, file: int) -> None:
+        """Have workers write tensors into files, each part once: of equal parts, the one on the worker with least to write."""
+        self._check(number)
+        if len(rows) > MAX_STORED_TENSORS or any(type(row) is not list or list(map(type, row)) != [int, int] for row in rows):
+            raise ProtocolError(f"Store.rows: want at most {MAX_STORED_TENSORS} pairs of a tensor and its place in a file")
+        if not rows:
+            self._context.send(Report(number, {"shared": self._arenas.shared_by_all(file)}))
+            return
+        tensors = [self._context.row(tensor_id) for tensor_id, _ in rows]
+        places = [self._arenas.file(place, tensor.spec.nbytes) for tensor, (_, place) in zip(tensors, rows)]
+        if self._refused(number, tensors):
+            return
+        layouts = [tensor.layout or replicated(self._context.default_mesh()) for tensor in tensors]
+        for layout in layouts:
+            if (lost := lost_in(self._cluster, layout.mesh)) is not None:
+                self._fail(number, self._failures.cause_of_loss(lost))
+                return
+        if not all(self._arenas.shared(place, layout.mesh.workers) for place, layout in zip(places, layouts)):
+            self._context.send(Report(number, {"shared": False}))
+            return
+        self._emitter.begin_run()
+        request = Request(number, "store", {}, [])
+        for tensor, place in zip(tensors, places):
+            source = tensor if tensor.layout is not None else self._materializer.read(tensor)
+            if source.layout is not None and source.layout.partial:
+                self._redistributor.reduce_partial(source.storage)
+            assert source.layout is not None
+            request.tensors += [tensor, source]
+            request.place = place
+            with self._emitter.op():
+                self._ask_parts(request, source.id, source.layout, tensor.spec, later)
+                request.named[self._emitter.seq] = f"%{tensor.id}"
+            if source is not tensor:
+                self._emitter.free(source.layout.mesh.workers, [source.id])
+        self._begin(request)
+
     def _block(self, place: int, spec: Spec, workers: Sequence[int]) -> BlockPlace | None:
         """The block that a value can be written into; None if not all workers that have parts of it share the arena."""
-        block = self._arenas.place(place, spec.nbytes) if place != NO_PLACE and spec.nbytes > CHUNK else None
+        block = self._arenas.memory(place, spec.nbytes) if place != NO_PLACE and spec.nbytes > CHUNK else None
         return block if block is not None and self._arenas.shared(block, workers) else None
 
     def _synchronize(self, number: int) -> None:
@@ -150,15 +190,17 @@ class Fetches:
         emitter.free([worker.index for worker in workers], [made])
         self._begin(request)
 
-    def _ask_parts(self, request: Request, source: int, layout: Layout, spec: Spec) -> None:
+    def _ask_parts(self, request: Request, source: int, layout: Layout, spec: Spec, later: bool = False) -> None:
         emitter = self._emitter
         define = emitter.common("fetch")
-        seen = set()
-        for rank, index in enumerate(layout.mesh.workers):
-            held = spans(layout, spec.shape, rank)
-            if held in seen:
-                continue
-            seen.add(held)
+        holders: dict[tuple, list[int]] = {}
+        for rank in range(len(layout.mesh.workers)):
+            holders.setdefault(spans(layout, spec.shape, rank), []).append(rank)
+        for ranks in holders.values():
+            rank = ranks[0]
+            if request.kind == "store":
+                rank = min(ranks, key=lambda rank: self._stored[layout.mesh.workers[rank]])
+            index = layout.mesh.workers[rank]
             key = self._cluster.key()
             parts = [[list(span) for span in box] for box in boxes(layout, spec.shape, rank)]
             request.parts.append([key, parts])
@@ -169,7 +211,8 @@ class Fetches:
             request.sizes[key], request.left[key] = n, max(n, 1)  # an empty piece is one message all the same
             if request.place is not None:
                 arena, offset = request.place
-                block = UseBlock(key, arena.offer.arena, offset, list(spec.shape), spec.itemsize, parts, True)
+                block = UseBlock(key, arena.offer.arena, offset, list(spec.shape), spec.itemsize, parts, True, later)
+                self._stored[index] += n
                 self._context.out(self._cluster.workers[index].peer, block, ())
             emitter.write(self._cluster.workers[index], define, [emitter.offset + source, key])
 
@@ -262,7 +305,7 @@ class Fetches:
         request = self._asked(message.key, index)
         if request is None:
             return
-        if request.kind != "fetch":
+        if request.kind == "describe":
             raise ProtocolError(f"Piece.key is {message.key}, of which a description was asked")
         size, total = sum(len(f) for f in frames), request.sizes[message.key]
         if message.total != total:
@@ -274,7 +317,9 @@ class Fetches:
             request.left[message.key] = 0
             self.fetched += total
             self._arenas.bytes_shared += total
-            request.moved = self._cluster.now if request.verified else request.moved
+            for other in [request] if request.kind == "fetch" else self.open.values():
+                if other.kind == request.kind and other.verified:  # workers write the next one after this one
+                    other.moved = self._cluster.now
             self._finish(request)
             return
         at = total - request.left[message.key] if total else 0
@@ -312,10 +357,14 @@ class Fetches:
 
     def failed(self, seq: int, worker: str, how: str) -> bool:
         """A worker could not answer: whoever asked is told. False if nobody asked under this number."""
-        request = next((r for r in self.open.values() if r.seq == seq), None)
+        request = next((r for r in self.open.values() if r.seq == seq or seq in r.named), None)
         if request is None:
             return False
         self._drop(request)
+        if request.kind == "store":
+            error = OpFailed(f"{request.named[seq]} cannot be saved by worker {worker}: {how}")
+            self._context.send(Failed(request.number, errors.to_wire(error)))
+            return True
         cause = next((t.storage.failed for t in request.tensors if t.storage.failed), None)
         if cause is not None:
             self._fail(request.number, cause)
@@ -355,7 +404,7 @@ class Fetches:
             if cause is not None:
                 self._drop(request)
                 self._fail(request.number, cause)
-            elif request.kind == "fetch":
+            elif request.kind != "describe":
                 self._answer_value(request)
             elif len(request.specs) == len(request.keys):
                 self._answer_specs(request)
@@ -384,7 +433,9 @@ class Fetches:
     def _finish(self, request: Request) -> None:
         if request.verified and not any(request.left.values()):
             self._drop(request)
-            if request.place is not None:
+            if request.kind == "store":
+                self._context.send(Report(request.number, {"shared": True}))
+            elif request.place is not None:
                 self._context.send(Value(request.number, list(request.shape), request.dtype, []))
 
     def _drop(self, request: Request) -> None:

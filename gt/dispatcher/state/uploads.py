@@ -93,7 +93,7 @@ class Uploads:
         if type(index) is not int or index >= len(frames):
             raise ProtocolError(f"Ops.code uploads frame {index!r:.40} of {len(frames)}")
         if index < -1 and spec is not None:
-            place = self._arenas.place(upload_index(index), spec.nbytes)
+            place = self._arenas.readable(upload_index(index), spec.nbytes)
             if place is None:
                 raise ProtocolError(f"Ops.code uploads from place {upload_index(index)}, where no arena is open")
             self._places[outs[0]] = place

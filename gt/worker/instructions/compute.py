@@ -151,7 +151,7 @@ def fetch(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
         block = arenas.take_write(code[at + 1])
         src = held[code[at]]
         if block is not None:
-            arenas.write(block, src)
+            arenas.write(block, src, worker.base + code[at - 1])
             return
         packed = engine.packed(src)
         begin(code[at + 1], engine.view(packed), packed is not src)

@@ -1,0 +1,212 @@
+"""The folder of a checkpoint: written beside the old one, and put in its place by one rename.
+
+A save that is killed leaves the old folder whole, and its own under a name that the next save removes. A lock on a new folder
+tells that its writer is alive. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from gt.errors import CheckpointError
+
+log = logging.getLogger("gt.client")
+
+MANIFEST = "gt.json"  # written last
+_NEW, _OLD = "gt-saving-", "gt-replaced-"  # folders beside a checkpoint: not complete yet, or about to be removed
+_AT_FDCWD, _EXCHANGE = -100, 2
+
+
+def find(path: str | os.PathLike) -> Path:
+    """The folder or file of a checkpoint, as `path` names it. CheckpointError if there is none."""
+    where = Path(os.path.realpath(path))
+    if where.exists():
+        return where
+    replaced = sorted(where.parent.glob(f".{where.name}.{_OLD}*")) if where.parent.is_dir() else []
+    for old in reversed(replaced):  # killed between the two renames of a file system that cannot exchange names
+        if (old / MANIFEST).is_file():
+            return old
+    raise CheckpointError(f"{path} does not exist")
+
+
+class NewFolder:
+    """A folder that becomes the checkpoint at `path` once it is complete. CheckpointError if it cannot be made there."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.target = Path(os.path.realpath(path))
+        self._check_target()
+        parent, name = self.target.parent, self.target.name
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            while True:
+                self.path = parent / f".{name}.{_NEW}{secrets.token_hex(8)}"
+                self.path.mkdir()
+                lock = _lock(self.path)
+                if lock is not None and self.path.exists():  # else another process has just taken it for a leftover
+                    break
+            self._lock = lock
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from None
+        self.files: dict[str, int] = {}  # name -> descriptor
+        self._open = True
+
+    def _check_target(self) -> None:
+        """CheckpointError if something is at the target that a checkpoint must not replace."""
+        if not self.target.exists():
+            return
+        if not self.target.is_dir():
+            raise CheckpointError(f"{self.target} is a file, want a folder for the checkpoint")
+        others = [entry.name for entry in os.scandir(self.target) if not entry.is_file(follow_symlinks=False)]
+        if others:
+            raise CheckpointError(
+                f"{self.target} is a folder with {others[0]!r}, which is no plain file, and would be replaced: "
+                "want a checkpoint, or a name that is not in use"
+            )
+
+    def create(self, name: str, nbytes: int) -> int:
+        """A new file of this size, with room on the disk; its descriptor."""
+        fd = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self.files[name] = fd
+        os.ftruncate(fd, nbytes)
+        with contextlib.suppress(InterruptedError):
+            try:
+                os.posix_fallocate(fd, 0, nbytes)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+        return fd
+
+    def put(self, name: str, data: bytes) -> None:
+        """A new small file."""
+        fd = self.create(name, len(data))
+        at = 0
+        while at < len(data):
+            at += os.pwrite(fd, data[at:], at)
+
+    def commit(self, manifest: bytes) -> None:
+        """Make all files durable, then put the folder in its place. Plain files of the old one that are not in it stay."""
+        for fd in self.files.values():
+            os.fsync(fd)
+        self.put(MANIFEST, manifest)
+        os.fsync(self.files[MANIFEST])
+        if self.target.is_dir():
+            self._keep_others()
+        os.fsync(self._lock)
+        replaced = self._rename()
+        _sync_folder(self.target.parent)
+        self._end()
+        if replaced is not None:
+            _remove(replaced)
+
+    def _keep_others(self) -> None:
+        """Link files that are no part of the old checkpoint, such as a model's config.json."""
+        old = _part_names(self.target)
+        for entry in os.scandir(self.target):
+            if entry.name not in old and entry.name not in self.files and entry.is_file(follow_symlinks=False):
+                os.link(entry.path, self.path / entry.name, follow_symlinks=False)
+
+    def _rename(self) -> Path | None:
+        """Put this folder in the target's place; the name that the old one has now."""
+        if not self.target.exists():
+            os.rename(self.path, self.target)
+            return None
+        if _exchange(self.path, self.target):
+            return self.path
+        old = self.target.parent / f".{self.target.name}.{_OLD}{secrets.token_hex(8)}"
+        os.rename(self.target, old)
+        os.rename(self.path, self.target)
+        return old
+
+    def discard(self) -> None:
+        """Remove an incomplete folder."""
+        if self._open:
+            self._end()
+            _remove(self.path)
+
+    def _end(self) -> None:
+        self._open = False
+        for fd in (*self.files.values(), self._lock):
+            os.close(fd)
+        self.files.clear()
+
+    def _remove_leftovers(self) -> None:
+        """Remove folders of saves to this target whose processes have ended."""
+        for left in self.target.parent.glob(f".{self.target.name}.{_NEW}*"):
+            lock = _lock(left)
+            if lock is not None:
+                _remove(left)
+                os.close(lock)
+        for left in sorted(self.target.parent.glob(f".{self.target.name}.{_OLD}*"), reverse=True):
+            if self.target.exists():
+                _remove(left)
+            else:  # killed between two renames
+                os.rename(left, self.target)
+
+
+def _part_names(folder: Path) -> set[str]:
+    """Names of files that belong to the checkpoint in a folder."""
+    names = {MANIFEST}
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        made = json.loads((folder / MANIFEST).read_text())
+        names |= {name for name in made["files"] if isinstance(name, str)}
+    return names
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that locks a folder; None if a living process has locked it, or it is none of ours."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise BlockingIOError
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of plain files. What cannot be removed is left to the next save."""
+    try:
+        for entry in os.scandir(folder):
+            if stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+                os.unlink(entry.path)
+        os.rmdir(folder)
+    except FileNotFoundError:
+        return  # another save has removed it
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", folder, error)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where the file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))

@@ -1,0 +1,269 @@
+"""gt.load: reads checkpoints of gt.save and the safetensors files of others; workers read their own pieces.
+
+All headers are read and compared before anything else. Then remote tensors are made that name places in files. Each worker
+reads its piece once an op has decided the tensor's layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gt.client import current_session
+from gt.client.checkpoint import optimizer_state, restoring, safetensors_format, saving, state_tree
+from gt.client.checkpoint.folder import MANIFEST, find
+from gt.client.checkpoint.safetensors_format import FileEntry
+from gt.client.current_session import Current
+from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.session import Session
+from gt.client.trace.uploads import upload_from_file
+from gt.errors import CheckpointError, ProgramError
+from gt.wire.arena import place
+
+MAX_JSON_BYTES = 256 << 20  # of a manifest or an index
+_INDEX = ".safetensors.index.json"
+_DTYPES = {name: getattr(torch, name) for name in safetensors_format.NAMES}
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def load(path: str | os.PathLike, into: Any = None, *, device: str | None = None) -> Any:
+    """The state of a checkpoint: a folder of gt.save, a folder of transformers, or one safetensors file.
+
+    Tensors that were remote when they were saved are remote again, in whatever layout their first use gives them; those of
+    others' files are remote too.
+
+    into: modules and optimizers, or dicts and lists of these and of tensors, which get the values of the same names; parameters
+        on the meta device become remote ones. The whole state is returned as well.
+    device: "cpu" reads all tensors into this process, without workers; "remote" makes all remote.
+
+    CheckpointError names all that is wrong with the files, or does not fit `into`, before anything is changed.
+    """
+    if Current.recorder is not None and Current.recorder.tape is not None:
+        raise ProgramError("gt.load cannot be called in a compiled function: call it between two steps")
+    if device not in (None, "cpu", "remote"):
+        raise ValueError(f"device is {device!r}, want 'cpu', 'remote', or None for the devices of the saved tensors")
+    saving.finish()
+    with contextlib.ExitStack() as opened:
+        files = _Files(opened, device)
+        where = find(path)
+        state = _read(where, files)
+        optimizer_state.note(files.remote)
+        if into is not None:
+            restoring.restore(into, state, where)
+    return state
+
+
+class LoadedFile:
+    """A file that is open, and lent to workers once one of its tensors is remote. It is closed with its last use."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd, self.nbytes = safetensors_format.open_file(path)
+        self.number = -1  # among the session's arenas, 0 if workers do not share it
+        self._session: Session | None = None
+        self._uses = 1  # by gt.load, and by tensors
+        self._lock = threading.Lock()
+
+    def lend(self, session: Session) -> int:
+        if self.number < 0:
+            self._session, self.number = session, session.lend_file(self.fd, self.nbytes, False)
+        return self.number
+
+    def use(self) -> None:
+        with self._lock:
+            self._uses += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._uses -= 1
+            if self._uses:
+                return
+        if self._session is not None and self.number > 0:
+            self._session.take_back_file(self.number)
+        os.close(self.fd)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor in a file, for an upload: see session.FileTensor."""
+
+    file: LoadedFile
+    entry: FileEntry
+    place: int
+
+    def read(self) -> np.ndarray:
+        entry = self.entry
+        item = np.dtype(f"V{entry.nbytes // max(1, int(np.prod(entry.shape)))}") if entry.nbytes else np.dtype("V1")
+        if not entry.nbytes:
+            return np.empty(entry.shape, item)
+        return np.memmap(f"/proc/self/fd/{self.file.fd}", item, "r", entry.offset, entry.shape)
+
+    def release(self) -> None:
+        self.file.release()
+
+
+class _Files:
+    """Files of one checkpoint, each opened and checked once. They are closed with `opened`, or with their last tensor."""
+
+    def __init__(self, opened: contextlib.ExitStack, device: str | None) -> None:
+        self._opened, self._device = opened, device
+        self.remote: list[RemoteTensor] = []  # tensors that were made
+        self._files: dict[Path, tuple[LoadedFile, dict[str, FileEntry], dict[str, str]]] = {}
+
+    def open(self, path: Path) -> tuple[dict[str, FileEntry], dict[str, str]]:
+        """Tensors and metadata of a file."""
+        if path not in self._files:
+            file = LoadedFile(path)
+            self._opened.callback(file.release)
+            self._files[path] = (file, *safetensors_format.read_header(file.fd, file.nbytes, path))
+        return self._files[path][1:]
+
+    def tensor(self, path: Path, name: str, remote: bool = True) -> torch.Tensor:
+        """One tensor: remote, or read here."""
+        file, entries, _ = self._files[path]
+        entry = entries[name]
+        dtype = _DTYPES[entry.dtype]
+        if not remote if self._device is None else self._device == "cpu":
+            return _read_here(file, entry, dtype)
+        session = current_session.current().session
+        number = file.lend(session)
+        file.use()
+        source = _Source(file, entry, place(number, entry.offset) if number else -1)
+        made = upload_from_file(entry.shape, dtype, source)
+        self.remote.append(made)
+        return made
+
+
+def _read_here(file: LoadedFile, entry: FileEntry, dtype: torch.dtype) -> torch.Tensor:
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    data, at = bytearray(entry.nbytes), 0
+    while at < entry.nbytes:
+        got = os.preadv(file.fd, [memoryview(data)[at:]], entry.offset + at)
+        if not got:
+            raise CheckpointError(f"{file.path} ends at byte {entry.offset + at}: it was cut while it was read")
+        at += got
+    return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+
+
+def _read(where: Path, files: _Files) -> Any:
+    """The state at a path."""
+    if where.is_dir() and (where / MANIFEST).exists():
+        return _read_own(where, files)
+    if not where.is_dir():
+        return _read_flat({name: where for name in files.open(where)[0]}, files)
+    indices = sorted(where.glob(f"*{_INDEX}"))
+    whole = where / "model.safetensors"
+    if whole.exists():
+        return _read_flat({name: whole for name in files.open(whole)[0]}, files)
+    if len(indices) == 1:
+        return _read_flat(_by_index(indices[0], files), files)
+    pickled = next((name for name in _PICKLES if (where / name).exists()), None)
+    if pickled:
+        raise CheckpointError(
+            f"{where} has {pickled}, a pickle, which can run code: GT reads safetensors only; convert it first"
+        )
+    found = f"{len(indices)} indices" if indices else "no safetensors file"
+    raise CheckpointError(f"{where} is no checkpoint: it has {found}, want {MANIFEST}, model.safetensors or one *{_INDEX}")
+
+
+def _read_flat(places: dict[str, Path], files: _Files) -> dict[str, torch.Tensor]:
+    """Tensors by name, with the names that a file's metadata gives them besides."""
+    tensors = {name: files.tensor(path, name) for name, path in places.items()}
+    for path in dict.fromkeys(places.values()):
+        for alias, name in files.open(path)[1].items():
+            if name in tensors and alias not in tensors:
+                tensors[alias] = tensors[name]
+    return tensors
+
+
+def _json(path: Path) -> Any:
+    fd, size = safetensors_format.open_file(path)
+    with os.fdopen(fd, "rb") as file:
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes, at most {MAX_JSON_BYTES} are read")
+        try:
+            made = json.loads(file.read().decode())
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is no JSON, or was cut: {error!s:.200}") from None
+    if not isinstance(made, dict):
+        raise CheckpointError(f"{path} is no JSON object")
+    return made
+
+
+def _by_index(index: Path, files: _Files) -> dict[str, Path]:
+    """The file of each tensor of an index. CheckpointError lists the files and tensors that are missing."""
+    names = _json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise CheckpointError(f"{index} has no weight_map of names and files")
+    odd = next((file for file in names.values() if Path(file).name != file or file in ("", ".", "..")), None)
+    if odd is not None:
+        raise CheckpointError(f"{index} names {odd!r:.100}, want a file beside it")
+    problems: list[str] = []
+    places = {name: index.parent / file for name, file in names.items()}
+    for path in sorted(set(places.values())):
+        try:
+            entries, _ = files.open(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        lacking = [name for name, at in places.items() if at == path and name not in entries]
+        if lacking:
+            problems.append(f"{path} lacks {_some(lacking)}, which {index.name} names")
+        unnamed = [name for name in entries if places.get(name) != path]
+        if unnamed:
+            problems.append(f"{path} has {_some(unnamed)}, which {index.name} does not name")
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    return places
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"{name!r:.100}" for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} others"
+
+
+def _read_own(where: Path, files: _Files) -> Any:
+    """The state of a checkpoint of gt.save."""
+    path = where / MANIFEST
+    made = _json(path)
+    if made.get("format") != "gt":
+        raise CheckpointError(f"{path} is no manifest of gt.save")
+    if made.get("version") != saving.VERSION:
+        raise CheckpointError(f"{path} has version {made.get('version')!r:.40}, this GT reads version {saving.VERSION}")
+    try:
+        sizes, described, sets = made["files"], made["tensors"], made["sets"]
+        wanted = state_tree.names(made["state"])
+        assert isinstance(sizes, dict) and isinstance(sets, list) and all(len(row) == 2 for row in described.values())
+        assert wanted <= set(described) and all(Path(name).name == name for name in [*sizes, *sets])
+    except (AssertionError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error!s:.100}") from None
+    problems = []
+    for name, size in sizes.items():
+        have = (where / name).stat().st_size if (where / name).is_file() else -1
+        if have != size:
+            problems.append(f"{where / name} {'is missing' if have < 0 else f'has {have} bytes'}, want {size} bytes")
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    places = {f"{s}/{name}": at for s in sets for name, at in _by_index(where / f"{s}{_INDEX}", files).items()}
+    lost = [name for name in sorted(wanted) if name not in places]
+    if lost:
+        raise CheckpointError(f"{path} names {_some(lost)}, which no index has")
+    tensors: dict[str, torch.Tensor] = {}
+
+    def get(entry: str) -> torch.Tensor:
+        if entry not in tensors:
+            device, grad = described[entry]
+            tensor = files.tensor(places[entry], entry.partition("/")[2], device == "remote")
+            tensors[entry] = tensor.requires_grad_() if grad is True and tensor.is_floating_point() else tensor
+        return tensors[entry]
+
+    return state_tree.decode(made["state"], get)

@@ -1,0 +1,157 @@
+"""Puts a loaded state into the objects of a program: modules, optimizers and tensors, all compared before any is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gt.client.checkpoint.state_tree import has_state
+from gt.client.device.remote_tensor import Shown
+from gt.errors import CheckpointError
+
+MAX_SHOWN = 8  # differences in an error
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"})
+Change = Callable[[], object]
+
+
+def restore(into: Any, state: Any, where: Path) -> None:
+    """Give the objects in `into` the values at the same places of `state`. CheckpointError lists all differences."""
+    problems: list[str] = []
+    changes = list(_changes(into, state, "", problems))
+    if problems:
+        left = len(problems) - MAX_SHOWN
+        more = f"; and {left} more differences" if left > 0 else ""
+        raise CheckpointError(f"{where} does not fit: {'; '.join(problems[:MAX_SHOWN])}{more}")
+    with torch.no_grad():
+        for change in changes:
+            change()
+
+
+def _changes(into: Any, state: Any, name: str, problems: list[str]) -> Iterator[Change]:
+    """The changes that are to be made; differences are appended to `problems`."""
+    if isinstance(into, torch.nn.Module):
+        yield from _module_changes(into, state, name, problems)
+    elif isinstance(into, torch.optim.Optimizer):
+        yield from _optimizer_changes(into, state, name, problems)
+    elif has_state(into):
+        yield lambda: into.load_state_dict(state)
+    elif isinstance(into, torch.Tensor):
+        if not isinstance(state, torch.Tensor) or state.shape != into.shape:
+            problems.append(f"{name or 'the state'} is {_show(state)}, want {_show(into)}")
+        elif into.device.type == "meta":
+            problems.append(f"{name or 'the state'} is a tensor on the meta device, which only a module's load can replace")
+        else:
+            yield lambda: into.copy_(state)
+    elif isinstance(into, Mapping):
+        for key, part in into.items():
+            if not isinstance(state, Mapping) or key not in state:
+                if _holds_tensors(part):
+                    problems.append(f"{_join(name, key)} is not in the checkpoint")
+            else:
+                yield from _changes(part, state[key], _join(name, key), problems)
+    elif isinstance(into, (list, tuple)):
+        if not isinstance(state, (list, tuple)) or len(state) != len(into):
+            problems.append(f"{name or 'the state'} is {_show(state)}, want {len(into)} items")
+            return
+        for n, part in enumerate(into):
+            yield from _changes(part, state[n], _join(name, n), problems)
+
+
+def _holds_tensors(part: Any) -> bool:
+    return has_state(part) or isinstance(part, (torch.Tensor, Mapping, list, tuple))
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _show(thing: Any) -> str:
+    if isinstance(thing, torch.Tensor):
+        return f"{str(thing.dtype)[6:]}{list(thing.shape)}"
+    return f"a {type(thing).__name__}"
+
+
+def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: list[str]) -> Iterator[Change]:
+    own = {key: value for key, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    if not isinstance(state, Mapping):
+        problems.append(f"{name or 'the state'} is {_show(state)}, want the state of a {type(module).__name__}")
+        return
+    given = dict(state)
+    for key, value in own.items():  # a name of a tied weight that the file has by its other name
+        if key not in given:
+            twin = next((k for k, v in own.items() if v is value and k in given), None)
+            if twin is not None:
+                given[key] = given[twin]
+    for key, value in own.items():
+        if key not in given:
+            problems.append(f"{_join(name, key)} is not in the checkpoint")
+        elif not isinstance(given[key], torch.Tensor) or given[key].shape != value.shape:
+            problems.append(f"{_join(name, key)} is {_show(given[key])}, want {_show(value)}")
+    problems += [
+        f"{_join(name, key)} is in the checkpoint, and not in the module" for key in given if _unknown(key, own, module)
+    ]
+    left = [key for key, buffer in module.named_buffers() if buffer.device.type == "meta" and key not in own]
+    if left:
+        problems.append(
+            f"{_join(name, left[0])} is a buffer on the meta device that no checkpoint has: "
+            f"use module.to_empty(device={Shown.device.type!r}) and initialise it first"
+        )
+    meta = {key for key, value in own.items() if value.device.type == "meta"}
+    yield lambda: _load_module(module, given, own, meta, getattr(state, "_metadata", None))
+
+
+def _unknown(key: str, own: Mapping[str, Any], module: torch.nn.Module) -> bool:
+    return key not in own and key not in module.state_dict()
+
+
+def _load_module(module: torch.nn.Module, given: dict, own: dict[str, Any], meta: set[str], metadata: Any) -> None:
+    """Copy into values that exist; tensors on the meta device are replaced, and stay shared where they were."""
+    here = {key: value for key, value in given.items() if key not in meta}
+    if metadata is not None:
+        here = _WithMetadata(here, metadata)
+    module.load_state_dict(here, strict=False)
+    made: dict[int, torch.Tensor] = {}
+    for key in sorted(meta):
+        old, value = own[key], given[key]
+        if id(old) not in made:
+            new = (value if value.device.type == Shown.device.type else value.to(Shown.device)).to(old.dtype).detach()
+            if isinstance(old, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+            made[id(old)] = new
+        path, _, last = key.rpartition(".")
+        setattr(module.get_submodule(path), last, made[id(old)])
+
+
+class _WithMetadata(dict):
+    """A state dict with torch's versions of modules."""
+
+    def __init__(self, rows: dict, metadata: Any) -> None:
+        super().__init__(rows)
+        self._metadata = metadata
+
+    def copy(self) -> _WithMetadata:
+        return _WithMetadata(dict(self), self._metadata)
+
+
+def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, problems: list[str]) -> Iterator[Change]:
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not isinstance(groups, list) or "state" not in state or not all(isinstance(group, Mapping) for group in groups):
+        problems.append(f"{name or 'the state'} is {_show(state)}, want the state of a {type(optimizer).__name__}")
+        return
+    have = [len(group["params"]) for group in optimizer.param_groups]
+    got = [len(group.get("params", ())) for group in groups]
+    if got != have:
+        problems.append(f"{name or 'the state'} has groups of {got} parameters, want {have}")
+        return
+    saved = [number for group in groups for number in group["params"]]
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(saved, own, strict=True):
+        for key, value in (state["state"].get(number) or {}).items():
+            # Moments are as their parameter; other state may have any shape
+            moment = isinstance(value, torch.Tensor) and key in _MOMENTS
+            if moment and value.shape != parameter.shape:
+                problems.append(f"{_join(name, f'state.{number}.{key}')} is {_show(value)}, its parameter {_show(parameter)}")
+    yield lambda: optimizer.load_state_dict(state)

@@ -1,0 +1,142 @@
+"""The safetensors format: a JSON header with each tensor's dtype, shape and place, then the tensors' bytes without gaps.
+
+The safetensors library writes and reads whole files in one process. Here workers write and read parts of one file at offsets,
+which the library does not tell. So the header is made and checked here; tests compare it with the library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from gt.errors import CheckpointError
+from gt.ir.spec import DTYPES
+
+LENGTH_BYTES = 8  # of the header's length, at the beginning of a file
+MAX_HEADER_BYTES = 100_000_000  # as the library's
+ALIGNED = 64  # the first tensor begins at a multiple of this
+NAMES = {  # torch's dtype -> the format's
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "complex64": "C64", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_TORCH = {name: dtype for dtype, name in NAMES.items()}
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One tensor of a file. dtype: torch's name. offset: in the file, in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype][0]
+
+
+def layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, list[FileEntry]]:
+    """The header of a file with these tensors (name, dtype, shape), its length first, and the place of each tensor.
+
+    Tensors with larger elements are first, so that each is aligned to its elements.
+    """
+    rows = sorted(tensors, key=lambda row: -DTYPES[row[1]][0])
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    at, places = 0, []
+    for name, dtype, shape in rows:
+        end = at + prod(shape) * DTYPES[dtype][0]
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        places.append(at)
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNED)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"the header of {len(rows)} tensors has {len(text)} bytes, at most {MAX_HEADER_BYTES} are read")
+    first = LENGTH_BYTES + len(text)
+    entries = [FileEntry(name, dtype, tuple(shape), first + start) for (name, dtype, shape), start in zip(rows, places)]
+    return struct.pack("<Q", len(text)) + text, entries
+
+
+def open_file(path: Path) -> tuple[int, int]:
+    """Descriptor and size of a regular file, opened to be read. CheckpointError for anything else."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO without a writer does not block then
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{path} is no regular file")
+    return fd, about.st_size
+
+
+def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, FileEntry], dict[str, str]]:
+    """Tensors and metadata of a file of `size` bytes. CheckpointError unless the header fits the file to the byte."""
+
+    def bad(why: str) -> CheckpointError:
+        return CheckpointError(f"{path} is no safetensors file, or a damaged one: {why}")
+
+    if size < LENGTH_BYTES:
+        raise bad(f"it has {size} bytes, want at least {LENGTH_BYTES}")
+    (length,) = struct.unpack("<Q", os.pread(fd, LENGTH_BYTES, 0))
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+        raise bad(f"its header has {length} bytes, the file {size}")
+    text = os.pread(fd, length, LENGTH_BYTES)
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise bad(f"its header is no JSON: {error!s:.200}") from None
+    if not isinstance(header, dict):
+        raise bad("its header is no JSON object")
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise bad(f"{_METADATA} is no object of strings")
+    spans, entries, first = [], {}, LENGTH_BYTES + length
+    for name, row in header.items():
+        entry, start, end = _entry(name, row, first, bad)
+        spans.append((start, end, name))
+        entries[name] = entry
+    at = 0
+    for start, end, name in sorted(spans):
+        if start != at:
+            raise bad(f"tensor {name!r:.100} begins at byte {start} of the data, want {at}: tensors overlap, or have a gap")
+        at = end
+    if first + at != size:
+        raise bad(
+            f"its header wants {first + at} bytes, the file has {size}: it was {'cut' if first + at > size else 'extended'}"
+        )
+    return entries, metadata
+
+
+def _entry(name: str, row: Any, first: int, bad: Any) -> tuple[FileEntry, int, int]:
+    """One row of a header, with the place of its data."""
+    if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
+        raise bad(f"tensor {name!r:.100} has not just dtype, shape and data_offsets")
+    kind, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    if not isinstance(kind, str) or kind not in _TORCH:
+        raise bad(f"tensor {name!r:.100} has dtype {kind!r:.40}, want one of {', '.join(sorted(_TORCH))}")
+    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
+    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(offsets) != 2 or len(shape) > 64:
+        raise bad(f"tensor {name!r:.100} has shape {shape!r:.80} and data_offsets {offsets!r:.80}")
+    entry = FileEntry(name, _TORCH[kind], tuple(shape), first + offsets[0])
+    if offsets[1] - offsets[0] != entry.nbytes:
+        raise bad(f"tensor {name!r:.100} has {offsets[1] - offsets[0]} bytes, {kind}{shape!r:.80} has {entry.nbytes}")
+    return entry, offsets[0], offsets[1]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError for a name that it has twice."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return made

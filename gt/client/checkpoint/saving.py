@@ -1,0 +1,348 @@
+"""gt.save: a state of nested dicts with tensors becomes a folder of safetensors files, which workers write.
+
+The client plans the files, writes their headers and its own tensors, and lends the files to workers of its host. Each worker
+writes its pieces at their offsets. Workers elsewhere stream pieces to the client, which writes each to its offset.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from gt.client import current_session
+from gt.client.checkpoint import safetensors_format, state_tree
+from gt.client.checkpoint.folder import NewFolder
+from gt.client.checkpoint.safetensors_format import NAMES, FileEntry
+from gt.client.current_session import Current
+from gt.client.device.meta import dtype_name
+from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.session import Session
+from gt.client.trace.uploads import values
+from gt.errors import CheckpointError, GTError, ProgramError
+from gt.wire.arena import place
+
+log = logging.getLogger("gt.client")
+
+VERSION = 1  # of the manifest
+FILE_BYTES = 5_000_000_000  # of a file, unless one tensor is larger
+ROWS = 256  # tensors of one request to the server
+REQUESTS = 4  # of such requests under way, while the program waits
+_SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_DEFAULT_SET, _MODEL_SET = "state", "model"
+
+
+@dataclass(slots=True)
+class _SavedTensor:
+    """One tensor that is written. names: of its set; the first one is in the file, others name the same memory."""
+
+    tensor: torch.Tensor
+    names: list[str]
+    entry: FileEntry | None = None
+
+
+@dataclass
+class _FileSet:
+    """Files that one index describes: those of a model, or of an optimizer."""
+
+    name: str
+    tensors: dict[str, _SavedTensor] = field(default_factory=dict)  # by the name in the file
+    memory: dict[tuple, str] = field(default_factory=dict)  # memory of a tensor -> name
+
+    def add(self, wanted: str, tensor: torch.Tensor) -> str:
+        """Take a tensor; the name that it has in the file."""
+        key = (
+            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device) if tensor.numel() else (id(tensor),)
+        )
+        known = self.memory.get(key)
+        if known is not None:
+            self.tensors[known].names.append(wanted)
+            return known
+        name, number = wanted, 1
+        while name in self.tensors or name == "__metadata__":
+            number += 1
+            name = f"{wanted}#{number}"
+        self.memory[key] = name
+        self.tensors[name] = _SavedTensor(tensor, [name])
+        return name
+
+    def files(self) -> Iterator[tuple[str, list[str]]]:
+        """Name and tensors of each file."""
+        shares: list[list[str]] = [[]]
+        size = 0
+        for name, saved in self.tensors.items():
+            nbytes = saved.tensor.numel() * saved.tensor.element_size()
+            if shares[-1] and size + nbytes > FILE_BYTES:
+                shares.append([])
+                size = 0
+            shares[-1].append(name)
+            size += nbytes
+        for n, share in enumerate(shares, 1):
+            yield f"{self.name}-{n:05d}-of-{len(shares):05d}.safetensors", share
+
+
+class _SavedState:
+    """A state as it is saved: its JSON, and its tensors by set."""
+
+    def __init__(self, state: Any) -> None:
+        if state_tree.has_state(state):
+            state = state.state_dict()
+        self.sets: dict[str, _FileSet] = {}
+        self.described: dict[str, list] = {}  # in the manifest: [device, requires_grad]
+        self._flat = isinstance(state, dict) and any(isinstance(value, torch.Tensor) for value in state.values())
+        self.tree = state_tree.encode(state, self._put)
+
+    def _put(self, path: state_tree.Path, tensor: torch.Tensor) -> str:
+        shown = state_tree.show(path)
+        if tensor.device.type == "meta":
+            raise CheckpointError(f"{shown} is on the meta device and has no values: initialise or load it first")
+        if tensor.layout is not torch.strided:
+            raise CheckpointError(f"{shown} has layout {tensor.layout}, want a dense tensor")
+        dtype = dtype_name(tensor.dtype)
+        if dtype not in NAMES:
+            raise CheckpointError(
+                f"{shown} has dtype {dtype}, want one of {', '.join(NAMES)}; try torch.view_as_real for complex"
+            )
+        tensor, grad = tensor.detach(), tensor.requires_grad
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        if not isinstance(tensor, RemoteTensor):
+            tensor = tensor.cpu()
+        name, rest = (_MODEL_SET, path) if self._flat else (_DEFAULT_SET, path)
+        if not self._flat and len(path) > 1 and isinstance(path[0], str) and _SET_NAME.fullmatch(path[0]):
+            name, rest = path[0], path[1:]
+        files = self.sets.setdefault(name, _FileSet(name))
+        entry = f"{name}/{files.add('.'.join(map(str, rest)) or 'tensor', tensor)}"
+        device = "remote" if isinstance(tensor, RemoteTensor) else "cpu"
+        self.described.setdefault(entry, [device, grad])
+        return entry
+
+    def tensors(self) -> Iterator[_SavedTensor]:
+        for files in self.sets.values():
+            yield from files.tensors.values()
+
+
+class Save:
+    """A save under way, or its end. `wait` waits for the end; `done` tells whether it has come."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is on disk, under its name. Raises the error that prevented it, once."""
+        self._ended.wait()
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _begin(self, writer: _Writer) -> None:
+        def run() -> None:
+            try:
+                writer.finish()
+            except BaseException as error:
+                self._error = error
+                log.warning("gt.save to %s failed: %s", self.path, error)
+            finally:
+                self._ended.set()
+
+        # No daemon: the interpreter's end waits for it
+        self._thread = threading.Thread(target=run, name="gt-save")
+        self._thread.start()
+
+
+class _Current:
+    save: Save | None = None  # that was begun last
+
+
+def save(state: Any, path: str | os.PathLike, *, wait: bool = True) -> Save:
+    """Save a state in the folder `path`, in place of a checkpoint that is there.
+
+    state: dicts, lists and tuples of tensors, numbers, texts and None, and objects with a state_dict, such as modules and
+        optimizers. Each worker writes its own pieces.
+    wait: False returns once workers have copied their pieces, or have them queued for writing; training goes on. Another save,
+        gt.shutdown and the program's end wait for this one.
+
+    An interrupted save leaves the old checkpoint as it was. Raises CheckpointError for a state or path that cannot be saved.
+    """
+    if Current.recorder is not None and Current.recorder.tape is not None:
+        raise ProgramError("gt.save cannot be called in a compiled function: call it between two steps")
+    finish()
+    writer = _Writer(_SavedState(state), path, wait)
+    made = Save(os.fspath(path))
+    if wait:
+        writer.finish()
+        made._ended.set()
+    else:
+        _Current.save = made
+        made._begin(writer)
+    return made
+
+
+def finish() -> None:
+    """Wait for the save that is under way, and raise its error."""
+    last, _Current.save = _Current.save, None
+    if last is not None:
+        last.wait()
+
+
+def _finish_quietly() -> None:
+    """Wait for the save that is under way; its error has been logged, and its handle keeps it."""
+    if _Current.save is not None:
+        _Current.save._ended.wait()
+
+
+current_session.on_connect.append(lambda recorder: _finish_quietly)
+
+
+class _Writer:
+    """One save: the constructor begins it, in the order of the program's ops; `finish` may be called by another thread."""
+
+    def __init__(self, state: _SavedState, path: str | os.PathLike, wait: bool) -> None:
+        self._state, self._wait = state, wait
+        self._session: Session | None = None
+        self._lent: list[int] = []
+        self._requests: deque[int] = deque()
+        self._streamed: list[tuple[int, _SavedTensor]] = []  # descriptor and tensor that the client is to write
+        self._folder = NewFolder(path)
+        try:
+            self._begin()
+        except OSError as error:
+            self._end()
+            raise _named(error, self._folder) from None
+        except BaseException:
+            self._end()
+            raise
+
+    def _begin(self) -> None:
+        remote: list[tuple[int, _SavedTensor]] = []
+        for files in self._state.sets.values():
+            index: dict[str, str] = {}
+            for name, share in files.files():
+                aliases = {alias: saved for saved in share for alias in files.tensors[saved].names[1:] if alias != saved}
+                rows = [(n, dtype_name(files.tensors[n].tensor.dtype), tuple(files.tensors[n].tensor.shape)) for n in share]
+                header, entries = safetensors_format.layout(rows, {"format": "pt", **aliases})
+                fd = self._folder.create(name, max(e.offset + e.nbytes for e in entries))
+                os.pwrite(fd, header, 0)
+                for entry in entries:
+                    saved = files.tensors[entry.name]
+                    saved.entry, index[entry.name] = entry, name
+                    if isinstance(saved.tensor, RemoteTensor):
+                        remote.append((fd, saved))
+                    else:
+                        _write_host(fd, entry, saved.tensor)
+            total = sum(saved.entry.nbytes for saved in files.tensors.values() if saved.entry is not None)
+            body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+            self._folder.put(f"{files.name}.safetensors.index.json", json.dumps(body, indent=1).encode())
+        if remote:
+            self._begin_remote(remote)
+
+    def _begin_remote(self, remote: list[tuple[int, _SavedTensor]]) -> None:
+        """Have workers write what they can. The rest is streamed, of copies if the program goes on meanwhile."""
+        recorder = current_session.current()
+        self._session = session = recorder.session
+        for _, saved in remote:
+            current_session.check(saved.tensor)
+        recorder.flush_ops()
+        recorder.note_wait()
+        numbers: dict[int, int] = {}
+        for fd in dict.fromkeys(fd for fd, _ in remote):
+            numbers[fd] = session.lend_file(fd, os.fstat(fd).st_size, True)
+            self._lent.append(numbers[fd])
+        if all(session.shares_file(number) for number in numbers.values()):
+            written = [(fd, saved) for fd, saved in remote if saved.tensor.numel()]
+            for start in range(0, len(written), ROWS):
+                part = written[start : start + ROWS]
+                rows = [[s.tensor._ref.id, place(numbers[fd], s.entry.offset)] for fd, s in part if s.entry is not None]
+                self._requests.append(session.begin_store(rows, not self._wait))
+                if self._wait and len(self._requests) >= REQUESTS:
+                    self._await_one()
+            return
+        if not self._wait:
+            with torch.no_grad():
+                for _, saved in remote:
+                    saved.tensor = saved.tensor.clone()
+            recorder.flush_ops()
+        self._streamed = [(fd, saved) for fd, saved in remote if saved.tensor.numel()]
+
+    def _await_one(self) -> None:
+        assert self._session is not None
+        request = self._requests.popleft()
+        if not self._session.wait(request)["shared"]:
+            raise CheckpointError("a worker has joined that does not share this host's files: save again")
+
+    def finish(self) -> None:
+        """Wait until all is written, and put the folder in its place."""
+        try:
+            while self._requests:
+                self._await_one()
+            for fd, saved in self._streamed:
+                self._stream(fd, saved)
+            self._return_files()
+            state = self._state
+            manifest = {
+                "format": "gt", "version": VERSION, "sets": sorted(state.sets), "tensors": state.described, "state": state.tree,
+                "files": {name: os.fstat(fd).st_size for name, fd in sorted(self._folder.files.items())},
+            }  # fmt: skip
+            self._folder.commit(json.dumps(manifest, separators=(",", ":")).encode())
+        except OSError as error:
+            raise _named(error, self._folder) from None
+        finally:
+            self._end()
+
+    def _stream(self, fd: int, saved: _SavedTensor) -> None:
+        """Fetch a tensor into the file, by its pages: no more of it is in memory than the system keeps of a file."""
+        session, entry = self._session, saved.entry
+        assert session is not None and entry is not None and isinstance(saved.tensor, RemoteTensor)
+        name = f"/proc/self/fd/{fd}"
+        into = np.memmap(name, np.uint8, "r+", entry.offset, (entry.nbytes,))
+        shape, dtype, _ = session.fetch(saved.tensor._ref.id, entry.nbytes, into)
+        if tuple(shape) != entry.shape or dtype != entry.dtype:
+            raise CheckpointError(f"{entry.name} is {dtype}{list(shape)}, it was to be {entry.dtype}{list(entry.shape)}")
+
+    def _return_files(self) -> None:
+        for number in self._lent:
+            if number and self._session is not None:
+                self._session.take_back_file(number)
+        self._lent.clear()
+
+    def _end(self) -> None:
+        """Let go of everything; without a commit the old checkpoint stays."""
+        for request in self._requests:
+            assert self._session is not None
+            self._session.forget(request)
+        self._requests.clear()
+        self._return_files()
+        self._folder.discard()
+
+
+def _write_host(fd: int, entry: FileEntry, tensor: torch.Tensor) -> None:
+    """Write a tensor of this process."""
+    data = memoryview(np.ascontiguousarray(values(tensor)).reshape(-1).view(np.uint8)) if entry.nbytes else b""
+    at = 0
+    while at < entry.nbytes:
+        at += os.pwrite(fd, data[at:], entry.offset + at)
+
+
+def _named(error: OSError, folder: NewFolder) -> Exception:
+    """An error of the system as a CheckpointError that names the checkpoint; GT's own, as WorkerLost, as it is."""
+    if isinstance(error, GTError):
+        return error
+    return CheckpointError(f"{folder.target} cannot be saved: {(error.strerror or str(error)).lower()}")

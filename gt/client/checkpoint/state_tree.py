@@ -1,0 +1,124 @@
+"""A state as JSON: nested dicts, lists, numbers and texts, with the names of tensors in place of tensors.
+
+JSON has a closed set of values, so reading a checkpoint runs no code. Anything else is refused, by the path that leads to it.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gt.errors import CheckpointError
+from gt.ir.spec import DTYPES
+
+MAX_DEPTH = 200
+Path = tuple[Any, ...]  # keys and indices from the root
+Put = Callable[[Path, torch.Tensor], str]  # takes a tensor, returns its name
+Get = Callable[[str], torch.Tensor]
+
+_STATE_DICT = "state_dict"
+
+
+def has_state(thing: Any) -> bool:
+    """True for a module, an optimizer, a scheduler: for an object with state_dict and load_state_dict."""
+    return not isinstance(thing, (type, Mapping, torch.Tensor)) and callable(getattr(thing, _STATE_DICT, None))
+
+
+def show(path: Path) -> str:
+    """A path as in Python: state['model']['weight']."""
+    return "state" + "".join(f"[{key!r:.100}]" for key in path)
+
+
+def encode(thing: Any, put: Put, path: Path = ()) -> Any:
+    """The JSON of a state. CheckpointError names what it cannot have."""
+    if len(path) > MAX_DEPTH:
+        raise CheckpointError(f"{show(path[:3])}... is nested more than {MAX_DEPTH} deep, or contains itself")
+    if isinstance(thing, np.generic):
+        thing = thing.item()
+    if thing is None or isinstance(thing, bool):
+        return thing
+    if isinstance(thing, str):
+        return str(thing)
+    if isinstance(thing, int):
+        return int(thing)
+    if isinstance(thing, float):
+        return float(thing) if math.isfinite(thing) else {"float": repr(float(thing))}
+    if isinstance(thing, torch.Tensor):
+        return {"tensor": put(path, thing)}
+    if has_state(thing):
+        thing = thing.state_dict()
+    if isinstance(thing, Mapping):
+        return _encode_mapping(thing, put, path)
+    if isinstance(thing, (list, tuple)):
+        rows = [encode(value, put, (*path, n)) for n, value in enumerate(thing)]
+        return rows if isinstance(thing, list) else {"tuple": rows}
+    if isinstance(thing, np.ndarray) and thing.dtype.kind in "biuf":
+        return {"array": put(path, torch.from_numpy(np.ascontiguousarray(thing).copy()))}
+    if isinstance(thing, (bytes, bytearray)):
+        return {"bytes": base64.b64encode(thing).decode()}
+    if isinstance(thing, complex):
+        return {"complex": [repr(thing.real), repr(thing.imag)]}
+    if isinstance(thing, torch.dtype):
+        return {"dtype": str(thing)[6:]}
+    raise CheckpointError(
+        f"{show(path)} is a {type(thing).__module__}.{type(thing).__qualname__}, want a tensor, number, text, None, dict, "
+        "list, tuple, or an object with a state_dict"
+    )
+
+
+def _encode_mapping(thing: Mapping, put: Put, path: Path) -> dict:
+    rows = [[encode(key, put, path), encode(value, put, (*path, key))] for key, value in thing.items()]
+    if any(isinstance(key, (dict, list)) and set(key) != {"tuple"} and set(key) != {"float"} for key, _ in rows):
+        raise CheckpointError(f"{show(path)} has a key that is no text, number or tuple of such")
+    metadata = getattr(thing, "_metadata", None)  # versions of modules, in torch's state dicts
+    if metadata is not None:
+        return {"ordered": rows, "metadata": encode(metadata, put, path)}
+    return {"ordered": rows} if isinstance(thing, OrderedDict) else {"dict": rows}
+
+
+def decode(node: Any, get: Get) -> Any:
+    """Inverse of `encode`; ValueError, KeyError or TypeError for what `encode` does not make."""
+    if node is None or isinstance(node, (bool, int, float, str)):
+        return node
+    if isinstance(node, list):
+        return [decode(row, get) for row in node]
+    kinds = set(node)
+    if kinds in ({"ordered"}, {"ordered", "metadata"}):
+        made = OrderedDict((decode(key, get), decode(value, get)) for key, value in node["ordered"])
+        if "metadata" in node:
+            made._metadata = decode(node["metadata"], get)  # type: ignore[attr-defined]
+        return made
+    ((kind, value),) = node.items()
+    return _DECODERS[kind](value, get)
+
+
+def names(node: Any) -> set[str]:
+    """Names of all tensors of a state's JSON."""
+    found: set[str] = set()
+
+    def note(name: str) -> torch.Tensor:
+        found.add(name)
+        return torch.empty(0)
+
+    decode(node, note)
+    return found
+
+
+_DTYPES = {name: getattr(torch, name) for name in DTYPES}
+
+_DECODERS: dict[str, Callable[[Any, Get], Any]] = {
+    "dict": lambda rows, get: {decode(key, get): decode(value, get) for key, value in rows},
+    "tuple": lambda rows, get: tuple(decode(row, get) for row in rows),
+    "tensor": lambda name, get: get(name),
+    "array": lambda name, get: get(name).numpy(),
+    "float": lambda text, get: float(text),
+    "complex": lambda parts, get: complex(float(parts[0]), float(parts[1])),
+    "bytes": lambda text, get: base64.b64decode(text, validate=True),
+    "dtype": lambda name, get: _DTYPES[name],
+}

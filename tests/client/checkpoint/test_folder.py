@@ -1,0 +1,101 @@
+"""Folders of checkpoints: the old one is whole until the new one is, and a killed writer's folder is removed by the next."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from gt.client.checkpoint import folder
+from gt.client.checkpoint.folder import NewFolder, find
+from gt.errors import CheckpointError
+
+
+def write(path, text: bytes, name="a.safetensors"):
+    made = NewFolder(path)
+    made.put(name, text)
+    made.commit(json.dumps({"files": {name: len(text)}}).encode())
+
+
+def names(path):
+    return sorted(os.listdir(path))
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_new_checkpoint_replaces_the_old_one_and_keeps_other_files(tmp_path, monkeypatch, exchange):
+    if not exchange:
+        monkeypatch.setattr(folder, "_exchange", lambda *_: False)
+    target = tmp_path / "deep" / "c"
+    write(target, b"one")
+    (target / "config.json").write_text("{}")
+    write(target, b"two", "b.safetensors")
+    assert names(target) == ["b.safetensors", "config.json", "gt.json"] and names(tmp_path / "deep") == ["c"]
+    assert (target / "b.safetensors").read_bytes() == b"two"
+
+
+def test_a_save_that_is_discarded_leaves_the_old_one(tmp_path):
+    write(tmp_path / "c", b"one")
+    made = NewFolder(tmp_path / "c")
+    made.put("a.safetensors", b"two")
+    made.discard()
+    made.discard()
+    assert (tmp_path / "c" / "a.safetensors").read_bytes() == b"one" and names(tmp_path) == ["c"]
+
+
+def test_folders_of_dead_writers_are_removed_and_those_of_living_ones_stay(tmp_path):
+    living = NewFolder(tmp_path / "c")
+    living.put("x", b"1")
+    dead = NewFolder(tmp_path / "c")
+    dead.put("x", b"1")
+    os.close(dead._lock)  # as the kernel does for a process that was killed
+    write(tmp_path / "c", b"one")
+    left = [name for name in names(tmp_path) if name != "c"]
+    assert left == [living.path.name]
+    living.commit(b'{"files": {"x": 1}}')
+    assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["gt.json", "x"]
+    for fd in dead.files.values():
+        os.close(fd)
+
+
+def test_killed_between_two_renames_the_old_one_is_found(tmp_path, monkeypatch):
+    write(tmp_path / "c", b"one")
+    monkeypatch.setattr(folder, "_exchange", lambda *_: False)
+    made = NewFolder(tmp_path / "c")
+    made.put("a.safetensors", b"two")
+    rename = os.rename
+
+    def killed(source, target):
+        rename(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        made.commit(b'{"files": {}}')
+    monkeypatch.undo()
+    assert not (tmp_path / "c").exists() and (find(tmp_path / "c") / "a.safetensors").read_bytes() == b"one"
+    made.discard()
+    write(tmp_path / "c", b"three")
+    assert names(tmp_path) == ["c"]
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(CheckpointError, match="is a file, want a folder"):
+        NewFolder(tmp_path / "file")
+    (tmp_path / "home" / "letters").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="'letters', which is no plain file, and would be replaced"):
+        NewFolder(tmp_path / "home")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "x").symlink_to("/etc")
+    with pytest.raises(CheckpointError, match="no plain file"):
+        NewFolder(tmp_path / "links")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        find(tmp_path / "none")
+
+
+def test_a_link_to_a_checkpoint_stays_a_link(tmp_path):
+    write(tmp_path / "c1", b"one")
+    (tmp_path / "last").symlink_to("c1")
+    write(tmp_path / "last", b"two")
+    assert (tmp_path / "last").is_symlink() and (tmp_path / "c1" / "a.safetensors").read_bytes() == b"two"

@@ -1,0 +1,383 @@
+"""gt.save and gt.load on workers: pieces go straight between workers and files, in any layout, and errors change nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import gt
+from gt.client import current_session
+from gt.client.arenas import ClientArenas
+
+DP4 = "gt: {data_parallel: [0, 1, 2, 3], zero: 3}"
+TP4 = "a_colpar: {workers: [0, 1, 2, 3]}\nb_rowpar: {workers: [0, 1, 2, 3]}\n"
+
+
+class Net(nn.Module):
+    """Layers that groups may split."""
+
+    def __init__(self, groups: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(48, 96), nn.Linear(96, 48), nn.BatchNorm1d(48)
+        self.groups = groups
+
+    def forward(self, x):
+        if not self.groups:
+            return self.norm(self.b(torch.relu(self.a(x))))
+        with gt.signal.context("a_colpar"):
+            x = torch.relu(self.a(x))
+        with gt.signal.context("b_rowpar"):
+            x = self.b(x)
+        return self.norm(x)
+
+
+def trained(groups=False, steps=2, seed=0):
+    torch.manual_seed(seed)
+    model = Net(groups).to("remote")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(steps):
+        step(model, optimizer, schedule)
+    return model, optimizer, schedule
+
+
+def step(model, optimizer, schedule):
+    loss = (model(torch.randn(16, 48, device="remote")) - 1).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    schedule.step()
+    return loss.item()
+
+
+def counted(key):
+    return [worker[key] for worker in gt.stats()["workers"]]
+
+
+def relayed():
+    return gt.stats()["dispatcher"]["tensor_bytes_relayed"]
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key].cpu(), b[key].cpu()) for key in a)
+
+
+@pytest.mark.parametrize("config", ["", DP4, TP4])
+def test_training_goes_on_bit_for_bit(session, tmp_path, plain_threads, config):
+    session(config)
+    groups = config is TP4
+    parts = trained(groups)
+    names = ("model", "optimizer", "schedule")
+    gt.save({**dict(zip(names, parts)), "random": gt.RandomState(), "seen": [3, "x"]}, tmp_path / "c")
+    losses = [step(*parts) for _ in range(4)]
+    session(config)
+    fresh = trained(groups, 0, 5)
+    state = gt.load(tmp_path / "c", into={**dict(zip(names, fresh)), "random": gt.RandomState(), "seen": [0, ""]})
+    assert state["seen"] == [3, "x"]
+    assert [step(*fresh) for _ in range(4)] == losses
+
+
+@pytest.mark.parametrize("before, after", [("", DP4), (DP4, ""), (DP4, TP4), (TP4, DP4), (TP4, "")])
+def test_a_checkpoint_of_one_layout_is_read_in_another(session, tmp_path, before, after):
+    session(before)
+    parts = trained(before is TP4)
+    gt.save({"model": parts[0], "optimizer": parts[1], "schedule": parts[2], "random": gt.RandomState()}, tmp_path / "c")
+    losses = [step(*parts) for _ in range(4)]
+    session(after)
+    fresh = trained(after is TP4, 0, 5)
+    into = {"model": fresh[0], "optimizer": fresh[1], "schedule": fresh[2], "random": gt.RandomState()}
+    gt.load(tmp_path / "c", into=into)
+    assert [step(*fresh) for _ in range(4)] == pytest.approx(losses, rel=1e-5)
+
+
+def test_each_worker_writes_and_reads_its_own_pieces(session, tmp_path):
+    session(DP4)
+    parts = trained()
+    written, read = counted("file_bytes_written"), counted("file_bytes_read")
+    gt.save({"model": parts[0], "optimizer": parts[1]}, tmp_path / "c")
+    mine = [b - a for a, b in zip(written, counted("file_bytes_written"))]
+    rows = [load_file(path) for path in (tmp_path / "c").glob("*.safetensors")]
+    total = sum(t.numel() * t.element_size() for row in rows for t in row.values() if t.dim())
+    assert sum(mine) == pytest.approx(total, abs=100) and mine[4:] == [0] * 4
+    assert all(n == pytest.approx(total / 4, rel=0.06) for n in mine[:4])
+    fresh = trained(steps=0, seed=3)
+    gt.load(tmp_path / "c", into={"model": fresh[0], "optimizer": fresh[1]})
+    step(*fresh)
+    mine = [b - a for a, b in zip(read, counted("file_bytes_read"))]
+    assert sum(mine) < 1.3 * total and all(n == pytest.approx(total / 4, rel=0.3) for n in mine[:4])
+    assert relayed() == 0
+
+
+def test_plain_torch_and_the_library_read_it_and_theirs_is_read(one, tmp_path):
+    model, _, _ = trained()
+    gt.save(model, tmp_path / "c")
+    index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
+    (file,) = set(index["weight_map"].values())
+    plain = Net()
+    plain.load_state_dict(load_file(tmp_path / "c" / file))
+    assert equal(plain.state_dict(), model.state_dict())
+    save_file(plain.state_dict(), tmp_path / "theirs.safetensors")
+    other = Net().to("remote")
+    gt.load(tmp_path / "theirs.safetensors", into=other)
+    assert equal(plain.state_dict(), other.state_dict())
+    loaded = gt.load(tmp_path / "theirs.safetensors")
+    assert all(value.device.type == "remote" for value in loaded.values()) and equal(loaded, plain.state_dict())
+
+
+def test_transformers_reads_it_and_its_folders_are_read(one, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=32)
+    model = GPT2LMHeadModel(config).to("remote")
+    config.save_pretrained(tmp_path / "c")
+    gt.save({"model": model, "step": 1}, tmp_path / "c")
+    gt.save({"model": model, "step": 2}, tmp_path / "c")  # config.json stays
+    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "c")
+    assert equal(theirs.state_dict(), model.state_dict())
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
+    with torch.no_grad():
+        theirs.transformer.wte.weight.add_(1)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    gt.load(tmp_path / "theirs", into=model)
+    assert equal(theirs.state_dict(), model.state_dict())
+    with torch.device("meta"):
+        empty = GPT2LMHeadModel(config)
+    empty.tie_weights()
+    gt.load(tmp_path / "theirs", into=empty)
+    assert empty.lm_head.weight is empty.transformer.wte.weight and empty.lm_head.weight.device.type == "remote"
+    assert equal(theirs.state_dict(), empty.state_dict())
+
+
+def test_every_dtype_shape_and_place_survives(one, tmp_path):
+    base = torch.arange(24.0).reshape(4, 6)
+    remote = base.to("remote")
+    state = {
+        "cpu": base, "remote": remote, "view": remote[1:3, ::2], "transposed": remote.t(), "alias": remote,
+        "scalar": torch.tensor(3, device="remote"), "empty": torch.empty(0, 3, device="remote"), "none": None,
+        "bf16": remote.bfloat16(), "bool": remote > 3, "c64": (remote * 1j), "u8": [remote.to(torch.uint8)],
+        "unused": torch.full((3,), 7.0, device="remote"), "conj": torch.tensor([1 + 2j]).conj(),
+        "grad": torch.ones(3, device="remote", requires_grad=True), 5: {True: torch.tensor(1.5)}, "__metadata__": base + 1,
+    }  # fmt: skip
+    gt.save({"outer": state}, tmp_path / "c")
+    made = gt.load(tmp_path / "c")["outer"]
+    assert made.keys() == state.keys() and made["alias"] is made["remote"] and made["grad"].requires_grad
+    flat = [(made[k], state[k]) for k in state if isinstance(state[k], torch.Tensor)]
+    flat += [(made["u8"][0], state["u8"][0]), (made[5][True], state[5][True])]
+    for a, b in flat:
+        assert a.device == b.device and a.dtype == b.dtype and torch.equal(a.detach().cpu(), b.detach().cpu())
+
+
+def test_a_state_without_remote_tensors_needs_no_session(tmp_path):
+    gt.save({"model": {"w": torch.ones(3)}, "step": 1}, tmp_path / "c")
+    assert current_session.Current.recorder is None
+    assert gt.load(tmp_path / "c")["model"]["w"].tolist() == [1, 1, 1]
+    assert current_session.Current.recorder is None
+
+
+def test_a_model_of_several_files(one, tmp_path, monkeypatch):
+    monkeypatch.setattr("gt.client.checkpoint.saving.FILE_BYTES", 10_000)
+    model, _, _ = trained()
+    gt.save(model, tmp_path / "c")
+    assert len(list((tmp_path / "c").glob("model-*.safetensors"))) > 1
+    fresh = Net().to("remote")
+    gt.load(tmp_path / "c", into=fresh)
+    assert equal(model.state_dict(), fresh.state_dict())
+
+
+# ---- beside training
+
+
+def test_training_goes_on_while_a_save_is_written(one, tmp_path):
+    parts = trained()
+    want = {key: value.cpu() for key, value in parts[0].state_dict().items()}
+    handle = gt.save({"model": parts[0], "optimizer": parts[1]}, tmp_path / "c", wait=False)
+    for _ in range(5):
+        step(*parts)
+    handle.wait()
+    assert handle.done and equal(gt.load(tmp_path / "c")["model"], want)
+    assert not equal(parts[0].state_dict(), want)
+    second = gt.save(parts[0], tmp_path / "c", wait=False)
+    third = gt.save(parts[0], tmp_path / "c", wait=False)  # waits for the second
+    assert second.done
+    third.wait()
+    assert sorted(os.listdir(tmp_path)) == ["c"]
+
+
+def test_the_end_of_a_session_waits_for_its_save(session, tmp_path):
+    session()
+    parts = trained()
+    want = {key: value.cpu() for key, value in parts[0].state_dict().items()}
+    gt.save(parts[0], tmp_path / "c", wait=False)
+    session()
+    assert equal(gt.load(tmp_path / "c"), want)
+
+
+def test_workers_elsewhere_stream_their_pieces(session, tmp_path, monkeypatch):
+    """Without a common disk the client writes what workers send, and sends what it reads."""
+    monkeypatch.setattr(ClientArenas, "take", lambda self, nbytes: None)
+    session(DP4)
+    parts = trained()
+    wide = torch.randn(700, 1000).to("remote")
+    gt.save({"model": parts[0], "optimizer": parts[1], "wide": wide}, tmp_path / "c")
+    handle = gt.save({"model": parts[0]}, tmp_path / "d", wait=False)
+    want = {key: value.cpu() for key, value in parts[0].state_dict().items()}
+    losses = [step(*parts) for _ in range(2)]
+    handle.wait()
+    before = counted("file_bytes_written"), counted("file_bytes_read")
+    fresh = trained(steps=0, seed=4)
+    state = gt.load(tmp_path / "c", into={"model": fresh[0], "optimizer": fresh[1]})
+    assert torch.equal(state["wide"].cpu(), wide.cpu()) and equal(gt.load(tmp_path / "d")["model"], want)
+    assert equal(fresh[0].state_dict(), want) and len(losses) == 2
+    assert before == (counted("file_bytes_written"), counted("file_bytes_read"))
+
+
+# ---- what is wrong is named, and nothing changes
+
+
+@pytest.fixture
+def saved(one, tmp_path):
+    parts = trained()
+    gt.save({"model": parts[0], "optimizer": parts[1]}, tmp_path / "c")
+    fresh = trained(seed=7)
+    before = {key: value.cpu() for key, value in fresh[0].state_dict().items()}
+    yield tmp_path / "c", fresh, before
+    assert equal(fresh[0].state_dict(), before)
+
+
+def damage(path, how):
+    file = path / "model-00001-of-00001.safetensors"
+    if how == "cut":
+        os.truncate(file, file.stat().st_size - 1)
+    elif how == "missing":
+        file.unlink()
+    elif how == "foreign":
+        file.write_bytes(os.urandom(file.stat().st_size))
+    elif how == "directory":
+        file.unlink()
+        file.mkdir()
+    elif how == "fifo":
+        file.unlink()
+        os.mkfifo(file)
+    elif how == "manifest":
+        (path / "gt.json").write_text((path / "gt.json").read_text()[:-5])
+    elif how == "version":
+        (path / "gt.json").write_text((path / "gt.json").read_text().replace('"version":1', '"version":2'))
+    elif how == "index":
+        (path / "optimizer.safetensors.index.json").unlink()
+    elif how == "renamed":
+        data = file.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        file.write_bytes(data[:8] + data[8 : 8 + length].replace(b'"a.weight"', b'"x.weight"') + data[8 + length :])
+    elif how == "outside":
+        index = path / "model.safetensors.index.json"
+        index.write_text(index.read_text().replace("model-00001", "../model-00001"))
+        manifest = path / "gt.json"
+        made = json.loads(manifest.read_text())
+        made["files"][index.name] = index.stat().st_size
+        manifest.write_text(json.dumps(made))
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ("cut", r"has \d+ bytes, want \d+ bytes"),
+        ("missing", "model-00001-of-00001.safetensors is missing"),
+        ("foreign", "no safetensors file, or a damaged one"),
+        ("directory", "is missing"),
+        ("fifo", "is missing"),
+        ("manifest", "gt.json is no JSON, or was cut"),
+        ("version", "has version 2, this GT reads version 1"),
+        ("index", "optimizer.safetensors.index.json is missing"),
+        ("renamed", r"lacks 'a.weight', which .* names; .* has 'x.weight'"),
+        ("outside", "names '../model-00001-of-00001.safetensors', want a file beside it"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_before_anything_changes(saved, how, said):
+    path, fresh, _ = saved
+    damage(path, how)
+    with pytest.raises(gt.CheckpointError, match=said) as caught:
+        gt.load(path, into={"model": fresh[0], "optimizer": fresh[1]})
+    assert str(path) in str(caught.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_all_differences(saved):
+    path, fresh, _ = saved
+    other = nn.Sequential(nn.Linear(3, 3)).to("remote")
+    with pytest.raises(gt.CheckpointError, match=r"model\.0\.weight is not in the checkpoint; .* and \d+ more differences"):
+        gt.load(path, into={"model": other})
+    wide = Net()
+    wide.a, wide.b = nn.Linear(48, 97), nn.Linear(97, 48)
+    with pytest.raises(gt.CheckpointError, match=r"a\.weight is float32\[96, 48\], want float32\[97, 48\]"):
+        gt.load(path, into={"model": wide.to("remote")})
+    with pytest.raises(gt.CheckpointError, match=r"has groups of \[6\] parameters, want \[2\]"):
+        gt.load(path, into={"model": fresh[0], "optimizer": torch.optim.SGD(other.parameters(), lr=1)})
+    with pytest.raises(gt.CheckpointError, match="ema is not in the checkpoint"):
+        gt.load(path, into={"model": fresh[0], "ema": fresh[0]})
+
+
+def test_what_is_no_checkpoint_is_named(one, tmp_path):
+    with pytest.raises(gt.CheckpointError, match="does not exist"):
+        gt.load(tmp_path / "none")
+    with pytest.raises(gt.CheckpointError, match="no safetensors file"):
+        gt.load(tmp_path)
+    torch.save({"a": 1}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(gt.CheckpointError, match="a pickle, which can run code"):
+        gt.load(tmp_path)
+    with pytest.raises(gt.CheckpointError, match="no safetensors file, or a damaged one"):
+        gt.load(tmp_path / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_failed_op_or_a_full_disk_leaves_the_old_checkpoint(one, tmp_path, wait, monkeypatch):
+    model, _, _ = trained()
+    gt.save(model, tmp_path / "c")
+    want = {key: value.cpu() for key, value in model.state_dict().items()}
+    bad = torch.linalg.cholesky(-torch.eye(3, device="remote"))
+    with pytest.raises(gt.OpFailed):
+        gt.save({"model": model, "bad": bad}, tmp_path / "c", wait=wait).wait()
+
+    def full(fd, offset, nbytes):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(gt.CheckpointError, match="cannot be saved: no space left on device"):
+        gt.save(model, tmp_path / "c", wait=wait).wait()
+    monkeypatch.undo()
+    assert equal(gt.load(tmp_path / "c"), want) and os.listdir(tmp_path) == ["c"]
+    gt.save(model, tmp_path / "c", wait=wait).wait()
+
+
+def test_meta_and_sparse_tensors_are_refused(one, tmp_path):
+    with pytest.raises(gt.CheckpointError, match=r"state\['a'\] is on the meta device"):
+        gt.save({"a": torch.empty(3, device="meta")}, tmp_path / "c")
+    with pytest.raises(gt.CheckpointError, match="sparse"):
+        gt.save({"a": torch.eye(3).to_sparse()}, tmp_path / "c")
+    with pytest.raises(gt.CheckpointError, match="complex128"):
+        gt.save({"a": torch.ones(1, dtype=torch.complex128)}, tmp_path / "c")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_loaded_tensor_outlives_its_files(one, tmp_path):
+    value = torch.randn(64, 64)
+    gt.save({"x": {"a": value.to("remote")}}, tmp_path / "c")
+    loaded = gt.load(tmp_path / "c")
+    shutil.rmtree(tmp_path / "c")
+    assert torch.equal(loaded["x"]["a"].cpu(), value)
+
+
+def test_weights_made_from_meta_ones_are_split_as_others_are(session):
+    """torch.empty_like of a meta tensor ends in as_strided, which changes nothing: a weight that is a view would stay whole."""
+    session(DP4)
+    with torch.device("meta"):
+        layer = nn.Linear(64, 64, bias=False)
+    layer.to_empty(device="remote").reset_parameters()
+    layer(torch.ones(8, 64, device="remote"))
+    assert gt.inspect(layer.weight)["layout"] == "[S(0)]"

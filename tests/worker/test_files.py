@@ -1,0 +1,83 @@
+"""Pieces in files: any boxes of any tensor are written at their places, and read back by any other split."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gt.errors import ProtocolError
+from gt.ir.layout import Layout, Mesh, R, Shard, boxes, read_boxes
+from gt.wire.arena import WORDS
+from gt.wire.messages import UseBlock
+from gt.worker import files
+from gt.worker.files import FileBlock, WorkerFiles
+
+
+def drawn_layout(rng: random.Random, shape: tuple[int, ...]) -> Layout:
+    """A layout of up to nine workers; of one dim with parts at most."""
+    sizes = [rng.choice([1, 2, 3]) for _ in range(2)]
+    mesh = Mesh((("a", sizes[0]), ("b", sizes[1])), tuple(range(sizes[0] * sizes[1])))
+    placements: list = []
+    for _ in sizes:
+        dim = rng.randrange(len(shape)) if shape and rng.random() < 0.7 else -1
+        parts = rng.choice([1, 1, 2, 3])
+        alone = not any(isinstance(p, Shard) for p in placements)
+        fits = dim >= 0 and alone and shape[dim] % parts == 0
+        placements.append(R if dim < 0 else Shard(dim, parts if fits else 1))
+    return Layout(mesh, tuple(placements))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pieces_of_any_layout_make_the_tensor_and_any_other_reads_it(seed, monkeypatch):
+    rng = random.Random(seed)
+    for _ in range(60):
+        monkeypatch.setattr(files, "SHORT_RUN_BYTES", rng.choice([1, 64, 4096]))
+        monkeypatch.setattr(files, "MAX_IO_BYTES", rng.choice([16, 100, 8 << 20]))
+        shape = tuple(rng.randint(int(rng.random() < 0.9), 6) for _ in range(rng.randint(0, 4)))
+        size = rng.choice([1, 2, 4, 8])
+        whole = np.frombuffer(rng.randbytes(int(np.prod(shape)) * size), WORDS[size]).reshape(shape)
+        offset = rng.randint(0, 9)
+        with tempfile.TemporaryFile() as file:
+            lent = SimpleNamespace(fd=file.fileno())
+            file.truncate(offset + whole.nbytes)
+            written, other = drawn_layout(rng, shape), drawn_layout(rng, shape)
+            for rank in range(len(written.mesh.workers)):
+                parts = boxes(written, shape, rank)
+                piece = np.ascontiguousarray(read_boxes(whole, parts)).reshape(-1).view(np.uint8)
+                FileBlock(0, 0, lent, offset, shape, size, parts, False).write(piece.data)
+            assert os.pread(file.fileno(), whole.nbytes, offset) == whole.tobytes()
+            for rank in range(len(other.mesh.workers)):
+                parts = boxes(other, shape, rank)
+                got = FileBlock(0, 0, lent, offset, shape, size, parts, False).read()
+                assert got.tobytes() == read_boxes(whole, parts).tobytes(), (shape, other)
+
+
+def test_a_file_that_was_cut_is_an_error_of_the_read():
+    with tempfile.TemporaryFile() as file:
+        file.truncate(100)
+        block = FileBlock(0, 0, SimpleNamespace(fd=file.fileno()), 0, (64,), 4, [((0, 64),)], False)
+        with pytest.raises(OSError, match=r"ends at byte 100, want 156 bytes more"):
+            block.read()
+
+
+@pytest.mark.parametrize(
+    "offset, shape, itemsize, write",
+    [
+        (0, [25], 4, True),
+        (4, [25], 4, False),
+        (0, [26], 4, False),
+        (-4, [1], 4, False),
+        (0, [-1], 4, False),
+        (0, [5], 3, False),
+    ],
+)
+def test_a_block_outside_of_its_file_or_against_its_use_is_refused(offset, shape, itemsize, write):
+    held = WorkerFiles(lambda *_: None, SimpleNamespace(), SimpleNamespace())
+    held.opened[7] = SimpleNamespace(nbytes=100, writes=False)
+    with pytest.raises(ProtocolError, match="is not within a file of 100 bytes"):
+        held.block(UseBlock(1, 7, offset, shape, itemsize, [[[0, 1]]], write))
