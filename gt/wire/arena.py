@@ -6,11 +6,10 @@ opens it through /proc/PID/fd/FD, two numbers that the client states, and believ
 
 - Path: only numbers enter it. The descriptor is first opened with O_PATH, which has no effect on a file of any kind.
 - Kind: it must be memory of this name, of the worker's own user, with no rights for others.
-- Proof: it must begin with the proof that the dispatcher derives from the client's nonce and the number of its session. So a
-  client on another host, in another pid namespace or of another user proves nothing, and keeps using the socket. Nor does a
-  worker's knowledge of a proof open the arena for another session.
-- Size: seals forbid any change of size, and the size is compared after the seals. Pages are the system's usual ones, and are
-  allocated by a call that fails, before the first access. So no access ends in SIGBUS.
+- Proof: it must begin with the proof that the dispatcher derives from the client's nonce and session. So a client on another
+  host, in another pid namespace or of another user keeps using the socket, and a proof opens no arena for another session.
+- Size: seals forbid any change of size. Pages are the usual ones, allocated before by a call that may fail. So no access ends
+  in SIGBUS.
 """
 
 from __future__ import annotations
