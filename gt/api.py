@@ -91,9 +91,18 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     text, path = config_of(config)
     token = env.get("GT_TOKEN") if token is None else token
     session = Session(address, (text, path), switches=switches, token=token, wait=wait)
-    current_session.connect(session, text, path)
+    recorder = current_session.connect(session, text, path)
+    recorder.when_watched = lambda: _report_roles(recorder)
     for doubt in doubts(load(text, path)):
         log.warning("%s", doubt)
+
+
+def _report_roles(recorder: Any) -> None:
+    """The first batch while somebody observes: the part that reports roles is imported now."""
+    from gt.client.groups.role_reports import RoleReports
+
+    recorder.when_watched = RoleReports(recorder).after_batch
+    recorder.when_watched()
 
 
 def _switches(stall_timeout: float | None) -> dict[str, Any]:
@@ -373,7 +382,7 @@ def _remote(factory: Factory) -> Factory:
         return factory(*args, **kwargs)
 
     make.__name__ = make.__qualname__ = factory.__name__
-    make.__doc__ = f"torch.{factory.__name__} with the remote device as default; dtype may be a name, such as \"float32\"."
+    make.__doc__ = f'torch.{factory.__name__} with the remote device as default; dtype may be a name, such as "float32".'
     return cast("Factory", make)
 
 

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gt: no command {args[0]!r}{hint(args[0], COMMANDS)}\n")
     print("usage: gt COMMAND [options]\n")
     for name, (_, text) in COMMANDS.items():
-        print(f"  {name:8} {text}")
+        print(f"  {name:9} {text}")
     return 0 if known else 2
 
 
@@ -70,6 +70,12 @@ def metrics(args: list[str]) -> int:
     from gt.cli.metrics import main
 
     return main(args, COMMANDS["metrics"][1])
+
+
+def dashboard(args: list[str]) -> int:
+    from gt.cli.dashboard import main
+
+    return main(args, COMMANDS["dashboard"][1])
 
 
 def doctor(args: list[str]) -> int:
@@ -129,6 +135,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "trace": (trace, "run a program, and write its last replay as a Chrome trace, measured and predicted"),
     "top": (top, "watch a running server: workers, sessions, links, slow lines"),
     "metrics": (metrics, "serve metrics of a running server over HTTP, for Prometheus"),
+    "dashboard": (dashboard, "show a running server in the browser: schedule, memory, traffic, curves, layouts, errors"),
     "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),
     "ops": (ops, "print schemas of ops of the installed torch that GT lacks, as lines for the file GT_OPS"),
     "schema": (schema, "print the JSON Schema of the YAML of signal groups, for editors"),

@@ -45,6 +45,7 @@ from gt.wire.messages import (
     Metrics,
     Ops,
     Stats,
+    TensorRoles,
     UploadChunk,
 )
 
@@ -253,6 +254,11 @@ class Session:
     def log(self, steps: int, values: dict[str, float]) -> None:
         """Send numbers that the program logs. Never waits."""
         self._outbox.append(Metrics(steps, values))
+        self._link.push()
+
+    def tell_roles(self, rows: list) -> None:
+        """Send the roles of tensors. Never waits."""
+        self._outbox.append(TensorRoles(rows))
         self._link.push()
 
     def keep(self, tensor: int, array: np.ndarray) -> int:

@@ -65,10 +65,12 @@ from gt.wire.messages import (
     OpError,
     Ops,
     Piece,
+    Records,
     Reject,
     Report,
     Run,
     Stats,
+    TensorRoles,
     UploadChunk,
     UploadProgress,
 )
@@ -118,7 +120,7 @@ class Core:
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
             InspectFragments: self._inspect_fragments,
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
-            Metrics: self._metrics, Observe: self.observers.observe,
+            Metrics: self._metrics, TensorRoles: self._tensor_roles, Observe: self.observers.observe,
         }  # fmt: skip
 
     @property
@@ -181,7 +183,7 @@ class Core:
     def send(self, peer: Peer, message: Message, frames: tuple = ()) -> None:
         self.sent += 1
         self._actions.append(Send(peer, message, frames))
-        if self.logging and not isinstance(message, Run):
+        if (self.logging or self.observers.news.wanted) and not isinstance(message, (Run, Records)):
             self.log_line("SEND", self.name(peer), type(message).__name__, bytes=sum(len(f) for f in frames))
 
     def close(self, peer: Peer) -> None:
@@ -191,15 +193,26 @@ class Core:
         self._actions += actions
 
     def log_line(self, kind: str, peer: str, text: str = "", **fields: object) -> None:
-        if self.logging:
+        if self.logging or self.observers.news.wanted:
             self._turn_page()
-            self._actions.append(Log(kind, peer, text, fields))
+            entry = Log(kind, peer, text, fields)
+            self._actions += [entry] if self.logging else ()
+            if self.observers.news.wanted:
+                self.observers.news.add_entry(entry, self.now)
 
     def _turn_page(self) -> None:
         """Put out the lines that scribes have written, before any other line."""
         if self.page:
-            self._actions.append(Lines("".join(self.page)))
+            text = "".join(self.page)
+            self._actions += [Lines(text)] if self.logging else ()
             self.page.clear()
+            if self.observers.news.wanted:
+                self.observers.news.add_lines(text, self.now)
+
+    def write_log(self, wanted: bool) -> None:
+        """Begin to write the instruction log for observers, or end it. One that is kept in a file goes on either way."""
+        for session in self.sessions.values() if not self.logging else ():
+            session.emitter.write_log(self.page if wanted else None)
 
     def name(self, peer: Peer) -> str:
         if peer in self.workers:
@@ -256,6 +269,8 @@ class Core:
         if self._sparse.allows(self.now):
             log.warning("%s: %s", self.name(peer), error)
         self.log_line("ERROR", self.name(peer), str(error))
+        number = self.sessions[peer].number if peer in self.sessions else -1
+        self.observers.news.add_error(self.now, number, self.name(peer), str(error))
         lease = self.lending.of(peer)
         for worker in lease.cluster.workers if lease is not None else ():
             worker.discard()
@@ -316,6 +331,12 @@ class Core:
 
     def _metrics(self, peer: Peer, message: Metrics, frames: tuple) -> None:
         self._session(peer).logged = logged(message)
+
+    def _tensor_roles(self, peer: Peer, message: TensorRoles, frames: tuple) -> None:
+        session = self._session(peer)
+        session.roles.tell(message.rows, self.now)
+        if self.observers.active:
+            session.roles.renew(session.table, session.cluster.workers, session.number, self.now)
 
     def _upload_chunk(self, peer: Peer, message: UploadChunk, frames: tuple) -> None:
         session = self._session(peer)
@@ -410,6 +431,9 @@ class Core:
             failed = row.at(message.seq)
             self.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
             full = message.kind == "memory"
+            self.observers.news.add_error(
+                self.now, session.number, worker.name, str(error), failed.known.template.op, failed.origin
+            )
             self.guarded(session, "a failed op", session.failures.trouble, message.seq, error, message.others, full)
             return
         if self._sparse.allows(self.now):

@@ -45,6 +45,7 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
+    TensorRoles,
     TorchSettings,
     UploadChunk,
     UploadProgress,
@@ -65,7 +66,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     "client": (
         frozenset(
             {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, Metrics, UploadChunk, UploadProgress}
-            | {OfferArena, CloseArenas, Goodbye}
+            | {TensorRoles, OfferArena, CloseArenas, Goodbye}
         ),
         frozenset(
             {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice}

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 Numbers = list  # a stream: numbers only
 
-VERSION = 6
+VERSION = 7
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
 MAX_VALUES = 64  # in one Metrics
+MAX_ROLES = 8192  # tensors in one TensorRoles
 TIMES = 4096  # definitions in one Done, at most
 MAX_BODY = 16 << 20  # bytes of one msgpack body
 
@@ -148,6 +149,16 @@ class Metrics(Message):
 
     steps: int
     values: dict
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRoles(Message):
+    """Client -> dispatcher: roles of tensors, while it is watched. They replace those told before. Not answered.
+
+    rows: [id, "weights", "gradients" or "optimizer", name of the parameter]; weights first.
+    """
+
+    rows: list
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +323,7 @@ class Notice(Message):
 
 @dataclass(frozen=True, slots=True)
 class Watched(Message):
-    """Dispatcher -> client: whether anybody observes the server. Only while somebody does, the client sends Metrics."""
+    """Dispatcher -> client: whether anybody observes the server. Only while somebody does, it sends Metrics and TensorRoles."""
 
     on: bool
 
@@ -496,12 +507,13 @@ class ArenaOpened(Message):
 class Observe(Message):
     """Observer -> dispatcher: asks for Records, and acknowledges those up to number `seen`; 0 at first.
 
-    interval: milliseconds between two Records, at least; the dispatcher may send fewer. An observer that acknowledges too
-    little is dropped.
+    interval: milliseconds between two Records, at least; the dispatcher may send fewer. log: lines of the instruction log are
+    wanted, which the dispatcher writes for nobody else. An observer that acknowledges too little is dropped.
     """
 
     seen: int
     interval: int = 0
+    log: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,5 +531,5 @@ CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
     UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
-    Metrics, Watched, Observe, Records,
+    Metrics, Watched, Observe, Records, TensorRoles,
 )  # fmt: skip

@@ -12,6 +12,9 @@ from typing import Any
 
 from gt.wire.codec import RowTypes
 
+# Uses of a session's memory: roles that its client tells, and the rest of its live tensors
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = USES = ("weights", "gradients", "optimizer", "activations")
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -40,8 +43,9 @@ class WorkerRecord(Record):
 
     age: seconds since it told its counters, -1 for never; then the counters are 0. busy_seconds: its thread executed Runs, and
     waited within them; cpu_seconds: CPU time of its process. memory: bytes by use; {"sessions": {number: bytes of live
-    tensors}, "arena": for exchange with other workers, "peak": of a GPU, "process": that a CPU worker has taken}. limit: bytes,
-    0 for none. current: [session, op, file, line, group, kind] of the instruction under way, [] for none.
+    tensors}, "uses": {number: bytes by USES}, "arena": for exchange with other workers, "peak": of a GPU, "process": that a CPU
+    worker has taken}. "uses" lacks sessions that have not told the roles of their tensors. limit: bytes, 0 for none. current:
+    [session, op, file, line, group, kind] of the instruction under way, [] for none.
     """
 
     name: str
@@ -96,8 +100,8 @@ class SessionRecord(Record):
 class ScheduleRecord(Record):
     """The last replay of a session in a schedule. replays: of the session, by which a new one is known.
 
-    predicted, measured: as of gt.stats()["schedule"]. actions: by worker [action, start, end] in seconds of the machine's
-    monotonic clock.
+    predicted, measured, rows, costs: as of gt.stats()["schedule"]; rows is "" where they are too long. actions: by worker
+    [action, start, end] in seconds of the machine's monotonic clock.
     """
 
     session: int
@@ -106,6 +110,51 @@ class ScheduleRecord(Record):
     predicted: dict
     measured: dict
     actions: dict
+    rows: str
+    costs: dict
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRecord(Record):
+    """Layouts of a session's parameters. number: from 1, another one for other layouts.
+
+    tensors: [name, spec, layout, mesh, bytes, {worker: boxes of its piece}]. more: parameters that are left out.
+    """
+
+    session: int
+    number: int
+    tensors: list
+    more: int
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord(Record):
+    """A failed op, a lost worker or a refused peer. number: from 1. at: seconds since the server's start.
+
+    session: -1 for none. Of an op: its name, line and group.
+    """
+
+    number: int
+    at: float
+    session: int
+    peer: str
+    op: str
+    file: str
+    line: int
+    group: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogRecord(Record):
+    """Lines of the instruction log, for an observer that asks for them. number: of the line after the last of `lines`.
+
+    missed: lines before the first that were too many to send.
+    """
+
+    number: int
+    missed: int
+    lines: list
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +185,20 @@ class LinkRecord(Record):
 
 
 RECORDS: tuple[type[Record], ...] = (
-    ServerRecord, WorkerRecord, SessionRecord, ScheduleRecord, QueueRecord, HostRecord, LinkRecord,
+    ServerRecord, WorkerRecord, SessionRecord, ScheduleRecord, QueueRecord, HostRecord, LinkRecord, LayoutRecord, ErrorRecord,
+    LogRecord,
 )  # fmt: skip
 _ROWS: RowTypes[Record] = RowTypes(
     "record", RECORDS, {"int": (int,), "float": (float, int), "str": (str,), "list": (list,), "dict": (dict,)}
 )
+# Codes of records that are sent once: the others are sent anew each time
+ONCE = frozenset(map(RECORDS.index, (ScheduleRecord, LayoutRecord, ErrorRecord, LogRecord)))
+
+
+def as_dict(record: Record) -> dict[str, Any]:
+    """The fields of a record by name. Their values are not copied."""
+    code, *values = _ROWS.row(record)
+    return dict(zip(_ROWS.names[code], values, strict=True))
 
 
 def rows(records: Iterable[Record]) -> list[list]:

@@ -47,6 +47,7 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
+    TensorRoles,
     UploadChunk,
     UploadProgress,
     UploadRequest,
@@ -297,7 +298,7 @@ class Liar:
         kinds: list[Message] = [
             Fetch(request, self.as_int(self.id())), Describe(request, [self.id() for _ in range(rng.randrange(3))]),
             Inspect(request, self.as_int(self.id())), Stats(request), UploadChunk(rng.randrange(100), 0, 10 << 30), self.seal(),
-            self.metrics(),
+            self.metrics(), self.roles(),
         ]  # fmt: skip
         if dice > 0.98:
             return self.anything()
@@ -305,6 +306,13 @@ class Liar:
 
     def metrics(self) -> Metrics:
         return Metrics(self.rng.choice([1, 7, -1, 1 << 63]), {"loss": self.rng.choice([0.5, 1, float("nan"), "x", True])})
+
+    def roles(self) -> TensorRoles:
+        kinds, names = ("weights", "optimizer", "gradients", "other"), ("", "a.b", "n" * 300, "<b>", "\u202e", 7)
+        rows = [[self.id(), self.rng.choice(kinds[:3]), self.rng.choice(names[:2])] for _ in range(self.rng.randrange(4))]
+        return TensorRoles(
+            rows if self.rng.random() < 0.9 else [*rows, [self.id(), self.rng.choice(kinds), self.rng.choice(names)]]
+        )
 
     @staticmethod
     def as_int(value: Any) -> int:
