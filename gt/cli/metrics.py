@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from gt import env
-from gt.errors import GTError
+from gt.cli import observing
 from gt.launch.process import die_with_parent
 from gt.observe.live_view import LiveView
 from gt.observe.prometheus import COUNTER, samples
 from gt.observe.record_stream import RecordStream
-from gt.wire.socket import PORT
 
 NO_CLIENT = "gt metrics: prometheus_client is not installed: pip install 'gt-torch[observe]'"
 INTERVAL = 1.0  # seconds between two Records
@@ -25,44 +22,40 @@ def main(args: list[str], text: str) -> int:
     given = _parser(text).parse_args(args)
     if given.parent:
         die_with_parent(given.parent)
-    address = given.address or env.get("GT_SERVER") or f"127.0.0.1:{PORT}"
     try:
-        import prometheus_client
+        import prometheus_client  # noqa: F401 - an extra
     except ImportError:
         sys.stderr.write(NO_CLIENT + "\n")
         return 1
+    return observing.observe("gt metrics", given, INTERVAL, lambda stream: _serve(stream, given))
+
+
+def _serve(stream: RecordStream, given: argparse.Namespace) -> int:
+    """Serve the newest state until it is interrupted, or the link ends."""
+    import prometheus_client
+
+    collector = StateCollector()
+    collector.state = collector.view.update(stream.next())
+    registry = prometheus_client.CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    server, thread = prometheus_client.start_http_server(given.port, given.host, registry)
     try:
-        with RecordStream(address, env.token(given.token_file), INTERVAL) as stream:
-            collector = StateCollector()
+        print(f"gt metrics: http://{given.host}:{server.server_port}/metrics", flush=True)
+        while True:
             collector.state = collector.view.update(stream.next())
-            registry = prometheus_client.CollectorRegistry(auto_describe=False)
-            registry.register(collector)
-            server, thread = prometheus_client.start_http_server(given.port, given.host, registry)
-            try:
-                print(f"gt metrics: http://{given.host}:{server.server_port}/metrics", flush=True)
-                while True:
-                    collector.state = collector.view.update(stream.next())
-            finally:
-                server.shutdown()
-                server.server_close()
-                thread.join()
-    except KeyboardInterrupt:
-        return 0
-    except (GTError, ValueError) as error:
-        sys.stderr.write(f"gt metrics: {error}\n")
-    except OSError as error:
-        sys.stderr.write(f"gt metrics: {error}\n")
-    return 1
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def _parser(text: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gt metrics", description=text)
+    observing.add_options(parser)
     option = parser.add_argument
-    option("address", nargs="?", default="", metavar="HOST:PORT", help=f"default: GT_SERVER, or 127.0.0.1:{PORT}")
     option("--port", type=int, default=9470, help="port of the HTTP server, 0 for a free one; default: 9470")
     option("--host", default="127.0.0.1", help="address of the HTTP server, which asks for no token; default: 127.0.0.1")
     option("--parent", type=int, default=0, help=argparse.SUPPRESS)  # process that this one ends with
-    option("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
     return parser
 
 

@@ -10,15 +10,11 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from gt import env
-from gt.cli import top_view
-from gt.errors import GTError
+from gt.cli import observing, top_view
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import RecordStream
-from gt.wire.socket import PORT
 
 KEYS = "keys: s sorts workers, 0-9 shows one session, a all, q ends"
 NO_RICH = "gt top: the live view needs rich: pip install 'gt-torch[observe]'; this is the view of one moment, as with --once"
@@ -27,25 +23,13 @@ NO_RICH = "gt top: the live view needs rich: pip install 'gt-torch[observe]'; th
 def main(args: list[str], text: str) -> int:
     """Exit code: 0, 1 if the server cannot be observed."""
     given = _parser(text).parse_args(args)
-    address = given.address or env.get("GT_SERVER") or f"127.0.0.1:{PORT}"
-    try:
-        token = env.token(given.token_file)
-        with RecordStream(address, token, given.interval) as stream:
-            return _show(stream, given)
-    except KeyboardInterrupt:
-        return 0
-    except (GTError, ValueError) as error:
-        sys.stderr.write(f"gt top: {error}\n")
-    except OSError as error:
-        sys.stderr.write(f"gt top: --token-file {error.filename} cannot be read: {error.strerror}\n")
-    return 1
+    return observing.observe("gt top", given, given.interval, lambda stream: _show(stream, given))
 
 
 def _parser(text: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gt top", description=text, epilog=KEYS)
+    observing.add_options(parser)
     option = parser.add_argument
-    option("address", nargs="?", default="", metavar="HOST:PORT", help=f"default: GT_SERVER, or 127.0.0.1:{PORT}")
-    option("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
     option("--interval", type=float, default=0.5, help="seconds between two views, at least 0.5; default: 0.5")
     option("--once", action="store_true", help="print one view and end")
     option("--json", action="store_true", help="with --once: print JSON, with the keys workers, sessions, links and others")

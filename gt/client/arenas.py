@@ -77,6 +77,7 @@ class ClientArenas:
     """Arenas of one session, for any thread. send: sends a message before any that names a block taken afterwards."""
 
     send: Callable[[Message], object]
+    session: int = -1  # its number, once the server has told
     used: int = 0  # bytes in blocks
     _pools: dict[int, _ArenaSpans] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -110,7 +111,7 @@ class ClientArenas:
         if len(self._pools) >= MAX_ARENAS:
             raise OSError(f"{MAX_ARENAS} arenas are in use")
         self._numbers += 1
-        arena = OwnArena(self._numbers, max(nbytes, ARENA_BYTES - HEADER_BYTES))
+        arena = OwnArena(self._numbers, max(nbytes, ARENA_BYTES - HEADER_BYTES), self.session)
         pool = self._pools[self._numbers] = _ArenaSpans(arena, [(HEADER_BYTES, arena.nbytes)])
         self.send(arena.offer())
         return ArenaBlock(arena, pool.take(nbytes), nbytes)

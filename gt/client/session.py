@@ -141,23 +141,7 @@ class Session:
         self._fetches = 0
         self._trace_rows: list[TraceRows] = []  # of the trace that ends
         self.watched = False  # somebody observes the server
-        self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
-            messages.Ack: self._ack,
-            messages.UploadRequest: self._upload_requested,
-            messages.WindowUpdate: lambda m, _: self._send_chunks(m.key, m.upto),
-            messages.Release: self._release,
-            messages.Value: self._value,
-            messages.Piece: self._piece,
-            messages.Described: lambda m, _: self._finish(m.request, m.specs),
-            messages.Report: lambda m, _: self._finish(m.request, m.body),
-            messages.Failed: self._failed,
-            messages.Notice: self._notice,
-            messages.TraceRows: lambda m, _: self._trace_rows.append(m),
-            messages.Watched: self._watch,
-            messages.Welcome: self._answer_to_hello,
-            messages.Reject: self._answer_to_hello,
-            messages.Exit: lambda m, _: self._fail_all(self._why_exited(m.reason)),
-        }
+        self._handlers = self._message_handlers()
         self._greeting = _Pending()
         self._link = Dealer(
             address,
@@ -177,8 +161,29 @@ class Session:
         self.groups: list[str] = welcome.groups
         self.number: int = welcome.session
         self._beside = bool(liveness.home()) and liveness.home() in welcome.process[1:]  # the dispatcher has this host's clock
+        self._arenas.session = welcome.session
         self.library_ops = library_schemas(welcome.ops)
         _open.add(self)
+
+    def _message_handlers(self) -> dict[type[Message], Callable[[Any, tuple[Any, ...]], None]]:
+        """The method for each message that a client receives; it gets the message and its frames."""
+        return {
+            messages.Ack: self._ack,
+            messages.UploadRequest: self._upload_requested,
+            messages.WindowUpdate: lambda m, _: self._send_chunks(m.key, m.upto),
+            messages.Release: self._release,
+            messages.Value: self._value,
+            messages.Piece: self._piece,
+            messages.Described: lambda m, _: self._finish(m.request, m.specs),
+            messages.Report: lambda m, _: self._finish(m.request, m.body),
+            messages.Failed: self._failed,
+            messages.Notice: self._notice,
+            messages.TraceRows: lambda m, _: self._trace_rows.append(m),
+            messages.Watched: self._watch,
+            messages.Welcome: self._answer_to_hello,
+            messages.Reject: self._answer_to_hello,
+            messages.Exit: lambda m, _: self._fail_all(self._why_exited(m.reason)),
+        }
 
     def _await_welcome(self, address: str, wait: float) -> messages.Welcome:
         """Wait for the answer to Hello; without a limit as long as the server keeps sending notices."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class SchemaType:
     may_write: bool
 
     @classmethod
+    @lru_cache(maxsize=4096)  # of the class: a worker's Hello has thousands of arguments, of few types
     def parse(cls, text: str) -> SchemaType:
         """Parse a type; ValueError for one that the table does not have."""
         found = _TYPE.fullmatch(text)
@@ -225,7 +226,7 @@ TABLE = _load()
 # ---- ops of other libraries, as workers announce them: nothing here extends the table of this process
 
 MAX_LIBRARY_OPS = 512  # of all libraries of a worker
-MAX_LIBRARY_CHARACTERS = 128 << 10  # of all their lines
+MAX_LIBRARY_CHARACTERS = 64 << 10  # of all their lines, which take the dispatcher up to 50 ms
 MAX_LIBRARY_LINE = 2048  # characters
 _LIBRARY_OP = re.compile(r"(?P<library>[A-Za-z_]\w{0,60})\.\w{1,80}\.\w{1,60}", re.ASCII)
 Schemas = Mapping[str, Schema]  # by name of op

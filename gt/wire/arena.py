@@ -6,15 +6,18 @@ opens it through /proc/PID/fd/FD, two numbers that the client states, and believ
 
 - Path: only numbers enter it. The descriptor is first opened with O_PATH, which has no effect on a file of any kind.
 - Kind: it must be memory of this name, of the worker's own user, with no rights for others.
-- Proof: it must begin with the nonce that the client sent, known to the arena's owner alone. So a client on another host, in
-  another pid namespace or of another user proves nothing, and keeps using the socket.
-- Size: seals forbid any change of size, and the size is compared after the seals. So no access ends in SIGBUS.
+- Proof: it must begin with the proof that the dispatcher derives from the client's nonce and session. So a client on another
+  host, in another pid namespace or of another user keeps using the socket, and a proof opens no arena for another session.
+- Size: seals forbid any change of size. Pages are the usual ones, allocated before by a call that may fail. So no access ends
+  in SIGBUS.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import hmac
 import mmap
 import os
@@ -42,6 +45,11 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _OFFSET_BITS = 40
 
 
+def owner_proof(nonce: str, session: int) -> str:
+    """The first bytes of an arena, in hex: only who has the nonce can make them, and for this session alone."""
+    return hashlib.blake2b(f"{session}:{nonce}".encode(), digest_size=NONCE_BYTES).hexdigest()
+
+
 def place(arena: int, offset: int) -> int:
     """A block's place as one number, 0 or more."""
     return arena << _OFFSET_BITS | offset
@@ -60,8 +68,8 @@ def upload_index(place: int) -> int:
 class OwnArena:
     """An arena of this process. OSError if there is no memory for it."""
 
-    def __init__(self, number: int, nbytes: int) -> None:
-        """nbytes: of the blocks that it is to hold."""
+    def __init__(self, number: int, nbytes: int, session: int) -> None:
+        """nbytes: of the blocks that it is to hold. session: number of the session that it belongs to."""
         self.number = number
         self.nbytes = -(-(HEADER_BYTES + nbytes) // PAGE_BYTES) * PAGE_BYTES
         self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -72,10 +80,10 @@ class OwnArena:
             self._map = mmap.mmap(self._fd, self.nbytes)
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            self._nonce = os.urandom(NONCE_BYTES)
+            self._nonce = os.urandom(NONCE_BYTES).hex()
             self._populated = 0
             self.populate(HEADER_BYTES)
-            self._map[:NONCE_BYTES] = self._nonce
+            self._map[:NONCE_BYTES] = bytes.fromhex(owner_proof(self._nonce, session))
             self.bytes = np.frombuffer(self._map, np.uint8)
         except BaseException:
             os.close(self._fd)
@@ -94,7 +102,7 @@ class OwnArena:
 
     def offer(self) -> OfferArena:
         """The message by which workers find it."""
-        return OfferArena(self.number, os.getpid(), self._fd, self.nbytes, self._nonce.hex(), liveness.home())
+        return OfferArena(self.number, os.getpid(), self._fd, self.nbytes, self._nonce, liveness.home())
 
     def close(self) -> None:
         """Nobody opens it any more. Its memory is freed with the last array of it, here and in workers."""
@@ -116,14 +124,23 @@ class PeerArena:
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = np.frombuffer(self._map, np.uint8)
-        self._populated = 0
+        self._populated = bytearray(-(-self.nbytes // PAGE_BYTES))  # by page: 1 if it is mapped
 
-    def populate(self, end: int) -> None:
-        """Map the pages up to byte `end` at once, which takes a tenth of the time of as many page faults."""
-        if end > self._populated:
-            with contextlib.suppress(OSError):  # an older kernel
-                self._map.madvise(_POPULATE_READ, self._populated, end - self._populated)
-            self._populated = -(-end // PAGE_BYTES) * PAGE_BYTES
+    def populate(self, start: int, end: int) -> None:
+        """Map these bytes' pages at once, which takes a tenth of the time of as many page faults. MemoryError without memory.
+
+        No other pages: the client may have allocated none of them, and mapping a page allocates it.
+        """
+        pages = slice(start // PAGE_BYTES, -(-end // PAGE_BYTES))
+        if all(self._populated[pages]):
+            return
+        first = pages.start * PAGE_BYTES
+        try:
+            self._map.madvise(_POPULATE_READ, first, min(pages.stop * PAGE_BYTES, self.nbytes) - first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # which an older kernel answers
+                raise MemoryError(f"no memory for bytes {start} to {end} of an arena: {error}") from None
+        self._populated[pages] = b"\1" * (pages.stop - pages.start)
 
 
 class PeerFile:
@@ -136,7 +153,7 @@ class PeerFile:
     """
 
     def __init__(self, owner: OfferArena, offer: OfferFile) -> None:
-        self.nbytes, self.writes = offer.nbytes, offer.write
+        self.nbytes, self.writes, self.fd = offer.nbytes, offer.write, -1
         with _process(owner) as process:
             os.close(_open_proved(owner, process))
             found = os.open(f"fd/{offer.fd:d}", os.O_PATH | os.O_CLOEXEC, dir_fd=process)
@@ -155,7 +172,12 @@ class PeerFile:
 
     def close(self) -> None:
         """Read and write no more."""
-        os.close(self.fd)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 @contextlib.contextmanager
@@ -184,12 +206,14 @@ def _open_proved(offer: OfferArena, process: int) -> int:
     finally:
         os.close(found)
     try:
+        if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
+            raise OSError("the arena has huge pages, of which the system may have none left at an access")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise OSError("the arena's size is not sealed")
         if os.fstat(fd).st_size != offer.nbytes or not HEADER_BYTES < offer.nbytes <= MAX_ARENA_BYTES:
             raise OSError(f"the arena has {os.fstat(fd).st_size} bytes, its owner says {offer.nbytes}")
         if not hmac.compare_digest(os.pread(fd, NONCE_BYTES, 0).hex().encode(), offer.nonce.encode("utf-8", "replace")):
-            raise OSError("the arena does not begin with its owner's nonce")
+            raise OSError("the arena does not begin with the proof that it is its owner's")
     except BaseException:
         os.close(fd)
         raise

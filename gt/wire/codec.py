@@ -7,9 +7,10 @@ names the message and field that does not fit. Knows nothing of sockets.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgpack
 
@@ -22,27 +23,70 @@ MAX_ASKED = 3 << 19  # bytes of a body from a peer to the dispatcher, at most
 MOST_CONTAINERS = 96 << 10  # lists and maps in one field
 _CONTAINERS = bytes([*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])  # first bytes of lists and maps in msgpack
 MAX_DEPTH = 24  # nested containers, without the message's own list
-_TYPES: dict[str, type] = {"int": int, "str": str, "list": list, "Numbers": list, "dict": dict, "bool": bool, "float": float}
 _NUMBERS = frozenset({int, float, bool})
 _ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
-_NUMBER_OF = {cls: number for number, cls in enumerate(CODES)}
-_STREAMS = frozenset(f"{cls.__name__}.{field.name}" for cls in CODES for field in fields(cls) if field.type == "Numbers")
-_FIELDS: tuple[tuple[tuple[str, type], ...], ...] = tuple(
-    tuple((field.name, _TYPES[str(field.type)]) for field in fields(cls)) for cls in CODES
-)
+T = TypeVar("T")
 
 
-def _getter(names: list[str]) -> Any:
-    """A function from a message to the tuple of its fields. attrgetter gives no tuple for a single name."""
+class RowTypes(Generic[T]):
+    """Dataclasses whose wire form is `[code, *fields]`; the code of a class is its place among them. what: a row, in errors.
+
+    accepted: for each annotation, the types of values that it admits. A value of another type is refused, a subclass too.
+    """
+
+    def __init__(self, what: str, classes: Sequence[type[T]], accepted: Mapping[str, tuple[type, ...]]) -> None:
+        self._what, self.classes = what, tuple(classes)
+        self.code_of = {cls: code for code, cls in enumerate(classes)}
+        self.names = tuple(tuple(one.name for one in fields(cls)) for cls in classes)  # type: ignore[arg-type]
+        self.values = tuple(map(_getter, self.names))
+        self._accepted = tuple(
+            tuple((one.name, accepted[str(one.type)]) for one in fields(cls))  # type: ignore[arg-type]
+            for cls in classes
+        )
+
+    def row(self, value: T) -> tuple:
+        """The wire form of a value."""
+        code = self.code_of[type(value)]
+        return code, *self.values[code](value)
+
+    def parse(self, row: Any) -> T:
+        """The value of a received row; ProtocolError names the field that does not fit."""
+        if type(row) is not list or not row:
+            raise ProtocolError(f"{self._what} is a {type(row).__name__}, want a list [code, *fields]")
+        code = row[0]
+        if type(code) is not int or not 0 <= code < len(self.classes):
+            raise ProtocolError(f"unknown {self._what} code {_short(code)}, known are 0 to {len(self.classes) - 1}")
+        accepted, name = self._accepted[code], self.classes[code].__name__
+        if len(row) != len(accepted) + 1:
+            raise ProtocolError(f"{name} has {len(row) - 1} fields, want {len(accepted)}: {[*self.names[code]]}")
+        for value, (field, kinds) in zip(row[1:], accepted, strict=True):
+            if type(value) not in kinds:
+                raise ProtocolError(f"{name}.{field} is a {type(value).__name__}, want {kinds[0].__name__}")
+        return self.classes[code](*row[1:])
+
+
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple]:
+    """A function from an object to the tuple of its fields. attrgetter gives no tuple for a single name."""
     if len(names) > 1:
         return attrgetter(*names)
     if names:
         one = attrgetter(names[0])
-        return lambda message: (one(message),)
-    return lambda message: ()
+        return lambda value: (one(value),)
+    return lambda value: ()
 
 
-_VALUES = tuple(_getter([name for name, _ in row]) for row in _FIELDS)
+_TYPES = {kind.__name__: (kind,) for kind in (int, str, list, dict, bool, float)}
+_ROWS: RowTypes[Message] = RowTypes("message", CODES, {**_TYPES, "Numbers": (list,)})
+_STREAMS = frozenset(f"{cls.__name__}.{field.name}" for cls in CODES for field in fields(cls) if field.type == "Numbers")
+# by code: place in the row, and name, of each field with nested values
+_NESTED = tuple(
+    tuple(
+        (place, f"{cls.__name__}.{field.name}")
+        for place, field in enumerate(fields(cls), 1)
+        if field.type in ("list", "dict", "Numbers")
+    )
+    for cls in CODES
+)
 
 
 class _Local(threading.local):
@@ -57,9 +101,8 @@ _local = _Local()
 
 def pack(message: Message) -> bytes:
     """The body of a message; ProtocolError for a type that msgpack lacks, or a body above MAX_BODY."""
-    number = _NUMBER_OF[type(message)]
     try:
-        body = _local.packer.pack((number, *_VALUES[number](message)))
+        body = _local.packer.pack(_ROWS.row(message))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         _local.packer = msgpack.Packer()  # the old packer may hold half a body
         raise _blame(message, error) from None
@@ -76,20 +119,10 @@ def unpack(body: bytes | memoryview) -> Message:
         row = msgpack.unpackb(body, strict_map_key=True, ext_hook=_no_extension)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"body of {len(body)} bytes is not msgpack: {str(error) or type(error).__name__}") from None
-    if type(row) is not list or not row:
-        raise ProtocolError(f"body is a {type(row).__name__}, want a list [code, *fields]")
-    number = row[0]
-    if type(number) is not int or not 0 <= number < len(CODES):
-        raise ProtocolError(f"unknown message code {_short(number)}, known are 0 to {len(CODES) - 1}")
-    cls, spec = CODES[number], _FIELDS[number]
-    if len(row) != len(spec) + 1:
-        raise ProtocolError(f"{cls.__name__} has {len(row) - 1} fields, want {len(spec)}: {[name for name, _ in spec]}")
-    for value, (name, want) in zip(row[1:], spec, strict=True):
-        if type(value) is not want:
-            raise ProtocolError(f"{cls.__name__}.{name} is a {type(value).__name__}, want {want.__name__}")
-        if want is list or want is dict:
-            _check(value, f"{cls.__name__}.{name}")
-    return cls(*row[1:])
+    message = _ROWS.parse(row)
+    for place, name in _NESTED[row[0]]:
+        _check(row[place], name)
+    return message
 
 
 def weigh(body: bytes) -> None:
@@ -106,7 +139,7 @@ def weigh(body: bytes) -> None:
     try:
         reader.read_array_header()
         number = reader.unpack()
-        for name, _ in _FIELDS[number]:
+        for name in _ROWS.names[number]:
             start = reader.tell()
             reader.skip()
             part, stream = body[start : reader.tell()], f"{CODES[number].__name__}.{name}" in _STREAMS
@@ -149,8 +182,8 @@ def _no_extension(code: int, data: bytes) -> Any:
 
 def _blame(message: Message, error: Exception) -> ProtocolError:
     """The error of the first field that cannot be packed alone."""
-    number = _NUMBER_OF[type(message)]
-    for (name, _), value in zip(_FIELDS[number], _VALUES[number](message), strict=True):
+    code, *values = _ROWS.row(message)
+    for name, value in zip(_ROWS.names[code], values, strict=True):
         try:
             msgpack.packb(value)
         except (TypeError, ValueError, OverflowError, RecursionError) as cause:

@@ -194,8 +194,9 @@ class UploadChunk(Message):
 class OfferArena(Message):
     """Client -> dispatcher -> workers of its host: memory that they may share, see gt.wire.arena. Answered by ArenaOpened.
 
-    arena: its number; to workers the dispatcher's. pid, fd: process and descriptor that have it. nonce: its first bytes, in
-    hex. home: see gt.wire.liveness. An upload's value in Ops.code is then -2 minus the place of its bytes.
+    arena: its number; to workers the dispatcher's. pid, fd: process and descriptor that have it. nonce: a random number in hex;
+    to workers the arena's first bytes, see gt.wire.arena. home: see gt.wire.liveness. An upload's value in Ops.code is then -2
+    minus the place of its bytes.
     """
 
     arena: int

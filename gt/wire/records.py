@@ -7,11 +7,10 @@ absent: -1 where a field needs a number, "" for a text, no entry in a map.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Any
 
-from gt.errors import ProtocolError
+from gt.wire.codec import RowTypes
 
 # Uses of a session's memory: roles that its client tells, and the rest of its live tensors
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = USES = ("weights", "gradients", "optimizer", "activations")
@@ -189,36 +188,24 @@ RECORDS: tuple[type[Record], ...] = (
     ServerRecord, WorkerRecord, SessionRecord, ScheduleRecord, QueueRecord, HostRecord, LinkRecord, LayoutRecord, ErrorRecord,
     LogRecord,
 )  # fmt: skip
+_ROWS: RowTypes[Record] = RowTypes(
+    "record", RECORDS, {"int": (int,), "float": (float, int), "str": (str,), "list": (list,), "dict": (dict,)}
+)
 # Codes of records that are sent once: the others are sent anew each time
 ONCE = frozenset(map(RECORDS.index, (ScheduleRecord, LayoutRecord, ErrorRecord, LogRecord)))
-_CODE_OF = {cls: code for code, cls in enumerate(RECORDS)}
-_FIELDS = {cls: tuple((one.name, str(one.type)) for one in fields(cls)) for cls in RECORDS}
-_VALUES = {cls: attrgetter(*(name for name, _ in row)) for cls, row in _FIELDS.items()}
-_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "str": (str,), "list": (list,), "dict": (dict,)}
 
 
 def as_dict(record: Record) -> dict[str, Any]:
     """The fields of a record by name. Their values are not copied."""
-    cls = type(record)
-    return dict(zip((name for name, _ in _FIELDS[cls]), _VALUES[cls](record), strict=True))
+    code, *values = _ROWS.row(record)
+    return dict(zip(_ROWS.names[code], values, strict=True))
 
 
 def rows(records: Iterable[Record]) -> list[list]:
     """The wire form of records."""
-    return [[_CODE_OF[type(record)], *_VALUES[type(record)](record)] for record in records]
+    return [[*_ROWS.row(record)] for record in records]
 
 
 def records(wire: Sequence[Any]) -> list[Record]:
     """The records of a wire form. ProtocolError names the field that does not fit."""
-    parsed: list[Record] = []
-    for row in wire:
-        if type(row) is not list or not row or type(row[0]) is not int or not 0 <= row[0] < len(RECORDS):
-            raise ProtocolError(f"Records.rows has {row!r:.60}, want [code, *fields] of a record")
-        cls = RECORDS[row[0]]
-        if len(row) != len(_FIELDS[cls]) + 1:
-            raise ProtocolError(f"{cls.__name__} has {len(row) - 1} fields, want {len(_FIELDS[cls])}")
-        for value, (name, kind) in zip(row[1:], _FIELDS[cls], strict=True):
-            if type(value) not in _KINDS[kind]:
-                raise ProtocolError(f"{cls.__name__}.{name} is a {type(value).__name__}, want {kind}")
-        parsed.append(cls(*row[1:]))
-    return parsed
+    return list(map(_ROWS.parse, wire))

@@ -24,6 +24,7 @@ from gt.worker.process.memory_budget import Budget
 from gt.worker.uploads import UploadBuffers
 
 log = logging.getLogger("gt.worker")
+MAX_PINNED_BYTES = 128 << 20  # of an arena that is pinned for a smaller tensor
 
 
 @dataclass(slots=True)
@@ -32,22 +33,18 @@ class _OpenedArena:
 
     memory: PeerArena
     unpin: Callable[[], None] | None = None
-    tried: bool = False  # to pin it
+    pinnable: bool = True  # False once that was tried, or the arena is closed
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorBlock:
-    """One tensor in an arena, of which this worker has the boxes."""
+    """One tensor in an arena, of which this worker has the boxes. It keeps the arena mapped until its instruction has run."""
 
     key: int
-    arena: int
+    arena: _OpenedArena
     offset: int
     whole: np.ndarray
     boxes: Boxes
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.whole.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +53,10 @@ class _TensorBlock:
         for extent in piece_shape(self.boxes):
             count *= extent
         return count
+
+    def populate(self) -> None:
+        """Map its pages; MemoryError if there is no memory for them."""
+        self.arena.memory.populate(self.offset, self.offset + self.whole.nbytes)
 
     def bytes(self) -> np.ndarray:
         """The piece's bytes, row-major: in the arena if they are contiguous there, else a copy."""
@@ -72,7 +73,7 @@ class _TensorBlock:
 
 @dataclass
 class WorkerArenas:
-    """Arenas of clients by the dispatcher's key. The I/O thread calls `receive` and `forget`, the executing one the rest."""
+    """Arenas of clients by the dispatcher's key. The I/O thread calls `receive` and `forget_read`, the other the rest."""
 
     send: Callable[..., None]
     engine: Engine
@@ -121,7 +122,7 @@ class WorkerArenas:
             if opened is None:
                 raise ProtocolError(f"arena {message.arena} is not open")
             whole = tensor(opened.memory.bytes, message.offset, tuple(message.shape), message.itemsize)
-            block = _TensorBlock(message.key, message.arena, message.offset, whole, check_boxes(message.boxes, whole.shape))
+            block = _TensorBlock(message.key, opened, message.offset, whole, check_boxes(message.boxes, whole.shape))
         except ProtocolError as error:
             log.warning("block of %d: %s", message.key, error)
             self._cancel(message.key)
@@ -131,9 +132,13 @@ class WorkerArenas:
     def _cancel(self, key: int) -> None:
         self.uploads.receive(Data(key, 0, -1), None)
 
-    def forget(self, key: int) -> None:
+    def forget_read(self, key: int) -> None:
         """Nobody will read this upload."""
         self._reads.pop(key, None)
+
+    def forget_write(self, key: int) -> None:
+        """Nobody waits for this fetched piece, and all Runs that write it are done."""
+        self._writes.pop(key, None)
 
     # ---- executing thread
 
@@ -159,7 +164,7 @@ class WorkerArenas:
             if copies is not None and part is not None and spec.nbytes and self._pinned(block):
                 made, wait = copies.upload(part, spec)
                 return made
-            self._arenas[block.arena].memory.populate(block.end)
+            block.populate()
             if part is not None and copies is None:  # the engine takes over the buffer, and this one is the client's
                 buffer = np.empty(len(part), np.uint8)
                 np.copyto(buffer, part)
@@ -179,15 +184,17 @@ class WorkerArenas:
             if copies is not None and part is not None and self._pinned(block):
                 copies.download(source, part)
             else:
-                self._arenas[block.arena].memory.populate(block.end)
+                block.populate()
                 local = np.frombuffer(self.engine.view(self.engine.packed(source)), np.uint8)
                 write_boxes(block.whole, block.boxes, local.view(block.whole.dtype))
         self.send(Piece(block.key, spec.nbytes, spec.nbytes))
 
     def _pinned(self, block: _TensorBlock) -> bool:
-        opened, copies = self._arenas[block.arena], self.engine.copies
-        if not opened.tried and copies is not None:
-            opened.tried = True
+        opened, copies = block.arena, self.engine.copies
+        # Pinning allocates the whole arena: a client may offer a large one and use little of it
+        small = opened.memory.nbytes <= max(MAX_PINNED_BYTES, 2 * block.whole.nbytes)
+        if opened.pinnable and copies is not None and small:
+            opened.pinnable = False
             try:
                 opened.unpin = copies.pin(opened.memory.bytes)
             except RuntimeError as error:
@@ -195,17 +202,19 @@ class WorkerArenas:
         return opened.unpin is not None
 
     def close(self, message: CloseArenas) -> None:
-        """Unmap arenas. An instruction that still asks for one of their blocks fails."""
+        """Take no new blocks of these arenas. They are unmapped with the last of their blocks.
+
+        A Run that was sent later, when its turn had come, may still use a block: without it the fetched piece would be sent in
+        messages, which the dispatcher does not expect.
+        """
         for arena in message.arenas:
             opened = self._arenas.pop(arena, None)
             self.files.close(arena)
-            for key in [key for key, block in list(self._reads.items()) if block.arena == arena]:
-                self.forget(key)
-                self._cancel(key)
-            for key in [key for key, block in list(self._writes.items()) if block.arena == arena]:
-                self.take_write(key)
-            if opened is not None and opened.unpin is not None:
-                opened.unpin()
+            if opened is not None:
+                opened.pinnable = False
+                unpin, opened.unpin = opened.unpin, None
+                if unpin is not None:
+                    unpin()
 
     def end(self) -> None:
         """Send no more."""

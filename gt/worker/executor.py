@@ -70,6 +70,11 @@ class Executor:
         """Instructions that were carried out."""
         return self.runner.executed
 
+    def cancel_fetch(self, key: int) -> None:
+        """Nobody waits for this fetched piece any more. By the thread that runs."""
+        self.downloads.grant(key, -1)
+        self.arenas.forget_write(key)
+
     # ---- definitions
 
     def define(self, rows: Sequence[list]) -> None:

@@ -140,7 +140,7 @@ class WorkerFiles:
     _copied: int = 0  # bytes of pieces, by the executing thread
     _copies_written: int = 0  # bytes of these, by the thread that writes them
     _writer: threading.Thread | None = None
-    _queue: queue.SimpleQueue[tuple[FileBlock, np.ndarray, int] | PeerFile | None] = field(default_factory=queue.SimpleQueue)
+    _queue: queue.SimpleQueue[tuple[FileBlock, np.ndarray, int] | None] = field(default_factory=queue.SimpleQueue)
 
     def open(self, key: int, file: PeerFile) -> None:
         """Read or write this file from now on."""
@@ -197,9 +197,6 @@ class WorkerFiles:
     def _write_queued(self) -> None:
         """Write copies in their order, beside the executing thread."""
         while (item := self._queue.get()) is not None:
-            if isinstance(item, PeerFile):
-                item.close()
-                continue
             block, data, seq = item
             del item
             self._copies_written += block.nbytes
@@ -211,14 +208,11 @@ class WorkerFiles:
             del data  # before the next one is awaited
             self.bytes_written += block.nbytes
             self.send(Piece(block.key, block.nbytes, block.nbytes), (), True)
+            del block  # its file may be closed with it
 
     def close(self, key: int) -> None:
-        """Nothing names this file any more. Copies that are still to be written are written first."""
-        file = self.opened.pop(key, None)
-        if file is not None and self._writer is not None:
-            self._queue.put(file)
-        elif file is not None:
-            file.close()
+        """Take no new blocks of this file. It is closed with the last of its blocks, which may be in use."""
+        self.opened.pop(key, None)
 
     def end(self) -> None:
         """The worker ends: write no more."""
@@ -226,6 +220,4 @@ class WorkerFiles:
             self._queue.put(None)
             self._writer.join()
             self._writer = None
-        for file in self.opened.values():
-            file.close()
         self.opened.clear()

@@ -134,8 +134,8 @@ class Loop:
                 self._answer(message)
             case Trace():
                 self._trace(message)
-            case WindowUpdate(key, upto):
-                self.executor.downloads.grant(key, upto)
+            case WindowUpdate():
+                self._grant(message)
             case Abort():
                 self._abort(message)
             case Welcome():
@@ -181,9 +181,14 @@ class Loop:
     def _receive_data(self, message: Data, frames: tuple) -> None:
         self.executor.uploads.receive(message, frames[0] if frames else None)
         if message.total < 0:
-            self.executor.arenas.forget(message.key)
+            self.executor.arenas.forget_read(message.key)
         if message.total > MAX_SMALL_UPLOAD_BYTES:
             self.send(UploadProgress(message.key, message.offset + len(frames[0])))
+
+    def _grant(self, message: WindowUpdate) -> None:
+        self.executor.downloads.grant(message.key, message.upto)
+        if message.upto < 0:  # once more behind the Runs before it, of which one may begin the piece
+            self._inbox.put((message, 0))
 
     def _start_afresh(self, reason: str) -> None:
         """Restart the process at once: nobody waits for the instruction under way."""
@@ -245,6 +250,9 @@ class Loop:
                 continue
             if isinstance(message, CloseArenas):
                 self.executor.arenas.close(message)
+                continue
+            if isinstance(message, WindowUpdate):
+                self.executor.cancel_fetch(message.key)
                 continue
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))

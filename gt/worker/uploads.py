@@ -34,6 +34,7 @@ class UploadBuffers:
     _ready: Condition = field(default_factory=Condition)
     _arriving: dict[int, _Arriving] = field(default_factory=dict)
     _cancelled: dict[int, Exception] = field(default_factory=dict)
+    _forgotten: int = -1  # the last key that was removed from these; keys count up
     _failure: str = ""
     admit: Callable[[int], None] = lambda nbytes: None  # MemoryError if there is no room for so many bytes
     epoch: int = 0  # number of times that all awaited uploads were cancelled
@@ -72,7 +73,9 @@ class UploadBuffers:
             self._arriving.pop(key, None)
             self._cancelled[key] = reason
             if len(self._cancelled) > MAX_CANCELLED:
-                del self._cancelled[next(iter(self._cancelled))]
+                oldest = next(iter(self._cancelled))
+                del self._cancelled[oldest]
+                self._forgotten = max(self._forgotten, oldest)
             self._ready.notify_all()
 
     def cancel(self, reason: str) -> None:
@@ -92,6 +95,8 @@ class UploadBuffers:
                     return self._arriving.pop(key).buffer
                 if key in self._cancelled:
                     raise self._cancelled.pop(key)
+                if part is None and key <= self._forgotten:
+                    raise Cancelled("the upload was cancelled, as were many after it")
                 if epoch < self.epoch:
                     raise Cancelled(self._failure)
                 self._ready.wait()

@@ -2,8 +2,8 @@
 
 A step is a dict: {"do": "connect", "as"}, {"do": "send", "as", "body", "frames"} (bytes as they are), {"do": "host", "as",
 "body", "frames", "need"} (the key of what was asked for), {"do": "wait", "as", "request"}, {"do": "leave", "as"},
-{"do": "puppet", "as", "seed"} (a worker that lies), {"do": "tcp", "seed", "how"} (a stranger).
-"group": steps that are left out together.
+{"do": "puppet", "as", "seed"} (a worker that lies), {"do": "lie", "as", "target"} (it says one message more),
+{"do": "tcp", "seed", "how"} (a stranger). "group": steps that are left out together.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Player:
         self.peers: dict[str, Peer] = {}
         self.group = 0  # steps of one group need one another, and nothing of other groups but 0
         self._closing: list[Any] = []
+        self._puppets: dict[str, Puppet] = {}
         self._batches = 0
 
     def play(self, step: dict[str, Any]) -> Any:
@@ -78,15 +79,17 @@ class Player:
 
     # ---- for generators
 
-    def connect(self, name: str = "client", config: str = "", changed: bytes | None = None, workers: int = 0) -> Welcome | None:
+    def connect(
+        self, name: str = "client", config: str = "", changed: bytes | None = None, workers: int = 0, role: str = "client"
+    ) -> Welcome | None:
         """A peer that says Hello, or these bytes in its place."""
         peer = self.play({"do": "connect", "as": name})
         switches = {"workers": workers} if workers else {}
-        message = hello("client", config, "attack.yaml", switches=switches)
+        message = hello(role, config, "attack.yaml", switches=switches)
         if changed is not None:
             self.send(changed, name=name)
         else:
-            self.case.steps.append({"do": "hello", "as": name, "config": config, "workers": workers})
+            self.case.steps.append({"do": "hello", "as": name, "config": config, "workers": workers, "role": role})
             peer.say(message)
         return peer.welcome(PATIENCE * 5 if changed is None else PATIENCE / 4)
 
@@ -118,7 +121,7 @@ class Player:
     def _hello(self, **step: Any) -> None:
         """The Hello of a replayed case."""
         switches = {"workers": step["workers"]} if step["workers"] else {}
-        self.peers[step["as"]].say(hello("client", step["config"], "attack.yaml", switches=switches))
+        self.peers[step["as"]].say(hello(step.get("role", "client"), step["config"], "attack.yaml", switches=switches))
         self.peers[step["as"]].welcome(PATIENCE * 5)
 
     def _send(self, **step: Any) -> None:
@@ -150,7 +153,11 @@ class Player:
     def _puppet(self, **step: Any) -> Puppet:
         puppet = Puppet(self.address, self.token, self.leaks, random.Random(step["seed"]))
         self._closing.append(puppet)
+        self._puppets[step["as"]] = puppet
         return puppet
+
+    def _lie(self, **step: Any) -> None:
+        self._puppets[step["as"]].lie_in(step["target"])
 
     def _tcp(self, **step: Any) -> None:
         misbehave(int(self.address.rpartition(":")[2]), random.Random(step["seed"]), step["how"])

@@ -19,7 +19,7 @@ from gt.ir.instr import FREE
 from gt.ir.spec import Spec
 from gt.ir.template import Out, T, Template
 from gt.wire import codec
-from gt.wire.messages import Describe, Described, Failed, Fetch, Message, Ops, Value
+from gt.wire.messages import Describe, Described, Failed, Fetch, Message, Observe, Ops, Value
 from tests.attacks import mutate, operators, stranger
 from tests.attacks.beside import PLACES, STALL, START, Holder, Trainers
 from tests.attacks.case import Case, Player
@@ -39,6 +39,8 @@ BUSY = 0.05  # seconds of the dispatcher's CPU that one message may cost
 SESSION = 40  # ops that one attacker's session tries
 LARGEST = 4 << 20  # bytes of a value that is fetched
 EMPTY = ("empty", "resize")
+SAID = [target for target in mutate.TARGETS if target[0] != "worker"]  # puppets say the others
+OBSERVED = [(Observe(0, 500), ()), (Observe(1, 500), ()), (Observe(1, 60_000), ())]
 
 
 @dataclass
@@ -183,17 +185,19 @@ class Engine:
         attack.join(STALL)
 
     def _messages(self, rng: random.Random, name: str) -> None:
+        role, cls, field = SAID[(self._numbers["messages"] - 1) % len(SAID)]
         mode = rng.choice(self.modes)
-        steps, self._case.text = mutate.sequence(rng, self.recordings[mode])
-        self.converse(rng, steps, CONFIGS[mode])
+        recording = self.recordings[mode] if role == "client" else OBSERVED
+        steps, self._case.text = mutate.sequence(rng, recording, role, (cls, field))
+        self.converse(rng, steps, CONFIGS[mode] if role == "client" else "", role)
 
-    def converse(self, rng: random.Random, steps: list[mutate.Step], config: str) -> None:
-        """A session that says these."""
+    def converse(self, rng: random.Random, steps: list[mutate.Step], config: str, role: str = "client") -> None:
+        """A session, or an observer, that says these."""
         player = self._new_player()
         changed = None
         if rng.random() < 0.08:
-            changed = self._wrong_hello(rng, config)
-        player.connect(config=config, workers=2, changed=changed)
+            changed = self._wrong_hello(rng, config, role)
+        player.connect(config=config, workers=2 if role == "client" else 0, changed=changed, role=role)
         keys: dict[int, int] = {}  # of the recording -> how many were asked for before it
         for body, frames, what in steps:
             self.counts.mutations[what] += bool(what)
@@ -210,10 +214,10 @@ class Engine:
         else:
             player.settle(seconds=0.5)  # what waits for what never comes is left
 
-    def _wrong_hello(self, rng: random.Random, config: str) -> bytes:
+    def _wrong_hello(self, rng: random.Random, config: str, role: str) -> bytes:
         from gt.wire.link import hello
 
-        message: Message = hello("client", config, "attack.yaml", switches={"workers": 2})
+        message: Message = hello(role, config, "attack.yaml", switches={"workers": 2} if role == "client" else {})
         if rng.random() < 0.3:
             return mutate.bytes_changed(rng, codec.pack(message))
         new, name = mutate.field_changed(rng, message)
@@ -236,6 +240,7 @@ class Engine:
                     message = Ops(message.seq, message.templates, _regrouped(rng, message.origins), message.code)
                 player.send(message, frames)
             player.settle(seconds=1.0)
+        player.play({"do": "lie", "as": "worker", "target": self._numbers["puppets"] - 1})
         for what in puppet.changed:
             self.counts.mutations[what] += 1
         self._end_session()

@@ -156,6 +156,10 @@ def _ask_everything() -> None:
     gt.stats()
     kept.nonzero().shape
     (large + 1).cpu()
+    reads = gt.compile(lambda x: x + 1 if (x * 2).sum().item() > 0 else x)
+    for _ in range(4):
+        reads(kept)
+    reads.explain()
     del large, kept
     torch.ones(3, device="remote").sum().item()
 

@@ -23,6 +23,14 @@ from tests.helpers.hostile import CONFIGS, WILD, mutated
 SENT: dict[str, tuple[type[Message], ...]] = {  # by role, whatever the protocol has
     role: tuple(sorted(may[0] | {Hello}, key=lambda cls: cls.__name__)) for role, may in MAY_SEND.items()
 }
+# (role, message, field) of whatever a peer may send; every message once, then again with its next field
+TARGETS: tuple[tuple[str, type[Message], str], ...] = tuple(
+    (role, cls, names[turn % len(names)])
+    for turn in range(max(len(fields(cls)) for cls in CODES))
+    for role, sent in SENT.items()
+    for cls in sent
+    if (names := [one.name for one in fields(cls)] or [""]) and (turn < len(names) or not turn)
+)
 DEFAULTS = {"int": int, "str": str, "bool": bool, "float": float, "list": list, "Numbers": list, "dict": dict}
 NUMBERS = [
     -1, 0, 1, 2, 3, 7, 15, 16, 17, 63, 255, 4096, 1 << 20, 1 << 31, 1 << 40, 1 << 53, (1 << 63) - 1, -(1 << 63), 0.5,
@@ -95,12 +103,17 @@ def structure_changed(rng: random.Random, message: Message) -> bytes:
     return packed(row)
 
 
-def field_changed(rng: random.Random, message: Message) -> tuple[Message, str]:
-    """One field made wild, most often within its type; and the field's name."""
+def targets(role: str) -> list[tuple[type[Message], str]]:
+    """Messages and fields of one role, in the order of TARGETS."""
+    return [(cls, name) for other, cls, name in TARGETS if other == role]
+
+
+def field_changed(rng: random.Random, message: Message, name: str = "") -> tuple[Message, str]:
+    """One field made wild, most often within its type; and the field's name. name: of the field, any if it is ""."""
     names = [one.name for one in fields(message)]
     if not names:
         return message, ""
-    name = rng.choice(names)
+    name = name or rng.choice(names)
     value = getattr(message, name)
     if isinstance(message, Ops) and name == "code" and value and rng.random() < 0.9:
         return replace(message, code=stream_changed(rng, value)), name
@@ -169,8 +182,13 @@ def constants(rng: random.Random) -> list[Any]:
 # ---- order
 
 
-def sequence(rng: random.Random, recording: Sequence[tuple[Message, tuple]], role: str = "client") -> tuple[list[Step], str]:
-    """A recording with one to three things wrong; what they are."""
+def sequence(
+    rng: random.Random,
+    recording: Sequence[tuple[Message, tuple]],
+    role: str = "client",
+    target: tuple[type[Message], str] | None = None,
+) -> tuple[list[Step], str]:
+    """A recording with one to three things wrong; what they are. target: a message and field that is wrong besides."""
     steps: list[Any] = [(message, frames, "") for message, frames in recording]
     said = []
     if rng.random() < 0.3:
@@ -185,6 +203,13 @@ def sequence(rng: random.Random, recording: Sequence[tuple[Message, tuple]], rol
         said.append(f"{how} {kind}")
         with contextlib.suppress(Exception):
             steps = _changed(rng, steps, at, how, role)
+    if target is not None:
+        cls, name = target
+        base = next((m for m, _, _ in steps if type(m) is cls), None) or default(cls, rng)
+        new, name = field_changed(rng, base, name)
+        said.append(f"{cls.__name__}.{name}")
+        # Half of the time first: a session whose other faults end it would never say it
+        steps.insert(rng.randrange(len(steps) + 1) if rng.random() < 0.5 else 0, (new, (), said[-1]))
     return [_flat(step) for step in steps], ", ".join(said)
 
 
@@ -217,10 +242,12 @@ def _changed(rng: random.Random, steps: list[Any], at: int, how: str, role: str)
 
 def _flat(step: Any) -> Step:
     message, frames, what = step
-    if isinstance(message, Message):
-        try:
-            return codec.pack(message), frames, what
-        except Exception:  # it has what the codec refuses to send: then by hand
-            row = [CODES.index(type(message)), *(getattr(message, one.name) for one in fields(message))]
-            return packed(row), frames, what
-    return message, frames, what
+    return body_of(message) if isinstance(message, Message) else message, frames, what
+
+
+def body_of(message: Message) -> bytes:
+    """The bytes of a message, as far as msgpack has its fields."""
+    try:
+        return codec.pack(message)
+    except Exception:  # it has what the codec refuses to send: then by hand
+        return packed([CODES.index(type(message)), *(getattr(message, one.name) for one in fields(message))])

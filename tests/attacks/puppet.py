@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import random
+from math import prod
 from typing import Any
 
 from gt.errors import ProtocolError
 from gt.ir.instr import END, FORGET, FREE, Define
+from gt.ir.layout import piece_shape
 from gt.wire import codec
 from gt.wire.link import hello
-from gt.wire.messages import Data, Described, Done, Message, OpError, Piece, Query, Report, Run, UploadProgress, World
+from gt.wire.liveness import home
+from gt.wire.messages import (
+    ArenaOpened,
+    Data,
+    Described,
+    Done,
+    Message,
+    OfferArena,
+    OpError,
+    Piece,
+    Query,
+    Report,
+    Run,
+    UploadProgress,
+    UseBlock,
+    World,
+)
 from tests.attacks import mutate
 from tests.attacks.peer import Leaks, Peer
 from tests.helpers.hostile import WILD, spec
 
 RATE = 0.15  # of answers that are wrong
-WRONG = (Piece, Described, Report, Done, OpError, UploadProgress)
 
 
 class Puppet:
@@ -35,6 +52,7 @@ class Puppet:
             "heap_fd": -1,
             "heap_bytes": 1 << 20,
             "doorbell": "",
+            "home": home() if rng.random() < 0.5 else "",  # then it is offered arenas, which it says to have opened
         }
         message: Message = hello("worker", info=info)
         if rng.random() < 0.2:
@@ -61,7 +79,7 @@ class Puppet:
             else:
                 self.peer.say(answer, parts)
         if self.rng.random() < RATE / 5:
-            cls = self.rng.choice((*WRONG, *mutate.SENT["worker"]))
+            cls = self.rng.choice(mutate.SENT["worker"])
             self.lie(mutate.default(cls, self.rng), ())
 
     def lie(self, answer: Message, parts: tuple) -> None:
@@ -83,12 +101,26 @@ class Puppet:
             with contextlib.suppress(ProtocolError):
                 self.peer.send(codec.pack(new), parts)
 
+    def lie_in(self, target: int) -> None:
+        """Say the message of this number in mutate.targets, with its field made wrong."""
+        said = mutate.targets("worker")
+        cls, name = said[target % len(said)]
+        wrong, name = mutate.field_changed(self.rng, mutate.default(cls, self.rng), name)
+        self.changed.append(f"{cls.__name__}.{name}")
+        self.peer.send(mutate.body_of(wrong))
+
     def answers(self, message: Message) -> list[tuple[Message, tuple]]:
         """The answers of an honest worker to this message."""
         if isinstance(message, Query):
             return [(Report(message.request, {"done": -1, "stats": {"name": "puppet"}, "at": None}), ())]
         if isinstance(message, Data) and message.total > 64 << 10:
             return [(UploadProgress(message.key, min(message.offset + (1 << 20), message.total)), ())]
+        if isinstance(message, OfferArena):
+            return [(ArenaOpened(message.arena, True), ())]
+        if isinstance(message, UseBlock):
+            nbytes = prod(piece_shape(message.boxes)) * message.itemsize
+            done = Piece(message.key, nbytes, nbytes) if message.write else UploadProgress(message.key, nbytes)
+            return [(done, ())]
         if isinstance(message, Run):
             return [*self._run(message), (Done(message.seq), ())]
         return []

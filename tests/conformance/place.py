@@ -78,7 +78,8 @@ def viewed(t: torch.Tensor, memory: dict[int, torch.Tensor]) -> torch.Tensor:
     if storage.data_ptr() not in memory:
         whole = torch.empty(0, dtype=t.dtype).set_(storage, 0, (storage.nbytes() // t.itemsize,), (1,))
         memory[storage.data_ptr()] = whole.to("remote")
-    return memory[storage.data_ptr()].view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+    whole = memory[storage.data_ptr()]
+    return (whole if whole.dtype == t.dtype else whole.view(t.dtype)).as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def cut(t: torch.Tensor, split: Split) -> torch.Tensor:

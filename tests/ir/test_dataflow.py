@@ -10,7 +10,7 @@ import torch
 import gt
 from gt.client import current_session
 from gt.dispatcher.programs.recording import Instruction
-from gt.dispatcher.programs.reorder_check import CannotReorder, check_same_dataflow
+from gt.dispatcher.programs.reorder_check import CannotReorder, DataFlow, check_same_dataflow
 from gt.ir import arguments, dataflow
 from gt.ir.instr import COLLECTIVES, COMMUNICATION, FORGET, FREE, KINDS, TRANSFERS, Define
 from gt.ir.schema import TABLE
@@ -135,20 +135,20 @@ def test_bytes_alive_are_those_of_a_count_row_by_row() -> None:
 
 def test_independent_rows_may_change_places_and_others_may_not() -> None:
     a, b, c, d = EXAMPLE
-    check_same_dataflow(0, EXAMPLE, [d, a, b, c], {})
+    check_same_dataflow(0, DataFlow.of(EXAMPLE), [d, a, b, c], {})
     late = Instruction(4, RELU, [2, 6])
     for order in ([a, b, late, c, d], [a, b, d, late], [b, a, c, d, late]):  # read too early; a write is lost; no maker
         with pytest.raises(CannotReorder, match="the order matters"):
-            check_same_dataflow(0, [a, b, c, d, late], order, {})
+            check_same_dataflow(0, DataFlow.of([a, b, c, d, late]), order, {})
 
 
 def test_a_repeated_row_reads_what_the_first_one_read() -> None:
     a, b, c = Instruction(0, RELU, [0, 2]), Instruction(1, ADD_, [0, 1, 1.0]), Instruction(2, RELU, [2, 3])
     again = Instruction(0, RELU, [0, 70], "", a)
     last = Instruction(2, RELU, [70, 3], "", c)
-    check_same_dataflow(0, [a, c, b], [a, again, last, b], {})
+    check_same_dataflow(0, DataFlow.of([a, c, b]), [a, again, last, b], {})
     with pytest.raises(CannotReorder):
-        check_same_dataflow(0, [a, b, c], [a, b, again, last], {})  # add_ has changed %0
+        check_same_dataflow(0, DataFlow.of([a, b, c]), [a, b, again, last], {})  # add_ has changed %0
 
 
 # ---- writes

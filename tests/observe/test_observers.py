@@ -11,6 +11,7 @@ import torch
 import gt
 from gt.client.groups.role_reports import RoleReports, roles
 from gt.client.trace.recorder import Recorder
+from gt.dispatcher.cluster.health import stamps
 from gt.dispatcher.cluster.news import MAX_SENT_LINES, News
 from gt.dispatcher.cluster.observers import MAX_OBSERVERS, MAX_UNREAD
 from gt.dispatcher.core import Core
@@ -19,10 +20,23 @@ from gt.dispatcher.server import Server
 from gt.errors import DispatcherLost, ProtocolError, Refused
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import RecordStream
-from gt.wire import records
+from gt.wire import codec, records
 from gt.wire.access.auth import Access
 from gt.wire.link import Gate, hello
-from gt.wire.messages import CODES, Exit, Fetch, Metrics, Observe, Query, Records, Reject, Report, TensorRoles, Watched
+from gt.wire.messages import (
+    CODES,
+    Exit,
+    Fetch,
+    Goodbye,
+    Metrics,
+    Observe,
+    Query,
+    Records,
+    Reject,
+    Report,
+    TensorRoles,
+    Watched,
+)
 from tests.helpers.serving import serving
 
 STATS = {"instructions": 7, "live_bytes": 64, "session_bytes": {"0": 64}, "bytes_sent": {"w1": 5}, "busy_seconds": 0.5}
@@ -187,6 +201,30 @@ def test_what_a_worker_says_is_not_trusted(stats) -> None:
     for _ in range(4):
         field.tick()
     assert all(r.instructions == 0 for r in field.records(records.WorkerRecord)) and not field.records(records.LinkRecord)
+
+
+def test_records_stay_small_whatever_peers_say() -> None:
+    """64 observers are sent them, and each may leave 16 unread."""
+    field = Observed()
+    config = "".join(f"{'g' * 500}{n}: {{workers: [0]}}\n" for n in range(60))
+    field.give(b"large", hello("client", config=config))
+    field.observe()
+    field.tick()
+    long = "x" * (1 << 20)
+    stats = {"transport": long, "bytes_sent": {long: 1}, "session_bytes": {long: 1}, "actions": [[long, 0.0, 1.0]]}
+    for name in (b"w0", b"w1"):
+        field.answer(name, stats=stats, at=[0, 0, 0, long, 0])
+    field.give(b"w1", Goodbye(long))
+    field.tick(1.0)
+    field.answer(b"w0", stats=stats)
+    assert len(field.told(Records)) == 2 and len(field.records(records.SessionRecord)) == 2
+    assert max(len(codec.pack(message)) for message in field.told(Records)) < 1 << 16
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_moments_that_are_no_numbers_are_no_actions(number) -> None:
+    """JSON has no word for them, so nobody could read such a report."""
+    assert stamps([["0F0", 0.0, 1.0]]) and not stamps([["0F0", 0.0, number]]) and not stamps([["0F0", number, 1.0]])
 
 
 def test_records_keep_their_types() -> None:

@@ -22,9 +22,12 @@ from gt.dispatcher.core import Core
 from gt.dispatcher.events import Malformed, PeerLost, Received, Send, Turn, TurnWanted
 from gt.dispatcher.fairness.background import Background
 from gt.dispatcher.fairness.time_slices import Pace
+from gt.dispatcher.programs.fragment_pattern import MAX_NUMBERS
+from gt.dispatcher.programs.fragments import MAX_ALIKE
 from gt.errors import ProtocolError
 from gt.ir import check
-from gt.ir.instr import DISCARD, DROP, FREE, LAUNCH, PARAM, RECORD
+from gt.ir.instr import DISCARD, DROP, END_FRAGMENT, FRAGMENT, FREE, LAUNCH, PARAM, RECORD
+from gt.ir.schema import MAX_LIBRARY_CHARACTERS
 from gt.wire import codec
 from gt.wire.link import Gate, hello
 from gt.wire.messages import (
@@ -233,6 +236,18 @@ def hello_of_long_names_told_apart() -> Loop:
     return asked(groups + f"z: {{workers: [0], backward: {words(1, 1000)[0][::-1]}}}")
 
 
+@case
+def hello_of_a_worker_with_many_ops() -> Loop:
+    loop = Loop()
+    loop.fresh()
+    types = (f"{base}({letter}{n}!)[]? x, " for base in ("Tensor", "int") for letter in "abcdefghij" for n in range(100))
+    lines = [f"library.op{n}.x({''.join(itertools.islice(types, 90))}int y) -> (Tensor)  # 2.11-2.13" for n in range(20)]
+    lines += [f"library.op{n}.x({'int b, ' * 270}int y) -> (Tensor)  # 2.11-2.13" for n in range(20, 32)]
+    assert 0.8 * MAX_LIBRARY_CHARACTERS < sum(map(len, lines)) <= MAX_LIBRARY_CHARACTERS
+    loop.give(b"x", hello("worker", info={"name": "x", "ops": lines}))
+    return loop
+
+
 # ---- Ops
 
 
@@ -390,6 +405,45 @@ def ops_of_nothing_known() -> Loop:
 @case
 def ops_too_long() -> Loop:
     return batch([1] * 1_400_000, [])
+
+
+# ---- fragments
+
+
+def fragment(call: int, ops: int, sources: list[int] | None = None) -> list:
+    """A call of a fragment of so many ops, each of them on the result before; sources: of the ops, by place."""
+    first = 3 + call * ops
+    code = itertools.chain.from_iterable((17, 1, first + n - 1 if n else 2, first + n) for n in range(ops))
+    numbers = list(code)
+    for n, source in enumerate(sources or []):
+        numbers[-4 * (n + 1) + 2] = first + source
+    return [FRAGMENT, 0, call, 0, 0, 0, len(numbers), *numbers, END_FRAGMENT, 0]
+
+
+def fragmented(workers: int) -> Loop:
+    loop = Loop(f"a: {{workers: {list(range(workers))}}}\n", workers)
+    loop.ops([16, 1, 0, 1, 17, 1, 1, 2], [[16, UPLOAD], [17, NEG]], [[1, "f", 1, "a", False, -1]], (bytes(64),))
+    return loop
+
+
+@case
+def a_fragment_that_is_recorded() -> Loop:
+    loop, ops = fragmented(64), MAX_NUMBERS // 4
+    loop.ops(fragment(0, ops))
+    loop.fresh()
+    loop.ops(fragment(1, ops))
+    return loop
+
+
+@case
+def fragments_that_are_alike() -> Loop:
+    """Each differs from the others in one of its last operands."""
+    loop, ops = fragmented(8), MAX_NUMBERS // 4
+    for n in range(MAX_ALIKE):
+        loop.ops(fragment(n, ops, [n]))
+    loop.fresh()
+    loop.ops(fragment(MAX_ALIKE, ops, [MAX_ALIKE]))
+    return loop
 
 
 # ---- programs

@@ -13,11 +13,11 @@ import pytest
 
 from gt.wire import codec
 from gt.wire.link import MAY_SEND
-from gt.wire.messages import Failed, Fetch, Ops, Piece
+from gt.wire.messages import Failed, Fetch, Hello, Ops, Piece
 from tests.attacks import matrix, mutate, operators
 from tests.attacks.beside import Trainers
 from tests.attacks.case import Case, Player, replay
-from tests.attacks.engine import EACH, Engine
+from tests.attacks.engine import EACH, SAID, Engine
 from tests.attacks.ground import Ground, alive
 from tests.attacks.peer import Leaks
 from tests.attacks.report import CRASH
@@ -60,7 +60,16 @@ def test_every_field_of_every_message_that_a_peer_may_send_is_made_wrong() -> No
     rng = random.Random(1)
     for role, (sent, _) in MAY_SEND.items():
         assert sent < set(mutate.SENT[role])
-    for cls in {*mutate.SENT["client"], *mutate.SENT["worker"]}:
+    assert {(role, cls, name) for role, cls, name in mutate.TARGETS} == {
+        (role, cls, name)
+        for role, (sent, _) in MAY_SEND.items()
+        for cls in {*sent, Hello}
+        for name in [one.name for one in fields(cls)] or [""]
+    }
+    kinds = sum(len(sent) for sent in mutate.SENT.values())
+    assert len({(role, cls) for role, cls, _ in mutate.TARGETS[:kinds]}) == kinds, "every message once before any comes again"
+    assert EACH["messages"] * 2 >= len({cls for role, cls, _ in SAID}) and EACH["puppets"] * 2 >= len(mutate.SENT["worker"]) - 1
+    for cls in set().union(*mutate.SENT.values()):
         changed = set()
         for _ in range(400):
             message = mutate.default(cls)

@@ -28,7 +28,7 @@ from gt.errors import SystemFailure
 from gt.ir.instr import FIRST
 from gt.ir.spec import contiguous
 from gt.ir.template import Out, T, Template
-from gt.wire.arena import NAME, OwnArena
+from gt.wire.arena import NAME, OwnArena, PeerArena
 from gt.wire.messages import OfferArena
 from tests.helpers.processes import wait_until
 from tests.helpers.serving import serving
@@ -257,6 +257,27 @@ class Program:
         array = np.full(SHAPE, number, np.float32)
         found = self.read(self.send(array))
         assert np.array_equal(found, -array)
+
+
+def test_a_worker_that_reports_what_it_was_sent_opens_no_arena_of_another_session(monkeypatch):
+    """Such a worker is sent the offers of all sessions, if it says to be on their host. Another session offers the same."""
+    sent, offers = [], OwnArena.offer
+    opened = PeerArena.__init__
+
+    def spy(arena: PeerArena, offer: OfferArena) -> None:
+        sent.append(offer)
+        opened(arena, offer)
+
+    monkeypatch.setattr(PeerArena, "__init__", spy)
+    with serving(1, "numpy") as server:
+        owner, thief = Program(server.address), Program(server.address)
+        owner.turn(5)
+        assert owner.shared() and sent
+        monkeypatch.setattr(OwnArena, "offer", lambda arena: replace(sent[0], arena=offers(arena).arena))
+        thief.turn(6)
+        assert not thief.shared() and len(sent) > 1
+        for program in (owner, thief):
+            program.session.close()
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch"])

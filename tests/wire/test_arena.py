@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -20,6 +21,7 @@ from gt.wire.arena import (
     PeerArena,
     PeerFile,
     check_boxes,
+    owner_proof,
     parse_place,
     place,
     tensor,
@@ -28,14 +30,21 @@ from gt.wire.arena import (
 from gt.wire.liveness import home
 from gt.wire.messages import OfferArena, OfferFile
 
+SESSION = 3
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @pytest.fixture
 def arena():
-    own = OwnArena(1, PAGE_BYTES)
+    own = OwnArena(1, PAGE_BYTES, SESSION)
     yield own
     own.close()
+
+
+def told(arena: OwnArena) -> OfferArena:
+    """An arena's offer as the dispatcher sends it to workers."""
+    offer = arena.offer()
+    return replace(offer, nonce=owner_proof(offer.nonce, SESSION))
 
 
 def descriptors() -> int:
@@ -43,19 +52,19 @@ def descriptors() -> int:
 
 
 def test_what_one_side_writes_the_other_reads(arena):
-    peer = PeerArena(arena.offer())
+    peer = PeerArena(told(arena))
     arena.bytes[HEADER_BYTES : HEADER_BYTES + 4] = [1, 2, 3, 4]
     assert peer.bytes[HEADER_BYTES : HEADER_BYTES + 4].tolist() == [1, 2, 3, 4]
-    peer.populate(arena.nbytes)
+    peer.populate(HEADER_BYTES, arena.nbytes)
     peer.bytes[-1] = 7
     assert arena.bytes[-1] == 7 and len(peer.bytes) == arena.nbytes
 
 
 def test_it_has_no_name_and_lives_as_long_as_somebody_maps_it():
     before = set(os.listdir("/dev/shm"))
-    own = OwnArena(1, 10)
+    own = OwnArena(1, 10, SESSION)
     own.bytes[-1] = 9
-    peer = PeerArena(own.offer())
+    peer = PeerArena(told(own))
     own.close()
     assert peer.bytes[-1] == 9 and set(os.listdir("/dev/shm")) <= before
     held = Path("/proc/self/maps").read_text().count(f"memfd:{NAME}")
@@ -63,12 +72,47 @@ def test_it_has_no_name_and_lives_as_long_as_somebody_maps_it():
     assert Path("/proc/self/maps").read_text().count(f"memfd:{NAME}") == held - 1
 
 
-def memory(name: str, mode: int = 0o600, seals: int = SEALS, nbytes: int = PAGE_BYTES) -> OfferArena:
+def test_a_worker_that_knows_an_arenas_proof_cannot_offer_it_for_a_session_of_its_own(arena):
+    """Any worker that says to be on this host is sent the proof, and its owner may have a client too."""
+    seen = told(arena)
+    PeerArena(seen)
+    for session in (SESSION, SESSION + 1):  # the dispatcher makes another proof of whatever a client states
+        with pytest.raises(OSError, match="proof"):
+            PeerArena(replace(seen, nonce=owner_proof(seen.nonce, session)))
+
+
+def allocated(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def test_a_worker_allocates_no_pages_but_those_of_its_block():
+    """A client may offer far more than it has allocated, and name a block at the end of it."""
+    offer = memory(NAME, nbytes=256 * PAGE_BYTES)
+    peer = PeerArena(offer)
+    peer.populate(200 * PAGE_BYTES - 100, 201 * PAGE_BYTES)
+    assert allocated(offer.fd) <= 3 * PAGE_BYTES
+    assert not peer.bytes[200 * PAGE_BYTES :][:9].any()
+    os.close(offer.fd)
+
+
+def test_no_memory_for_a_block_is_an_error_and_no_signal(arena):
+    class Full:
+        def madvise(self, *args: int) -> None:
+            raise OSError(errno.ENOMEM, "no memory")
+
+    peer = PeerArena(told(arena))
+    peer._map = Full()
+    with pytest.raises(MemoryError, match="no memory for bytes 4096 to 8192 of an arena"):
+        peer.populate(HEADER_BYTES, 2 * HEADER_BYTES)
+
+
+def memory(name: str, mode: int = 0o600, seals: int = SEALS, nbytes: int = PAGE_BYTES, flags: int = 0) -> OfferArena:
     """Memory that a process has made by itself, offered as an arena with its right nonce."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     os.fchmod(fd, mode)
     os.ftruncate(fd, nbytes)
-    os.pwrite(fd, bytes(range(16)), 0)
+    if not flags:  # memory of huge pages cannot be written to so
+        os.pwrite(fd, bytes(range(16)), 0)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return OfferArena(1, os.getpid(), fd, nbytes, bytes(range(16)).hex(), home())
 
@@ -76,8 +120,8 @@ def memory(name: str, mode: int = 0o600, seals: int = SEALS, nbytes: int = PAGE_
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"nonce": "0" * 32}, "nonce"),
-        ({"nonce": "é" * 32}, "nonce"),
+        ({"nonce": "0" * 32}, "proof"),
+        ({"nonce": "é" * 32}, "proof"),
         ({"nbytes": PAGE_BYTES // 2}, "its owner says"),
         ({"nbytes": 1 << 50}, "its owner says"),
         ({"home": "another host"}, "another host"),
@@ -104,6 +148,7 @@ def test_another_offer_than_its_owners_is_refused(change, says):
         (lambda: memory(NAME, mode=0o640), "mode 640"),
         (lambda: memory(NAME, seals=fcntl.F_SEAL_GROW), "not sealed"),
         (lambda: memory(NAME, seals=fcntl.F_SEAL_SHRINK), "not sealed"),
+        (lambda: memory(NAME, flags=os.MFD_HUGETLB), "huge pages"),
     ],
 )
 def test_memory_of_another_kind_is_refused(offer, says):
@@ -143,7 +188,7 @@ def test_no_memory_is_an_error_and_leaves_no_descriptor(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     before = descriptors()
     with pytest.raises(OSError, match="no memory"):
-        OwnArena(1, 10)
+        OwnArena(1, 10, SESSION)
     assert descriptors() == before
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +19,13 @@ from gt.errors import Refused, to_wire
 from gt.ir.instr import Define
 from gt.ir.template import T
 from gt.wire import codec
+from gt.wire.arena import HEADER_BYTES, OwnArena, owner_proof
 from gt.wire.messages import (
+    AHEAD,
+    CHUNK,
     Abort,
+    ArenaOpened,
+    CloseArenas,
     Data,
     Done,
     Exit,
@@ -33,13 +39,16 @@ from gt.wire.messages import (
     Report,
     Run,
     TorchSettings,
+    UseBlock,
     Welcome,
+    WindowUpdate,
     World,
 )
 from gt.wire.router import Arrived, Gone, Router
 from gt.worker import loop
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.gpu.cuda import MAX_NOTES, Events
+from gt.worker.executor import Executor
 from tests.helpers.limits import limit
 from tests.helpers.worker_parts import new, op
 
@@ -135,6 +144,68 @@ def test_a_worker_says_hello_and_carries_out(dispatcher, worker):
     stats = report.body["stats"]
     assert (stats["name"], stats["instructions"], stats["live_tensors"], stats["live_bytes"]) == ("w0", 3, 2, 16)
     assert stats["collectives"] == stats["bytes_sent"] == stats["bytes_received"] == {}
+
+
+@pytest.fixture
+def executors(monkeypatch) -> list[Executor]:
+    """Executors of the workers of this test."""
+    made: list[Executor] = []
+
+    class Seen(Executor):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(loop, "Executor", Seen)
+    return made
+
+
+LARGE = 2 * AHEAD  # bytes of a piece that is not sent at once
+UPLOAD_LARGE = Define(17, "upload", {"shape": [LARGE], "stride": [1], "dtype": "uint8"}).wire()
+
+
+def upload_large(dispatcher: Dispatcher) -> None:
+    for offset in range(0, LARGE, CHUNK):
+        dispatcher.send(Data(5, offset, LARGE), (bytes(CHUNK),))
+
+
+def test_a_piece_that_nobody_waits_for_is_not_kept_though_its_run_is_carried_out_later(executors, dispatcher, worker):
+    """Its client has left while the Run waited behind a long one."""
+    dispatcher.greet()
+    dispatcher.send(Run(0, 10, [FETCH, UPLOAD_LARGE], [17, 0, 1, 5]))
+    dispatcher.send(Run(1, 11, [], [16, 0, 1, 6]))
+    dispatcher.send(WindowUpdate(6, -1))
+    dispatcher.send(Query(1))
+    assert dispatcher.next(Report)[0].body["done"] == -1
+    upload_large(dispatcher)
+    dispatcher.send(Run(2, 12, [], []))
+    while dispatcher.next(Done)[0].seq < 2:
+        pass
+    assert not executors[0].downloads.unsent
+
+
+def test_a_piece_is_written_into_an_arena_that_its_client_has_closed_since(executors, dispatcher, worker):
+    """In messages the dispatcher would take it for a fault of the worker."""
+    arena = OwnArena(1, LARGE, 3)
+    offer = arena.offer()
+    dispatcher.greet()
+    dispatcher.send(replace(offer, nonce=owner_proof(offer.nonce, 3)))
+    assert dispatcher.next(ArenaOpened)[0].opened
+    dispatcher.send(UseBlock(6, 1, HEADER_BYTES, [LARGE], 1, [[[0, LARGE]]], True))
+    dispatcher.send(UseBlock(7, 1, HEADER_BYTES, [LARGE], 1, [[[0, LARGE]]], True))
+    dispatcher.send(UseBlock(5, 1, HEADER_BYTES, [LARGE], 1, [[[0, LARGE]]], False))
+    arena.bytes[HEADER_BYTES:] = 9
+    dispatcher.send(CloseArenas([1]))
+    dispatcher.send(Run(0, 10, [FETCH, UPLOAD_LARGE], [17, 0, 1, 5, 16, 1, 1, 6]))
+    piece, frames = dispatcher.next(Piece)
+    assert (piece, frames) == (Piece(6, LARGE, LARGE), ())
+    dispatcher.send(WindowUpdate(7, -1))
+    dispatcher.send(Run(1, 12, [], []))
+    while dispatcher.next(Done)[0].seq < 1:
+        pass
+    arenas = executors[0].arenas
+    assert not arenas._arenas and not arenas._reads and not arenas._writes
+    arena.close()
 
 
 def test_a_query_and_an_abort_do_not_wait_for_the_instruction_under_way(dispatcher, worker):

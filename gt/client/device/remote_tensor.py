@@ -99,13 +99,26 @@ class LiveTensors:
 
 
 class Alias:
-    """The reference of a second tensor object for one view, as detach makes it. Nothing is sent for it."""
+    """The reference of a second tensor object for one view, as detach makes it. Nothing is sent for it.
 
-    __slots__ = ("home", "id", "meta", "pending", "target")
+    memory: see memory_id; the object of an alias has no base that would tell.
+    """
 
-    def __init__(self, target: Ref | Alias) -> None:
+    __slots__ = ("home", "id", "memory", "meta", "pending", "target")
+
+    def __init__(self, tensor: RemoteTensor) -> None:
+        target = tensor._ref
         self.target: Ref = target.target if isinstance(target, Alias) else target
+        self.memory = memory_id(tensor)
         self.id, self.meta, self.pending, self.home = self.target.id, self.target.meta, -1, 0
+
+
+def memory_id(tensor: torch.Tensor) -> int:
+    """The id of the tensor whose memory this one is a view of, or has itself."""
+    while isinstance(tensor._base, RemoteTensor):
+        tensor = tensor._base
+    ref = tensor._ref  # type: ignore[attr-defined]
+    return ref.memory if isinstance(ref, Alias) else ref.id
 
 
 class RemoteTensor(torch.Tensor):
@@ -254,15 +267,14 @@ def _text(tensor: RemoteTensor) -> str:
 class RemoteStorage:
     """A substitute for a storage: tells which tensors share memory, for programs that find tied weights by pointers.
 
-    Addresses are invalid on every processor, and different for different memory. A view of a detached view has its own.
+    Addresses are invalid on every processor, and different for different memory.
     """
 
     def __init__(self, tensor: RemoteTensor) -> None:
+        self._id = memory_id(tensor)
         while isinstance(tensor._base, RemoteTensor):
             tensor = tensor._base
-        ref = tensor._ref
-        self.device = Shown.device
-        self._id, self._meta = ref.target.id if isinstance(ref, Alias) else ref.id, tensor._ref.meta
+        self.device, self._meta = Shown.device, tensor._ref.meta
 
     def data_ptr(self) -> int:
         return (1 << 60) + (self._id << 20 << 16) if self._meta.numel else 0
@@ -293,4 +305,4 @@ def rebind(target: RemoteTensor, value: RemoteTensor) -> None:
     """Make `target` name the memory of `value`, for `p.data = y`, in-place view ops and out= that resizes."""
     shell = make(value._ref.meta, value._ref, new_tensor if target.is_inference() else new_view)
     _base.data.__set__(target, shell)
-    target._ref = Alias(value._ref)
+    target._ref = Alias(value)

@@ -14,7 +14,7 @@ import torch
 
 from gt.client.current_session import Current, check, current
 from gt.client.device import meta as metas
-from gt.client.device.remote_tensor import LAZY, Alias, Ref, RemoteTensor, make, rebind
+from gt.client.device.remote_tensor import LAZY, Alias, Ref, RemoteTensor, make, memory_id, rebind
 from gt.client.groups.group_context import stack
 from gt.client.trace.op_info import (
     ASK,
@@ -341,7 +341,7 @@ SAME_DTYPE = {"aten.complex.out", "aten.take.out"}  # whose CPU kernels, and no 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two tensors have one storage and their ranges of bytes in it meet, as torch's own check has it."""
-    if (a if a._base is None else a._base) is not (b if b._base is None else b._base) or not (a.numel() and b.numel()):
+    if not (a.numel() and b.numel()) or memory_id(a) != memory_id(b):
         return False
     ranges = []
     for tensor in (a, b):

@@ -23,9 +23,8 @@ aten = torch.ops.aten
 
 def alias(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:
     """detach: another Python object for the same view. Nothing is sent."""
-    ref = args[0]._ref
     Current.fresh = None
-    return make(ref.meta, Alias(ref), new_view)
+    return make(args[0]._ref.meta, Alias(args[0]), new_view)
 
 
 def as_strided(info: OpInfo, args: tuple, kwargs: dict) -> RemoteTensor:

@@ -7,8 +7,10 @@ its process stands is the kernel's to say, where it can be seen. Who is told of 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
+from gt.dispatcher.cluster.peer_info import MAX_TEXT_CHARACTERS
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.dispatcher.events import Examine, Examined
 from gt.dispatcher.planning.sharded_memory import sharded_memory
@@ -219,10 +221,14 @@ def schedule_report(session: ClientSession, workers: list[dict[str, Any]]) -> di
 
 def stamps(rows: Any) -> list:
     """A worker's actions or transfers, if they are such: what a worker says is not trusted."""
-    fit = isinstance(rows, list) and all(
-        isinstance(one, (list, tuple)) and [type(part) for part in one] == [str, float, float] for one in rows
-    )
-    return rows if isinstance(rows, list) and fit else []
+    return rows if isinstance(rows, list) and all(map(_is_stamp, rows)) else []
+
+
+def _is_stamp(row: Any) -> bool:
+    """True for [name, start, end], times being finite."""
+    if not isinstance(row, (list, tuple)) or [type(part) for part in row] != [str, float, float]:
+        return False
+    return len(row[0]) <= MAX_TEXT_CHARACTERS and isfinite(row[1]) and isfinite(row[2])
 
 
 def counters(session: ClientSession, sent: int, received: int, relayed: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Records of the server's state at one moment, from workers' answers and what the dispatcher knows itself. Pure.
 
-A worker's answers are not trusted: a counter of another type counts as 0.
+A worker's answers are not trusted: a counter of another type counts as 0. Texts of peers are cut: 64 observers are sent them,
+and each may leave some Records unread.
 """
 
 from __future__ import annotations
@@ -8,15 +9,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from gt.dispatcher.cluster.health import schedule_report, stamps
 from gt.dispatcher.cluster.leases import Lease, Waiting
+from gt.dispatcher.cluster.peer_info import MAX_TEXT_CHARACTERS
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.session import ClientSession
 from gt.wire.records import HostRecord, LinkRecord, QueueRecord, Record, ScheduleRecord, SessionRecord, WorkerRecord
 
 MAX_NAMES = 1024  # entries of a map that a worker tells
+MAX_GROUPS = 64  # names of a config's groups
 MAX_ACTIONS = 4096  # of one worker's last replay: a record has to fit a body
 MAX_SCHEDULE_ACTIONS = 32768  # of all workers
 MAX_ROWS_CHARACTERS = 1 << 18  # of a schedule as text
@@ -107,9 +111,9 @@ def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: li
         info.get("pid", 0),
         info.get("backend", ""),
         info.get("device", ""),
-        stats["transport"] if isinstance(stats.get("transport"), str) else "",
+        stats["transport"][:MAX_TEXT_CHARACTERS] if isinstance(stats.get("transport"), str) else "",
         state,
-        worker.lost,
+        worker.lost[:MAX_TEXT_CHARACTERS],
         [s.number for s in lease.sessions.values() if worker.index in s.emitter.used],
         round(age, 3),
         _count(stats, "instructions"),
@@ -138,7 +142,7 @@ def _session(session: ClientSession, current: list, now: float) -> SessionRecord
         about["host"],
         about["pid"],
         [w.name for w in cluster.workers],
-        list(session.config.groups),
+        [name[:MAX_TEXT_CHARACTERS] for name in islice(session.config.groups, MAX_GROUPS)],
         round(now - session.began, 3),
         session.op_stream.ops,
         session.emitter.sent,
@@ -174,7 +178,8 @@ def _current(lease: Lease, position: list) -> list:
         if n >= 0 and rows[n].seq <= seq < rows[n].end:
             op = rows[n].at(seq)
             origin = op.origin
-            return [session.number, op.known.template.op, origin.file, origin.line, origin.group, kind[:40]]
+            file, group = origin.file[-MAX_TEXT_CHARACTERS:], origin.group[:MAX_TEXT_CHARACTERS]
+            return [session.number, op.known.template.op, file, origin.line, group, kind[:40]]
     return []
 
 

@@ -56,10 +56,14 @@ class OpStream:
 
     @property
     def long(self) -> bool:
-        """True if the next message ends a recording that was held back, which takes long."""
+        """True if what follows takes long: the end of a recording that was held back, or of a fragment's."""
         batch = self.coming[0] if self.coming else None
-        ends = batch is not None and batch.at < len(batch.code) and batch.code[batch.at] in (RECORD, DISCARD)
-        return ends and self._programs.holds
+        return batch is not None and batch.at < len(batch.code) and self._takes_long(batch.code[batch.at])
+
+    def _takes_long(self, number: int) -> bool:
+        if number in (RECORD, DISCARD):
+            return self._programs.holds
+        return number == END_FRAGMENT and self.fragments.long
 
     @property
     def busy(self) -> bool:
@@ -153,7 +157,7 @@ class OpStream:
                 queue.due = at + CLOCK_INTERVAL
             number = code[at]
             if number < FIRST:
-                if number in (RECORD, DISCARD) and self._programs.holds and self._pace.background.beside and not self.in_thread:
+                if self._pace.background.beside and not self.in_thread and self._takes_long(number):
                     batch.at, batch.spent = at, True  # begins a slice, which is done aside
                     return False
                 at = self._special(number, code, at)

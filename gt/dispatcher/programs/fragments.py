@@ -38,6 +38,7 @@ MAX_TRIES = 4  # recordings of a fragment that can be no program
 MAX_MISFITS = 4  # calls in a row for which a program does not serve; then another is recorded
 MAX_SLOTS = 1024  # functions with counters
 MAX_REASONS = 16  # of one function
+SHORT_INSTRUCTIONS = 2048  # of all workers: a program of fewer is written in milliseconds
 NEW, RECORDED = "they were met for the first time", "they were recorded"
 UNFIT = "ZeRO reduces gradients among them, or a shape depends on values"
 KEPT, HELD = "more results were kept than in the calls before", "more inputs were kept than in the calls before"
@@ -156,6 +157,12 @@ class Fragments:
     def recording(self) -> bool:
         """True while a fragment's ops are recorded; `note` gets the number of each."""
         return self._recording is not None
+
+    @property
+    def long(self) -> bool:
+        """True if the end of the recorded fragment takes long."""
+        recording = self._recording
+        return recording is not None and len(recording.numbers) * len(self._context.cluster.workers) > SHORT_INSTRUCTIONS
 
     def note(self, number: int) -> None:
         """The next op of the recorded fragment has this number."""
@@ -351,7 +358,11 @@ class Fragments:
             names = self._emitter.ids
             bounds = FragmentBounds(names(t.id for t in tensors), names(call.made[tensor.number] for tensor in makes), moved)
             context = programs.fragment_context(tape, recording.backend, added)
-            result = write_fragment(tape, context, call, fragment.pattern, recording.numbers, bounds)
+            with self._context.apart():
+                result = write_fragment(tape, context, call, fragment.pattern, recording.numbers, bounds)
+            self._emitter.begin_run()  # behind what other sessions have planned meanwhile; all before is flushed
+            if fragment not in self._all:
+                result = "a worker was lost while it was written"
         if isinstance(result, str):
             for workers, name in tape.constants:
                 self._emitter.free(workers, [name])

@@ -16,7 +16,7 @@ from gt.dispatcher.programs.passes.pipeline import apply_schedule
 from gt.dispatcher.programs.passes.prefetch_gathers import prefetch_gathers
 from gt.dispatcher.programs.passes.rematerialize import rematerialize
 from gt.dispatcher.programs.recording import Recording
-from gt.dispatcher.programs.reorder_check import CannotReorder, verify
+from gt.dispatcher.programs.reorder_check import CannotReorder, Verifier
 
 Pass = Callable[[Recording, PassContext], Recording]
 
@@ -25,13 +25,13 @@ PASSES: tuple[Pass, ...] = (apply_schedule, prefetch_gathers, bucket_all_reduces
 
 def run_passes(recording: Recording, context: PassContext, passes: Sequence[Pass]) -> Recording:
     """The recording that the passes make, each verified; `context` has their reports."""
-    ops = {row.seq: row for row in recording.journal}
+    verifier = Verifier({row.seq: row for row in recording.journal})
     for apply in passes:
         result = apply(recording, context)
         if result is recording:
             continue
         try:
-            verify(recording.code, result.code, ops)
+            verifier.verify(recording.code, result.code)
         except CannotReorder as error:
             context.reject(apply.__name__, str(error))
         else:

@@ -11,6 +11,8 @@ The result of a pass is checked, not trusted. Two conditions suffice:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 
 from gt.dispatcher.programs.recording import Code, Instruction
 from gt.dispatcher.state.failures import Planned
@@ -22,30 +24,54 @@ class CannotReorder(Exception):
     """Why a step's instructions stay in their order; for a schedule, why the step is not a pipeline."""
 
 
-def verify(old: Code, new: Code, ops: Mapping[int, Planned]) -> None:
-    """CannotReorder unless `new` gives the values of `old` on every worker, and no worker waits for ever."""
-    for worker, rows in old.items():
-        if new[worker] is not rows:
-            check_same_dataflow(worker, rows, new[worker], ops)
-    check_no_deadlock(new)
+@dataclass(slots=True)
+class DataFlow:
+    """The definitions that reach each row of one worker. numbers: of the rows as makers; no two rows have the same."""
+
+    rows: Sequence[Instruction]
+    numbers: Sequence[int]
+    definitions: list[Definitions]
+
+    @classmethod
+    def of(cls, rows: Sequence[Instruction]) -> DataFlow:
+        return cls(rows, range(len(rows)), reaching_definitions(rows))
 
 
-def check_same_dataflow(
-    worker: int, old: Sequence[Instruction], new: Sequence[Instruction], ops: Mapping[int, Planned]
-) -> None:
+class Verifier:
+    """Verifies the results of passes, one after the other: the data flow of one is what the next is compared with."""
+
+    def __init__(self, ops: Mapping[int, Planned]) -> None:
+        self._ops = ops
+        self._flows: dict[int, DataFlow] = {}  # by worker
+
+    def verify(self, old: Code, new: Code) -> None:
+        """CannotReorder unless `new` gives the values of `old` on every worker, and no worker waits for ever."""
+        flows: dict[int, DataFlow | None] = {}
+        for worker, rows in old.items():
+            if new[worker] is not rows:
+                known = self._flows.get(worker)
+                if known is None or known.rows is not rows:
+                    known = self._flows[worker] = DataFlow.of(rows)
+                flows[worker] = check_same_dataflow(worker, known, new[worker], self._ops)
+        check_no_deadlock(new)
+        self._flows.update((worker, flow) for worker, flow in flows.items() if flow is not None)
+
+
+def check_same_dataflow(worker: int, old: DataFlow, new: Sequence[Instruction], ops: Mapping[int, Planned]) -> DataFlow | None:
     """CannotReorder unless every old row is reached by the same definitions, each time that it is carried out.
 
     A new row is an old one, or stands for one: it replaces it, repeats it, or is a part of it over some of its tensors. A row
-    that stands for none reads and makes nothing.
+    that stands for none reads and makes nothing. The data flow of the new rows; None if two of them stand for the same row,
+    whose results it does not tell apart.
     """
-    numbers = {row: n for n, row in enumerate(old)}
+    numbers = dict(zip(old.rows, old.numbers))
     stands = [numbers[row] if row in numbers else _original(row, numbers) for row in new]
-    before = reaching_definitions(old)
-    after: list[list[Definitions]] = [[] for _ in old]
-    for number, definitions in zip(stands, reaching_definitions(new, stands)):
+    reached = reaching_definitions(new, stands)
+    after: dict[int, list[Definitions]] = {number: [] for number in old.numbers}
+    for number, definitions in zip(stands, reached):
         if number >= 0:
             after[number].append(definitions)
-    for row, want, times in zip(old, before, after):
+    for row, want, times in zip(old.rows, old.definitions, after.values()):
         if times and all(definitions == want for definitions in times):
             continue
         if len(times) > 1 and set(zip(*want)) == {one for definitions in times for one in zip(*definitions)}:  # its parts
@@ -55,6 +81,10 @@ def check_same_dataflow(
         raise CannotReorder(
             f"{where} on worker {worker} uses a tensor that another micro-batch or stage writes: the order matters"
         )
+    if len(after) < len(new) - stands.count(-1):
+        return None
+    fresh = count(max(old.numbers, default=-1) + 1)  # of rows that stand for none: these make nothing
+    return DataFlow(new, [number if number >= 0 else next(fresh) for number in stands], reached)
 
 
 def _original(row: Instruction, numbers: dict[Instruction, int]) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.state.context import SessionContext
 from gt.errors import ProtocolError
-from gt.wire.arena import BLOCK_BYTES, HEADER_BYTES, MAX_ARENA_BYTES, NONCE_BYTES, parse_place
+from gt.wire.arena import BLOCK_BYTES, HEADER_BYTES, MAX_ARENA_BYTES, NONCE_BYTES, owner_proof, parse_place
 from gt.wire.messages import ArenaOpened, CloseArenas, Fetch, Message, OfferArena, OfferFile, Store
 
 MAX_ARENAS = 1024  # of one session
@@ -63,7 +63,8 @@ class SessionArenas:
         if not _NONCE.fullmatch(message.nonce) or len(message.home) > MAX_HOME_CHARACTERS:
             raise ProtocolError(f"OfferArena.nonce is {message.nonce!r:.40}, want {2 * NONCE_BYTES} hex digits")
         key = self._cluster.key()
-        self._offer(message.arena, SharedArena(replace(message, arena=key)))
+        proved = replace(message, arena=key, nonce=owner_proof(message.nonce, self._context.number))
+        self._offer(message.arena, SharedArena(proved))
 
     def offer_file(self, message: OfferFile) -> None:
         """A file that a client lends; ProtocolError without an arena that proves its process."""

@@ -442,7 +442,7 @@ class Fetches:
         self.open.pop(request.number, None)
         for key in request.keys:
             self.by_key.pop(key, None)
-            if request.left.get(key) and request.sizes[key] > AHEAD and request.place is None:
+            if request.left.get(key) and (request.sizes[key] > AHEAD or request.place is not None):
                 self._update_window(request, key, -1)
 
     def _fail(self, number: int, cause: Cause) -> None:
@@ -455,6 +455,7 @@ class Fetches:
 
     def give_up(self, request: Request, error: GTError) -> None:
         """Nobody knows when this will be answered: the client may ask again."""
+        self._cluster.send_all()  # a worker forgets the piece once it has handled the Runs before
         self._drop(request)
         self._context.send(Failed(request.number, errors.to_wire(error)))
 

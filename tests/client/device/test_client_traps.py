@@ -600,7 +600,7 @@ def matmuls_of_groups(d):
 def memory_in_common(d):
     x, y = base(d), base(d)
     linear = nn.Linear(2, 2).to(d)
-    views = [x, x[1:], x.t(), x.detach(), x.view(-1)[3:]]
+    views = [x, x[1:], x.t(), x.detach(), x.view(-1)[3:], x[1:].detach(), x.detach()[1:], x.t().detach()[1:].detach()]
     shared = [*views, y, linear.state_dict()["weight"], linear.weight, torch.empty(0, device=d)]
     at = [t.untyped_storage().data_ptr() for t in shared]
     where = [t.data_ptr() - t.untyped_storage().data_ptr() for t in shared]

@@ -37,6 +37,10 @@ MISTAKES: dict[str, Callable[[Make], object]] = {
     "integers in place": lambda t: t(3).long().div_(2),
     "an out= that is an input": lambda t: torch.take(x := t(4), t(4).long(), out=x),
     "an out= that is part of an input": lambda t: torch.take(x := t(4).long(), x[1:], out=x[:-1]),
+    "an out= that is a detached input": lambda t: torch.take((x := t(4)).detach(), t(4).long(), out=x.detach()),
+    "an out= that is part of a detached input": lambda t: torch.take(
+        (x := t(4).long()).detach(), x[1:].detach(), out=x.detach()[:-1].detach()
+    ),
     "an out= of another dtype": lambda t: torch.take(t(4), t(2).long(), out=t(2).double()),
     "an out= of another complex dtype": lambda t: torch.complex(t(2), t(2), out=t(2).to(torch.complex128)),
     "an empty mean": lambda t: t(3).long().mean(),

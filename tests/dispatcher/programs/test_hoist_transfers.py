@@ -11,7 +11,7 @@ import torch
 import gt
 from gt.dispatcher.programs.passes.hoist_transfers import backward_of, hoist_transfers
 from gt.dispatcher.programs.recording import Instruction, Recording
-from gt.dispatcher.programs.reorder_check import CannotReorder, check_same_dataflow
+from gt.dispatcher.programs.reorder_check import CannotReorder, DataFlow, check_same_dataflow
 from gt.ir.instr import Define
 from gt.ir.spec import contiguous
 from tests.dispatcher.programs.test_bucket_all_reduces import op
@@ -31,7 +31,7 @@ def moved(*rows: tuple[Define, list[int], str]) -> list[int]:
     about = context(graphs=True, schedule={"why": ""})
     code = hoist_transfers(tape, about).code[0]
     with contextlib.suppress(CannotReorder):
-        check_same_dataflow(0, tape.code[0], code, {})
+        check_same_dataflow(0, DataFlow.of(tape.code[0]), code, {})
         return [row.seq for row in code]
     return [row.seq for row in tape.code[0]]
 

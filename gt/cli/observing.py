@@ -1,0 +1,39 @@
+"""The frame of commands that observe a running server: address, token, connection, and what ends them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from gt import env
+from gt.errors import ConfigError, GTError
+from gt.observe.record_stream import RecordStream
+from gt.wire.socket import PORT
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that name the server."""
+    parser.add_argument("address", nargs="?", default="", metavar="HOST:PORT", help=f"default: GT_SERVER, or 127.0.0.1:{PORT}")
+    parser.add_argument("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
+
+
+def observe(command: str, given: argparse.Namespace, interval: float, show: Callable[[RecordStream], int]) -> int:
+    """Exit code: of `show`, 0 if it is interrupted, 1 after a line on stderr if the server cannot be observed."""
+    address = given.address or env.get("GT_SERVER") or f"127.0.0.1:{PORT}"
+    try:
+        with RecordStream(address, _token(given.token_file), interval) as stream:
+            return show(stream)
+    except KeyboardInterrupt:
+        return 0
+    except (GTError, ValueError, OSError) as error:
+        sys.stderr.write(f"{command}: {error}\n")
+    return 1
+
+
+def _token(file: Path | None) -> str:
+    try:
+        return env.token(file)
+    except OSError as error:
+        raise ConfigError(f"--token-file {error.filename} cannot be read: {error.strerror}") from None
