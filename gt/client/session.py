@@ -167,11 +167,15 @@ class Session:
 
     # ---- for the recorder; any thread
 
-    def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = ()) -> None:
-        """Queue a batch of the op stream, in order. The session owns the lists from now on. Never waits."""
+    def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = (), asks: bool = False) -> None:
+        """Queue a batch of the op stream, in order. The session owns the lists from now on. Never waits.
+
+        asks: the caller is about to ask for a value, and sends both then.
+        """
         self._check()
         self._outbox.append((templates, origins, code, frames))
-        self._link.push()
+        if not asks:
+            self._link.push()
 
     @property
     def waiting(self) -> bool:
@@ -361,7 +365,7 @@ class Session:
         self._pump()
 
     def _pump(self) -> None:
-        """Send the outbox in order. A batch needs credit, and messages behind it wait with it."""
+        """Send the outbox in order. A batch needs credit, and messages behind it wait with it. A Fetch goes with its batch."""
         outbox, full = self._outbox, len(self._outbox) >= MAX_WAITING_BATCHES
         while outbox:
             item = outbox[0]
@@ -369,7 +373,12 @@ class Session:
                 if self._window.full or not self._greeting.done.is_set():
                     break
                 templates, origins, code, frames = item
-                self._link.send(Ops(self._window.take(), templates, origins, code), frames)
+                follows = outbox[1] if len(outbox) > 1 else None
+                fetch = [follows.request, follows.tensor, follows.place] if isinstance(follows, Fetch) else []
+                self._link.send(Ops(self._window.take(), templates, origins, code, fetch), frames)
+                if fetch:
+                    self._fetches += 1
+                    outbox.popleft()
             else:
                 self._fetches += isinstance(item, Fetch)
                 self._link.send(item)
@@ -483,6 +492,9 @@ class Session:
         self._note_room()
 
     def _value(self, message: messages.Value, frames: tuple[Any, ...]) -> None:
+        if message.acked >= 0:
+            self._window.ack(message.acked)
+            self._note_room()
         pending = self._pending.get(message.request)
         if pending is None:
             return

@@ -214,7 +214,24 @@ class Core:
             return
         if event.peer not in self.sessions:
             self.handle_message(event.peer, event.message, event.frames)
-        elif not self.round_robin.waits(event):
+        elif type(event.message) is Ops and event.message.fetch:
+            self._receive_ops_and_fetch(event, event.message.fetch)
+        else:
+            self._receive_of_client(event)
+
+    def _receive_ops_and_fetch(self, event: Received, fetch: list) -> None:
+        """A batch and a question: two messages in one, whose instructions are sent to workers together."""
+        session = self.sessions[event.peer]
+        if len(fetch) != 3 or any(type(number) is not int for number in fetch):
+            self.refuse(event.peer, ProtocolError(f"Ops.fetch is {fetch!r:.60}, want three integers, or nothing"))
+            return
+        with session.op_stream.asked():
+            self._receive_of_client(event)
+            if event.peer in self.sessions:
+                self._receive_of_client(Received(event.peer, Fetch(*fetch), (), event.at))
+
+    def _receive_of_client(self, event: Received) -> None:
+        if not self.round_robin.waits(event):
             self.handle_message(event.peer, event.message, event.frames)
             session = self.sessions.get(event.peer)
             if session is not None and (session.inbox or session.op_stream.busy):
@@ -383,6 +400,10 @@ class Core:
         worker = self._worker(peer)
         if not worker.done <= message.seq <= worker.runs:
             raise ProtocolError(f"Done.seq is {message.seq}, of {worker.runs} Runs {worker.done} were done")
+        if len(message.pieces) != len(frames):
+            raise ProtocolError(f"Done.pieces are {len(message.pieces)}, with {len(frames)} frames")
+        for key, frame in zip(message.pieces, frames, strict=True):
+            self._piece(peer, Piece(key, 0, len(frame)), (frame,))
         lease = self._lease(peer)
         sessions = lease.sessions.values()
         if message.times:

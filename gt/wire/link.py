@@ -12,6 +12,7 @@ from gt import errors
 from gt.errors import ProtocolError, Refused
 from gt.wire.messages import (
     CHUNK,
+    MAX_PIECES,
     VERSION,
     Abort,
     Ack,
@@ -81,7 +82,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     ),
     "observer": (frozenset({Observe, Goodbye}), frozenset({Welcome, Reject, Records, Exit})),
 }
-CARRIES = {Ops: 4096, UploadChunk: 1, Piece: 1, Data: 1}  # messages with frames -> number of frames, at most
+CARRIES = {Ops: 4096, UploadChunk: 1, Piece: 1, Data: 1, Done: MAX_PIECES}  # messages with frames -> number of frames, at most
 
 
 def hello(role: str, config: str = "", config_path: str = "", **rest: dict[str, Any]) -> Hello:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 Numbers = list  # a stream: numbers only
 
-VERSION = 6
+VERSION = 7
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
 MAX_VALUES = 64  # in one Metrics
 TIMES = 4096  # definitions in one Done, at most
+MAX_PIECES = 64  # fetched pieces in one Done
 MAX_BODY = 16 << 20  # bytes of one msgpack body
 
 
@@ -53,17 +54,18 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ops(Message):
-    """Client -> dispatcher: a batch of the op stream. Answered by Ack, which gives credit.
+    """Client -> dispatcher: a batch of the op stream. Answered by Ack, or a Value that has it, which gives credit.
 
     seq: number of the batch, from 0. templates: [number, Template.wire()] of each new template. origins: [number, file, line,
     group, backward, micro-batch or -1] of each new line. code: a stream, see ir.instr. frames: bytes of inline uploads, by
-    index.
+    index. fetch: the fields of a Fetch that follows, [] for none: workers get both at once.
     """
 
     seq: int
     templates: list
     origins: list
     code: Numbers
+    fetch: Numbers = field(default_factory=list)
 
 
 THROUGH = -1  # Fetch.tensor: no tensor; waits for all devices
@@ -264,13 +266,14 @@ class Value(Message):
     """Dispatcher -> client, answers Fetch: shape and dtype of a tensor. Its pieces follow as Piece messages.
 
     pieces: [[key, boxes], ...]. If the Value has a frame, that frame is the only piece, and no Piece follows. Without
-    pieces the whole value is in the block that Fetch named.
+    pieces the whole value is in the block that Fetch named. acked: as the seq of an Ack before it, -1 for none.
     """
 
     request: int
     shape: list
     dtype: str
     pieces: list
+    acked: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,11 +449,13 @@ class Done(Message):
 
     On a GPU that sessions share, the device has executed them too: see TorchSettings.shared.
 
-    times: [number, seconds, ...] of the definitions of timed Runs: the shortest time of each.
+    times: [number, seconds, ...] of the definitions of timed Runs: the shortest time of each. pieces: keys of fetched pieces
+    whose frames this message has, one frame each: as a Piece before it would have.
     """
 
     seq: int
     times: Numbers = field(default_factory=list)
+    pieces: Numbers = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ nothing to do, must not change that: such an op and what is behind it wait for t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from gt.dispatcher.fairness.run_queue import CLOSER, GRAIN, UNIT
 from gt.dispatcher.planning.planner import Planner
@@ -50,6 +51,7 @@ class OpStream:
         self.coming, self.pending = context.queue.coming, context.queue.pending
         self.definitions = Definitions(context)
         self._work: Iterator[None] | None = None
+        self._asked = False  # a fetch follows within the same event
         self.ops = 0  # planned
         self.in_thread = False  # work of this session goes on in a thread
         self.told_stuck = False  # the client knows that workers are, since batches were last acknowledged
@@ -71,6 +73,17 @@ class OpStream:
         self.definitions.admit(message)
         self._work = self._plan_batch(message, frames)
         self.go_on()
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """A batch and a fetch follow: the last that the batch writes is sent with what the fetch writes, as one Run."""
+        self._asked = not (self.busy or self.in_thread)
+        try:
+            yield
+        finally:
+            self._asked = False
+            if self._outbox.joined:  # the fetch was refused, or waits
+                self._outbox.flush(self._emitter.base)
 
     def finish(self) -> None:
         """Plan what waits for more: the client asks something, and what it asks is of all that it has sent."""
@@ -97,7 +110,7 @@ class OpStream:
                     yield
                 define(row)
         self.coming.append(QueuedBatch(message.seq, message.code, frames))
-        yield from self._advance(len(self.coming) > MAX_WAITING_BATCHES)
+        yield from self._advance(self._asked or len(self.coming) > MAX_WAITING_BATCHES)
 
     def acknowledge(self) -> None:
         """Acknowledge the batches that all workers have carried out, forget their journal, and answer what waited for them."""
@@ -107,8 +120,9 @@ class OpStream:
         if last is not None:
             self.told_stuck = False
             self._context.failures.forget(last.end)
+        acked = self._fetches.answer_ready(last.seq if last is not None else -1)
+        if last is not None and not acked:
             self._context.send(Ack(last.seq))
-        self._fetches.answer_ready()
 
     def _advance(self, final: bool) -> Iterator[None]:
         """Plan batches in order; between two slices what is written is sent."""
@@ -123,7 +137,8 @@ class OpStream:
             finally:
                 emitter.begin_op()
                 queue.frames = ()
-            runs = self._outbox.flush(emitter.base)
+            last = self._asked and ended and len(self.coming) == 1
+            runs = self._outbox.join() if last and self._outbox.joins else self._outbox.flush(emitter.base)
             if ended:
                 self.coming.popleft()
                 self.pending.append(Batch(batch.seq, self._context.cluster.seq, runs))

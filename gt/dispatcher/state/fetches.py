@@ -106,7 +106,7 @@ class Fetches:
         if (lost := lost_in(self._cluster, mesh)) is not None:
             self._fail(number, self._failures.cause_of_loss(lost))
             return
-        self._emitter.begin_run()
+        self._outbox.begin_run()
         source = tensor if tensor.layout is not None else self._materializer.read(tensor)
         if source.layout is not None and source.layout.partial:
             self._redistributor.reduce_partial(source.storage)
@@ -134,7 +134,7 @@ class Fetches:
             return
         workers = [self._cluster.workers[index] for index in sorted(emitter.used)]
         workers = [worker for worker in workers if not worker.lost]
-        emitter.begin_run()
+        self._outbox.begin_run()
         if self._byte is None:
             self._byte = emitter.define("fill", {"shape": (), "stride": (), "dtype": "uint8"})
         request = Request(number, "fetch", {}, [], shape=(len(workers),), dtype="uint8")
@@ -333,8 +333,9 @@ class Fetches:
         request.specs[key] = spec
         self.answer_ready()
 
-    def answer_ready(self) -> None:
-        """Answer the requests that have come far enough."""
+    def answer_ready(self, acked: int = -1) -> bool:
+        """Answer the requests that have come far enough. acked: a batch to acknowledge; True if the first value does."""
+        told = False
         for request in list(self.open.values()):
             if request.verified or not self._outbox.reached(request.runs):
                 continue
@@ -346,19 +347,21 @@ class Fetches:
             if cause is not None:
                 self._drop(request)
                 self._fail(request.number, cause)
+            elif request.kind == "fetch" and request.place is None:
+                self._answer_value(request, -1 if told else acked)
+                told = True
             elif request.kind == "fetch":
-                self._answer_value(request)
+                request.verified = True
+                self._finish(request)
             elif len(request.specs) == len(request.keys):
                 self._answer_specs(request)
+        return told
 
-    def _answer_value(self, request: Request) -> None:
+    def _answer_value(self, request: Request, acked: int) -> None:
         """Announce a value that is good, with what is here of it; one that is here whole and small is one message."""
         request.verified = True
-        if request.place is not None:
-            self._finish(request)
-            return
         held, request.held = request.held, []
-        value = Value(request.number, list(request.shape), request.dtype, request.parts)
+        value = Value(request.number, list(request.shape), request.dtype, request.parts, acked)
         alone = len(held) == 1 and not any(request.left.values())
         self._context.send(value, held.pop()[1] if alone else ())
         for message, frames in held:
