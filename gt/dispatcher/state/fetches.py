@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from gt import errors
 from gt.dispatcher.planning.materializer import Materializer
@@ -155,17 +156,20 @@ class Fetches:
         define = emitter.common("fetch")
         seen = set()
         for rank, index in enumerate(layout.mesh.workers):
-            held = spans(layout, spec.shape, rank)
-            if held in seen:
-                continue
-            seen.add(held)
+            if layout.replicated:  # the first has all of it
+                if rank:
+                    break
+                parts, n = [[[0, extent] for extent in spec.shape]], spec.nbytes
+            else:
+                held = spans(layout, spec.shape, rank)
+                if held in seen:
+                    continue
+                seen.add(held)
+                parts = [[list(span) for span in box] for box in boxes(layout, spec.shape, rank)]
+                n = spec.itemsize * prod(local_shape(layout, spec.shape, rank))
             key = self._cluster.key()
-            parts = [[list(span) for span in box] for box in boxes(layout, spec.shape, rank)]
             request.parts.append([key, parts])
             request.keys[key] = index
-            n = spec.itemsize
-            for extent in local_shape(layout, spec.shape, rank):
-                n *= extent
             request.sizes[key], request.left[key] = n, max(n, 1)  # an empty piece is one message all the same
             if request.place is not None:
                 arena, offset = request.place
