@@ -186,7 +186,6 @@ def test_a_users_rules_for_a_subclass_of_his_own_hold() -> None:
     with torch.library._scoped_library("gt_test_rules", "FRAGMENT") as library:
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: x * 2, "CPU")
-        torch.library.register_torch_dispatch(
-            "gt_test_rules::twice", Tagged, lambda mode, func, types, args, kwargs: 7, lib=library
-        )
+        rule = lambda mode, func, types, args, kwargs: torch.tensor(7)  # noqa: E731
+        torch.library.register_torch_dispatch("gt_test_rules::twice", Tagged, rule, lib=library)
         assert torch.ops.gt_test_rules.twice(Tagged(torch.ones(2))) == 7
