@@ -41,6 +41,7 @@ from gt.wire.messages import (
     Goodbye,
     Inspect,
     InspectFragments,
+    Interrupt,
     Message,
     Metrics,
     Ops,
@@ -111,7 +112,7 @@ class Session:
         self._last_notice = ""  # why there is no Welcome yet
         self._notice_count = 0  # received before the Welcome
         self._queued = False  # the server has no free workers for this session yet
-        self._fetches = 0
+        self._fetches = self._submitted = 0  # batches so far
         self.watched = False  # somebody observes the server
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
@@ -174,6 +175,7 @@ class Session:
         """
         self._check()
         self._outbox.append((templates, origins, code, frames))
+        self._submitted += 1
         if not asks:
             self._link.push()
 
@@ -190,12 +192,21 @@ class Session:
         """Wait until few batches are queued, so that a program faster than its workers cannot fill memory."""
         if self._link.inside or self.has_credit():
             return
-        if not self._link.lead(self._unblocked):
-            with self._room:
-                while not self._unblocked():
-                    self._room.wait()
+        try:
+            if not self._link.lead(self._unblocked):
+                with self._room:
+                    while not self._unblocked():
+                        self._room.wait()
+        except KeyboardInterrupt:
+            self.interrupt()
+            raise
         if not self.has_credit():
             self._raise_deferred()
+
+    def interrupt(self) -> None:
+        """Drop what was submitted and no worker has begun, where the server can: see messages.Interrupt. Never waits."""
+        if self.failure is None and self._pid == os.getpid():
+            self._link.send(Interrupt(self._submitted - 1))
 
     def _unblocked(self) -> bool:
         return self.has_credit() or self.failure is not None or self._deferred_error is not None
@@ -335,6 +346,9 @@ class Session:
             if self.failure is None and not self._link.lead(pending.done.is_set):
                 self._link.wake()
                 pending.done.wait()
+        except KeyboardInterrupt:
+            self.interrupt()
+            raise
         finally:
             self._pending.pop(request, None)
             if self._pending:  # other threads wait for answers that this thread would have received

@@ -58,6 +58,7 @@ from gt.wire.messages import (
     Hello,
     Inspect,
     InspectFragments,
+    Interrupt,
     Message,
     Metrics,
     Observe,
@@ -118,7 +119,7 @@ class Core:
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
             InspectFragments: self._inspect_fragments,
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
-            Metrics: self._metrics, Observe: self.observers.observe,
+            Interrupt: self._interrupt, Metrics: self._metrics, Observe: self.observers.observe,
         }  # fmt: skip
 
     @property
@@ -331,6 +332,10 @@ class Core:
             for one in watch.without(-1):
                 self.surveyed(one)
 
+    def _interrupt(self, peer: Peer, message: Interrupt, frames: tuple) -> None:
+        self._session(peer).op_stream.interrupt(message.upto)
+        self.round_robin.resume(peer)
+
     def _metrics(self, peer: Peer, message: Metrics, frames: tuple) -> None:
         self._session(peer).logged = logged(message)
 
@@ -413,10 +418,16 @@ class Core:
         for session in list(sessions):
             if worker.index in session.emitter.used:
                 self.guarded(session, "an acknowledgement", session.op_stream.acknowledge)
+                if session.inbox:
+                    self.round_robin.resume(session.peer)
 
     def _op_error(self, peer: Peer, message: OpError, frames: tuple) -> None:
         """An instruction failed: the session that issued the op learns of it, with the op's origin."""
         worker = self._worker(peer)
+        if message.kind == "interrupted":
+            for session in list(self._lease(peer).sessions.values()):
+                self.guarded(session, "an interrupt", session.drop, {message.seq, *message.others})
+            return
         for session in self._lease(peer).sessions.values():
             row = session.journal.find(message.seq)
             if row is None:
@@ -427,6 +438,8 @@ class Core:
                 self.guarded(session, "a failed op", session.failures.taint, message.seq, loss, message.others)
                 return
             who = memory_report(session, worker, message.memory) if message.memory else ""
+            if session.failures.dropped and message.message.startswith("no tensor has the id"):
+                who = ", since an interrupt (Ctrl-C) dropped the op that makes it: compute it again"
             error = op_failed(row, message.seq, message.kind, message.message[:MAX_ERROR_CHARACTERS] + who, worker.name)
             failed = row.at(message.seq)
             self.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)

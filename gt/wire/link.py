@@ -30,6 +30,7 @@ from gt.wire.messages import (
     Hello,
     Inspect,
     InspectFragments,
+    Interrupt,
     Message,
     Metrics,
     Notice,
@@ -45,6 +46,7 @@ from gt.wire.messages import (
     Renew,
     Report,
     Run,
+    Skip,
     Stats,
     TorchSettings,
     UploadChunk,
@@ -66,7 +68,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     "client": (
         frozenset(
             {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, Metrics, UploadChunk, UploadProgress}
-            | {OfferArena, CloseArenas, Goodbye}
+            | {OfferArena, CloseArenas, Interrupt, Goodbye}
         ),
         frozenset(
             {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice}
@@ -77,7 +79,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
         frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, Goodbye}),
         frozenset(
             {Welcome, Reject, World, Run, Data, OfferArena, CloseArenas, UseBlock, WindowUpdate, TorchSettings, Abort, Query}
-            | {Renew, Exit}
+            | {Skip, Renew, Exit}
         ),
     ),
     "observer": (frozenset({Observe, Goodbye}), frozenset({Welcome, Reject, Records, Exit})),

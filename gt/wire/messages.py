@@ -153,6 +153,17 @@ class Metrics(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Interrupt(Message):
+    """Client -> dispatcher: ops of batches up to `upto` that workers have not begun are not wanted any more. Not answered.
+
+    Tensors that such ops would have made fail; those that they would have changed stay as they are. Batches up to `upto` may
+    still come. Ignored by sessions that use several workers or captured steps.
+    """
+
+    upto: int
+
+
+@dataclass(frozen=True, slots=True)
 class UploadChunk(Message):
     """Client -> dispatcher, answers UploadRequest and WindowUpdate: the next frame of a host copy's region.
 
@@ -403,6 +414,17 @@ class TorchSettings(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Skip(Message):
+    """Dispatcher -> worker: begin no instruction of this session but uploads, from now on until `on` is false in a later Skip.
+
+    That one is in order with Runs. A Run's seqs that were skipped are reported by an OpError of the kind "interrupted".
+    """
+
+    session: int
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Abort(Message):
     """Dispatcher -> worker: worker `index` is lost. Fail every wait that involves it, and go on."""
 
@@ -462,9 +484,9 @@ class Done(Message):
 class OpError(Message):
     """Worker -> dispatcher: op `seq` failed, and its outputs are placeholders.
 
-    kind: "op", "unsupported", "peer" or "memory". memory: with some of the kind "memory"; {"limit", "session_limit": 0 for
-    none, "used", "session": tensors of the session, "others": of other sessions, "top": the session's largest [id, bytes]}, in
-    bytes. others: if many ops of the Run failed in the same way, all of them; the first is `seq`.
+    kind: "op", "unsupported", "peer", "memory" or "interrupted", see Skip. memory: with some of the kind "memory"; {"limit",
+    "session_limit": 0 for none, "used", "session": tensors of the session, "others": of other sessions, "top": the session's
+    largest [id, bytes]}, in bytes. others: if many ops of the Run failed in the same way, all of them; the first is `seq`.
     """
 
     seq: int
@@ -523,5 +545,5 @@ CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
     UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
-    Metrics, Watched, Observe, Records,
+    Metrics, Watched, Observe, Records, Interrupt, Skip,
 )  # fmt: skip

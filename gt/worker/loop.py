@@ -40,6 +40,7 @@ from gt.wire.messages import (
     Renew,
     Report,
     Run,
+    Skip,
     TorchSettings,
     UploadProgress,
     UseBlock,
@@ -126,10 +127,8 @@ class Loop:
                 self._receive_data(message, frames)
             case UseBlock() | OfferArena():
                 self.executor.arenas.receive(message)
-            case Run() | TorchSettings() | World() | CloseArenas():
-                if isinstance(message, World) and self._own(message) in message.members:
-                    self._members = frozenset(message.members)
-                self._inbox.put((message, uploads.epoch))
+            case Run() | TorchSettings() | World() | CloseArenas() | Skip():
+                self._receive_in_order(message)
             case Query(request, wanted, programs):
                 began = time.thread_time()
                 stats = {"name": self.name, **self._usage(), **self.executor.stats(programs)} if wanted else {}
@@ -159,6 +158,15 @@ class Loop:
                 self.lost(str(errors.from_wire(error)))
             case _:
                 log.warning("a worker got %s, which it does not expect", type(message).__name__)
+
+    def _receive_in_order(self, message: Run | TorchSettings | World | CloseArenas | Skip) -> None:
+        """Queue it for the executing thread, but for the beginning of an interrupt."""
+        if isinstance(message, Skip) and message.on:
+            self.executor.interrupted.add(message.session)
+            return
+        if isinstance(message, World) and self._own(message) in message.members:
+            self._members = frozenset(message.members)
+        self._inbox.put((message, self.executor.uploads.epoch))
 
     def _receive_data(self, message: Data, frames: tuple) -> None:
         self.executor.uploads.receive(message, frames[0] if frames else None)
@@ -225,6 +233,9 @@ class Loop:
             if isinstance(message, TorchSettings):
                 self._switch(message)
                 continue
+            if isinstance(message, Skip):
+                self.executor.interrupted.discard(message.session)
+                continue
             if isinstance(message, CloseArenas):
                 self.executor.arenas.close(message)
                 continue
@@ -261,7 +272,7 @@ class Loop:
         self._engine.switch(message.switches)
         if self._session not in (NOBODY, message.session):
             self._engine.clear()
-        self._session = message.session
+        self._session = self.executor.session = message.session
         self._shared = message.shared and self._engine.progress is not None
         self.executor.budget.serve(message.session, message.memory)
 

@@ -35,6 +35,7 @@ from gt.wire.messages import (
     Goodbye,
     Hello,
     Inspect,
+    Interrupt,
     Message,
     Metrics,
     Observe,
@@ -300,7 +301,7 @@ class Liar:
         kinds: list[Message] = [
             Fetch(request, self.as_int(self.id())), Describe(request, [self.id() for _ in range(rng.randrange(3))]),
             Inspect(request, self.as_int(self.id())), Stats(request), UploadChunk(rng.randrange(100), 0, 10 << 30), self.seal(),
-            self.metrics(),
+            self.metrics(), Interrupt(rng.choice([self.batch, self.batch - 1, -1, 1 << 62])),
         ]  # fmt: skip
         if dice > 0.98:
             return self.anything()
@@ -325,7 +326,11 @@ class Liar:
             (Done(runs[-1] if runs else 0, [], [rng.choice(keys)]), (bytes(rng.choice([64, 16])),)),
             (Described(rng.choice(keys), [rng.choice([spec(3), "x", [], spec(1 << 40, 1 << 40)])]), ()),
             (
-                OpError(rng.randrange(self.field.core.cluster.seq + 2), rng.choice(["op", "peer", "unsupported", "?"]), "lie"),
+                OpError(
+                    rng.randrange(self.field.core.cluster.seq + 2),
+                    rng.choice(["op", "peer", "unsupported", "interrupted", "?"]),
+                    "lie",
+                ),
                 (),
             ),
             (UploadProgress(rng.choice(keys), rng.choice([0, 64, 1 << 62])), ()),

@@ -6,7 +6,7 @@ upstream is known by then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -318,6 +318,11 @@ class Fetches:
         error = OpFailed(f"{request.name} cannot be read on worker {worker}: {how}")
         self._context.send(Failed(request.number, errors.to_wire(error)))
         return True
+
+    def drop(self, seqs: Collection[int]) -> None:
+        """Questions of these numbers were not begun, for an interrupt."""
+        for request in [request for request in self.open.values() if request.seq in seqs]:
+            self.give_up(request, OpFailed(f"{request.name} was not read, since an interrupt (Ctrl-C) ended what was queued"))
 
     def _misfit(self, request: Request, how: str) -> None:
         """An op gave another shape than the client said."""
