@@ -42,6 +42,9 @@ LIMITS = {
     "empty message and back": ("ms", None, None),
     "awaited step of 8 ops": ("ms", None, None),
     "  over its compute, in empty messages": ("", 2, None),
+    "awaited replay of these 8 ops": ("ms", None, None),
+    "  its time over its compute": ("ms", None, None),
+    "  the same, in empty messages": ("", 2, None),
     "start eight workers, first result": ("s", 4, None),
     "  of which import torch": ("s", None, None),
     "start one worker, first result, in imports of torch": ("", 1.5, None),
@@ -169,23 +172,34 @@ def fetch(device: str) -> dict[str, float]:
 
 
 def awaited(device: str) -> dict[str, float]:
-    """Milliseconds of a small step whose value is read, beside a message that asks for nothing."""
+    """Milliseconds of a small step whose value is read, op by op and as a replay, beside a message that asks for nothing.
+
+    The four take turns, so that other work on the machine meets all of them.
+    """
     import torch
 
-    def step(x: Any) -> float:
+    import gt
+
+    def step(x: Any) -> Any:
         y = (x * 0.5 + 1.0) * x - x
-        return (y.relu() @ x).exp().sum().item()
+        return (y.relu() @ x).exp().sum()
 
     x, host = torch.ones(8, 8, device=device), torch.ones(8, 8)
-    whole = median_us(lambda: step(x), 10, lambda: None) / 1e3
     if device != "remote":
-        return {"awaited step of 8 ops": whole}
-    empty = median_us(torch.remote.synchronize, 10, lambda: None) / 1e3
-    compute = median_us(lambda: step(host), 10, lambda: None) / 1e3
+        return {"awaited step of 8 ops": median_us(lambda: step(x).item(), 10, lambda: None) / 1e3}
+    captured = gt.compile(step)
+    for _ in range(4):
+        captured(x).item()
+    runs = [torch.remote.synchronize, lambda: step(x).item(), lambda: captured(x).item(), lambda: step(host).item()]
+    rows = [[median_us(run, 10, lambda: None, blocks=1) / 1e3 for run in runs] for _ in range(100)]
+    empty, whole, replay, compute = (statistics.median(column[10:]) for column in zip(*rows, strict=True))
     return {
         "empty message and back": empty,
         "awaited step of 8 ops": whole,
         "  over its compute, in empty messages": (whole - compute) / empty,
+        "awaited replay of these 8 ops": replay,
+        "  its time over its compute": replay - compute,
+        "  the same, in empty messages": (replay - compute) / empty,
     }
 
 

@@ -43,6 +43,7 @@ from gt.wire.messages import (
     Goodbye,
     Inspect,
     InspectFragments,
+    Interrupt,
     Message,
     Metrics,
     Ops,
@@ -138,7 +139,7 @@ class Session:
         self._last_notice = ""  # why there is no Welcome yet
         self._notice_count = 0  # received before the Welcome
         self._queued = False  # the server has no free workers for this session yet
-        self._fetches = 0
+        self._fetches = self._submitted = 0  # batches so far
         self._trace_rows: list[TraceRows] = []  # of the trace that ends
         self.watched = False  # somebody observes the server
         self._handlers = self._message_handlers()
@@ -202,13 +203,18 @@ class Session:
 
     # ---- for the recorder; any thread
 
-    def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = ()) -> None:
-        """Queue a batch of the op stream, in order. The session owns the lists from now on. Never waits."""
+    def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = (), asks: bool = False) -> None:
+        """Queue a batch of the op stream, in order. The session owns the lists from now on. Never waits.
+
+        asks: the caller is about to ask for a value, and sends both then.
+        """
         self._check()
         if spans.current is not None:
             spans.current.batch(code)
         self._outbox.append((templates, origins, code, frames))
-        self._link.push()
+        self._submitted += 1
+        if not asks:
+            self._link.push()
 
     @property
     def waiting(self) -> bool:
@@ -223,13 +229,22 @@ class Session:
         """Wait until few batches are queued, so that a program faster than its workers cannot fill memory."""
         if self._link.inside or self.has_credit():
             return
-        with spans.span("wait until workers have taken ops"):
-            if not self._link.lead(self._unblocked):
-                with self._room:
-                    while not self._unblocked():
-                        self._room.wait()
+        try:
+            with spans.span("wait until workers have taken ops"):
+                if not self._link.lead(self._unblocked):
+                    with self._room:
+                        while not self._unblocked():
+                            self._room.wait()
+        except KeyboardInterrupt:
+            self.interrupt()
+            raise
         if not self.has_credit():
             self._raise_deferred()
+
+    def interrupt(self) -> None:
+        """Drop what was submitted and no worker has begun, where the server can: see messages.Interrupt. Never waits."""
+        if self.failure is None and self._pid == os.getpid():
+            self._link.send(Interrupt(self._submitted - 1))
 
     def _unblocked(self) -> bool:
         return self.has_credit() or self.failure is not None or self._deferred_error is not None
@@ -445,6 +460,9 @@ class Session:
                 while not pending.done.wait(TICK_SECONDS if tick else None):
                     if tick is not None:
                         tick(0)
+        except KeyboardInterrupt:
+            self.interrupt()
+            raise
         finally:
             self._pending.pop(request, None)
             if self._pending:  # other threads wait for answers that this thread would have received
@@ -475,7 +493,7 @@ class Session:
         self._pump()
 
     def _pump(self) -> None:
-        """Send the outbox in order. A batch needs credit, and messages behind it wait with it."""
+        """Send the outbox in order. A batch needs credit, and messages behind it wait with it. A Fetch goes with its batch."""
         outbox, full = self._outbox, len(self._outbox) >= MAX_WAITING_BATCHES
         while outbox:
             item = outbox[0]
@@ -483,7 +501,12 @@ class Session:
                 if self._window.full or not self._greeting.done.is_set():
                     break
                 templates, origins, code, frames = item
-                self._link.send(Ops(self._window.take(), templates, origins, code), frames)
+                follows = outbox[1] if len(outbox) > 1 else None
+                fetch = [follows.request, follows.tensor, follows.place] if isinstance(follows, Fetch) else []
+                self._link.send(Ops(self._window.take(), templates, origins, code, fetch), frames)
+                if fetch:
+                    self._fetches += 1
+                    outbox.popleft()
             else:
                 self._fetches += isinstance(item, Fetch)
                 self._link.send(item)
@@ -602,6 +625,9 @@ class Session:
         self._note_room()
 
     def _value(self, message: messages.Value, frames: tuple[Any, ...]) -> None:
+        if message.acked >= 0:
+            self._window.ack(message.acked)
+            self._note_room()
         pending = self._pending.get(message.request)
         if pending is None:
             return

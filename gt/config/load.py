@@ -64,6 +64,9 @@ def load(text: str, path: str = "") -> Config:
         if name == RESERVED:
             reserved = value
         else:
+            if name in GT_KEYS and not isinstance(value, yaml.MappingNode):
+                shown = value.value[:SHORT] if isinstance(value, yaml.ScalarNode) else "..."
+                reader.fail("", _line(key), f"{name} is no group: write it as a key of gt, `gt: {{{name}: {shown}}}`")
             groups[name] = reader.group(name, key, value)
     for group in groups.values():
         if group.backward is not None and group.backward not in groups:
@@ -133,6 +136,9 @@ class _Reader:
             mark = error.problem_mark or error.context_mark
             line = mark.line + 1 if mark else 1
             self.fail("", line, f"not YAML: {error.problem or error.context!s:.200}; {BROKEN}")
+        except yaml.reader.ReaderError as error:
+            line, character = text.count("\n", 0, error.position) + 1, text[error.position : error.position + 1]
+            self.fail("", line, f"not YAML: the character {character!r} is not allowed; remove it")
         except yaml.YAMLError as error:
             raise ConfigError(f"{self.file}: not YAML: {' '.join(str(error).split()):.200}; {BROKEN}") from error
 

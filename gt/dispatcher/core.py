@@ -59,6 +59,7 @@ from gt.wire.messages import (
     Hello,
     Inspect,
     InspectFragments,
+    Interrupt,
     Message,
     Metrics,
     Observe,
@@ -127,7 +128,7 @@ class Core:
             InspectFragments: self._inspect_fragments,
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
             OfferFile: self._offer_file, Store: self._store, Metrics: self._metrics, TensorRoles: self._tensor_roles,
-            Observe: self.observers.observe, Trace: self.traces.trace, TraceRows: self._trace_rows,
+            Observe: self.observers.observe, Trace: self.traces.trace, TraceRows: self._trace_rows, Interrupt: self._interrupt,
         }  # fmt: skip
 
     @property
@@ -237,7 +238,24 @@ class Core:
             return
         if event.peer not in self.sessions:
             self.handle_message(event.peer, event.message, event.frames)
-        elif not self.round_robin.waits(event):
+        elif type(event.message) is Ops and event.message.fetch:
+            self._receive_ops_and_fetch(event, event.message.fetch)
+        else:
+            self._receive_of_client(event)
+
+    def _receive_ops_and_fetch(self, event: Received, fetch: list) -> None:
+        """A batch and a question: two messages in one, whose instructions are sent to workers together."""
+        session = self.sessions[event.peer]
+        if len(fetch) != 3 or any(type(number) is not int for number in fetch):
+            self.refuse(event.peer, ProtocolError(f"Ops.fetch is {fetch!r:.60}, want three integers, or nothing"))
+            return
+        with session.op_stream.asked():
+            self._receive_of_client(event)
+            if event.peer in self.sessions:
+                self._receive_of_client(Received(event.peer, Fetch(*fetch), (), event.at))
+
+    def _receive_of_client(self, event: Received) -> None:
+        if not self.round_robin.waits(event):
             self.handle_message(event.peer, event.message, event.frames)
             session = self.sessions.get(event.peer)
             if session is not None and (session.inbox or session.op_stream.busy):
@@ -339,6 +357,10 @@ class Core:
             for one in watch.without(-1):
                 self.surveyed(one)
 
+    def _interrupt(self, peer: Peer, message: Interrupt, frames: tuple) -> None:
+        self._session(peer).op_stream.interrupt(message.upto)
+        self.round_robin.resume(peer)
+
     def _metrics(self, peer: Peer, message: Metrics, frames: tuple) -> None:
         self._session(peer).logged = logged(message)
 
@@ -423,6 +445,10 @@ class Core:
         worker = self._worker(peer)
         if not worker.done <= message.seq <= worker.runs:
             raise ProtocolError(f"Done.seq is {message.seq}, of {worker.runs} Runs {worker.done} were done")
+        if len(message.pieces) != len(frames):
+            raise ProtocolError(f"Done.pieces are {len(message.pieces)}, with {len(frames)} frames")
+        for key, frame in zip(message.pieces, frames, strict=True):
+            self._piece(peer, Piece(key, 0, len(frame)), (frame,))
         lease = self._lease(peer)
         sessions = lease.sessions.values()
         if message.times:
@@ -432,10 +458,16 @@ class Core:
         for session in list(sessions):
             if worker.index in session.emitter.used:
                 self.guarded(session, "an acknowledgement", session.op_stream.acknowledge)
+                if session.inbox:
+                    self.round_robin.resume(session.peer)
 
     def _op_error(self, peer: Peer, message: OpError, frames: tuple) -> None:
         """An instruction failed: the session that issued the op learns of it, with the op's origin."""
         worker = self._worker(peer)
+        if message.kind == "interrupted":
+            for session in list(self._lease(peer).sessions.values()):
+                self.guarded(session, "an interrupt", session.drop, {message.seq, *message.others})
+            return
         for session in self._lease(peer).sessions.values():
             row = session.journal.find(message.seq)
             if row is None:
@@ -446,6 +478,8 @@ class Core:
                 self.guarded(session, "a failed op", session.failures.taint, message.seq, loss, message.others)
                 return
             who = memory_report(session, worker, message.memory) if message.memory else ""
+            if session.failures.dropped and message.message.startswith("no tensor has the id"):
+                who = ", since an interrupt (Ctrl-C) dropped the op that makes it: compute it again"
             error = op_failed(row, message.seq, message.kind, message.message[:MAX_ERROR_CHARACTERS] + who, worker.name)
             failed = row.at(message.seq)
             self.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)

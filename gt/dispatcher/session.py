@@ -54,7 +54,8 @@ class ClientSession:
     @property
     def stalled(self) -> bool:
         """True while messages have to wait."""
-        awaits = bool(self.inbox) and self.arenas.awaits(self.inbox[0][0])
+        first = self.inbox[0][0] if self.inbox else None
+        awaits = first is not None and (self.arenas.awaits(first) or self.op_stream.awaits(first))
         return awaits or bool(self.outbox.held) or self.op_stream.busy or self.op_stream.in_thread
 
     @property
@@ -95,6 +96,13 @@ class ClientSession:
         self.outbox.send_held()  # planned with the old process in mind: peers must meet its end, not its successor
         self.op_stream.acknowledge()
 
+    def drop(self, seqs: set[int]) -> None:
+        """Ops and questions of these numbers were not begun, for an interrupt."""
+        self.failures.drop(seqs)
+        self.fetches.drop(seqs)
+        for tensor in self.table.rows.values():  # of what was dropped nobody knows which are there
+            tensor.copies = tensor.sums = None
+
     def regain(self, worker: Worker) -> None:
         """A new process has a lost worker's place; what the old one held stays lost."""
         self.cluster.send_all()
@@ -110,6 +118,8 @@ class ClientSession:
         self.programs.discard()
         self.op_stream.fragments.close()
         outbox.discard()
+        if self.op_stream.interrupted >= 0:
+            self.op_stream.end_interrupt()
         context.ended = True  # what follows frees, for which workers need no switches
         self.fetches.close()
         unsent = [row for rows in (self.uploads.unsent, *takes) for row in rows]

@@ -58,6 +58,8 @@ class Supervisor:
 
     def run(self) -> None:
         status = os.pipe()
+        if self._order["workers"]:
+            import gt.worker.loop  # noqa: F401 - half of its modules are the dispatcher's too, and NumPy and ZeroMQ
         self._dispatcher = fork("gt.server", lambda: _dispatch(self._order, status[1]))
         os.close(status[1])
         self._watch(self._dispatcher)
@@ -287,7 +289,6 @@ def _work(order: dict[str, Any], port: int, gpu: str) -> None:
 
 def _preload(backend: str) -> list[str]:
     """Import the modules that all workers share, and return the usable GPUs."""
-    import gt.worker.loop  # noqa: F401
     from gt.worker.engine.registry import ENGINES, import_torch_engine, open_engine
 
     if backend != "torch":

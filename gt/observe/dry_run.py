@@ -195,7 +195,7 @@ class Dry:
 
     # ---- calls of the recorder
 
-    def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = ()) -> None:
+    def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = (), asks: bool = False) -> None:
         self._handle(Received(CLIENT, Ops(self._batch, templates, origins, code), tuple(frames)))
         self._batch += 1
         self.tick(self.state.op_stream.ops - self._ops)

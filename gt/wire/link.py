@@ -12,6 +12,7 @@ from gt import errors
 from gt.errors import ProtocolError, Refused
 from gt.wire.messages import (
     CHUNK,
+    MAX_PIECES,
     VERSION,
     Abort,
     Ack,
@@ -29,6 +30,7 @@ from gt.wire.messages import (
     Hello,
     Inspect,
     InspectFragments,
+    Interrupt,
     Message,
     Metrics,
     Notice,
@@ -45,6 +47,7 @@ from gt.wire.messages import (
     Renew,
     Report,
     Run,
+    Skip,
     Stats,
     Store,
     TensorRoles,
@@ -70,7 +73,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     "client": (
         frozenset(
             {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, Metrics, UploadChunk, UploadProgress}
-            | {OfferArena, OfferFile, Store, TensorRoles, CloseArenas, Trace, Goodbye}
+            | {OfferArena, OfferFile, Store, TensorRoles, CloseArenas, Trace, Interrupt, Goodbye}
         ),
         frozenset(
             {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice}
@@ -81,12 +84,12 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
         frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, TraceRows, Goodbye}),
         frozenset(
             {Welcome, Reject, World, Run, Data, OfferArena, OfferFile, CloseArenas, UseBlock, WindowUpdate, TorchSettings}
-            | {Abort, Query, Trace, Renew, Exit}
+            | {Abort, Query, Trace, Skip, Renew, Exit}
         ),
     ),
     "observer": (frozenset({Observe, Goodbye}), frozenset({Welcome, Reject, Records, Exit})),
 }
-CARRIES = {Ops: 4096, UploadChunk: 1, Piece: 1, Data: 1}  # messages with frames -> number of frames, at most
+CARRIES = {Ops: 4096, UploadChunk: 1, Piece: 1, Data: 1, Done: MAX_PIECES}  # messages with frames -> number of frames, at most
 
 
 def hello(role: str, config: str = "", config_path: str = "", **rest: dict[str, Any]) -> Hello:

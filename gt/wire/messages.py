@@ -16,6 +16,7 @@ AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client ha
 MAX_VALUES = 64  # in one Metrics
 MAX_ROLES = 8192  # tensors in one TensorRoles
 TIMES = 4096  # definitions in one Done, at most
+MAX_PIECES = 64  # fetched pieces in one Done
 MAX_BODY = 16 << 20  # bytes of one msgpack body
 
 
@@ -54,17 +55,18 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ops(Message):
-    """Client -> dispatcher: a batch of the op stream. Answered by Ack, which gives credit.
+    """Client -> dispatcher: a batch of the op stream. Answered by Ack, or a Value that has it, which gives credit.
 
     seq: number of the batch, from 0. templates: [number, Template.wire()] of each new template. origins: [number, file, line,
     group, backward, micro-batch or -1] of each new line. code: a stream, see ir.instr. frames: bytes of inline uploads, by
-    index.
+    index. fetch: the fields of a Fetch that follows, [] for none: workers get both at once.
     """
 
     seq: int
     templates: list
     origins: list
     code: Numbers
+    fetch: Numbers = field(default_factory=list)
 
 
 THROUGH = -1  # Fetch.tensor: no tensor; waits for all devices
@@ -176,6 +178,17 @@ class TensorRoles(Message):
     """
 
     rows: list
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt(Message):
+    """Client -> dispatcher: ops of batches up to `upto` that workers have not begun are not wanted any more. Not answered.
+
+    Tensors that such ops would have made fail; those that they would have changed stay as they are. Batches up to `upto` may
+    still come. Ignored by sessions that use several workers or captured steps.
+    """
+
+    upto: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,13 +336,14 @@ class Value(Message):
     """Dispatcher -> client, answers Fetch: shape and dtype of a tensor. Its pieces follow as Piece messages.
 
     pieces: [[key, boxes], ...]. If the Value has a frame, that frame is the only piece, and no Piece follows. Without
-    pieces the whole value is in the block that Fetch named.
+    pieces the whole value is in the block that Fetch named. acked: as the seq of an Ack before it, -1 for none.
     """
 
     request: int
     shape: list
     dtype: str
     pieces: list
+    acked: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +497,17 @@ class TorchSettings(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Skip(Message):
+    """Dispatcher -> worker: begin no instruction of this session but uploads, from now on until `on` is false in a later Skip.
+
+    That one is in order with Runs. A Run's seqs that were skipped are reported by an OpError of the kind "interrupted".
+    """
+
+    session: int
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Abort(Message):
     """Dispatcher -> worker: worker `index` is lost. Fail every wait that involves it, and go on."""
 
@@ -531,20 +556,22 @@ class Done(Message):
 
     On a GPU that sessions share, the device has executed them too: see TorchSettings.shared.
 
-    times: [number, seconds, ...] of the definitions of timed Runs: the shortest time of each.
+    times: [number, seconds, ...] of the definitions of timed Runs: the shortest time of each. pieces: keys of fetched pieces
+    whose frames this message has, one frame each: as a Piece before it would have.
     """
 
     seq: int
     times: Numbers = field(default_factory=list)
+    pieces: Numbers = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class OpError(Message):
     """Worker -> dispatcher: op `seq` failed, and its outputs are placeholders.
 
-    kind: "op", "unsupported", "peer" or "memory". memory: with some of the kind "memory"; {"limit", "session_limit": 0 for
-    none, "used", "session": tensors of the session, "others": of other sessions, "top": the session's largest [id, bytes]}, in
-    bytes. others: if many ops of the Run failed in the same way, all of them; the first is `seq`.
+    kind: "op", "unsupported", "peer", "memory" or "interrupted", see Skip. memory: with some of the kind "memory"; {"limit",
+    "session_limit": 0 for none, "used", "session": tensors of the session, "others": of other sessions, "top": the session's
+    largest [id, bytes]}, in bytes. others: if many ops of the Run failed in the same way, all of them; the first is `seq`.
     """
 
     seq: int
@@ -604,5 +631,5 @@ CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
     UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
-    Metrics, Watched, Observe, Records, TensorRoles, Trace, TraceRows, OfferFile, Store,
+    Metrics, Watched, Observe, Records, TensorRoles, Trace, TraceRows, OfferFile, Store, Interrupt, Skip,
 )  # fmt: skip

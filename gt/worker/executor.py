@@ -14,7 +14,7 @@ from typing import Any
 
 from gt.errors import ProtocolError
 from gt.ir.instr import BASE_BITS, COMMUNICATION, END, FIRST, FORGET, FREE, KINDS, PROGRAMS, Define
-from gt.wire.messages import TraceRows
+from gt.wire.messages import OpError, TraceRows
 from gt.worker.arenas import WorkerArenas
 from gt.worker.context import Binder, ExecutionContext, FirstLaunch, Rebindable
 from gt.worker.downloads import Downloads
@@ -64,6 +64,7 @@ class Executor:
         self.traces: dict[int, Tracer] = {}  # by session
         self._busy = False
         self._thread = self._peak_bytes = 0
+        self.interrupted: set[int] = set()  # sessions of which nothing is begun; the thread that receives messages adds them
 
     @property
     def instructions(self) -> int:
@@ -143,7 +144,7 @@ class Executor:
         at, end, executed = 0, len(code), 0
         self.worker.epoch, self.worker.base, self._thread = epoch, base, get_ident()
         runner.begin(code, base)
-        steps = self._steps(timed)
+        steps, interrupted, skipped = self._steps(timed), self.interrupted, dict[int, None]()
         self._busy = True
         with self._engine.guard():
             while at < end:
@@ -155,6 +156,10 @@ class Executor:
                     step, size = steps[number]
                 except KeyError:
                     raise ProtocolError(f"instruction {number} was never defined") from None
+                if interrupted and self._skips(number):
+                    skipped[base + code[at + 1]] = None
+                    at += size
+                    continue
                 runner.place = at
                 if pending.exist:
                     self._track_pending(number, code[at + 2 : at + size])
@@ -165,10 +170,16 @@ class Executor:
                 at += size
                 executed += 1
         runner.errors.end_run()
+        if skipped:
+            self.worker.send(OpError(next(iter(skipped)), "interrupted", "", {}, list(skipped)))
         runner.executed += executed
         self._busy = False
         if self._engine.progress is not None:
             self._engine.progress.note()
+
+    def _skips(self, number: int) -> bool:
+        """True if an instruction is not begun, for an interrupt. Uploads are: their bytes have come."""
+        return self.session in self.interrupted and self._table.definitions[number].kind != "upload"
 
     def _steps(self, timed: bool) -> Steps:
         """The table of steps for one stream."""

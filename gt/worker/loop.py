@@ -25,6 +25,7 @@ from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.link import hello
 from gt.wire.messages import (
     CHUNK,
+    MAX_PIECES,
     Abort,
     CloseArenas,
     Data,
@@ -40,6 +41,7 @@ from gt.wire.messages import (
     Renew,
     Report,
     Run,
+    Skip,
     TorchSettings,
     Trace,
     TraceRows,
@@ -64,6 +66,7 @@ log = logging.getLogger("gt.worker")
 MAX_RUNS_PER_DONE = 8
 # A Run of fewer numbers that took more seconds is answered by itself
 SHORT_RUN_NUMBERS, LONG_RUN_SECONDS = 400, 5e-4
+MAX_JOINED_BYTES = 16 << 10  # of a piece that is sent with its Run's Done
 EXIT_SECONDS = 2.0  # until a process that shares memory with others is ended
 HOT_SECONDS = 0.02  # after an instruction in which another is likely
 NOBODY = -1  # no session yet
@@ -94,6 +97,7 @@ class Loop:
         self.done = self._running = -1  # the last Run carried out (on a GPU: issued), and the one under way
         self._busy_seconds = self._run_began = 0.0  # in Runs, and when the one under way began, 0.0 for none
         self._unreported = 0  # Runs carried out that no Done has reported
+        self._pieces: list[tuple[int, memoryview | bytes]] = []  # small ones, whole, which the next Done takes along
         self._completions: Completions[Done] = Completions(self.send)
         self._shared = False  # a Run is done once the device has completed it
         self._engine, self._plane = engine, plane
@@ -112,6 +116,9 @@ class Loop:
         assert self.link is not None
         if type(message) is Piece and message.total > CHUNK and message.offset == 0:
             self._send_done()  # the piece may be forwarded once earlier Runs are done
+        if type(message) is Piece and 0 < message.total <= MAX_JOINED_BYTES and len(self._pieces) < MAX_PIECES:
+            self._pieces.append((message.key, frames[0]))
+            return
         self.link.send(message, frames, wake=False)
         if alone or type(message) is not Piece:
             self.link.push()
@@ -120,16 +127,13 @@ class Loop:
 
     def receive(self, message: Message, frames: tuple) -> None:
         """Handle one message of the dispatcher. Messages that can wait are queued for the executing thread."""
-        uploads = self.executor.uploads
         match message:
             case Data():
                 self._receive_data(message, frames)
             case UseBlock() | OfferArena() | OfferFile():
                 self.executor.arenas.receive(message)
-            case Run() | TorchSettings() | World() | CloseArenas():
-                if isinstance(message, World) and self._own(message) in message.members:
-                    self._members = frozenset(message.members)
-                self._inbox.put((message, uploads.epoch))
+            case Run() | TorchSettings() | World() | CloseArenas() | Skip():
+                self._receive_in_order(message)
             case Query():
                 self._answer(message)
             case Trace():
@@ -177,6 +181,15 @@ class Loop:
         parts = [] if message.on else list(self.executor.end_trace(message.session, message.request))
         for part in parts or [TraceRows(message.request, 0, [], [], [], [], time.monotonic(), 0, 0)]:
             self.send(part)
+
+    def _receive_in_order(self, message: Run | TorchSettings | World | CloseArenas | Skip) -> None:
+        """Queue it for the executing thread, but for the beginning of an interrupt."""
+        if isinstance(message, Skip) and message.on:
+            self.executor.interrupted.add(message.session)
+            return
+        if isinstance(message, World) and self._own(message) in message.members:
+            self._members = frozenset(message.members)
+        self._inbox.put((message, self.executor.uploads.epoch))
 
     def _receive_data(self, message: Data, frames: tuple) -> None:
         self.executor.uploads.receive(message, frames[0] if frames else None)
@@ -248,6 +261,9 @@ class Loop:
             if isinstance(message, TorchSettings):
                 self._switch(message)
                 continue
+            if isinstance(message, Skip):
+                self.executor.interrupted.discard(message.session)
+                continue
             if isinstance(message, CloseArenas):
                 self.executor.arenas.close(message)
                 continue
@@ -303,9 +319,18 @@ class Loop:
         return not self._inbox.empty()
 
     def _send_done(self, op: int = -1, fence: Callable[[], None] | None = None) -> None:
-        if self._unreported:
-            self._unreported = 0
-            self._completions.add(Done(self.done, take_times(self.executor.times)), op, fence)
+        if not self._unreported:
+            return
+        self._unreported = 0
+        pieces, self._pieces = self._pieces, []
+        times = take_times(self.executor.times)
+        if fence is None and self._completions.first() is None:
+            self.send(Done(self.done, times, [key for key, _ in pieces]), tuple(frame for _, frame in pieces))
+            return
+        assert self.link is not None
+        for key, frame in pieces:  # they do not wait for the device
+            self.link.send(Piece(key, 0, len(frame)), (frame,), wake=False)
+        self._completions.add(Done(self.done, times), op, fence)
 
     def leave(self, why: str) -> None:
         """Send Goodbye as the last message, and end the link."""

@@ -117,6 +117,19 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: {workers: [0]}\nschedule: 1f1b\n", r"^f\.yaml:2: schedule is no group: .* `gt: \{schedule: 1f1b\}`$"),
+        ("data_parallel: [0, 1]\n", r"^f\.yaml:1: data_parallel is no group: .* `gt: \{data_parallel: \.\.\.\}`$"),
+        ("a: {workers: [0]}\n# \0\n", r"^f\.yaml:2: not YAML: the character '\\x00' is not allowed; remove it$"),
+    ],
+)
+def test_a_setting_outside_of_gt_and_a_control_character_are_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(text, "f.yaml")
+
+
 @pytest.mark.parametrize(("text", "message"), MISTAKES)
 def test_a_mistake_is_named_with_group_file_and_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

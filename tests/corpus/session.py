@@ -133,7 +133,7 @@ class PlannedSession:
 
     # ---- the client's questions
 
-    def submit(self, templates: list, origins: list, code: list, frames: Sequence) -> None:
+    def submit(self, templates: list, origins: list, code: list, frames: Sequence, asks: bool = False) -> None:
         self._handle(Received(CLIENT, m.Ops(self._batch, templates, origins, code), tuple(frames)))
         self._batch += 1
 

@@ -35,6 +35,7 @@ from gt.wire.messages import (
     Goodbye,
     Hello,
     Inspect,
+    Interrupt,
     Message,
     Metrics,
     Observe,
@@ -223,7 +224,10 @@ class Liar:
             code = [c for c in mutated(rng, code) if isinstance(c, (int, float))] if code else code
         seq = self.batch if rng.random() < 0.97 else rng.choice([0, self.batch + 1, 1 << 62])
         self.batch += 1
-        return Ops(seq, templates, origins, code), tuple(frames)
+        fetch = [rng.randrange(1 << 30), self.as_int(self.id()), -1] if rng.random() < 0.3 else []
+        if rng.random() < 0.02:
+            fetch = rng.choice([[1], [1, 2, 0.5], [1, 1 << 62, -1], [1, 2, 3, 4]])
+        return Ops(seq, templates, origins, code, fetch), tuple(frames)
 
     def recorded(self, code: list) -> list:
         """With beginnings, ends and replays of programs about it."""
@@ -301,6 +305,7 @@ class Liar:
             Fetch(request, self.as_int(self.id())), Describe(request, [self.id() for _ in range(rng.randrange(3))]),
             Inspect(request, self.as_int(self.id())), Stats(request), UploadChunk(rng.randrange(100), 0, 10 << 30), self.seal(),
             self.metrics(), self.roles(), Trace(request, rng.random() < 0.6), Stats(request, -1, True),
+            Interrupt(rng.choice([self.batch, self.batch - 1, -1, 1 << 62])),
         ]  # fmt: skip
         if dice > 0.98:
             return self.anything()
@@ -340,9 +345,14 @@ class Liar:
             (Done(runs[-1] if runs else rng.randrange(5)), ()),
             (Piece(rng.choice(keys), 0, rng.choice([64, 16, 10 << 30])), (bytes(64),)),
             (Piece(rng.choice(keys), 0, 0), ()),
+            (Done(runs[-1] if runs else 0, [], [rng.choice(keys)]), (bytes(rng.choice([64, 16])),)),
             (Described(rng.choice(keys), [rng.choice([spec(3), "x", [], spec(1 << 40, 1 << 40)])]), ()),
             (
-                OpError(rng.randrange(self.field.core.cluster.seq + 2), rng.choice(["op", "peer", "unsupported", "?"]), "lie"),
+                OpError(
+                    rng.randrange(self.field.core.cluster.seq + 2),
+                    rng.choice(["op", "peer", "unsupported", "interrupted", "?"]),
+                    "lie",
+                ),
                 (),
             ),
             (UploadProgress(rng.choice(keys), rng.choice([0, 64, 1 << 62])), ()),
@@ -526,12 +536,14 @@ class Field:
             self.next_id += 3
             code += [16, group, len(frames) - 1, upload, 17, group, upload, upload, total, 18, group, total, out]
             self.values[out] = [-2 * x for x in numbers]
-        self.feed(Received(b"honest", Ops(self.batch, templates, origins, code), tuple(frames), self.now))
-        self.batch += 1
         out = rng.choice(list(self.values))
         self.request += 1
+        fetch = [self.request, out, -1] if rng.random() < 0.5 else []
         self.answers.clear()
-        self.feed(Received(b"honest", Fetch(self.request, out), (), self.now))
+        self.feed(Received(b"honest", Ops(self.batch, templates, origins, code, fetch), tuple(frames), self.now))
+        self.batch += 1
+        if not fetch:
+            self.feed(Received(b"honest", Fetch(self.request, out), (), self.now))
         assert any(isinstance(m, Value) for m, _ in self.answers), self.answers
         raw = b"".join(bytes(f) for m, frames in self.answers if isinstance(m, (Piece, Value)) for f in frames)
         assert list(struct.unpack("16f", raw)) == self.values[out]
@@ -596,7 +608,7 @@ class Field:
             assert all(worker.honest(tensor) for tensor in worker.tensors)
             assert not worker.data, f"uploads that nothing takes are left: {list(worker.data)}"
             assert len(worker.defines) < 20, "definitions of sessions that ended are left"
-        assert any(isinstance(m, Ack) for m, _ in self.answers) or self.batch
+        assert any(isinstance(m, Ack) or (isinstance(m, Value) and m.acked >= 0) for m, _ in self.answers) or self.batch
 
 
 def rounds(seed: int, cases: int, until: float = float("inf")) -> Field:

@@ -29,7 +29,7 @@ class InlineSession:
         self.workers, self.groups, self.failure, self.on_idle = ["worker0"], [], None, None
         self.batches, self.waiting = 0, False
 
-    def submit(self, templates: list, origins: list, code: list, frames: list) -> None:
+    def submit(self, templates: list, origins: list, code: list, frames: list, asks: bool = False) -> None:
         self.batches += 1
         for number, wire in templates:
             self.templates[number] = Template.from_wire(wire)

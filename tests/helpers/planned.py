@@ -61,7 +61,7 @@ class PlanSession:
                     self.errors.append(action.message.error)
         self.core.check()
 
-    def submit(self, templates, origins, code, frames) -> None:
+    def submit(self, templates, origins, code, frames, asks=False) -> None:
         self.handle(Received(b"client", Ops(self.batch, templates, origins, code), tuple(frames)))
         self.batch += 1
         assert not self.errors, self.errors

@@ -66,7 +66,8 @@ class ToyCore:
                 failures = [(Failed(-1, to_wire(OpFailed("op 7 failed", op="mm"))),)] if message.code == [-7] else []
                 if message.code == [-8]:
                     return [(Failed(-1, to_wire(SystemFailure("the heap is full"))),), (Exit("the heap is full"),)]
-                return [*failures, (Ack(message.seq),)]
+                answers = self.fetch(Fetch(*message.fetch)) if message.fetch else []
+                return [*failures, (Ack(message.seq),), *answers]
             case Describe():
                 return [(Described(message.request, [[[n], [1], 0, "int64"] for n in message.tensors]),)]
             case Stats():

@@ -232,13 +232,13 @@ def test_a_file_is_the_owners_open_one_whatever_its_name_leads_to(arena, tmp_pat
     offer = lent(tmp_path / "a", True)
     (tmp_path / "a").unlink()
     (tmp_path / "a").symlink_to("/etc/passwd")
-    peer = PeerFile(arena.offer(), offer)
+    peer = PeerFile(told(arena), offer)
     os.pwrite(peer.fd, b"other", 0)
     assert os.pread(offer.fd, 5, 0) == b"other"
     with pytest.raises(OSError):
         os.pread(peer.fd, 1, 0)  # lent to be written only
     peer.close()
-    reader = PeerFile(arena.offer(), OfferFile(2, 1, offer.fd, 5, False))
+    reader = PeerFile(told(arena), OfferFile(2, 1, offer.fd, 5, False))
     assert os.pread(reader.fd, 5, 0) == b"other"
     with pytest.raises(OSError):
         os.pwrite(reader.fd, b"x", 0)
@@ -257,7 +257,7 @@ def test_what_is_no_file_of_the_offered_size_is_refused(arena, tmp_path):
     before = descriptors()
     for offer in (*offers, OfferFile(2, 1, sockets[0], 1, False), OfferFile(2, 1, 99999, 1, False)):
         with pytest.raises(OSError):
-            PeerFile(arena.offer(), offer)
+            PeerFile(told(arena), offer)
     assert descriptors() == before
     for fd in (*sockets, *(offer.fd for offer in offers)):
         os.close(fd)
@@ -269,7 +269,7 @@ def test_without_proof_of_its_process_no_file_is_opened(arena, tmp_path, change)
     offer = lent(tmp_path / "a")
     before = descriptors()
     with pytest.raises(OSError):
-        PeerFile(replace(arena.offer(), **change), offer)
+        PeerFile(replace(told(arena), **change), offer)
     assert descriptors() == before
     os.close(offer.fd)
 
@@ -280,6 +280,6 @@ def test_another_users_file_is_not_written(arena, tmp_path):
     os.chown(tmp_path / "a", 12345, 12345)
     offer = lent(tmp_path / "a", True)
     with pytest.raises(OSError, match="belongs to user 12345"):
-        PeerFile(arena.offer(), offer)
-    PeerFile(arena.offer(), replace(offer, write=False)).close()
+        PeerFile(told(arena), offer)
+    PeerFile(told(arena), replace(offer, write=False)).close()
     os.close(offer.fd)

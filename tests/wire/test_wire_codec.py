@@ -71,14 +71,14 @@ def test_well_formed_msgpack_of_another_kind_is_refused_or_a_message(value):
         ([CODES.index(Fetch), 1], "Fetch has 1 fields, want 3"),
         ([CODES.index(Fetch), 1, "x", -1], "Fetch.tensor is a str, want int"),
         ([CODES.index(Fetch), True, 1, -1], "Fetch.request is a bool, want int"),
-        ([CODES.index(Ops), 0, [], {}, []], "Ops.origins is a dict, want list"),
+        ([CODES.index(Ops), 0, [], {}, [], []], "Ops.origins is a dict, want list"),
         ([99], "unknown message code 99"),
         (["x"], "unknown message code 'x'"),
         ({}, "want a list"),
         ([], "want a list"),
         ([CODES.index(Ack), msgpack.ExtType(5, b"x")], "extension type 5"),
         ([CODES.index(Ack), msgpack.Timestamp(1)], "Ack.seq is a Timestamp"),
-        ([CODES.index(Ops), 0, [], [], [1, msgpack.Timestamp(1)]], "Ops.code holds a Timestamp"),
+        ([CODES.index(Ops), 0, [], [], [1, msgpack.Timestamp(1)], []], "Ops.code holds a Timestamp"),
     ],
 )
 def test_the_error_names_message_and_field(row, says):

@@ -135,9 +135,8 @@ def test_a_worker_says_hello_and_carries_out(dispatcher, worker):
     data = torch.tensor([1.5, -2.0])
     dispatcher.send(Data(5, 4, 8), (data.numpy().tobytes()[4:],))
     dispatcher.send(Data(5, 0, 8), (data.numpy().tobytes()[:4],))
-    piece, frames = dispatcher.next(Piece)
-    assert (piece.key, piece.total) == (6, 8) and bytes(frames[0]) == (2 * data).numpy().tobytes()
-    assert dispatcher.next(Done)[0].seq == 0
+    done, frames = dispatcher.next(Done)
+    assert (done.seq, done.pieces) == (0, [6]) and bytes(frames[0]) == (2 * data).numpy().tobytes()
     dispatcher.send(Query(3))
     report = dispatcher.next(Report)[0]
     assert report.request == 3 and report.body["done"] == 0

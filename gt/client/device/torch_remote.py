@@ -41,7 +41,7 @@ def synchronize(device: Any = None) -> None:
     """Wait until all workers and their GPUs have executed all ops; raise the first error. Does nothing in a recording."""
     if Current.recorder is not None and not recording():
         recorder = Current.recorder
-        recorder.flush_ops()
+        recorder.flush_ops(asks=True)
         recorder.note_wait()
         recorder.session.synchronize()
 

@@ -26,7 +26,7 @@ def fetch(tensor: RemoteTensor) -> torch.Tensor:
         constant = recorder.tape.constant(tensor)
         if constant is not None:
             return constant.clone()
-    recorder.flush_ops()
+    recorder.flush_ops(asks=True)
     recorder.note_wait()
     meta = tensor._ref.meta
     shape, dtype, data = recorder.session.fetch(tensor._ref.id, meta.numel * meta.dtype.itemsize)

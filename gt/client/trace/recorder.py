@@ -89,13 +89,13 @@ class Recorder:
     def _emit_upload(self, row: list) -> None:
         (self.code if self.tape is None else self.tape.uploads(self.code)).extend(row)
 
-    def flush(self) -> None:
-        """Hand everything recorded so far to the session; raises if its link is dead."""
+    def flush(self, asks: bool = False) -> None:
+        """Hand everything recorded so far to the session; raises if its link is dead. asks: see Session.submit."""
         wait = getattr(self.session, "wait_credit", None)
         if wait is not None:
             wait()  # may take long, and Ctrl-C must work: nothing has left the buffers yet
         with uninterrupted(), self._lock:
-            self._hand_over()
+            self._hand_over(asks)
         if self.when_watched is not None and getattr(self.session, "watched", False):
             self.when_watched()
 
@@ -110,11 +110,11 @@ class Recorder:
         self.fetches += 1
         self.batch = MIN_BATCH_NUMBERS
 
-    def flush_ops(self) -> None:
-        """Hand over all recorded ops. Ids that have ended are freed with the next batch."""
+    def flush_ops(self, asks: bool = False) -> None:
+        """Hand over all recorded ops. Ids that have ended are freed with the next batch. asks: see Session.submit."""
         # In this order: the I/O thread empties the code before the hand-over
         if self.code or self._lock.locked() or self.tape is not None:
-            self.flush()
+            self.flush(asks)
 
     def free_ended(self) -> None:
         """Free ended ids before the next op, which makes a large value, and not at the end of this batch."""
@@ -143,7 +143,7 @@ class Recorder:
         finally:
             self._lock.release()
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, asks: bool = False) -> None:
         freed = self.live_tensors.take_ended()  # before the code, which then has every op that used these ids
         code = self.code[:]
         del self.code[: len(code)]
@@ -156,7 +156,8 @@ class Recorder:
             return
         del self._templates[: len(templates)], self._origins[: len(origins)], self._frames[: len(frames)]
         self._inline_bytes = 0
-        self.session.submit(templates, origins, code, frames)
+        last = len(freed) <= MAX_FREED_PER_BATCH
+        self.session.submit(templates, origins, code, frames, asks=asks and last)
         for start in range(MAX_FREED_PER_BATCH, len(freed), MAX_FREED_PER_BATCH):  # the rest, in batches of their own
             ids = freed[start : start + MAX_FREED_PER_BATCH]
             self.session.submit([], [], [FREE, len(ids), *ids], [])

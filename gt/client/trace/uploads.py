@@ -108,8 +108,10 @@ def upload_operands(info: OpInfo, args: tuple, kwargs: dict) -> tuple[tuple, dic
 def mixed_devices(info: OpInfo, host: torch.Tensor) -> RuntimeError:
     """The error for a host tensor among the operands of a remote op."""
     remote, here = Shown.device, host.device
-    shape = list(host.shape)
+    what = f"a {here} tensor of shape {list(host.shape)}; move it with .to({remote.type!r})"
+    if isinstance(host, torch.nn.Parameter):
+        what = f"a parameter of shape {list(host.shape)} on {here}; move its module with module.to({remote.type!r})"
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {remote} and {here}! "
-        f"{info.name} got a {here} tensor of shape {shape}; move it with .to({remote.type!r})"
+        f"{info.name} got {what}"
     )

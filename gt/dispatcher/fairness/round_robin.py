@@ -119,7 +119,7 @@ class RoundRobin:
             self._core.attempt(peer, "Ops", session.op_stream.finish)
             if not isinstance(message, FinishCapture) and not session.op_stream.busy:
                 session.outbox.send_deferred()
-        return session.stalled or session.arenas.awaits(message)
+        return session.stalled or session.arenas.awaits(message) or session.op_stream.awaits(message)
 
     def check(self) -> None:
         """Invariants between events; tests call it."""

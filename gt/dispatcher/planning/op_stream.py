@@ -7,6 +7,7 @@ nothing to do, must not change that: such an op and what is behind it wait for t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from gt.dispatcher.fairness.run_queue import CLOSER, GRAIN, UNIT
 from gt.dispatcher.planning.planner import Planner
@@ -24,7 +25,7 @@ from gt.dispatcher.state.tensors import Tensor
 from gt.dispatcher.state.validate import CREDIT, Definitions
 from gt.errors import ProtocolError
 from gt.ir.instr import DISCARD, DROP, END_FRAGMENT, FIRST, FRAGMENT, FREE, GRAD, LAUNCH, PARAM, RECORD, SHARDED, STATE
-from gt.wire.messages import Ack, Ops
+from gt.wire.messages import Ack, Message, Ops, Skip
 
 MAX_WAITING_BATCHES = CREDIT // 2  # batches: a client without credit could not send the next
 CLOCK_INTERVAL = 128  # numbers of the stream, about 20 ops, between looks at the clock
@@ -50,6 +51,8 @@ class OpStream:
         self.coming, self.pending = context.queue.coming, context.queue.pending
         self.definitions = Definitions(context)
         self._work: Iterator[None] | None = None
+        self._asked = False  # a fetch follows within the same event
+        self.interrupted = -1  # the last batch of those of which workers begin nothing more
         self.ops = 0  # planned
         self.in_thread = False  # work of this session goes on in a thread
         self.told_stuck = False  # the client knows that workers are, since batches were last acknowledged
@@ -76,6 +79,47 @@ class OpStream:
         self._work = self._plan_batch(message, frames)
         self.go_on()
 
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """A batch and a fetch follow: the last that the batch writes is sent with what the fetch writes, as one Run."""
+        self._asked = not (self.busy or self.in_thread)
+        try:
+            yield
+        finally:
+            self._asked = False
+            if self._outbox.joined:  # the fetch was refused, or waits
+                self._outbox.flush(self._emitter.base)
+
+    def awaits(self, message: Message) -> bool:
+        """True for what came after an interrupt, until all before it is through."""
+        return self.interrupted >= 0 and not (isinstance(message, Ops) and message.seq <= self.interrupted)
+
+    def interrupt(self, upto: int) -> None:
+        """Have the worker begin nothing more of batches up to this one, if it is the only one: others need not agree then.
+
+        Without programs the dispatcher knows by op what exists. A recording is left alone.
+        """
+        workers, cluster = self._emitter.used, self._context.cluster
+        if self.in_thread or self._context.tape is not None or self._programs.all or self.fragments.any:
+            return
+        if len(workers) != 1 or not self.pending or self.pending[0].seq > upto:
+            return
+        (worker,) = (cluster.workers[index] for index in workers)
+        if worker.lost or self._outbox.deferred is not None:
+            return
+        self.interrupted = max(self.interrupted, upto)
+        self._context.out(worker.peer, Skip(self._context.number, True), ())
+        if not self.busy:
+            self.finish()
+
+    def end_interrupt(self) -> None:
+        """All that came before it is through."""
+        self.interrupted = -1
+        for index in self._emitter.used:
+            worker = self._context.cluster.workers[index]
+            if not worker.lost:
+                self._context.out(worker.peer, Skip(self._context.number, False), ())
+
     def finish(self) -> None:
         """Plan what waits for more: the client asks something, and what it asks is of all that it has sent."""
         if self.coming:
@@ -101,7 +145,7 @@ class OpStream:
                     yield
                 define(row)
         self.coming.append(QueuedBatch(message.seq, message.code, frames))
-        yield from self._advance(len(self.coming) > MAX_WAITING_BATCHES)
+        yield from self._advance(self._asked or len(self.coming) > MAX_WAITING_BATCHES)
 
     def acknowledge(self) -> None:
         """Acknowledge the batches that all workers have carried out, forget their journal, and answer what waited for them."""
@@ -111,14 +155,17 @@ class OpStream:
         if last is not None:
             self.told_stuck = False
             self._context.failures.forget(last.end)
+            if 0 <= self.interrupted <= last.seq:
+                self.end_interrupt()
+        acked = self._fetches.answer_ready(last.seq if last is not None else -1)
+        if last is not None and not acked:
             self._context.send(Ack(last.seq))
-        self._fetches.answer_ready()
 
     def _advance(self, final: bool) -> Iterator[None]:
         """Plan batches in order; between two slices what is written is sent."""
         emitter, queue, pace = self._emitter, self._queue, self._pace
         while self.coming:
-            batch, queue.final = self.coming[0], final
+            batch, queue.final = self.coming[0], final or self.interrupted >= 0
             emitter.begin_run()
             emitter.seconds = 0.0
             queue.frames = batch.frames
@@ -127,7 +174,8 @@ class OpStream:
             finally:
                 emitter.begin_op()
                 queue.frames = ()
-            runs = self._outbox.flush(emitter.base)
+            last = self._asked and ended and len(self.coming) == 1
+            runs = self._outbox.join() if last and self._outbox.joins else self._outbox.flush(emitter.base)
             if ended:
                 self.coming.popleft()
                 self.pending.append(Batch(batch.seq, self._context.cluster.seq, runs))

@@ -154,6 +154,11 @@ class Fragments:
         self._met: tuple[Fragment, list[Tensor]] | None = None  # for the first time, and the tensors that it reads
 
     @property
+    def any(self) -> bool:
+        """True once a fragment was met."""
+        return bool(self._all) or self._recording is not None or self._met is not None
+
+    @property
     def recording(self) -> bool:
         """True while a fragment's ops are recorded; `note` gets the number of each."""
         return self._recording is not None

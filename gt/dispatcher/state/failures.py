@@ -161,6 +161,7 @@ class Failures:
         self._losses: dict[int, Cause] = {}  # of workers that are lost now
         self._lost: Cause | None = None  # the last of them, also when all are back
         self._failed_ops: set[int] = set()
+        self.dropped = False  # an interrupt has dropped ops
 
     def forget(self, end: int) -> None:
         """No worker will report an op before this one any more."""
@@ -206,6 +207,16 @@ class Failures:
         self.troubled = True
         self._journal.taint(new, cause)
         return seq in new
+
+    def drop(self, seqs: Collection[int]) -> None:
+        """Ops were not begun: what they would have made has no value, what they would have changed keeps its own."""
+        self.troubled = self.dropped = True
+        for row in self._journal.rows:
+            if row.seq in seqs:
+                cause = Cause(not_begun(row), seq=row.seq)
+                for storage in row.makes:
+                    if not any(storage is read for read in row.reads):  # of a view the base is there
+                        storage.failed, storage.unallocated = storage.failed or cause, True
 
     def cause_of_loss(self, worker: Worker | None) -> Cause:
         assert worker is not None
@@ -258,6 +269,14 @@ def op_failed(row: Planned | None, seq: int, kind: str, message: str, worker: st
         return UnsupportedOp(f"{where}: {message} (worker {worker}{group})")
     text += replay + "\n  tensors computed from its result fail too, until they get a new value; other tensors are unharmed"
     return OpFailed(text, op=op, worker=worker, group=origin.group, origin=f"{origin.file}:{origin.line}")
+
+
+def not_begun(row: Planned) -> OpFailed:
+    """The error of an op that an interrupt dropped."""
+    origin, op = row.origin, row.known.template.op
+    where = f"{origin.file}:{origin.line}" if origin.file else "an op"
+    text = f"{where}: {op} was not begun, since an interrupt (Ctrl-C) ended the work that was queued: compute it again"
+    return OpFailed(text, op=op, group=origin.group, origin=f"{origin.file}:{origin.line}")
 
 
 def worker_lost(name: str, reason: str, replay: int = 0) -> WorkerLost:

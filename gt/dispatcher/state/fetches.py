@@ -7,8 +7,9 @@ upstream is known by then.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from gt import errors
 from gt.dispatcher.planning.materializer import Materializer
@@ -110,7 +111,7 @@ class Fetches:
         if (lost := lost_in(self._cluster, mesh)) is not None:
             self._fail(number, self._failures.cause_of_loss(lost))
             return
-        self._emitter.begin_run()
+        self._outbox.begin_run()
         source = tensor if tensor.layout is not None else self._materializer.read(tensor)
         if source.layout is not None and source.layout.partial:
             self._redistributor.reduce_partial(source.storage)
@@ -174,7 +175,7 @@ class Fetches:
             return
         workers = [self._cluster.workers[index] for index in sorted(emitter.used)]
         workers = [worker for worker in workers if not worker.lost]
-        emitter.begin_run()
+        self._outbox.begin_run()
         if self._byte is None:
             self._byte = emitter.define("fill", {"shape": (), "stride": (), "dtype": "uint8"})
         request = Request(number, "fetch", {}, [], shape=(len(workers),), dtype="uint8")
@@ -193,21 +194,23 @@ class Fetches:
     def _ask_parts(self, request: Request, source: int, layout: Layout, spec: Spec, later: bool = False) -> None:
         emitter = self._emitter
         define = emitter.common("fetch")
-        holders: dict[tuple, list[int]] = {}
-        for rank in range(len(layout.mesh.workers)):
+        everyone = [*range(len(layout.mesh.workers))]
+        holders: dict[tuple, list[int]] = {(): everyone} if layout.replicated else {}
+        for rank in [] if layout.replicated else everyone:
             holders.setdefault(spans(layout, spec.shape, rank), []).append(rank)
         for ranks in holders.values():
             rank = ranks[0]
             if request.kind == "store":
                 rank = min(ranks, key=lambda rank: self._stored[layout.mesh.workers[rank]])
             index = layout.mesh.workers[rank]
+            if layout.replicated:
+                parts, n = [[[0, extent] for extent in spec.shape]], spec.nbytes
+            else:
+                parts = [[list(span) for span in box] for box in boxes(layout, spec.shape, rank)]
+                n = spec.itemsize * prod(local_shape(layout, spec.shape, rank))
             key = self._cluster.key()
-            parts = [[list(span) for span in box] for box in boxes(layout, spec.shape, rank)]
             request.parts.append([key, parts])
             request.keys[key] = index
-            n = spec.itemsize
-            for extent in local_shape(layout, spec.shape, rank):
-                n *= extent
             request.sizes[key], request.left[key] = n, max(n, 1)  # an empty piece is one message all the same
             if request.place is not None:
                 arena, offset = request.place
@@ -373,6 +376,11 @@ class Fetches:
         self._context.send(Failed(request.number, errors.to_wire(error)))
         return True
 
+    def drop(self, seqs: Collection[int]) -> None:
+        """Questions of these numbers were not begun, for an interrupt."""
+        for request in [request for request in self.open.values() if request.seq in seqs]:
+            self.give_up(request, OpFailed(f"{request.name} was not read, since an interrupt (Ctrl-C) ended what was queued"))
+
     def _misfit(self, request: Request, how: str) -> None:
         """An op gave another shape than the client said."""
         self._drop(request)
@@ -391,8 +399,9 @@ class Fetches:
         request.specs[key] = spec
         self.answer_ready()
 
-    def answer_ready(self) -> None:
-        """Answer the requests that have come far enough."""
+    def answer_ready(self, acked: int = -1) -> bool:
+        """Answer the requests that have come far enough. acked: a batch to acknowledge; True if the first value does."""
+        told = False
         for request in list(self.open.values()):
             if request.verified or not self._outbox.reached(request.runs):
                 continue
@@ -404,19 +413,21 @@ class Fetches:
             if cause is not None:
                 self._drop(request)
                 self._fail(request.number, cause)
+            elif request.kind == "fetch" and request.place is None:
+                self._answer_value(request, -1 if told else acked)
+                told = True
             elif request.kind != "describe":
-                self._answer_value(request)
+                request.verified = True
+                self._finish(request)
             elif len(request.specs) == len(request.keys):
                 self._answer_specs(request)
+        return told
 
-    def _answer_value(self, request: Request) -> None:
+    def _answer_value(self, request: Request, acked: int) -> None:
         """Announce a value that is good, with what is here of it; one that is here whole and small is one message."""
         request.verified = True
-        if request.place is not None:
-            self._finish(request)
-            return
         held, request.held = request.held, []
-        value = Value(request.number, list(request.shape), request.dtype, request.parts)
+        value = Value(request.number, list(request.shape), request.dtype, request.parts, acked)
         alone = len(held) == 1 and not any(request.left.values())
         self._context.send(value, held.pop()[1] if alone else ())
         for message, frames in held:

@@ -45,11 +45,28 @@ class Outbox:
         self.held: list[BufferedInstructions] = []  # until their uploads are here
         self.deferred: list[BufferedInstructions] | None = None  # of the call that is recorded, None if it is not deferred
         self.uses: set[int] = set()  # workers that were sent something
+        self.joined: list[dict[int, int]] = []  # `runs` of what is written and sent with what is written next
         self._cluster.queue.enter(context.number)
 
     def cut(self) -> None:
         """Send what is written so far apart from what follows."""
         self.flush(self._emitter.base)
+
+    @property
+    def joins(self) -> bool:
+        """True if what is written may be sent with what is written next."""
+        return self._context.tape is None and self.deferred is None and not (self.held or self._uploads.awaited)
+
+    def join(self) -> dict[int, int]:
+        """Leave what is written for the next flush; the number of each worker's last Run, once sent."""
+        runs = dict.fromkeys((worker.index for worker in self._cluster.workers), UNSENT)
+        self.joined.append(runs)
+        return runs
+
+    def begin_run(self) -> None:
+        """Number what is written from here on, unless it is sent with what was written before."""
+        if not self.joined:
+            self._emitter.begin_run()
 
     def flush(self, base: int) -> dict[int, int]:
         """Send what is written for workers, or hold it back for its uploads; the number of each one's last Run, once sent."""
@@ -75,7 +92,8 @@ class Outbox:
         emitter.used.update(worker.index for worker, *_ in rows if not worker.lost)
         emitter.begin_run()
         runs = {index: UNSENT for index in emitter.used}
-        buffered = BufferedInstructions(base, rows, runs, self._context.tape is not None, seconds)
+        also, self.joined = self.joined, []
+        buffered = BufferedInstructions(base, rows, runs, self._context.tape is not None, seconds, also=also)
         if self._uploads.unsent:
             buffered.uploads, self._uploads.unsent = self._uploads.unsent, []
         return buffered
@@ -152,6 +170,7 @@ class Outbox:
 
     def discard(self) -> None:
         """Send nothing of what this event has written: it would be half of what workers do together."""
+        self.joined = []
         for worker in self._cluster.workers:
             worker.discard()
 

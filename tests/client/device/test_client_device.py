@@ -205,3 +205,8 @@ def test_ways_to_name_the_device_and_to_copy(inline: InlineSession) -> None:  # 
     for ask in (x._typed_storage, x.is_shared, x.share_memory_):
         with pytest.raises(gt.UnsupportedOp, match="no storage"):
             ask()
+
+
+def test_a_model_that_was_left_on_the_cpu_is_named(inline: InlineSession) -> None:  # noqa: F811
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \[2\] on cpu; move its module with module\.to\('remote'\)$"):
+        torch.nn.Linear(3, 2)(torch.ones(4, 3, device="remote"))

@@ -167,3 +167,25 @@ def test_a_program_names_the_libraries_of_its_own_workers(
 def test_workers_whose_library_is_missing_do_not_start():
     with pytest.raises(gt.GTError, match=r"'gt_no_such_library' .*cannot be imported"):
         gt.cpu_workers(1, libraries=["gt_no_such_library"])
+
+
+class Tagged(torch.Tensor):
+    """A user's subclass, for which a library's op has a rule."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> Tagged:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise AssertionError("the rule comes first")
+
+
+def test_a_users_rules_for_a_subclass_of_his_own_hold() -> None:
+    """GT's tensors skip torch's look-up of such rules; others must not."""
+    with torch.library._scoped_library("gt_test_rules", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CPU")
+        rule = lambda mode, func, types, args, kwargs: torch.tensor(7)  # noqa: E731
+        torch.library.register_torch_dispatch("gt_test_rules::twice", Tagged, rule, lib=library)
+        assert torch.ops.gt_test_rules.twice(Tagged(torch.ones(2))) == 7

@@ -17,7 +17,7 @@ class Session:
         self.entered, self.let = threading.Event(), threading.Event()
         self.taken: list[str] = []
 
-    def submit(self, templates: list, origins: list, code: list, frames: list) -> None:
+    def submit(self, templates: list, origins: list, code: list, frames: list, asks: bool = False) -> None:
         self.entered.set()
         assert self.let.wait(limit(20))
         self.taken.append("batch")

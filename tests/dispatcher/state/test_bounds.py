@@ -17,7 +17,7 @@ from gt.dispatcher.state import validate
 from gt.ir.dataflow import makes
 from gt.ir.instr import FIRST, FORGET, Define
 from gt.wire.link import hello
-from gt.wire.messages import AHEAD, CHUNK, Ack, Done, Exit, Fetch, Ops, Piece, Run, UploadProgress, Value, WindowUpdate
+from gt.wire.messages import AHEAD, CHUNK, Done, Exit, Fetch, Ops, Piece, Run, UploadProgress, Value, WindowUpdate
 from gt.worker.downloads import Downloads
 from tests.dispatcher.fairness.test_run_queue import ONES
 from tests.helpers.core_bench import CoreBench
@@ -173,7 +173,7 @@ def test_a_large_value_is_passed_on_while_it_comes():
         (key,) = core.sessions[b"client"].fetches.by_key
         frame = b"\0" * CHUNK
         assert told(actions) == told(core.handle(Received(worker.peer, Piece(key, 0, 4 * CHUNK), (frame,)))) == []
-        assert told(core.handle(Received(worker.peer, Done(ahead)))) == [Ack, Value, Piece]
+        assert told(core.handle(Received(worker.peer, Done(ahead)))) == [Value, Piece]
         for n in (1, 2, 3):
             assert told(core.handle(Received(worker.peer, Piece(key, n * CHUNK, 4 * CHUNK), (frame,)))) == [Piece]
         assert not core.sessions[b"client"].fetches.open and worker.runs == ahead + 1

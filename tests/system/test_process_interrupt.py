@@ -1,0 +1,96 @@
+"""Ctrl-C while much is queued: what no worker has begun is dropped, and the session goes on with what there was."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import gt
+from gt.client import current_session
+from gt.errors import OpFailed
+
+SIZE, MANY = 700, 4000
+
+
+@pytest.fixture
+def one() -> Iterator[None]:
+    gt.cpu_workers(1)
+    yield
+    gt.shutdown()
+
+
+def interrupted(wait) -> None:
+    """Call `wait`, which takes long; Ctrl-C once it has begun."""
+    session = current_session.current().session
+    begun = threading.Event()
+
+    def press() -> None:
+        while not session.waiting:
+            begun.wait(0.01)
+        begun.wait(0.2)
+        _thread.interrupt_main()
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    thread.join()
+
+
+def queue(x: torch.Tensor, counter: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+    """Products that take minutes, each counted in place."""
+    made = []
+    for _ in range(MANY):
+        x = (x @ scale).clamp(-1, 1)
+        counter.add_(1)
+        made.append(x)
+    return made
+
+
+def test_what_was_queued_is_dropped_and_the_session_goes_on(one: None) -> None:
+    x, scale, counter = torch.ones(SIZE, SIZE).remote(), torch.eye(SIZE).remote(), torch.zeros(()).remote()
+    assert (x @ scale).sum().item() == SIZE * SIZE and counter.item() == 0
+    made = queue(x, counter, scale)
+    interrupted(lambda: made[-1].sum().item())
+    done = int(counter.item())  # soon: the rest is not waited for
+    assert 0 < done < MANY
+    assert made[done - 1].sum().item() == SIZE * SIZE  # the last that was begun
+    with pytest.raises(OpFailed, match=r"test_process_interrupt\.py:\d+: .* was not begun, since an interrupt \(Ctrl-C\)"):
+        made[-1].sum().item()
+    with pytest.raises(OpFailed, match="was not begun"):
+        (made[-1] + 1).sum().item()
+    assert (x @ scale).sum().item() == SIZE * SIZE  # what there was has its value
+    counter.add_(1)
+    assert counter.item() == done + 1
+    made[-1] = torch.ones(2).remote()
+    assert made[-1].sum().item() == 2
+
+
+def test_ops_after_the_interrupt_are_carried_out(one: None) -> None:
+    """They are sent while earlier ones are still being dropped."""
+    x, scale, counter = torch.ones(SIZE, SIZE).remote(), torch.eye(SIZE).remote(), torch.zeros(()).remote()
+    made = queue(x, counter, scale)
+    interrupted(torch.remote.synchronize)
+    later = [torch.full((3,), float(n)).remote() * 2 for n in range(50)]
+    assert [t.sum().item() for t in later] == [6.0 * n for n in range(50)]
+    view = made[0].t() if counter.item() else x.t()
+    assert view.sum().item() == SIZE * SIZE
+    torch.remote.synchronize()
+
+
+def test_an_interrupt_of_what_is_nearly_done_harms_nothing(one: None) -> None:
+    x = torch.ones(4).remote()
+    for n in range(30):
+        y = x * n
+        current_session.current().flush_ops()
+        current_session.current().session.interrupt()
+        z = x + n
+        assert z.sum().item() == 4 + 4 * n
+        try:
+            assert y.sum().item() == 4 * n
+        except OpFailed as error:
+            assert "was not begun" in str(error)
