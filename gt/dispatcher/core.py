@@ -58,6 +58,7 @@ from gt.wire.messages import (
     Hello,
     Inspect,
     InspectFragments,
+    LinkFailed,
     Message,
     Metrics,
     Observe,
@@ -118,7 +119,7 @@ class Core:
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
             InspectFragments: self._inspect_fragments,
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
-            Metrics: self._metrics, Observe: self.observers.observe,
+            Metrics: self._metrics, Observe: self.observers.observe, LinkFailed: self.membership.link_failed,
         }  # fmt: skip
 
     @property

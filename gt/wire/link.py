@@ -29,6 +29,7 @@ from gt.wire.messages import (
     Hello,
     Inspect,
     InspectFragments,
+    LinkFailed,
     Message,
     Metrics,
     Notice,
@@ -73,7 +74,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
         ),
     ),
     "worker": (
-        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, Goodbye}),
+        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, LinkFailed, Goodbye}),
         frozenset(
             {Welcome, Reject, World, Run, Data, OfferArena, CloseArenas, UseBlock, WindowUpdate, TorchSettings, Abort, Query}
             | {Renew, Exit}

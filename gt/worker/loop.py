@@ -86,7 +86,7 @@ class Loop:
         self._joined = joined
         self.renew = renew  # restarts the process under its name; None if it cannot, or is about to end
         self.executor = Executor(engine, plane, self.send, budget)
-        self._host = bsd.gethostname()
+        self._home = liveness.home() or bsd.gethostname()
         self.link: Dealer | None = None
         self.done = self._running = -1  # the last Run carried out (on a GPU: issued), and the one under way
         self._busy_seconds = self._run_began = 0.0  # in Runs, and when the one under way began, 0.0 for none
@@ -224,7 +224,7 @@ class Loop:
                 continue
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
-                self.executor.budget.share(message.hosts.get(self._host, 1))
+                self.executor.budget.share(message.hosts.get(self._home, 1))
                 self._plane.world(message.workers)
                 own = self._own(message)
                 if own in message.members:
@@ -292,7 +292,7 @@ class WorkerOptions:
     name: wanted, "" for the next free one. device: "" takes a GPU if the engine has one. wait: seconds to look for the server,
     None for ever. secret: of the server's workers, "" where it asks for none. memory: bytes it may take, 0 for GT_MEMORY_LIMIT,
     else its share of the host's; of a GPU bytes of the device, and no limit by itself.
-    libraries: modules whose ops it executes.
+    libraries: modules whose ops it executes. rank: its index, -1 lets the dispatcher choose.
     """
 
     host: str
@@ -305,6 +305,7 @@ class WorkerOptions:
     secret: str = ""
     memory: int = 0
     libraries: Sequence[str] = ()
+    rank: int = -1
 
     @property
     def limit(self) -> int:
@@ -371,10 +372,19 @@ def _join(loop: Loop, options: WorkerOptions, info: dict[str, Any]) -> None:
     address = f"{options.host}:{options.port}"
     loop.link = Dealer(address, loop.receive, loop.lost, timeouts=LinkTimeouts(options.wait), token=options.token)
     about = {"name": options.name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
-    about.update(backend=options.backend, **info)
+    about.update(backend=options.backend, rank=options.rank, gpu=_gpu(info["device"], options.device), **info)
     if options.secret:
         about["proof"] = proof(options.secret, about)
     loop.send(hello("worker", info=about))
+
+
+def _gpu(kind: str, device: str) -> int:
+    """The number of a worker's GPU on its host, -1 for none."""
+    if kind == "cpu":
+        return -1
+    number = device.partition(":")[2]
+    at, visible = int(number) if number.isdecimal() else 0, env.visible_gpus()
+    return int(visible[at]) if visible and at < len(visible) and visible[at].isdecimal() else at
 
 
 def _leave(loop: Loop | None, plane: Plane | None, why: str) -> None:
