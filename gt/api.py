@@ -373,7 +373,7 @@ def _remote(factory: Factory) -> Factory:
         return factory(*args, **kwargs)
 
     make.__name__ = make.__qualname__ = factory.__name__
-    make.__doc__ = f'torch.{factory.__name__} with the remote device as default; dtype may be a name, such as "float32".'
+    make.__doc__ = f"torch.{factory.__name__} with the remote device as default; dtype may be a name, such as \"float32\"."
     return cast("Factory", make)
 
 

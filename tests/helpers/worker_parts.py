@@ -10,9 +10,9 @@ import torch
 
 from gt.ir.instr import Define
 from gt.ir.template import to_wire
+from gt.wire.liveness import home
 from gt.worker.engine.torch import NAME, TorchEngine
 from gt.worker.executor import Executor
-from gt.wire.liveness import home
 from gt.worker.plane.base import PeerGone
 from gt.worker.plane.shm import ShmPlane
 from tests.helpers.limits import limit

@@ -112,6 +112,6 @@ def check_links(config: Config, cluster: Cluster) -> None:
             for other in hosts[at + 1 :]:
                 if (one.home, other.home) in parted:
                     raise ConfigError(
-                        f"{config.where(group.name)} spans {one.name} and {other.name}, which no link joins, and no host relays "
-                        f"between them: {described([one, other])}; join the hosts, or keep the group to one of them"
+                        f"{config.where(group.name)} spans {one.name} and {other.name}, which no link joins, and no host "
+                        f"relays between them: {described([one, other])}; join them, or keep the group to one of them"
                     )

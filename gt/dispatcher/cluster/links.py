@@ -29,7 +29,7 @@ class Link(NamedTuple):
 
 
 class Way(NamedTuple):
-    """The way from a worker to another. source, target: addresses; via: hosts that relay, in order; kind "none": there is none."""
+    """The way from a worker to another. source, target: addresses; via: hosts that relay, in order."""
 
     kind: Literal["shm", "tcp", "via", "none"]
     source: str = ""
