@@ -336,8 +336,8 @@ class World(Message):
     workers: [index, name, pid, host, heap_fd, heap_bytes, doorbell, home, port] of each. members: those that share memory of
     their devices from now on, [] for none. unique_id: the id by which members find one another. hosts: by home, how many
     workers compute in its memory. ways: [a, b, epoch, kind, address of a, of b, workers that relay from a to b] of each pair
-    a < b on two hosts; kind is "tcp", "via" or "none"; the epoch is another whenever messages under way are lost. key: both
-    ends of a connection prove that they have it.
+    a < b, once there are two hosts; kind is "shm", "tcp", "via" or "none"; the epoch is another whenever messages under way
+    are lost. key: both ends of a connection prove that they have it.
     """
 
     generation: int

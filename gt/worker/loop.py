@@ -20,6 +20,7 @@ from typing import Any
 
 from gt import env, errors, logs
 from gt.wire import liveness
+from gt.wire.access.auth import loopback
 from gt.wire.access.proof import proof
 from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.link import hello
@@ -31,6 +32,7 @@ from gt.wire.messages import (
     Done,
     Exit,
     Goodbye,
+    LinkFailed,
     Message,
     OfferArena,
     Piece,
@@ -47,6 +49,7 @@ from gt.wire.messages import (
     World,
 )
 from gt.wire.process_settings import keep_freed, more_descriptors
+from gt.wire.socket import resolve
 from gt.worker.engine.registry import open_engine
 from gt.worker.executor import Executor
 from gt.worker.plane.base import ALL, Plane, Unrecoverable
@@ -94,6 +97,7 @@ class Loop:
         self._completions: Completions[Done] = Completions(self.send)
         self._shared = False  # a Run is done once the device has completed it
         self._engine, self._plane = engine, plane
+        plane.on_link_failed = lambda *failure: self.send(LinkFailed(*failure))
         self._effort = Effort(engine.progress is None)
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None
@@ -121,8 +125,8 @@ class Loop:
             case UseBlock() | OfferArena():
                 self.executor.arenas.receive(message)
             case Run() | TorchSettings() | World() | CloseArenas():
-                if isinstance(message, World) and self._own(message) in message.members:
-                    self._members = frozenset(message.members)
+                if isinstance(message, World):
+                    self._introduce(message)
                 self._inbox.put((message, uploads.epoch))
             case Query(request, wanted, programs):
                 began = time.thread_time()
@@ -160,6 +164,12 @@ class Loop:
             self.executor.arenas.forget(message.key)
         if message.total > MAX_SMALL_UPLOAD_BYTES:
             self.send(UploadProgress(message.key, message.offset + len(frames[0])))
+
+    def _introduce(self, world: World) -> None:
+        own = self._own(world)
+        self._plane.introduce(world.workers, world.ways, world.key, own)
+        if own in world.members:
+            self._members = frozenset(world.members)
 
     def _start_afresh(self, reason: str) -> None:
         """Restart the process at once: nobody waits for the instruction under way."""
@@ -225,7 +235,7 @@ class Loop:
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
                 self.executor.budget.share(message.hosts.get(self._home, 1))
-                self._plane.world(message.workers)
+                self._plane.world(message.workers, message.ways)
                 own = self._own(message)
                 if own in message.members:
                     self._plane.form(message.members, own, message.unique_id)
@@ -337,7 +347,8 @@ def run(
         limit = options.limit
         engine = open_engine(options.backend, options.device)
         ops = engine.load(options.libraries)
-        plane = open_plane(env.get("GT_TRANSPORT"), engine)
+        wide = bool(env.get("GT_IFNAME")) or not loopback(resolve(options.host))
+        plane = open_plane(env.get("GT_TRANSPORT"), engine, wide)
         info = plane.open()
         if main and engine.kind == "cpu":
             budget.open(limit)

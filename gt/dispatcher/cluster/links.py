@@ -82,6 +82,12 @@ def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dic
     return {**found, **{(b, a): way.back() for (a, b), way in found.items()}}
 
 
+def within(one: Host) -> Way:
+    """The way between workers of one host. The address is for collectives that other hosts take part in."""
+    address = one.links[0].address if one.links and one.listening else ""
+    return Way("shm", address, address)
+
+
 def failure(a: str, b: str, pair: Sequence[Link]) -> Failure:
     """The name of a failed connection between two links, the same from both ends."""
     source, target = pair[0].address, pair[1].address

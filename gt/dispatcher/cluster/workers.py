@@ -230,7 +230,8 @@ class Cluster:
             return []
         ways, rows = self.ways(), []
         direct: dict[tuple[int, int], int] = {}
-        pairs = [(a, b) for a in living for b in living if a.index < b.index and links.home(a.info) != links.home(b.info)]
+        ways |= {(one.home, one.home): links.within(one) for one in self.hosts_of(living)}
+        pairs = [(a, b) for a in living for b in living if a.index < b.index]
         pairs.sort(key=lambda pair: len(ways[links.home(pair[0].info), links.home(pair[1].info)].via))
         for a, b in pairs:
             way = ways[links.home(a.info), links.home(b.info)]

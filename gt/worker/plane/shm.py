@@ -111,20 +111,27 @@ class ShmPlane(Plane):
             raise ConfigError(f"{text}: GT_HEAP_SIZE says how large it is") from None
         return {"heap_fd": self._own.fd, "heap_bytes": self._own.size, "doorbell": self._own.doorbell}
 
-    def world(self, rows: Sequence[Sequence[Any]]) -> None:
+    def world(self, rows: Sequence[Sequence[Any]], ways: Sequence[Sequence[Any]] = ()) -> None:
         named = {row[0]: row for row in rows}
         with self._lock:
             if self._own is None:
                 return
             for index, peer in list(self._peers.items()):
-                if index not in named or named[index][6] != peer.row[6]:
+                if index not in named or not self._stays(peer, named[index]):
                     peer.gone = peer.gone or "it left the world"
                     self._left.append(self._peers.pop(index))
             for index, row in named.items():
                 if index not in self._peers:
-                    self._peers[index] = Peer(tuple(row))  # type: ignore[arg-type]
+                    self._peers[index] = self._meet(tuple(row))
             self._version += 1
             self._own.ring()
+
+    def _stays(self, peer: Peer, row: Sequence[Any]) -> bool:
+        """True if a row of the new world is the same worker."""
+        return bool(row[6] == peer.row[6])
+
+    def _meet(self, row: Any) -> Peer:
+        return Peer(row)
 
     def abort(self, index: int, reason: str) -> None:
         with self._lock:
