@@ -269,6 +269,7 @@ class Server:
                     self._names[action.peer] = action.message.name
                     if (gate := self._gates.get(action.peer)) and gate.role == "worker":
                         self._count(self._workers | {action.peer})
+                        self._router.watch_host(action.peer)
             elif type(action) is Examine:
                 examine.append(action)
             elif type(action) is Close:

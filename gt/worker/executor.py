@@ -247,6 +247,7 @@ class Executor:
             "plans": [program.report() for program in compiled],
             "transport": self.worker.plane.transport,
             **self.worker.plane.counters(),
+            **({"ways": ways} if (ways := self.worker.plane.ways()) else {}),
         }
 
 

@@ -146,6 +146,8 @@ class Loop:
                     uploads.cancel(reason)
             case Welcome():
                 self.name = message.name
+                if self.link is not None:
+                    self.link.watch_host()
                 log.info("connected as %s", self.name)
                 if self._joined is not None:
                     self._joined(self.name)

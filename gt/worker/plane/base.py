@@ -166,6 +166,10 @@ class Plane(ABC):
     def counters(self) -> dict[str, dict[str, int]]:
         """{"bytes_sent", "bytes_received"}, each by peer name, since open."""
 
+    def ways(self) -> dict[str, str]:
+        """By name of each worker, the way to it, where some are on other hosts."""
+        return {}
+
     @abstractmethod
     def tally(self, name: str, sent: int, received: int) -> None:
         """Count bytes to and from a peer that a replay of a device has moved, without these calls."""

@@ -55,12 +55,12 @@ def _on_gpu(name: str, engine: Any) -> None:
 
 
 # GT_TRANSPORT -> its plane; for GPUs the first that there is
-PLANES: dict[str, Callable[[Any], Plane]] = {"nvshmem": _nvshmem, "nccl": _nccl, "shm": _shm}
+PLANES: dict[str, Callable[[Any], Plane]] = {"nvshmem": _nvshmem, "nccl": _nccl, "net": _net, "shm": _shm}
 
 
 def open_plane(name: str, engine: Any, wide: bool = False) -> Plane:
     """The plane of a transport's name for an engine; "" is the best one there is. wide: workers of other hosts may join."""
-    if wide and name in ("", "shm") and engine.direct is None:
+    if wide and name in ("", "net") and engine.direct is None:
         return _net(engine)
     if name and name not in PLANES:
         raise ConfigError(f"no data plane is named {name!r}: GT_TRANSPORT may be {', '.join(PLANES)}, or empty")

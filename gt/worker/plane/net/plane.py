@@ -145,6 +145,8 @@ class Stream:
 class NetPlane(ShmPlane):
     """A worker's plane where its server is not on loopback, so that workers of other hosts may join."""
 
+    transport = "net"
+
     def __init__(self, heap_bytes: int = HEAP_BYTES) -> None:
         super().__init__(heap_bytes)
         self.network: Network
@@ -180,7 +182,8 @@ class NetPlane(ShmPlane):
         return {**super().counters(), "bytes_relayed": dict(self.network.relayed)}
 
     def ways(self) -> dict[str, str]:
-        """By name of worker, the way to it."""
+        if not self._routes:
+            return {}
         with self._lock:
             peers = [peer for index, peer in sorted(self._peers.items()) if index != self.network.own]
         return {peer.name: str(peer.route) if isinstance(peer, FarPeer) else "shm" for peer in peers}
