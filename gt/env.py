@@ -23,7 +23,7 @@ VARIABLES = (
     Variable("GT_SERVER", "", "host:port of a running server, also for `gt worker`; empty: this program starts one"),
     Variable("GT_TOKEN", "", "secret of server, workers and clients; needed off loopback (`gt key FILE` makes one)"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (on CPUs, without torch)"),
-    Variable("GT_TRANSPORT", "", "transport between workers: nvshmem or nccl (GPUs), shm (host memory), net (and TCP); empty: GT chooses"),
+    Variable("GT_TRANSPORT", "", "transport between workers: nvshmem, nccl, shm (one host), net (shm, TCP); empty: GT chooses"),
     Variable("GT_EXACT_ATTENTION_DROPOUT", "", "1: on GPUs too, attention's dropout has one mask for every split; slower"),
     Variable("GT_OPS", "", "path of a file of op schemas, made by `gt ops`, for ops that GT's table lacks"),
     Variable("GT_LIBRARIES", "", "modules whose ops workers execute, divided by commas, as torchvision,my_ops"),

@@ -145,12 +145,7 @@ class Loop:
                 if index == ALL:
                     uploads.cancel(reason)
             case Welcome():
-                self.name = message.name
-                if self.link is not None:
-                    self.link.watch_host()
-                log.info("connected as %s", self.name)
-                if self._joined is not None:
-                    self._joined(self.name)
+                self._welcomed(message)
             case Renew(reason):
                 self._start_afresh(reason)
             case Exit(reason):
@@ -166,6 +161,14 @@ class Loop:
             self.executor.arenas.forget(message.key)
         if message.total > MAX_SMALL_UPLOAD_BYTES:
             self.send(UploadProgress(message.key, message.offset + len(frames[0])))
+
+    def _welcomed(self, message: Welcome) -> None:
+        self.name = message.name
+        if self.link is not None:
+            self.link.watch_host()
+        log.info("connected as %s", self.name)
+        if self._joined is not None:
+            self._joined(self.name)
 
     def _introduce(self, world: World) -> None:
         own = self._own(world)

@@ -105,6 +105,7 @@ class Network:
         self._gone: set[int] = set()
         self._deadlines: list[tuple[float, Wire, str]] = []
         self._connecting: set[Pair] = set()
+        self._whys: dict[Pair, str] = {}  # why connections have ended
         self._early: list[tuple[Wire, Frame, memoryview]] = []  # to be relayed once there is a connection
         self._threads: set[threading.Thread] = set()
         self._greetings: set[socket.socket] = set()
@@ -129,10 +130,11 @@ class Network:
             marks = {row[0]: int(row[6].partition("-")[2] or "0", 16) for row in rows}
             self._gone -= {index for index, mark in marks.items() if self._marks.get(index) != mark}
             self._marks, self._ports = marks, {row[0]: row[8] for row in rows}
-            self._routes = routes(ways, own)
+            before, self._routes = self._routes, routes(ways, own)
             for (index, epoch), lane in self._lanes.items():
                 if epoch != (route := self._routes.get(index, None)) and (route is None or route.epoch != epoch):
-                    lane.broken = lane.broken or "its way was given up"
+                    why = self._whys.pop((index, epoch), "it failed at the other end, or a relay of it is gone")
+                    lane.broken = lane.broken or f"the way {before.get(index, 'before')} is given up: {why}"
             for pair, wire in list(self._wires.items()):
                 route = self._routes.get(pair[0])
                 if route is None or route.epoch > pair[1]:
@@ -437,6 +439,7 @@ class Network:
             self.owned.discard(wire)
             wire.ended = True
             cut = error.errno in CUT
+            self._whys[wire.index, wire.epoch] = _why(error)
             if not self._closing:
                 self._deadlines.append((time.monotonic() + (GRACE_SECONDS if cut else ENDED_SECONDS), wire, _why(error)))
         wire.end()

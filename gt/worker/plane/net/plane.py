@@ -150,6 +150,7 @@ class NetPlane(ShmPlane):
     def __init__(self, heap_bytes: int = HEAP_BYTES) -> None:
         super().__init__(heap_bytes)
         self.network: Network
+        self._here = ""  # this worker in an error
         self._routes: dict[int, Route] = {}
         self._streams: dict[tuple[int, int], Stream] = {}
         self._wide: dict[tuple[int, int], tuple[int, WideTeam | None]] = {}
@@ -170,6 +171,7 @@ class NetPlane(ShmPlane):
     def world(self, rows: Sequence[Sequence[Any]], ways: Sequence[Sequence[Any]] = ()) -> None:
         self._ways = {(row[0], row[1]): row for row in ways}
         self._routes = routes(ways, self.network.own)
+        self._here = next((f"worker {row[1]!r} on {row[3]}" for row in rows if row[0] == self.network.own), "here")
         super().world(rows)
         self.network.settle({(index, route.epoch) for index, route in self._routes.items()})
 
@@ -214,7 +216,7 @@ class NetPlane(ShmPlane):
             return peer
         route = self._routes.get(peer.index)
         lane = self.network.lane(peer.index, route.epoch) if route is not None and route.kind != "none" else None
-        return FarPeer(row, f"worker {self.network.own}", route, lane)
+        return FarPeer(row, self._here, route, lane)
 
     # ---- transfers
 
