@@ -21,7 +21,7 @@ pp_stage{n}_rowpar: {{shard: {{axis: 0, workers: {w}}}}}
 """
 TP_NEAR = STAGE.format(n=0, w=[0, 1]) + STAGE.format(n=1, w=[2, 3])
 TP_FAR = STAGE.format(n=0, w=[0, 2]) + STAGE.format(n=1, w=[1, 3])
-ZERO = "gt: {data_parallel: 3, zero: 3}\n"
+ZERO = "gt: {data_parallel: [0, 1, 2], zero: 3}\n"
 DEMO = ["--preset", "tiny", "--steps", "2", "--batch-size", "8", "--seq-len", "32", "--microbatches", "2"]
 
 

@@ -35,6 +35,11 @@ class Incoming:
         self.message = Message(0, 0)
         self.owed = 0  # credit that the sender is to get
 
+    @property
+    def idle(self) -> bool:
+        """True if no message is buffered or expected."""
+        return self._into is None and not self._buffered
+
     def post(self, into: memoryview, frames: int) -> None:
         """Take the next message into this memory, of `frames` frames if it has the size that is expected."""
         self._into, self._left, self.at, self.done = into, -1, 0, False

@@ -232,14 +232,35 @@ class Network:
         leg = self._routes.get(route.next)
         return None if leg is None else self._wires.get((leg.index, leg.epoch))
 
-    def read(self, wire: Wire, over: Callable[[], bool]) -> None:
-        """Read a connection in this thread until over(), for PATIENCE at most."""
+    def read_one(self, wire: Wire, header: bytes, into: memoryview) -> int:
+        """See Wire.read_one: for a connection that this thread has read before, and whose next frame it expects."""
+        if not wire.owned or wire.ended or not wire.reading.acquire(blocking=False):
+            return -1
+        try:
+            wire.touched = True
+            credit = wire.read_one(header, into) if wire.owned else -1
+            if credit < 0:
+                wire.deal()
+            return credit
+        except BlockingIOError:
+            return -1
+        except OSError as error:
+            self.lost(wire, error)
+            return -1
+        finally:
+            wire.reading.release()
+
+    def read(self, wire: Wire, over: Callable[[], bool], alone: bool = False) -> None:
+        """Read a connection in this thread until over(), for PATIENCE at most. alone: others are not read by it meanwhile."""
+        if alone and len(self.owned) > wire.owned:
+            self.release()
         if not wire.reading.acquire(blocking=False):
             return
         try:
             wire.touched = True
             if not wire.owned:
                 self._own(wire)
+            wire.deal()
             while not over() and not wire.ended and not wire.paused:
                 wire.read()
         except BlockingIOError:  # nothing for PATIENCE
@@ -506,6 +527,7 @@ class Network:
         ended = events & (select.EPOLLHUP | select.EPOLLERR)
         if (ended or (events & select.EPOLLIN and not wire.owned)) and wire.reading.acquire(blocking=False):
             try:
+                wire.deal()
                 for _ in range(BURST):
                     wire.read(NOWAIT)
                     if not (ended or wire.mask & select.EPOLLIN):

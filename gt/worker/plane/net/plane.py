@@ -17,7 +17,7 @@ from gt.worker.plane.net import collectives
 from gt.worker.plane.net.lane import Incoming, Lane, Outgoing
 from gt.worker.plane.net.network import Network, Route, routes
 from gt.worker.plane.net.wide_team import StreamLike, WideTeam
-from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, Wire
+from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, JOINED, Wire
 from gt.worker.plane.shm import Peer, ShmPlane, flat
 from gt.worker.process import network_links
 
@@ -108,6 +108,43 @@ class Stream:
         except OSError as error:
             self._plane.ended(self, wire, error)
 
+    def send_small(self, data: memoryview) -> None:
+        """The same as `send` for a message of one small frame."""
+        out, wire = self._outgoing, self._wire
+        if wire is None or wire.ended or out.credit <= 0 or len(data) > JOINED:
+            self.send(data, len(data))
+            return
+        with self._lane.lock:
+            owed = self.incoming.owed
+            credit = owed if 0 < owed < 0xFFFF else 0
+            out.credit -= 1
+            self.incoming.owed = owed - credit
+        source, target, epoch, key = self._about
+        nbytes = len(data)
+        frame = HEADER.pack(DATA, 0, credit, nbytes, source, target, epoch, key, nbytes, 0) + data
+        try:
+            if not wire.send_now(frame, self.check):
+                wire.send(frame, memoryview(b""), self.check)
+        except OSError as error:
+            self._plane.ended(self, wire, error)
+
+    def receive_small(self, into: memoryview) -> bool:
+        """Receive a message of one small frame, if it is the next to arrive; else False, and nothing has changed."""
+        incoming, wire, size = self.incoming, self._wire, len(into)
+        if wire is None or not wire.owned or not incoming.idle:
+            return False
+        source, target, epoch, key = self._about
+        header = HEADER.pack(DATA, 0, 0, size, target, source, epoch, key, size, 0)[4:]
+        credit = self._network.read_one(wire, header, into)
+        if credit < 0:
+            return False
+        with self._lane.lock:
+            self._outgoing.credit += credit
+            incoming.owed += 1
+        while incoming.owed >= self._keep:
+            self._frame(CREDIT, memoryview(b""), 0, 0)
+        return True
+
     def post(self, into: memoryview) -> None:
         """Receive the next message there."""
         incoming, self._size = self.incoming, len(into)
@@ -121,12 +158,11 @@ class Stream:
         incoming = self.incoming
         if incoming.done:
             return
-        if self._size <= SMALL:
-            network, failed, lane = self._network, self._lane.failed, self._lane
-            wire = self._wire if self._wire is not None else network.wire(lane.index, lane.epoch)
-            if wire is not None:
-                self._wire = wire
-                network.read(wire, lambda: incoming.done or bool(failed))
+        network, failed, lane = self._network, self._lane.failed, self._lane
+        wire = self._wire if self._wire is not None else network.wire(lane.index, lane.epoch)
+        if wire is not None:
+            self._wire = wire
+            network.read(wire, lambda: incoming.done or bool(failed), self._size > SMALL)
         if not incoming.done:
             self._plane.wait(lambda: incoming.done, (self,))
 
@@ -225,7 +261,11 @@ class NetPlane(ShmPlane):
         if not isinstance(peer, FarPeer):
             return super().send(channel, data)
         view = flat(data)
-        self._stream(peer, channel["offset"], channel["bytes"], channel["slots"]).send(view, len(view))
+        stream = self._stream(peer, channel["offset"], channel["bytes"], channel["slots"])
+        if len(view) <= min(JOINED, stream.slot):
+            stream.send_small(view)
+        else:
+            stream.send(view, len(view))
         self.count(peer, len(view), 0)
 
     def recv(self, channel: Channel, into: Buffer) -> None:
@@ -234,6 +274,9 @@ class NetPlane(ShmPlane):
             return super().recv(channel, into)
         view = flat(into)
         stream = self._stream(peer, channel["offset"], channel["bytes"], channel["slots"])
+        if len(view) <= min(JOINED, stream.slot) and stream.receive_small(view):
+            self.count(peer, 0, len(view))
+            return
         stream.post(view)
         stream.wait()
         sent = stream.incoming.message.total
