@@ -37,7 +37,7 @@ def all_reduce(team: WideTeam, data: memoryview, combine: Combine) -> None:
 def _sum_whole(team: WideTeam, data: memoryview, total: Sum, left: int) -> None:
     room = memoryview(bytearray(len(data) * team.size))
     terms = [room[rank * len(data) : (rank + 1) * len(data)] for rank in range(team.size)]
-    terms[team.rank] = memoryview(bytes(data))
+    terms[team.rank] = memoryview(bytearray(data))
     agree(team.exchange([data] * team.size, terms, left))
     total.add(data, terms)
     for rank in range(team.size):
