@@ -11,7 +11,7 @@ from gt.worker.plane.net.wide_team import StreamLike, Sum, WideTeam
 CHUNK_BYTES = 256 << 10
 
 
-class Chain:
+class ChainReduction:
     """One all-reduce of `data`, of whose size all members are agreed."""
 
     def __init__(self, team: WideTeam, data: memoryview, total: Sum) -> None:

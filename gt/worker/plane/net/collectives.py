@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from gt.ir.heap import aligned
 from gt.worker.plane.base import Combine
 from gt.worker.plane.collectives import DIRECT, parts
-from gt.worker.plane.net.chain import Chain
+from gt.worker.plane.net.chain import ChainReduction
 from gt.worker.plane.net.wide_team import Sum, WideTeam, agree
 
 PART_BYTES = 16 << 20  # of a member's data that is under way at a time
@@ -29,7 +29,7 @@ def all_reduce(team: WideTeam, data: memoryview, combine: Combine) -> None:
         else:
             if not start:  # a chain's members hear of their neighbours only
                 agree(team.exchange([part[:0]] * team.size, [part[:0]] * team.size, left))
-            Chain(team, part, total).run()
+            ChainReduction(team, part, total).run()
         left -= stop - start
     total.finish()
 

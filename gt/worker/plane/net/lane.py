@@ -13,7 +13,7 @@ from typing import NamedTuple
 MAX_STREAMS = 1 << 16  # of a lane, at most
 
 
-class Message(NamedTuple):
+class Announced(NamedTuple):
     """Bytes that the sender announced for a message, and the number that came with it."""
 
     total: int
@@ -32,7 +32,7 @@ class Incoming:
         self._debt = 0  # frames of the posted message that were credited, and have not come
         self.at = 0
         self.done = False
-        self.message = Message(0, 0)
+        self.message = Announced(0, 0)
         self.owed = 0  # credit that the sender is to get
 
     @property
@@ -57,7 +57,7 @@ class Incoming:
         if self._into is None:
             return None
         if self._left < 0:
-            self._left, self.message = total, Message(total, note)
+            self._left, self.message = total, Announced(total, note)
         if total != len(self._into) or nbytes > self._left:
             return memoryview(bytearray(nbytes))  # a message of another size is received whole, and dropped
         return self._into[self.at : self.at + nbytes]
