@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
         gpu_workers as gpu_workers, inspect as inspect, manual_seed as manual_seed, ones as ones, ones_like as ones_like,
         plan as plan, rand as rand, rand_like as rand_like, randint as randint, randint_like as randint_like, randn as randn,
         randn_like as randn_like, shutdown as shutdown, stack as stack, stats as stats, tensor as tensor, trace as trace,
-        zeros as zeros, zeros_like as zeros_like,
+        trace_replay as trace_replay, zeros as zeros, zeros_like as zeros_like,
     )
     from gt.client.groups import signal as signal
     from gt.config.registry import (
@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
     )
     from gt.client.capture.compiled_function import compile as compile
     from gt.client.groups.signal import microbatches as microbatches
+    from gt.client.reports.memory import memory_summary as memory_summary
+    from gt.client.reports.memory_snapshot import memory_snapshot as memory_snapshot
     from gt.client.metrics import log as log
     from gt.errors import (
         CaptureError as CaptureError, ConfigError as ConfigError, DispatcherLost as DispatcherLost, GTError as GTError,
@@ -52,11 +54,14 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
         for name in (
             "arange", "cat", "connect", "cpu_workers", "device", "empty", "empty_like", "eye", "from_numpy", "full",
             "full_like", "gpu_workers", "inspect", "manual_seed", "ones", "ones_like", "plan", "rand", "rand_like", "randint",
-            "randint_like", "randn", "randn_like", "shutdown", "stack", "stats", "tensor", "trace", "zeros", "zeros_like",
+            "randint_like", "randn", "randn_like", "shutdown", "stack", "stats", "tensor", "trace",
+            "trace_replay", "zeros", "zeros_like",
         )
     },
     "compile": ("gt.client.capture.compiled_function", "compile"),
     "log": ("gt.client.metrics", "log"),
+    "memory_snapshot": ("gt.client.reports.memory_snapshot", "memory_snapshot"),
+    "memory_summary": ("gt.client.reports.memory", "memory_summary"),
     "microbatches": ("gt.client.groups.signal", "microbatches"),
     "debug": ("gt.debug", None),
     **{name: ("gt.config.registry", name) for name in ("ShardConfig", "SignalConfig", "load_config", "register_config")},

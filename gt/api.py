@@ -16,13 +16,17 @@ from gt.client import current_session
 from gt.client.device import random, torch_remote
 from gt.client.device import register as device_
 from gt.client.device.remote_tensor import RemoteTensor, Shown
+from gt.client.reports import progress
+from gt.client.reports.html import TensorPlacement
 from gt.client.trace import shape_inference
 from gt.config.doubts import doubts
 from gt.config.load import check_workers, load
 from gt.config.registry import source
+from gt.errors import ProgramError
 
 if TYPE_CHECKING:
     from gt.observe.plan import Plan
+    from gt.observe.tracing import Tracing
 
     device: torch.device  # by __getattr__
 log = logging.getLogger("gt")
@@ -38,7 +42,7 @@ class _Started:
     """Processes that this program has started, and functions that replace or follow them."""
 
     local: Any = None
-    trace: Callable[[], None] | None = None  # called before a session ends
+    trace: Tracing | None = None  # that is being made
     plan: Callable[[Config, int], None] | None = None  # opens a session that only plans; None outside of gt.plan
 
 
@@ -91,9 +95,20 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     text, path = config_of(config)
     token = env.get("GT_TOKEN") if token is None else token
     session = Session(address, (text, path), switches=switches, token=token, wait=wait)
-    current_session.connect(session, text, path)
+    recorder = current_session.connect(session, text, path)
+    recorder.when_watched = lambda: _report_roles(recorder)
+    if _Started.trace is not None:
+        _Started.trace.begin(session)
     for doubt in doubts(load(text, path)):
         log.warning("%s", doubt)
+
+
+def _report_roles(recorder: Any) -> None:
+    """The first batch while somebody observes: the part that reports roles is imported now."""
+    from gt.client.groups.role_reports import RoleReports
+
+    recorder.when_watched = RoleReports(recorder).after_batch
+    recorder.when_watched()
 
 
 def _switches(stall_timeout: float | None) -> dict[str, Any]:
@@ -209,7 +224,7 @@ def disconnect() -> None:
     if _Started.plan is not None and current_session.Current.recorder is not None:
         current_session.Current.recorder.flush()
     elif _Started.trace is not None and current_session.Current.recorder is not None:
-        _Started.trace()
+        _Started.trace.end(current_session.Current.recorder.session, current_session.Current.recorder.flush)
     session = current_session.disconnect()
     if session is not None:
         session.close()
@@ -239,10 +254,37 @@ def stats() -> dict[str, Any]:
     return {**counters, "client": client}
 
 
-def trace(path: str | Path) -> dict[str, Any]:
-    """Write the last replay of a captured step as a Chrome trace, measured and predicted. Waits for all workers.
+@contextmanager
+def trace(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Record what the program does inside, and write it as a Chrome trace: `with gt.trace("out.json"):`.
 
-    path: of the JSON file, which Perfetto and chrome://tracing show. Returns the part of gt.stats() on the step's schedule.
+    path: of the JSON file, which Perfetto, chrome://tracing and torch's viewer show. Workers' instructions with their lines,
+    transfers, memory, the dispatcher's messages and the program's own waits. Waits for all workers at begin and end. The
+    yielded dict gets, at the end, the numbers of "slices" and of those that were "dropped" for want of room, and the "schedule"
+    of gt.stats() if a captured step was replayed in one. FileNotFoundError if there is no such folder.
+    """
+    from gt.observe.tracing import Tracing
+
+    if _Started.trace is not None:
+        raise ProgramError("a trace is being made: end it before another begins")
+    tracing = Tracing(path)
+    if current_session.Current.recorder is not None:
+        torch_remote.synchronize()
+        tracing.begin(current_session.Current.recorder.session)
+    _Started.trace = tracing
+    try:
+        yield tracing.report
+    finally:
+        _Started.trace = None
+        if current_session.Current.recorder is not None:
+            tracing.end(current_session.Current.recorder.session, current_session.Current.recorder.flush)
+        tracing.close()
+
+
+def trace_replay(path: str | Path) -> dict[str, Any]:
+    """Write the last replay of a scheduled step as a Chrome trace, measured and predicted. Waits for all workers.
+
+    path: of the JSON file. Returns the part of gt.stats() on the step's schedule.
     """
     from gt.observe import timeline
 
@@ -252,21 +294,10 @@ def trace(path: str | Path) -> dict[str, Any]:
     return events["otherData"]
 
 
-@contextmanager
-def tracing(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Write a trace before the session inside ends. The yielded dict gets the value of trace()."""
-    order: dict[str, Any] = {}
-    _Started.trace = lambda: order.update(trace(path))
-    try:
-        yield order
-        disconnect()
-    finally:
-        _Started.trace = None
+def inspect(tensor: torch.Tensor) -> TensorPlacement:
+    """Layout and mesh of a remote tensor, and of each piece its worker, shape, bytes and boxes. Waits for the plan only.
 
-
-def inspect(tensor: torch.Tensor) -> dict[str, Any]:
-    """Layout and mesh of a remote tensor, and of each piece its worker, shape and bytes. Waits for the plan, not for values.
-
+    A dict, which a notebook shows as blocks coloured by worker. boxes: of the tensor that the piece has, [start, stop] by dim.
     TypeError for anything but a remote tensor.
     """
     if not isinstance(tensor, RemoteTensor):
@@ -275,7 +306,7 @@ def inspect(tensor: torch.Tensor) -> dict[str, Any]:
     current_session.check(tensor)
     recorder = current_session.current()
     recorder.flush()
-    return recorder.session.inspect(tensor._ref.id)
+    return TensorPlacement(recorder.session.inspect(tensor._ref.id))
 
 
 def plan(fn: Callable, *args: Any, workers: int = 0, config: Config = None) -> Plan:
@@ -301,12 +332,14 @@ def planning(workers: int = 0, config: Config = None) -> Iterator[Callable[[str]
     from gt.observe.plan import Plan
 
     sessions: list[Dry] = []
+    ticks: list[progress.Tick] = []
     names: dict[int, str] = {}  # identity of a parameter -> its name
 
     def begin(asked: Config, wanted: int) -> None:
         text, path = config_of(asked if config is None else config)
         device_.register()
         sessions.append(Dry(text, path, workers or wanted or workers_named((text, path)) or 1))
+        sessions[-1].tick = ticks[-1]
         sessions[-1].living = lambda: list(tensor_roles.weights(weight_names()))
         current_session.connect(sessions[-1], text, path)
         for doubt in doubts(load(text, path)):
@@ -330,7 +363,8 @@ def planning(workers: int = 0, config: Config = None) -> Iterator[Callable[[str]
     outer, interrupted = _Started.plan, current_session.set_aside()
     _Started.plan = begin
     try:
-        with tensor_roles.after_steps(stepped):
+        with progress.bar("planning", unit=" ops") as tick, tensor_roles.after_steps(stepped):
+            ticks.append(tick)
             yield lambda about: Plan(max(sessions, key=lambda dry: dry.state.op_stream.ops) if sessions else None, about)
             disconnect()
     finally:
@@ -373,7 +407,7 @@ def _remote(factory: Factory) -> Factory:
         return factory(*args, **kwargs)
 
     make.__name__ = make.__qualname__ = factory.__name__
-    make.__doc__ = f"torch.{factory.__name__} with the remote device as default; dtype may be a name, such as \"float32\"."
+    make.__doc__ = f'torch.{factory.__name__} with the remote device as default; dtype may be a name, such as "float32".'
     return cast("Factory", make)
 
 

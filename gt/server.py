@@ -19,6 +19,7 @@ from gt.wire.access.auth import Access
 from gt.wire.process_settings import collect_less, keep_freed, more_descriptors, take_turns
 from gt.wire.socket import PORT
 
+PAGE_PORT = 9471  # of the dashboard
 STOP_SECONDS = 5.0  # for a process beside the server to end
 
 
@@ -50,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
     option("--memory-limit", default="", help=memory)
     metrics = "serve metrics for Prometheus on this port of 127.0.0.1, by a process of its own; default: none"
     option("--metrics", type=port, metavar="PORT", help=metrics)
+    page = f"show the server in the browser, by a process of its own on 127.0.0.1; default port: {PAGE_PORT}; default: none"
+    option("--dashboard", type=port, nargs="?", const=PAGE_PORT, metavar="PORT", help=page)
     return made
 
 
@@ -81,25 +84,32 @@ def terms(args: argparse.Namespace) -> Terms:
 
 @contextmanager
 def beside(server: Server, args: argparse.Namespace) -> Iterator[None]:
-    """Inside, `gt metrics` runs as a process of its own, if asked for: it observes the server, and ends with it."""
-    if args.metrics is None:
-        yield
-        return
-    host = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1"}.get(server.host, server.host)
-    command = [sys.executable, "-m", "gt", "metrics", f"{host}:{server.port}", "--port", str(args.metrics)]
-    command += ["--parent", str(os.getpid())]
-    command += ["--token-file", str(args.token_file)] if args.token_file else []
-    variables = env.child(PYTHONPATH=env.python_path(str(Path(__file__).parents[1])))
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=variables)
+    """Inside, `gt metrics` and `gt dashboard` run as processes of their own, if asked for. They observe the server, and end
+    with it.
+    """
+    asked = {"metrics": args.metrics, "dashboard": args.dashboard}
+    processes = [_observer(server, args, name, number) for name, number in asked.items() if number is not None]
     try:
         yield
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _observer(server: Server, args: argparse.Namespace, name: str, number: int) -> subprocess.Popen:
+    """Start a command that observes the server and serves a port."""
+    host = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1"}.get(server.host, server.host)
+    command = [sys.executable, "-m", "gt", name, f"{host}:{server.port}", "--port", str(number)]
+    command += ["--parent", str(os.getpid())]
+    command += ["--token-file", str(args.token_file)] if args.token_file else []
+    variables = env.child(PYTHONPATH=env.python_path(str(Path(__file__).parents[1])))
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=variables)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Token files from any text, and GPT-2's published weights as llm.c's: see README.md.
 
-    prepare_data.py TEXT... [--to FOLDER] [--vocabulary FOLDER]     NAME_train.bin, NAME_val.bin, gpt2_tokenizer.bin
-    prepare_data.py --weights FOLDER [--to FOLDER]                  gpt2_124M.bin from a Hugging Face folder
+prepare_data.py TEXT... [--to FOLDER] [--vocabulary FOLDER]     NAME_train.bin, NAME_val.bin, gpt2_tokenizer.bin
+prepare_data.py --weights FOLDER [--to FOLDER]                  gpt2_124M.bin from a Hugging Face folder
 """
 
 from __future__ import annotations

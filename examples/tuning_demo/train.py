@@ -159,6 +159,7 @@ def train(args: argparse.Namespace, groups: Sequence[str]) -> list[float]:
     for number, batch in zip(range(args.steps), batches(text(args.data), args), strict=False):
         start = time.perf_counter()
         losses.append(run(*batch).item() if run else step(model, optimizer, batch, args))
+        gt.log(loss=losses[-1])  # a curve for those who look, as with `gt dashboard`
         seconds = time.perf_counter() - start
         rate = batch[0].numel() / seconds
         line = f"step {number + 1:3d}/{args.steps}: loss {losses[-1]:.6f}"

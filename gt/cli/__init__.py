@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gt: no command {args[0]!r}{hint(args[0], COMMANDS)}\n")
     print("usage: gt COMMAND [options]\n")
     for name, (_, text) in COMMANDS.items():
-        print(f"  {name:8} {text}")
+        print(f"  {name:9} {text}")
     return 0 if known else 2
 
 
@@ -70,6 +70,12 @@ def metrics(args: list[str]) -> int:
     from gt.cli.metrics import main
 
     return main(args, COMMANDS["metrics"][1])
+
+
+def dashboard(args: list[str]) -> int:
+    from gt.cli.dashboard import main
+
+    return main(args, COMMANDS["dashboard"][1])
 
 
 def doctor(args: list[str]) -> int:
@@ -126,9 +132,10 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "worker": (worker, "run one worker in the foreground"),
     "key": (key, "write a strong token to a new file, for a server off loopback"),
     "plan": (plan, "plan a program without workers: layouts, traffic, memory, schedule"),
-    "trace": (trace, "run a program, and write its last replay as a Chrome trace, measured and predicted"),
+    "trace": (trace, "run a program, and write a timeline of client, dispatcher, workers and transfers for Perfetto"),
     "top": (top, "watch a running server: workers, sessions, links, slow lines"),
     "metrics": (metrics, "serve metrics of a running server over HTTP, for Prometheus"),
+    "dashboard": (dashboard, "show a running server in the browser: schedule, memory, traffic, curves, layouts, errors"),
     "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),
     "ops": (ops, "print schemas of ops of the installed torch that GT lacks, as lines for the file GT_OPS"),
     "schema": (schema, "print the JSON Schema of the YAML of signal groups, for editors"),

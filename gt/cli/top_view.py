@@ -8,7 +8,7 @@ from typing import Any
 from gt.ir.schedules import size
 from gt.logs import plain
 
-MAX_LINES, MAX_LINKS = 5, 8  # rows of these tables
+MAX_LINES, MAX_LINKS, MAX_ERRORS = 5, 8, 3  # rows of these tables
 UNKNOWN = "-"
 Row = dict[str, Any]
 # name of an order -> the key of a worker, largest first but for names
@@ -37,6 +37,9 @@ def lines(state: dict[str, Any], order: str = "name", session: int = -1, width: 
     if state["queue"]:
         text += ["", "queue  " + "; ".join(f"{q['place']} {q['user']} {q['program']}" for q in state["queue"])]
     text += ["", *_links(links, width), "", *_lines(samples, width)]
+    errors = [error for error in state["errors"] if session < 0 or error["session"] in (session, -1)]
+    if errors:
+        text += ["", "errors"] + [f"  {_error(error)}" for error in errors[-MAX_ERRORS:]]
     for one in sessions:
         if one["schedule"] is not None:
             text += ["", *_pipeline(one, width)]
@@ -70,6 +73,8 @@ def _sessions(sessions: Sequence[Row], width: int) -> list[str]:
             f"{s['number']:<8}{s['user'][:8]:9}{s['program'][:17]:18}{_rate(s['ops_per_second']):>8}"
             f"{_rate(s['steps_per_second']):>9}  {s['waits'] or UNKNOWN:10} {values or UNKNOWN}"
         )
+        if s["memory"] is not None:
+            rows.append("        holds " + ", ".join(f"{use} {size(nbytes)}" for use, nbytes in s["memory"].items()))
         if s["current"]:
             rows.append(f"        at {s['current']['op']} {_place(s['current'])} {s['current']['group']}")
     return rows
@@ -120,6 +125,11 @@ def _bar(stamps: Sequence[Sequence], begin: float, end: float, columns: int) -> 
         for column in range(first, min(max(int((stop - begin) * scale), first + 1), columns)):
             bar[column] = letter
     return "".join(bar)
+
+
+def _error(error: Row) -> str:
+    session = f" session {error['session']}" if error["session"] >= 0 else ""
+    return f"{error['at']:.0f} s{session} {error['peer']}: {error['text']}"
 
 
 def _place(row: Row) -> str:

@@ -1,11 +1,10 @@
-"""`gt trace OUT.json script.py args...`: runs a script, and writes the last replay of its captured step as a Chrome trace."""
+"""`gt trace script.py -o OUT.json`: runs a script and writes its timeline."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import traceback
-from pathlib import Path
 
 from gt.cli.plan import run, takes_script
 from gt.errors import GTError
@@ -13,31 +12,49 @@ from gt.errors import GTError
 
 def main(args: list[str], text: str) -> int:
     parser = argparse.ArgumentParser(prog="gt trace", description=text)
-    parser.add_argument("out", metavar="out.json", help="file for the trace, for chrome://tracing or ui.perfetto.dev")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="file for the trace, for ui.perfetto.dev or chrome://tracing; default: trace.json",
+    )
     takes_script(parser)
-    given = parser.parse_args(args)
-    folder = Path(given.out).absolute().parent
-    if not folder.is_dir():
-        print(f"gt trace: {given.out} cannot be written: there is no folder {folder}", file=sys.stderr)
-        return 1
+    given = parser.parse_args(_reordered(args))
+    output = given.output or "trace.json"
     from gt import make_device
-    from gt.api import shutdown, tracing
+    from gt.api import shutdown, trace
     from gt.observe import timeline
 
     make_device()
+    report: dict = {}
     try:
-        with tracing(given.out) as order:
-            run(given.script, given.args)
+        with trace(output) as report:
+            try:
+                run(given.script, given.args)
+            finally:
+                shutdown()
     except (GTError, OSError) as error:
         print(f"gt trace: {error}", file=sys.stderr)
         return 1
     except Exception:
         traceback.print_exc()
         return 1
-    finally:
-        shutdown()
-    if not order:
+    if "slices" not in report:
         print(f"gt trace: {given.script} did nothing with remote tensors, so there is nothing to trace", file=sys.stderr)
         return 1
-    print(f"{given.out}: {timeline.said(order)}")
+    print(f"{output}: {report['slices']} slices")
+    if "schedule" in report:
+        print(f"{output}: {timeline.said(report['schedule'])}")
     return 0
+
+
+def _reordered(args: list[str]) -> list[str]:
+    """Arguments with the output first: `script.py -o OUT` and `OUT.json script.py` mean the same as `-o OUT script.py`.
+
+    Options behind the script are the script's own, but for -o right behind it.
+    """
+    if len(args) > 1 and args[0].endswith(".json"):
+        return ["-o", *args]
+    if len(args) > 2 and not args[0].startswith("-") and args[1] in ("-o", "--output"):
+        return [*args[1:3], args[0], *args[3:]]
+    return args

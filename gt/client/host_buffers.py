@@ -12,15 +12,31 @@ from typing import Any
 
 import numpy as np
 
+from gt.client.reports import progress
 from gt.errors import ProtocolError
 from gt.ir.layout import Boxes, piece_shape, read_boxes, write_boxes
 from gt.wire.arena import WORDS, check_boxes
 from gt.wire.messages import CHUNK
 
+LONG_COPY_BYTES, PART_BYTES = 256 << 20, 64 << 20  # of a copy that may take a second, and of its parts
+
 
 def region(array: np.ndarray, rows: Any) -> np.ndarray:
     """The local tensor of these boxes, contiguous. It shares memory with `array` where possible."""
     return read_boxes(array, check_boxes(rows, array.shape))
+
+
+def copy(target: np.ndarray, source: np.ndarray) -> np.ndarray:
+    """Copy an array into another of its shape and dtype, which is returned; a long copy shows a bar on a terminal."""
+    if source.nbytes < LONG_COPY_BYTES or not source.ndim:
+        np.copyto(target, source)
+        return target
+    rows = max(1, len(source) * PART_BYTES // source.nbytes)
+    with progress.bar("copying a tensor for its upload", source.nbytes) as tick:
+        for at in range(0, len(source), rows):
+            np.copyto(target[at : at + rows], source[at : at + rows])
+            tick(source[at : at + rows].nbytes)
+    return target
 
 
 def frames(array: np.ndarray) -> Iterator[tuple[int, int, list[memoryview]]]:

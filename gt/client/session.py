@@ -14,6 +14,7 @@ import pwd
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,10 +27,11 @@ import numpy as np
 from gt import errors, logs
 from gt.client import host_buffers
 from gt.client.arenas import ArenaBlock, ClientArenas
+from gt.client.reports import progress, spans
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.schema import library_schemas
 from gt.ir.spec import DTYPES, Spec
-from gt.wire import link, messages
+from gt.wire import link, liveness, messages
 from gt.wire.arena import upload_index
 from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.messages import (
@@ -45,6 +47,9 @@ from gt.wire.messages import (
     Metrics,
     Ops,
     Stats,
+    TensorRoles,
+    Trace,
+    TraceRows,
     UploadChunk,
 )
 
@@ -52,9 +57,14 @@ log = logging.getLogger("gt.client")
 
 NO_PLACE = -1  # value of a gt.upload op whose bytes are in no arena
 MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
+TICK_SECONDS = 0.5  # between two looks at a wait that shows a bar
 ROOM_SECONDS = 0.25  # until a wait for room becomes a wait for all workers
 FIRST_NOTICE_SECONDS = 3.0  # without an answer; then a warning tells the user
 WELCOME_SECONDS = 45.0  # for a server that is up: it waits for the workers that the config names
+WAITS: dict[type[Message], str] = {
+    Fetch: "wait for a value", Describe: "wait for a shape", FinishCapture: "wait for a program", Inspect: "wait for a layout",
+    Stats: "wait for counters",
+}  # fmt: skip
 MAX_ABOUT_CHARACTERS = 255  # of each text about this process
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -112,6 +122,7 @@ class Session:
         self._notice_count = 0  # received before the Welcome
         self._queued = False  # the server has no free workers for this session yet
         self._fetches = 0
+        self._trace_rows: list[TraceRows] = []  # of the trace that ends
         self.watched = False  # somebody observes the server
         self._handlers: dict[type[Message], Callable[[Any, tuple[Any, ...]], None]] = {
             messages.Ack: self._ack,
@@ -124,6 +135,7 @@ class Session:
             messages.Report: lambda m, _: self._finish(m.request, m.body),
             messages.Failed: self._failed,
             messages.Notice: self._notice,
+            messages.TraceRows: lambda m, _: self._trace_rows.append(m),
             messages.Watched: self._watch,
             messages.Welcome: self._answer_to_hello,
             messages.Reject: self._answer_to_hello,
@@ -147,6 +159,7 @@ class Session:
         self.workers: list[str] = welcome.workers
         self.groups: list[str] = welcome.groups
         self.number: int = welcome.session
+        self._beside = bool(liveness.home()) and liveness.home() in welcome.process[1:]  # the dispatcher has this host's clock
         self.library_ops = library_schemas(welcome.ops)
         _open.add(self)
 
@@ -170,6 +183,8 @@ class Session:
     def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = ()) -> None:
         """Queue a batch of the op stream, in order. The session owns the lists from now on. Never waits."""
         self._check()
+        if spans.current is not None:
+            spans.current.batch(code)
         self._outbox.append((templates, origins, code, frames))
         self._link.push()
 
@@ -186,10 +201,11 @@ class Session:
         """Wait until few batches are queued, so that a program faster than its workers cannot fill memory."""
         if self._link.inside or self.has_credit():
             return
-        if not self._link.lead(self._unblocked):
-            with self._room:
-                while not self._unblocked():
-                    self._room.wait()
+        with spans.span("wait until workers have taken ops"):
+            if not self._link.lead(self._unblocked):
+                with self._room:
+                    while not self._unblocked():
+                        self._room.wait()
         if not self.has_credit():
             self._raise_deferred()
 
@@ -225,7 +241,8 @@ class Session:
 
     def seal(self, program: int, *what: Any) -> dict[str, Any]:
         """Make a program of the last recording. messages.FinishCapture describes the rest and the answer. Waits."""
-        return self._ask(lambda request: FinishCapture(request, program, *what))
+        with progress.bar("planning a captured step", unit="s") as tick:
+            return self._ask(lambda request: FinishCapture(request, program, *what), tick)
 
     def inspect(self, tensor: int) -> dict[str, Any]:
         """Layout, mesh and pieces of a tensor. Waits."""
@@ -235,9 +252,12 @@ class Session:
         """Counts of a function's ops and of those that programs carried out. Waits."""
         return self._ask(lambda request: InspectFragments(request, slot))
 
-    def stats(self, program: int = -1) -> dict[str, Any]:
-        """Counters of the dispatcher and the workers, and of this link under "client". program: see messages.Stats. Waits."""
-        body = self._ask(lambda request: Stats(request, program))
+    def stats(self, program: int = -1, holders: bool = False) -> dict[str, Any]:
+        """Counters of the dispatcher and the workers, and of this link under "client". Waits.
+
+        program, holders: see messages.Stats.
+        """
+        body = self._ask(lambda request: Stats(request, program, holders))
         mine = {
             "messages_sent": self._link.messages_sent,
             "bytes_sent": self._link.bytes_sent,
@@ -245,9 +265,34 @@ class Session:
         }
         return {**body, "client": mine}
 
+    def begin_trace(self) -> dict[str, Any]:
+        """Have workers and dispatcher record what this session does. Answer: see `trace_answer`. Waits."""
+        self._trace_rows.clear()
+        return self._timed_ask(lambda request: Trace(request, True))
+
+    def end_trace(self) -> tuple[dict[str, Any], list[TraceRows]]:
+        """End the recording: the answer of the dispatcher, and everything that was recorded. Waits."""
+        answer = self._timed_ask(lambda request: Trace(request, False))
+        rows, self._trace_rows = self._trace_rows, []
+        return answer, rows
+
+    def _timed_ask(self, question: Callable[[int], Message]) -> dict[str, Any]:
+        """An answer of the dispatcher with "ahead" of each worker's clock and "dispatcher", by how much clocks are ahead of
+        this process's. Those of one host are one clock; else the time of the answer is as good as half of its round trip.
+        """
+        asked = time.monotonic()
+        answer = dict(self._ask(question))
+        own = 0.0 if self._beside else answer["clock"] - (asked + time.monotonic()) / 2
+        return {**answer, "dispatcher": own, "trip": time.monotonic() - asked, "ahead": [own + n for n in answer["ahead"]]}
+
     def log(self, steps: int, values: dict[str, float]) -> None:
         """Send numbers that the program logs. Never waits."""
         self._outbox.append(Metrics(steps, values))
+        self._link.push()
+
+    def tell_roles(self, rows: list) -> None:
+        """Send the roles of tensors. Never waits."""
+        self._outbox.append(TensorRoles(rows))
         self._link.push()
 
     def keep(self, tensor: int, array: np.ndarray) -> int:
@@ -258,10 +303,10 @@ class Session:
         self._check()
         block = self._arenas.take(array.nbytes)
         if block is None:
-            self._host_copies[tensor] = array.copy(order="C").view(f"V{array.itemsize}")
+            self._host_copies[tensor] = host_buffers.copy(np.empty(array.shape, array.dtype), array).view(f"V{array.itemsize}")
             return NO_PLACE
         target = block.bytes(array.nbytes).view(array.dtype).reshape(array.shape)
-        np.copyto(target, array)
+        host_buffers.copy(target, array)
         self._host_copies[tensor] = target.view(f"V{array.itemsize}")
         self._blocks[tensor] = block
         return upload_index(block.place)
@@ -320,7 +365,14 @@ class Session:
         if self.failure is not None:
             raise errors.from_wire(errors.to_wire(self.failure))
 
-    def _ask(self, question: Callable[[int], Message]) -> Any:
+    def _ask(self, question: Callable[[int], Message], tick: progress.Tick | None = None) -> Any:
+        """The answer to a message of a request's number. tick: called now and then meanwhile."""
+        if spans.current is None:
+            return self._answer(question, tick)
+        with spans.span(WAITS.get(type(question(0)), "wait for an answer")):
+            return self._answer(question, tick)
+
+    def _answer(self, question: Callable[[int], Message], tick: progress.Tick | None) -> Any:
         self._check()
         self._raise_deferred()
         request, pending = next(self._numbers), _Pending()
@@ -328,9 +380,11 @@ class Session:
         try:
             self._outbox.append(question(request))
             # The first turn that this thread leads sends it. A link that has ended saw this request, or has set failure before.
-            if self.failure is None and not self._link.lead(pending.done.is_set):
+            if self.failure is None and not self._link.lead(pending.done.is_set, TICK_SECONDS if tick else float("inf")):
                 self._link.wake()
-                pending.done.wait()
+                while not pending.done.wait(TICK_SECONDS if tick else None):
+                    if tick is not None:
+                        tick(0)
         finally:
             self._pending.pop(request, None)
             if self._pending:  # other threads wait for answers that this thread would have received

@@ -15,6 +15,7 @@ from gt.dispatcher.cluster.health import Survey, Watch, answer
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, workers
 from gt.dispatcher.cluster.membership import Membership
 from gt.dispatcher.cluster.observers import Observers, logged
+from gt.dispatcher.cluster.tracing import Traces
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.dispatcher.events import (
     Action,
@@ -40,7 +41,7 @@ from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.context import SessionContext
 from gt.dispatcher.state.failures import op_failed
 from gt.dispatcher.state.fetches import MAX_REQUESTS
-from gt.dispatcher.state.memory_report import memory_report
+from gt.dispatcher.state.memory_report import holders, memory_report
 from gt.errors import GTError, ProtocolError, SystemFailure
 from gt.logs import Sparse
 from gt.wire.messages import (
@@ -66,10 +67,14 @@ from gt.wire.messages import (
     OpError,
     Ops,
     Piece,
+    Records,
     Reject,
     Report,
     Run,
     Stats,
+    TensorRoles,
+    Trace,
+    TraceRows,
     UploadChunk,
     UploadProgress,
 )
@@ -107,6 +112,7 @@ class Core:
         self.admission = Admission(self.lending, most=self.terms.most)
         self.round_robin = RoundRobin(self, self.pace)
         self.observers = Observers(self)
+        self.traces = Traces(self, self._lease)
         self.membership = Membership(self)
         self._sparse = Sparse(log, SPOKEN)
         self._actions: list[Action] = []
@@ -119,7 +125,8 @@ class Core:
             Done: self._done, OpError: self._op_error, UploadProgress: self._upload_progress,
             InspectFragments: self._inspect_fragments,
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
-            Metrics: self._metrics, Observe: self.observers.observe, LinkFailed: self.membership.link_failed,
+            Metrics: self._metrics, TensorRoles: self._tensor_roles, Observe: self.observers.observe,
+            Trace: self.traces.trace, TraceRows: self._trace_rows, LinkFailed: self.membership.link_failed,
         }  # fmt: skip
 
     @property
@@ -141,6 +148,7 @@ class Core:
         for lease in self.lending.leases:
             lease.cluster.now = event.at
         self.pace.begin()
+        began = self.pace.now() if self.traces.open else -1.0
         if isinstance(event, Received):
             self._receive(event)
         elif isinstance(event, PeerLost):
@@ -160,6 +168,8 @@ class Core:
             self._turn_page()
         if self.round_robin.pending:
             self._actions.append(TurnWanted())
+        if began >= 0:
+            self.traces.note(event, began)
         return self._actions
 
     def check(self) -> None:
@@ -182,7 +192,7 @@ class Core:
     def send(self, peer: Peer, message: Message, frames: tuple = ()) -> None:
         self.sent += 1
         self._actions.append(Send(peer, message, frames))
-        if self.logging and not isinstance(message, Run):
+        if (self.logging or self.observers.news.wanted) and not isinstance(message, (Run, Records)):
             self.log_line("SEND", self.name(peer), type(message).__name__, bytes=sum(len(f) for f in frames))
 
     def close(self, peer: Peer) -> None:
@@ -192,15 +202,26 @@ class Core:
         self._actions += actions
 
     def log_line(self, kind: str, peer: str, text: str = "", **fields: object) -> None:
-        if self.logging:
+        if self.logging or self.observers.news.wanted:
             self._turn_page()
-            self._actions.append(Log(kind, peer, text, fields))
+            entry = Log(kind, peer, text, fields)
+            self._actions += [entry] if self.logging else ()
+            if self.observers.news.wanted:
+                self.observers.news.add_entry(entry, self.now)
 
     def _turn_page(self) -> None:
         """Put out the lines that scribes have written, before any other line."""
         if self.page:
-            self._actions.append(Lines("".join(self.page)))
+            text = "".join(self.page)
+            self._actions += [Lines(text)] if self.logging else ()
             self.page.clear()
+            if self.observers.news.wanted:
+                self.observers.news.add_lines(text, self.now)
+
+    def write_log(self, wanted: bool) -> None:
+        """Begin to write the instruction log for observers, or end it. One that is kept in a file goes on either way."""
+        for session in self.sessions.values() if not self.logging else ():
+            session.emitter.write_log(self.page if wanted else None)
 
     def name(self, peer: Peer) -> str:
         if peer in self.workers:
@@ -257,6 +278,8 @@ class Core:
         if self._sparse.allows(self.now):
             log.warning("%s: %s", self.name(peer), error)
         self.log_line("ERROR", self.name(peer), str(error))
+        number = self.sessions[peer].number if peer in self.sessions else -1
+        self.observers.news.add_error(self.now, number, self.name(peer), str(error))
         lease = self.lending.of(peer)
         for worker in lease.cluster.workers if lease is not None else ():
             worker.discard()
@@ -308,7 +331,7 @@ class Core:
         session, watch = self._session(peer), self._lease(peer).watch
         if sum(survey.session is session for survey in watch.surveys.values()) >= MAX_REQUESTS:
             raise ProtocolError(f"Stats.request {message.request} is one of more than {MAX_REQUESTS} under way")
-        survey, asked = watch.survey(session, message.request, message.program)
+        survey, asked = watch.survey(session, message)
         for worker, query in asked:
             self.send(worker, query)
         if not survey.left:
@@ -317,6 +340,12 @@ class Core:
 
     def _metrics(self, peer: Peer, message: Metrics, frames: tuple) -> None:
         self._session(peer).logged = logged(message)
+
+    def _tensor_roles(self, peer: Peer, message: TensorRoles, frames: tuple) -> None:
+        session = self._session(peer)
+        session.roles.tell(message.rows, self.now)
+        if self.observers.active:
+            session.roles.renew(session.table, session.cluster.workers, session.number, self.now)
 
     def _upload_chunk(self, peer: Peer, message: UploadChunk, frames: tuple) -> None:
         session = self._session(peer)
@@ -411,10 +440,16 @@ class Core:
             failed = row.at(message.seq)
             self.log_line("ERROR", worker.name, str(error), op=failed.known.template.op, group=failed.origin.group)
             full = message.kind == "memory"
+            self.observers.news.add_error(
+                self.now, session.number, worker.name, str(error), failed.known.template.op, failed.origin
+            )
             self.guarded(session, "a failed op", session.failures.trouble, message.seq, error, message.others, full)
             return
         if self._sparse.allows(self.now):
             log.warning("worker %s: op %d failed: %s", worker.name, message.seq, message.message)
+
+    def _trace_rows(self, peer: Peer, message: TraceRows, frames: tuple) -> None:
+        self.traces.rows(peer, self._worker(peer), message)
 
     def _report(self, peer: Peer, message: Report, frames: tuple) -> None:
         worker = self._worker(peer)
@@ -426,6 +461,10 @@ class Core:
     def surveyed(self, survey: Survey) -> None:
         """Every worker has answered a Stats request."""
         if survey.session.peer in self.sessions:
+            session, rows = survey.session, survey.reports
+            for index, row in rows.items():
+                if "holders" in row:
+                    row["holders"] = holders(session, session.cluster.workers[index], row["holders"])
             body, said = answer(survey, self.sent, self.received, self.relayed)
             if said:
                 self.log_line("SCHEDULE", self.name(survey.session.peer), said)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from gt.dispatcher.cluster.peer_info import client_info
+from gt.dispatcher.cluster.tensor_roles import RoleTable
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.fairness.time_slices import Leavings
 from gt.dispatcher.planning.materializer import Materializer
@@ -47,6 +48,7 @@ class ClientSession:
         self.inbox: deque[tuple[Message, tuple]] = deque()  # what came while stalled
         self.about = client_info({})  # of its process, for observers
         self.logged = Logged()
+        self.roles = RoleTable()
         self.began, self.warned = self.cluster.now, False  # warned: told that its time is nearly over
 
     @property

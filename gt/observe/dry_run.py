@@ -93,24 +93,14 @@ class _Emitter(Emitter):
         self.dry.step(PlanLine(tensor, spec, str(layout), op, tuple(ins), layout.mesh.workers, note))
 
 
-class _Journal(OpJournal):
-    """Keeps the ops of a step."""
-
-    __slots__ = ("dry",)
-    dry: Dry
-
-    def add(self, row: Planned) -> None:
-        super().add(row)
-        self.dry.journal.append(row)
-
-
 class _Context(SessionContext):
     """A session's state, of which a dry run learns."""
 
     def __init__(self, dry: Dry, *args: Any) -> None:
         super().__init__(*args)
-        self.emitter, self.journal = _Emitter(self.cluster, self.number), _Journal()
-        self.emitter.dry = self.journal.dry = dry
+        self.emitter, self.journal = _Emitter(self.cluster, self.number), OpJournal()
+        self.emitter.dry = dry
+        self.journal.trace(lambda row: dry.journal.append(row))
         self.failures = Failures(self.cluster, self.table, self.journal)
 
 
@@ -124,6 +114,8 @@ class Dry:
         self.core = Core(context=partial(_Context, self))
         self.core.cluster._sizes = lambda members: sizes(0)  # type: ignore[method-assign]  # HEAP_BYTES is no size to divide
         self.values = 0  # fetched so far
+        self.tick: Callable[[int], object] = lambda count: None  # called with the number of ops that are planned
+        self._ops = 0
         self.steps: dict[str, PlannedStep] = {}  # the newest of each kind: captured, optimizer, all
         self.weights: list[tuple[PlanLine, str, Layout]] = []  # parameters: line, name, layout
         self.rules: dict[str, Rule | None] = {}  # of parameters of a model that was placed by rules
@@ -206,6 +198,8 @@ class Dry:
     def submit(self, templates: list, origins: list, code: list, frames: Sequence[Any] = ()) -> None:
         self._handle(Received(CLIENT, Ops(self._batch, templates, origins, code), tuple(frames)))
         self._batch += 1
+        self.tick(self.state.op_stream.ops - self._ops)
+        self._ops = self.state.op_stream.ops
         tape = self.state.context.tape
         if self._tape is not None and tape is not self._tape:
             self._end_interval("optimizer")  # a recording was discarded

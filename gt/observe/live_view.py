@@ -7,12 +7,14 @@ gt.stats().
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import asdict
+from collections import Counter, deque
 from typing import Any
 
 from gt.wire.records import (
+    USES,
+    ErrorRecord,
     HostRecord,
+    LayoutRecord,
     LinkRecord,
     QueueRecord,
     Record,
@@ -20,9 +22,11 @@ from gt.wire.records import (
     ServerRecord,
     SessionRecord,
     WorkerRecord,
+    as_dict,
 )
 
-PARTS = ("workers", "sessions", "links", "queue", "hosts", "lines")  # of the state, beside "server"
+PARTS = ("workers", "sessions", "links", "queue", "hosts", "lines", "errors")  # of the state, beside "server"
+MAX_ERRORS = 64  # of the state
 MAX_LINES = 10_000  # lines of programs whose samples are counted
 WHERE = ("session", "op", "file", "line", "group", "kind")  # fields of a record's `current`
 # counter -> its rate: of workers, sessions, links
@@ -38,16 +42,22 @@ class LiveView:
         self._before: dict[tuple, tuple[float, dict[str, Any]]] = {}  # key -> (time of its counters, row)
         self._now: dict[tuple, tuple[float, dict[str, Any]]] = {}
         self._samples: Counter[tuple] = Counter()  # (session, file, line, op) -> workers seen at it, over all updates
-        self._schedules: dict[int, dict[str, Any]] = {}  # by session: sent once for each replay
+        # By session, sent once for each replay or change
+        self._schedules: dict[int, dict[str, Any]] = {}
+        self._layouts: dict[int, dict[str, Any]] = {}
+        self._errors: deque[dict[str, Any]] = deque(maxlen=MAX_ERRORS)
 
     def update(self, records: list[Record]) -> dict[str, Any]:
-        """Keys: server, workers, sessions, links, queue, hosts, lines."""
+        """Keys: server, workers, sessions, links, queue, hosts, lines, errors."""
         self._now, at = {}, next((record.at for record in records if isinstance(record, ServerRecord)), 0.0)
         state: dict[str, Any] = {"server": {}, **{part: [] for part in PARTS}}
         self._schedules.update({r.session: _schedule(r) for r in records if isinstance(r, ScheduleRecord)})
+        self._layouts.update({r.session: _layouts(r) for r in records if isinstance(r, LayoutRecord)})
+        self._errors.extend(as_dict(record) for record in records if isinstance(record, ErrorRecord))
+        state["errors"] = list(self._errors)
         ages = {record.name: record.age for record in records if isinstance(record, WorkerRecord)}
         for record in records:
-            row = asdict(record)
+            row = as_dict(record) if not isinstance(record, (ScheduleRecord, LayoutRecord)) else {}
             if isinstance(record, ServerRecord):
                 state["server"] = row
             elif isinstance(record, WorkerRecord):
@@ -63,6 +73,9 @@ class LiveView:
                 state["hosts"].append(row)
         alive = {session["number"] for session in state["sessions"]}
         self._schedules = {number: row for number, row in self._schedules.items() if number in alive}
+        self._layouts = {number: row for number, row in self._layouts.items() if number in alive}
+        for session in state["sessions"]:
+            session["memory"] = _session_memory(state["workers"], str(session["number"]))
         state["lines"] = self._lines(alive)
         self._before = self._now
         return state
@@ -79,7 +92,8 @@ class LiveView:
         row["values"] = {name: value if math.isfinite(value) else str(value) for name, value in row["values"].items()}
         rates = self._rates(("session", row["number"]), row, at, SESSION_RATES)
         steps = rates["replays_per_second"] or (rates["logged_per_second"] if row["steps"] > 0 else None)
-        return {**row, **rates, "steps_per_second": steps, "schedule": self._schedules.get(row["number"])}
+        return {**row, **rates, "steps_per_second": steps, "schedule": self._schedules.get(row["number"]),
+                "layouts": self._layouts.get(row["number"])}  # fmt: skip
 
     def _rates(self, key: tuple, row: dict[str, Any], at: float, rates: dict[str, str]) -> dict[str, float | None]:
         self._now[key] = at, row
@@ -99,6 +113,15 @@ class LiveView:
 
 
 def _schedule(record: ScheduleRecord) -> dict[str, Any]:
-    row = asdict(record)
-    del row["session"], row["replays"]
-    return row
+    return {f: getattr(record, f) for f in ("name", "replays", "predicted", "measured", "actions", "rows", "costs")}
+
+
+def _layouts(record: LayoutRecord) -> dict[str, Any]:
+    names = ("name", "spec", "layout", "mesh", "bytes", "boxes")
+    return {"number": record.number, "more": record.more, "tensors": [dict(zip(names, row)) for row in record.tensors]}
+
+
+def _session_memory(workers: list[dict[str, Any]], session: str) -> dict[str, int] | None:
+    """Bytes by use on all workers; None if the session's client has not told."""
+    told = [uses[session] for w in workers if session in (uses := w["memory"].get("uses", {}))]
+    return {use: sum(uses.get(use, 0) for uses in told) for use in USES} if told else None

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from gt.client.reports import html
 from gt.config.schema import DATA_AXIS, Rule
 from gt.dispatcher.schedule.balance import said
 from gt.dispatcher.sharding.cost import LINK
@@ -46,6 +47,12 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(_text(self.body)) + "\n"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: memory as bars, and the text."""
+        kinds = (WEIGHTS, GRADIENTS, OPTIMIZER, "activations")
+        rows = [(_range(row["workers"]), {kind: row[kind] for kind in kinds}) for row in self.body["memory"]]
+        return html.titled(f"plan of {self.body['program']}", html.bars(rows), html.text_block(str(self)))
 
 
 # ---- data

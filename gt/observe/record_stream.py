@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from types import TracebackType
 
 from gt.errors import DispatcherLost, GTError
@@ -10,22 +11,26 @@ from gt.wire import link
 from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.messages import Exit, Message, Observe, Reject, Welcome
 from gt.wire.messages import Records as RecordsMessage
-from gt.wire.records import Record, records
+from gt.wire.records import ONCE, Record, records
 
 ANSWER_SECONDS = 30.0  # for Records of a server that is up
+ONCE_ROWS = [[code] for code in ONCE]
+MAX_KEPT = 64  # rows sent once, of Records that nobody took in time
 
 
 class RecordStream:
     """A context manager that observes the server at "host:port".
 
-    interval: seconds between two Records, at least. wait: seconds to try for. Raises Refused or DispatcherLost.
+    interval: seconds between two Records, at least. wait: seconds to try for. log: lines of the instruction log are wanted.
+    Both may be changed at any time. Raises Refused or DispatcherLost.
     """
 
-    def __init__(self, address: str, token: str = "", interval: float = 0.5, wait: float = 10.0) -> None:
-        self.address = address
-        self._interval = int(interval * 1000)
+    def __init__(self, address: str, token: str = "", interval: float = 0.5, wait: float = 10.0, log: bool = False) -> None:
+        self.address, self.log = address, log
+        self.interval = interval
         self._changed = threading.Condition()
         self._newest: RecordsMessage | None = None
+        self._kept: deque[list] = deque(maxlen=MAX_KEPT)
         self._taken = 0
         self._failure: GTError | None = None
         self._link = Dealer(address, self._receive, self._lost, timeouts=LinkTimeouts(wait), token=token)
@@ -46,8 +51,13 @@ class RecordStream:
                 assert self._failure is not None
                 raise self._failure
             self._taken = self._newest.number
-            rows = self._newest.rows
+            rows = [*self._kept, *self._newest.rows]
+            self._kept.clear()
         return records(rows)
+
+    def stop(self) -> None:
+        """End a wait in another thread."""
+        self._fail(DispatcherLost("the observer has ended"))
 
     def close(self) -> None:
         self._link.close()
@@ -59,10 +69,12 @@ class RecordStream:
 
     def _receive(self, message: Message, frames: tuple) -> None:
         if isinstance(message, Welcome):
-            self._link.send(Observe(0, self._interval))
+            self._link.send(Observe(0, int(self.interval * 1000), self.log))
         elif isinstance(message, RecordsMessage):
-            self._link.send(Observe(message.number, self._interval))
+            self._link.send(Observe(message.number, int(self.interval * 1000), self.log))
             with self._changed:
+                if self._newest is not None and self._fresh():
+                    self._kept.extend(row for row in self._newest.rows if type(row) is list and row[:1] in ONCE_ROWS)
                 self._newest = message
                 self._changed.notify_all()
         elif isinstance(message, Reject):

@@ -20,18 +20,26 @@ def chrome(stats: dict[str, Any]) -> dict[str, Any]:
 
     Predicted times are scaled so that workers are busy as long as measured. ProgramError without a scheduled replay.
     """
-    order = stats.get("schedule")
-    if order is None:
+    if stats.get("schedule") is None:
         raise ProgramError(
             "no replay in a schedule to show: give gt.compile a schedule, and call the step until it is replayed "
             "(the function's explain() says why it is not)"
         )
+    return {"traceEvents": events(stats), "displayTimeUnit": "ms", "otherData": stats["schedule"]}
+
+
+def events(stats: dict[str, Any], since: float | None = None, first: int = MEASURED) -> list[dict[str, Any]]:
+    """The events of a scheduled replay. since: seconds of time 0, by default its beginning. first: its first process."""
     workers = [(row["name"], row["actions"]) for row in stats["workers"] if row["actions"]]
     workers += [(f"{row['name']} transfers", row["transfers"]) for row in stats["workers"] if row.get("transfers")]
     begin = min(start for _, actions in workers for _, start, _ in actions)
-    measured = [(name, [(a, start - begin, end - begin) for a, start, end in actions]) for name, actions in workers]
-    events = _process(MEASURED, "measured", measured) + _process(PREDICTED, "predicted", _predicted(order))
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": order}
+    since = begin if since is None else since
+    measured = [(name, [(a, start - since, end - since) for a, start, end in actions]) for name, actions in workers]
+    planned = [
+        (name, [(a, start + begin - since, end + begin - since) for a, start, end in rows])
+        for name, rows in _predicted(stats["schedule"])
+    ]
+    return _process(first, "measured", measured) + _process(first + PREDICTED - MEASURED, "predicted", planned)
 
 
 def _predicted(order: dict[str, Any]) -> list[tuple[str, list[tuple[str, float, float]]]]:

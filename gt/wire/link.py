@@ -46,7 +46,10 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
+    TensorRoles,
     TorchSettings,
+    Trace,
+    TraceRows,
     UploadChunk,
     UploadProgress,
     UploadRequest,
@@ -66,18 +69,18 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
     "client": (
         frozenset(
             {Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, Metrics, UploadChunk, UploadProgress}
-            | {OfferArena, CloseArenas, Goodbye}
+            | {TensorRoles, OfferArena, CloseArenas, Trace, Goodbye}
         ),
         frozenset(
             {Welcome, Reject, Ack, UploadRequest, WindowUpdate, Release, Value, Piece, Described, Report, Failed, Notice}
-            | {Watched, Exit}
+            | {Watched, TraceRows, Exit}
         ),
     ),
     "worker": (
-        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, LinkFailed, Goodbye}),
+        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, TraceRows, LinkFailed, Goodbye}),
         frozenset(
             {Welcome, Reject, World, Run, Data, OfferArena, CloseArenas, UseBlock, WindowUpdate, TorchSettings, Abort, Query}
-            | {Renew, Exit}
+            | {Trace, Renew, Exit}
         ),
     ),
     "observer": (frozenset({Observe, Goodbye}), frozenset({Welcome, Reject, Records, Exit})),

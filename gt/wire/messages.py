@@ -14,6 +14,7 @@ VERSION = 7
 CHUNK = 1 << 20  # bytes of one frame of tensor data
 AHEAD = 4 * CHUNK  # bytes of a fetched piece that are sent before its client has acknowledged any
 MAX_VALUES = 64  # in one Metrics
+MAX_ROLES = 8192  # tensors in one TensorRoles
 TIMES = 4096  # definitions in one Done, at most
 MAX_BODY = 16 << 20  # bytes of one msgpack body
 
@@ -135,10 +136,27 @@ class InspectFragments(Message):
 
 @dataclass(frozen=True, slots=True)
 class Stats(Message):
-    """Client -> dispatcher: asks for counters. Answered by Report. program: whose replay they show, -1 for the newest."""
+    """Client -> dispatcher: asks for counters. Answered by Report. program: whose replay they show, -1 for the newest.
+
+    holders: include the session's tensors by worker: Report.body["workers"][..]["holders"], see state/memory_report.
+    """
 
     request: int
     program: int = -1
+    holders: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trace(Message):
+    """Client -> dispatcher -> workers: times of a session's instructions are recorded from now on (on), or no longer.
+
+    Client: answered by Report once all workers know; when it ends, by TraceRows of each process before. Worker: answered by
+    TraceRows. session: to workers, whose Runs are recorded; a client sends 0.
+    """
+
+    request: int
+    on: bool
+    session: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +168,16 @@ class Metrics(Message):
 
     steps: int
     values: dict
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRoles(Message):
+    """Client -> dispatcher: roles of tensors, while it is watched. They replace those told before. Not answered.
+
+    rows: [id, "weights", "gradients" or "optimizer", name of the parameter]; weights first.
+    """
+
+    rows: list
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +332,28 @@ class Report(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class TraceRows(Message):
+    """Worker -> dispatcher -> client: a part of a trace. Times are seconds of the sender's monotonic clock.
+
+    worker: its index; -1 for the dispatcher's part. events: number, seq, start, end of each instruction; of the dispatcher's:
+    kind of the event by its place in `names`, 0, start, end. device: the same as a GPU has measured them. counters: time,
+    bytes of live tensors, bytes sent, bytes received, of each sample. names: of a worker [number, kind, op, bytes, peers] of
+    each definition; of the dispatcher see cluster/tracing. clock: when it was sent. dropped: events that had no
+    room. left: parts that follow.
+    """
+
+    request: int
+    worker: int
+    events: Numbers
+    device: Numbers
+    counters: Numbers
+    names: list
+    clock: float
+    dropped: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
 class Notice(Message):
     """Dispatcher -> client: news that is no failure. place: position in the queue for workers, from 1; 0: not in a queue."""
 
@@ -313,7 +363,7 @@ class Notice(Message):
 
 @dataclass(frozen=True, slots=True)
 class Watched(Message):
-    """Dispatcher -> client: whether anybody observes the server. Only while somebody does, the client sends Metrics."""
+    """Dispatcher -> client: whether anybody observes the server. Only while somebody does, it sends Metrics and TensorRoles."""
 
     on: bool
 
@@ -421,12 +471,14 @@ class Query(Message):
     last Run executed, "stats": {...}, "took": seconds of CPU time for these, "at": [Run, place in it, the op's seq, kind, Runs
     that its GPU has finished] of the current instruction or None, "work": seconds of CPU time used}; the kind is the
     instruction's, or "compile", "load" (its GPU runs it for the first time) or "device" (it waits for its GPU). With the same
-    `at` twice an instruction takes long; with the same `work` too, the worker makes no progress.
+    `at` twice an instruction takes long; with the same `work` too, the worker makes no progress. holders: a session's number;
+    stats["holders"] has [id, bytes] of its largest tensors; -1 for none.
     """
 
     request: int
     stats: bool = True
     programs: list = field(default_factory=list)
+    holders: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,12 +563,13 @@ class LinkFailed(Message):
 class Observe(Message):
     """Observer -> dispatcher: asks for Records, and acknowledges those up to number `seen`; 0 at first.
 
-    interval: milliseconds between two Records, at least; the dispatcher may send fewer. An observer that acknowledges too
-    little is dropped.
+    interval: milliseconds between two Records, at least; the dispatcher may send fewer. log: lines of the instruction log are
+    wanted, which the dispatcher writes for nobody else. An observer that acknowledges too little is dropped.
     """
 
     seen: int
     interval: int = 0
+    log: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,5 +587,5 @@ CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
     UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
-    Metrics, Watched, Observe, Records, LinkFailed,
+    Metrics, Watched, Observe, Records, TensorRoles, Trace, TraceRows, LinkFailed,
 )  # fmt: skip

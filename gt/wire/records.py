@@ -13,6 +13,9 @@ from typing import Any
 
 from gt.errors import ProtocolError
 
+# Uses of a session's memory: roles that its client tells, and the rest of its live tensors
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = USES = ("weights", "gradients", "optimizer", "activations")
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -41,8 +44,9 @@ class WorkerRecord(Record):
 
     age: seconds since it told its counters, -1 for never; then the counters are 0. busy_seconds: its thread executed Runs, and
     waited within them; cpu_seconds: CPU time of its process. memory: bytes by use; {"sessions": {number: bytes of live
-    tensors}, "arena": for exchange with other workers, "peak": of a GPU, "process": that a CPU worker has taken}. limit: bytes,
-    0 for none. current: [session, op, file, line, group, kind] of the instruction under way, [] for none.
+    tensors}, "uses": {number: bytes by USES}, "arena": for exchange with other workers, "peak": of a GPU, "process": that a CPU
+    worker has taken}. "uses" lacks sessions that have not told the roles of their tensors. limit: bytes, 0 for none. current:
+    [session, op, file, line, group, kind] of the instruction under way, [] for none.
     """
 
     name: str
@@ -97,8 +101,8 @@ class SessionRecord(Record):
 class ScheduleRecord(Record):
     """The last replay of a session in a schedule. replays: of the session, by which a new one is known.
 
-    predicted, measured: as of gt.stats()["schedule"]. actions: by worker [action, start, end] in seconds of the machine's
-    monotonic clock.
+    predicted, measured, rows, costs: as of gt.stats()["schedule"]; rows is "" where they are too long. actions: by worker
+    [action, start, end] in seconds of the machine's monotonic clock.
     """
 
     session: int
@@ -107,6 +111,51 @@ class ScheduleRecord(Record):
     predicted: dict
     measured: dict
     actions: dict
+    rows: str
+    costs: dict
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRecord(Record):
+    """Layouts of a session's parameters. number: from 1, another one for other layouts.
+
+    tensors: [name, spec, layout, mesh, bytes, {worker: boxes of its piece}]. more: parameters that are left out.
+    """
+
+    session: int
+    number: int
+    tensors: list
+    more: int
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord(Record):
+    """A failed op, a lost worker or a refused peer. number: from 1. at: seconds since the server's start.
+
+    session: -1 for none. Of an op: its name, line and group.
+    """
+
+    number: int
+    at: float
+    session: int
+    peer: str
+    op: str
+    file: str
+    line: int
+    group: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogRecord(Record):
+    """Lines of the instruction log, for an observer that asks for them. number: of the line after the last of `lines`.
+
+    missed: lines before the first that were too many to send.
+    """
+
+    number: int
+    missed: int
+    lines: list
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +186,21 @@ class LinkRecord(Record):
 
 
 RECORDS: tuple[type[Record], ...] = (
-    ServerRecord, WorkerRecord, SessionRecord, ScheduleRecord, QueueRecord, HostRecord, LinkRecord,
+    ServerRecord, WorkerRecord, SessionRecord, ScheduleRecord, QueueRecord, HostRecord, LinkRecord, LayoutRecord, ErrorRecord,
+    LogRecord,
 )  # fmt: skip
+# Codes of records that are sent once: the others are sent anew each time
+ONCE = frozenset(map(RECORDS.index, (ScheduleRecord, LayoutRecord, ErrorRecord, LogRecord)))
 _CODE_OF = {cls: code for code, cls in enumerate(RECORDS)}
 _FIELDS = {cls: tuple((one.name, str(one.type)) for one in fields(cls)) for cls in RECORDS}
 _VALUES = {cls: attrgetter(*(name for name, _ in row)) for cls, row in _FIELDS.items()}
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "str": (str,), "list": (list,), "dict": (dict,)}
+
+
+def as_dict(record: Record) -> dict[str, Any]:
+    """The fields of a record by name. Their values are not copied."""
+    cls = type(record)
+    return dict(zip((name for name, _ in _FIELDS[cls]), _VALUES[cls](record), strict=True))
 
 
 def rows(records: Iterable[Record]) -> list[list]:

@@ -7,24 +7,26 @@ and no peer waits for a collective that never begins. Knows neither torch nor so
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any
 
 from gt.errors import ProtocolError
 from gt.ir.instr import BASE_BITS, COMMUNICATION, END, FIRST, FORGET, FREE, KINDS, PROGRAMS, Define
+from gt.wire.messages import TraceRows
 from gt.worker.arenas import WorkerArenas
 from gt.worker.context import Binder, ExecutionContext, FirstLaunch, Rebindable
 from gt.worker.downloads import Downloads
 from gt.worker.engine.base import Engine
 from gt.worker.instructions import communicate, compute
-from gt.worker.instructions.step import Step, StepTable
+from gt.worker.instructions.step import Step, Steps
 from gt.worker.placeholders import placeholders
 from gt.worker.plane.base import Plane
 from gt.worker.process import op_errors
-from gt.worker.process.memory_budget import PLANNED_BYTES, Budget, CheckedSteps, check_room, result_bytes
+from gt.worker.process.memory_budget import NOBODY, PLANNED_BYTES, Budget, CheckedSteps, check_room, result_bytes
 from gt.worker.process.profiler import ActionTimes, TimedSteps
+from gt.worker.process.tracer import Sample, Tracer
 from gt.worker.program.compiled import ISSUING, CompiledProgram
 from gt.worker.program.program import ProgramBackend, bind_program
 from gt.worker.program.python_codegen import CodeGenerator, current_instruction
@@ -54,6 +56,8 @@ class Executor:
         self._compiled: dict[int, CompiledProgram] = {}  # by definition
         self._first_launch = FirstLaunch(self._table.steps)
         self._action_times = ActionTimes()
+        self.session = NOBODY  # whose streams follow
+        self.traces: dict[int, Tracer] = {}  # by session
         self._busy = False
         self._thread = self._peak_bytes = 0
 
@@ -157,14 +161,15 @@ class Executor:
         if self._engine.progress is not None:
             self._engine.progress.note()
 
-    def _steps(self, timed: bool) -> StepTable | TimedSteps | CheckedSteps:
+    def _steps(self, timed: bool) -> Steps:
         """The table of steps for one stream."""
-        steps: StepTable | TimedSteps | CheckedSteps = self._table.steps
+        steps: Steps = self._table.steps
         if self.runner.checks_small_results:
             steps = CheckedSteps(self._table.steps, self._table.small_results, self.budget.need)
         if timed and self._engine.clock is not None:
             steps = TimedSteps(steps, self._engine.clock, self.times)
-        return steps
+        tracer = self.runner.tracer = self.traces.get(self.session) if self.traces else None
+        return steps if tracer is None else tracer.steps(steps)
 
     def _track_pending(self, number: int, operands: list) -> None:
         """An instruction follows a replay whose outputs are in graph memory."""
@@ -200,6 +205,24 @@ class Executor:
             for program in programs:
                 program.close()
 
+    # ---- traces: by any thread
+
+    def begin_trace(self, session: int) -> None:
+        """Record the times of a session's instructions from its next stream on."""
+        if session not in self.traces:
+            sample = partial(self._sample, session)
+            self.traces[session] = Tracer(lambda: self.runner.base, sample, self._table.definitions, self._engine.times)
+
+    def end_trace(self, session: int, request: int) -> Iterator[TraceRows]:
+        """Record no more; what was recorded, as answers to `request`."""
+        tracer = self.traces.pop(session, None)
+        return iter(()) if tracer is None else tracer.parts(request, not self._waits())
+
+    def _sample(self, session: int) -> Sample:
+        live = sum(nbytes for _, nbytes in op_errors.held(self.tensors, session, self._engine.storage).values())
+        moved = self.worker.plane.counters()
+        return Sample(live, *(sum(moved[way].values()) for way in ("bytes_sent", "bytes_received")))
+
     # ---- questions of the dispatcher
 
     def where(self) -> tuple[int, int, str, int] | None:
@@ -221,8 +244,11 @@ class Executor:
         where = self.where() if self._busy and self._engine.progress is not None else None
         return where is not None and where[2] in WAITING
 
-    def stats(self, programs: Sequence[int] = ()) -> dict[str, Any]:
-        """The worker's part of gt.stats(), without its name. programs: definitions whose last replay is reported."""
+    def stats(self, programs: Sequence[int] = (), holders: int = NOBODY) -> dict[str, Any]:
+        """The worker's part of gt.stats(), without its name. programs: definitions whose last replay is reported.
+
+        holders: a session whose largest tensors are reported.
+        """
         held, free = list(self.tensors.items()), not self._waits()
         if free:
             self._peak_bytes = self._engine.peak()
@@ -246,6 +272,7 @@ class Executor:
             "transfers": [transfer for program in compiled for transfer in program.transfers()] if free else [],
             "plans": [program.report() for program in compiled],
             "transport": self.worker.plane.transport,
+            **({} if holders < 0 else {"holders": op_errors.largest(dict(held), holders, self._engine.storage)}),
             **self.worker.plane.counters(),
             **({"ways": ways} if (ways := self.worker.plane.ways()) else {}),
         }

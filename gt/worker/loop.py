@@ -42,6 +42,8 @@ from gt.wire.messages import (
     Report,
     Run,
     TorchSettings,
+    Trace,
+    TraceRows,
     UploadProgress,
     UseBlock,
     Welcome,
@@ -128,32 +130,50 @@ class Loop:
                 if isinstance(message, World):
                     self._introduce(message)
                 self._inbox.put((message, uploads.epoch))
-            case Query(request, wanted, programs):
-                began = time.thread_time()
-                stats = {"name": self.name, **self._usage(), **self.executor.stats(programs)} if wanted else {}
-                took = time.thread_time() - began
-                at = self._at()
-                work = self._effort.seconds(at[3]) if at is not None else 0.0
-                self.send(Report(request, {"done": self.done, "at": at, "work": work, "took": took, "stats": stats}))
+            case Query():
+                self._answer(message)
+            case Trace():
+                self._trace(message)
             case WindowUpdate(key, upto):
                 self.executor.downloads.grant(key, upto)
-            case Abort(index, reason):
-                log.debug("abort of worker %d: %s", index, reason)
-                self._plane.abort(index, reason)
-                if index in self._members:
-                    self._start_afresh(f"worker {index}, whose memory it shares, is gone: {reason}")
-                if index == ALL:
-                    uploads.cancel(reason)
+            case Abort():
+                self._abort(message)
             case Welcome():
                 self._welcomed(message)
             case Renew(reason):
                 self._start_afresh(reason)
-            case Exit(reason):
-                self._end(Exit(reason))
+            case Exit():
+                self._end(message)
             case Reject(error):
                 self.lost(str(errors.from_wire(error)))
             case _:
                 log.warning("a worker got %s, which it does not expect", type(message).__name__)
+
+    def _abort(self, message: Abort) -> None:
+        index, reason = message.index, message.reason
+        log.debug("abort of worker %d: %s", index, reason)
+        self._plane.abort(index, reason)
+        if index in self._members:
+            self._start_afresh(f"worker {index}, whose memory it shares, is gone: {reason}")
+        if index == ALL:
+            self.executor.uploads.cancel(reason)
+
+    def _answer(self, query: Query) -> None:
+        began = time.thread_time()
+        counted = self.executor.stats(query.programs, query.holders) if query.stats else {}
+        stats = {"name": self.name, **self._usage(), **counted} if query.stats else {}
+        took = time.thread_time() - began
+        at = self._at()
+        work = self._effort.seconds(at[3]) if at is not None else 0.0
+        self.send(Report(query.request, {"done": self.done, "at": at, "work": work, "took": took, "stats": stats}))
+
+    def _trace(self, message: Trace) -> None:
+        """Begin a trace of a session, or end it and send it."""
+        if message.on:
+            self.executor.begin_trace(message.session)
+        parts = [] if message.on else list(self.executor.end_trace(message.session, message.request))
+        for part in parts or [TraceRows(message.request, 0, [], [], [], [], time.monotonic(), 0, 0)]:
+            self.send(part)
 
     def _receive_data(self, message: Data, frames: tuple) -> None:
         self.executor.uploads.receive(message, frames[0] if frames else None)
@@ -270,7 +290,7 @@ class Loop:
         self._engine.switch(message.switches)
         if self._session not in (NOBODY, message.session):
             self._engine.clear()
-        self._session = message.session
+        self._session = self.executor.session = message.session
         self._shared = message.shared and self._engine.progress is not None
         self.executor.budget.serve(message.session, message.memory)
 

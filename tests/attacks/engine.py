@@ -28,8 +28,10 @@ from tests.attacks.honest import CONFIGS
 from tests.attacks.peer import INTERNAL, Leaks
 from tests.attacks.record import load
 from tests.attacks.report import CRASH, Counts, Findings, at
+from tests.attacks.watcher import Watcher, lies
 
-EACH = {"strangers": 3, "messages": 20, "puppets": 4, "costs": 3, "ops": 60}  # cases of one part in a turn of the engine
+# Cases of one part in a turn of the engine
+EACH = {"strangers": 3, "messages": 20, "puppets": 4, "observers": 4, "costs": 3, "ops": 60}
 BESIDE = 10  # cases between two looks at the honest
 LONG = 10.0  # seconds that one op may take before its worker is taken for stuck
 NEWCOMERS = 3  # honest clients that come during one stranger's attack
@@ -56,6 +58,7 @@ class Engine:
         self.ground = Ground(self.folder, self.backend)
         self.trainers = Trainers(self.folder, self.modes)
         self.holder = Holder()
+        self.watcher = Watcher()
         self.leaks = Leaks(self.holder.secret[:16], self.holder.secret.hex().encode())
         self.recordings: dict[str, list] = {}
         self.canary = self.folder / "canary"
@@ -90,6 +93,7 @@ class Engine:
             self._end_session()
             with contextlib.suppress(Exception):
                 self._beside(wait=True)
+            self.watcher.stop()
             self.holder.stop()
             self.trainers.stop()
             for sign in self.ground.stop():
@@ -148,6 +152,7 @@ class Engine:
         deaths = time.monotonic() - self._died < 15
         signs = self.trainers.collect(0.0, deaths=deaths)
         signs += self.holder.turn(self.ground, deaths)
+        signs += self.watcher.look(self.ground, deaths)
         self.trainers.ask(self.ground)
         if wait:
             signs += self.trainers.collect(30.0, deaths=time.monotonic() - self._died < 15)
@@ -235,6 +240,20 @@ class Engine:
             self.counts.mutations[what] += 1
         self._end_session()
 
+    def _observers(self, rng: random.Random, name: str) -> None:
+        """An observer that lies, or a client that asks for traces."""
+        greeting, bodies, changed = lies(rng)
+        self._case.text = f"an observer or a trace: {', '.join(changed)}"
+        player = self._new_player()
+        player.connect(changed=greeting)
+        for body in bodies:
+            player.send(body)
+            if player.peers["client"].lost:
+                break
+        for what in changed:
+            self.counts.mutations[what] += 1
+        player.settle(seconds=0.5)
+
     def _costs(self, rng: random.Random, name: str) -> None:
         """One message that is as large as it may be, with nobody beside: what it costs the dispatcher."""
         from tests.attacks.costs import heavy
@@ -311,6 +330,7 @@ class Engine:
             "honest rounds that a worker's crash took along": self.trainers.excused,
             "slowest honest round (s)": round(self.trainers.slowest, 2),
             "honest round trips": len(trips),
+            "views of an observer": self.watcher.views,
             "round trip p50 (ms)": round(at(trips, 0.5) * 1e3, 1),
             "round trip p99 (ms)": round(at(trips, 0.99) * 1e3, 1),
             "newcomer's welcome, slowest (s)": round(max(self.holder.newcomers, default=0.0), 2),

@@ -23,7 +23,7 @@ from tests.helpers.hostile import CONFIGS, WILD, mutated
 SENT: dict[str, tuple[type[Message], ...]] = {  # by role, whatever the protocol has
     role: tuple(sorted(may[0] | {Hello}, key=lambda cls: cls.__name__)) for role, may in MAY_SEND.items()
 }
-DEFAULTS = {"int": int, "str": str, "bool": bool, "list": list, "Numbers": list, "dict": dict}
+DEFAULTS = {"int": int, "str": str, "bool": bool, "float": float, "list": list, "Numbers": list, "dict": dict}
 NUMBERS = [
     -1, 0, 1, 2, 3, 7, 15, 16, 17, 63, 255, 4096, 1 << 20, 1 << 31, 1 << 40, 1 << 53, (1 << 63) - 1, -(1 << 63), 0.5,
     True,

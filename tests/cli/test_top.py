@@ -14,6 +14,7 @@ from gt.cli import top_view
 from gt.cli.top import after_key, main
 from gt.observe.live_view import LiveView
 from gt.wire.records import (
+    ErrorRecord,
     HostRecord,
     LinkRecord,
     QueueRecord,
@@ -29,7 +30,8 @@ from tests.helpers.serving import serving
 def moment(at: float, more: int = 0) -> list[Record]:
     """Records of two workers, a session with a schedule, a link and a client that waits."""
     where = [3, "aten.mm.default", "/home/ada/a_file_with_a_long_name.py", 12, "stage0", "op"]
-    memory = {"sessions": {"3": 1 << 20}, "arena": 1 << 20, "process": 3 << 20}
+    uses = {"3": {"weights": 1 << 18, "gradients": 0, "optimizer": 1 << 19, "activations": 1 << 18}}
+    memory = {"sessions": {"3": 1 << 20}, "uses": uses, "arena": 1 << 20, "process": 3 << 20}
     workers = [
         WorkerRecord(
             name, "a-host-with-a-name", 5, "torch", "cpu", "shm", state, "", [3] if busy else [], 0.0, 10 + more,
@@ -44,9 +46,10 @@ def moment(at: float, more: int = 0) -> list[Record]:
     )  # fmt: skip
     stamps = {"w0": [["0F0", 1.0, 2.0], ["0B0", 3.0, 4.0]], "w1": [["1F0", 2.0, 3.0]]}
     measured = {"makespan": 3.0, "bubble": [0.3, 0.6], "idle": 0.45}
-    schedule = ScheduleRecord(3, 2 + more, "1f1b", {"idle": 0.4, "bubble": [0.4, 0.4], "makespan": 4}, measured, stamps)
+    schedule = ScheduleRecord(3, 2 + more, "1f1b", {"idle": 0.4, "bubble": [0.4, 0.4], "makespan": 4}, measured, stamps, "", {})
+    error = ErrorRecord(1, 0.5, 3, "w1", "aten.mm.default", "/home/ada/train.py", 12, "stage0", "train.py:12: it failed")
     server = ServerRecord(at, "shared", 0.5, 1, 1, 1, 0.0)
-    return [server, *workers, session, schedule, QueueRecord(1, "bob", "wait.py", 2), HostRecord("h", ["w0", "w1"]),
+    return [server, *workers, session, schedule, error, QueueRecord(1, "bob", "wait.py", 2), HostRecord("h", ["w0", "w1"]),
             LinkRecord("w0", "w1", 1 << 20)]  # fmt: skip
 
 
@@ -71,7 +74,8 @@ def test_the_text_has_80_columns_and_all_that_is_known() -> None:
     rows = top_view.lines(state())
     text = "\n".join(rows)
     assert max(map(len, rows)) <= 80 and text.isprintable() is False and "\x1b" not in text
-    for word in ("shared server", "w0", "busy", "50%", "train.py", "loss=0.5", "bob", "w0 -> w1", "1f1b", "45.0%", "40.0%"):
+    words = ("shared server", "w0", "busy", "50%", "train.py", "loss=0.5", "bob", "w0 -> w1", "1f1b", "45.0%", "40.0%")
+    for word in (*words, "optimizer 1.0 MiB", "train.py:12: it failed"):
         assert word in text
     bars = [row.split()[1] for row in rows[-2:]]
     assert bars[0].startswith("F") and bars[0].endswith("B") and "." in bars[0]

@@ -47,6 +47,9 @@ from gt.wire.messages import (
     Report,
     Run,
     Stats,
+    TensorRoles,
+    Trace,
+    TraceRows,
     UploadChunk,
     UploadProgress,
     UploadRequest,
@@ -297,14 +300,31 @@ class Liar:
         kinds: list[Message] = [
             Fetch(request, self.as_int(self.id())), Describe(request, [self.id() for _ in range(rng.randrange(3))]),
             Inspect(request, self.as_int(self.id())), Stats(request), UploadChunk(rng.randrange(100), 0, 10 << 30), self.seal(),
-            self.metrics(),
+            self.metrics(), self.roles(), Trace(request, rng.random() < 0.6), Stats(request, -1, True),
         ]  # fmt: skip
         if dice > 0.98:
             return self.anything()
         return rng.choice(kinds), ()
 
+    def trace_rows(self, request: int) -> TraceRows:
+        rng = self.rng
+        numbers = [[], [1, 2, 3.0, 4.0], [float("nan")] * 4, [1 << 62]]
+        names = rng.choice([[], [[1, "op", "x", 1, []]], [3], [["origin"]], [["op", 1, 2, 3, 4]]])
+        clock = rng.choice([0.0, float("nan"), float("inf"), -1e300])
+        parts = rng.choice(numbers), rng.choice(numbers), rng.choice(numbers), names
+        return TraceRows(
+            request, rng.choice([0, -1, 1 << 40]), *parts, clock, rng.choice([0, -1]), rng.choice([0, 1, -1, 1 << 62])
+        )
+
     def metrics(self) -> Metrics:
         return Metrics(self.rng.choice([1, 7, -1, 1 << 63]), {"loss": self.rng.choice([0.5, 1, float("nan"), "x", True])})
+
+    def roles(self) -> TensorRoles:
+        kinds, names = ("weights", "optimizer", "gradients", "other"), ("", "a.b", "n" * 300, "<b>", "\u202e", 7)
+        rows = [[self.id(), self.rng.choice(kinds[:3]), self.rng.choice(names[:2])] for _ in range(self.rng.randrange(4))]
+        return TensorRoles(
+            rows if self.rng.random() < 0.9 else [*rows, [self.id(), self.rng.choice(kinds), self.rng.choice(names)]]
+        )
 
     @staticmethod
     def as_int(value: Any) -> int:
@@ -315,6 +335,7 @@ class Liar:
         runs = [m.seq for m in self.heard if isinstance(m, Run)]
         keys = [rng.randrange(200), self.field.last_key()]
         queries = [m.request for m in self.heard if isinstance(m, Query)]
+        traces = [m.request for m in self.heard if isinstance(m, Trace)]
         said: list[tuple[Message, tuple]] = [
             (Done(runs[-1] if runs else rng.randrange(5)), ()),
             (Piece(rng.choice(keys), 0, rng.choice([64, 16, 10 << 30])), (bytes(64),)),
@@ -326,6 +347,13 @@ class Liar:
             ),
             (UploadProgress(rng.choice(keys), rng.choice([0, 64, 1 << 62])), ()),
             (Report(rng.choice([*queries[-1:], 3]), {"stats": rng.choice([{}, 3, {"name": []}]), "at": rng.choice(WILD)}), ()),
+            (
+                Report(
+                    rng.choice([*queries[-1:], 3]), {"stats": {"holders": rng.choice([[], [[1, 2]], [[1]], 3, [["x", 2]]])}}
+                ),
+                (),
+            ),
+            (self.trace_rows(rng.choice([*traces[-1:], 3])), ()),
         ]
         return rng.choice(said) if rng.random() < 0.98 else self.anything()
 
@@ -339,7 +367,7 @@ class Liar:
     def anything(self) -> tuple[Message, tuple]:
         """Any message of the protocol, whoever may send it."""
         cls = self.rng.choice(CODES)
-        makers = {"int": int, "str": str, "bool": bool, "list": list, "Numbers": list, "dict": dict}
+        makers = {"int": int, "str": str, "bool": bool, "float": float, "list": list, "Numbers": list, "dict": dict}
         values = []
         for f in fields(cls):
             kind = makers[str(f.type)]
@@ -365,6 +393,8 @@ class HonestWorker:
                 self.data[message.key] = self.data.get(message.key, b"") + b"".join(map(bytes, frames))
         elif isinstance(message, Query):
             return [(Report(message.request, {"stats": {"live": len(self.tensors)}, "at": None}), ())]
+        elif isinstance(message, Trace):
+            return [(TraceRows(message.request, 0, [], [], [], [], 0.0, 0, 0), ())]
         elif isinstance(message, Run):
             return [*self.run(message), (Done(message.seq), ())]
         return []

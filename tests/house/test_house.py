@@ -54,7 +54,10 @@ def test_every_module_says_what_it_is() -> None:
 
 def test_nothing_is_pickled() -> None:
     found = [(name(p), m) for p in MODULES for m in imported(p) if m.split(".")[0] in BANNED_IMPORTS]
-    assert found == []
+    writer = "gt/client/reports/memory_snapshot.py"
+    assert found == [(writer, "pickle")]  # the format of torch's memory viewer
+    used = {node.attr for node in ast.walk(tree(ROOT / writer)) if isinstance(node, ast.Attribute)}
+    assert "dump" in used and not used & {"load", "loads", "Unpickler"}, "a pickle is written, and never read"
 
 
 # Where a name that is no literal is looked up or code is made, and why it is none that was sent

@@ -14,6 +14,7 @@ from tests.helpers import ROOT
 from tests.helpers.limits import limit
 from tests.house.test_documents import environment
 
+NEEDS = {"mlflow": "sqlalchemy"}  # mlflow-skinny has the module, and no store of its own
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "observe.md").read_text(), re.S | re.M)
 
 
@@ -22,6 +23,7 @@ def test_a_program_of_the_page_runs(number: int, tmp_path: Path) -> None:
     module = re.findall(r"^(?:from|import) ([\w.]+)", BLOCKS[number], re.M)[0]
     try:
         importlib.import_module(module)
+        importlib.import_module(NEEDS.get(module, module))
     except ImportError:
         pytest.skip(f"{module} is not installed")
     text = BLOCKS[number] if number == 0 else "import torch\nloss, step = torch.ones(()), 0\n" + BLOCKS[number]

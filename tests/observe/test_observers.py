@@ -9,9 +9,12 @@ import pytest
 import torch
 
 import gt
+from gt.client.groups.role_reports import RoleReports, roles
+from gt.client.trace.recorder import Recorder
+from gt.dispatcher.cluster.news import MAX_SENT_LINES, News
 from gt.dispatcher.cluster.observers import MAX_OBSERVERS, MAX_UNREAD
 from gt.dispatcher.core import Core
-from gt.dispatcher.events import Close, PeerLost, Received, Send, Tick
+from gt.dispatcher.events import MARK, Close, PeerLost, Received, Send, Tick
 from gt.dispatcher.server import Server
 from gt.errors import DispatcherLost, ProtocolError, Refused
 from gt.observe.live_view import LiveView
@@ -19,7 +22,7 @@ from gt.observe.record_stream import RecordStream
 from gt.wire import records
 from gt.wire.access.auth import Access
 from gt.wire.link import Gate, hello
-from gt.wire.messages import CODES, Exit, Fetch, Metrics, Observe, Query, Records, Reject, Report, Watched
+from gt.wire.messages import CODES, Exit, Fetch, Metrics, Observe, Query, Records, Reject, Report, TensorRoles, Watched
 from tests.helpers.serving import serving
 
 STATS = {"instructions": 7, "live_bytes": 64, "session_bytes": {"0": 64}, "bytes_sent": {"w1": 5}, "busy_seconds": 0.5}
@@ -252,3 +255,125 @@ def test_another_token_is_refused() -> None:
     finally:
         server.stop()
         thread.join()
+
+
+def test_errors_are_told_to_those_who_look_later() -> None:
+    field = Observed()
+    field.core.handle(PeerLost(b"w1", "killed by signal 9", field.now))
+    field.observe()
+    field.tick()
+    field.answer(b"w0")
+    (error,) = field.records(records.ErrorRecord)
+    assert (error.peer, error.session) == ("w1", -1) and "killed by signal 9" in error.text
+    field.give(b"c", Fetch(0, 99))  # a tensor that is not there: the client is refused
+    field.now += 1
+    field.tick()
+    field.answer(b"w0")
+    (error,) = field.records(records.ErrorRecord)  # the first was told already
+    assert error.session == 0 and error.number == 2 and "%99" in error.text
+
+
+def test_the_log_is_written_while_an_observer_wants_it() -> None:
+    field = Observed()
+    session = next(iter(field.core.sessions.values()))
+    field.give(b"o", hello("observer"))
+    field.give(b"o", Observe(0, 0))
+    field.give(b"p", hello("observer"))
+    field.give(b"p", Observe(0, 0, True))
+    assert session.emitter.scribe is not None and not field.core.logging
+    field.core.log_line("ERROR", "w0", "a\nline")
+    field.tick()
+    for name in (b"w0", b"w1"):
+        field.answer(name)
+    assert not field.records(records.LogRecord)
+    (lines,) = field.records(records.LogRecord, b"p")
+    assert any("ERROR" in line and "a | line" in line for line in lines.lines) and lines.missed == 0
+    field.give(b"d", hello("client", info={"user": "bob", "program": "late.py", "host": "h", "pid": 4}))
+    late = [s for s in field.core.sessions.values() if s is not session]
+    assert late[0].emitter.scribe is not None  # a session that begins while somebody follows
+    field.take(field.core.handle(PeerLost(b"p", "gone", field.now)))
+    assert all(s.emitter.scribe is None for s in field.core.sessions.values()) and not field.core.observers.news.wanted
+
+
+def test_lines_that_are_too_many_are_counted() -> None:
+    news = News()
+    news.add_lines("".join(f"{MARK} line {n}\n" for n in range(MAX_SENT_LINES + 7)), 1.5)
+    told = news.lines_from(0)
+    assert told is not None and (told.missed, len(told.lines)) == (7, MAX_SENT_LINES)
+    assert told.lines[-1].split() == ["1.500000", "line", str(MAX_SENT_LINES + 6)]
+    assert news.lines_from(told.number) is None
+
+
+def test_roles_are_checked_and_give_bytes_and_layouts() -> None:
+    with serving(2) as server:
+        config = "tp_colpar:\n  shard: {axis: 1, workers: [0, 1]}\n"
+        gt.connect(server.address, name=False, config=config)
+        with RecordStream(server.address, interval=0.5) as stream:
+            view = LiveView()
+            view.update(stream.next())
+            model = torch.nn.Linear(32, 64, bias=False).to(gt.device)
+            optimizer = torch.optim.Adam(model.parameters())
+            for _ in range(40):
+                with gt.signal.context("tp_colpar"):
+                    loss = model(torch.ones(4, 32, device=gt.device)).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                loss.item()
+                (session,) = view.update(stream.next())["sessions"]
+                memory, layouts = session["memory"], session["layouts"]
+                if memory is not None and memory["optimizer"] >= 2 * 32 * 64 * 4 and layouts is not None:
+                    break
+            where = gt.inspect(model.weight)
+            (weight,) = layouts["tensors"]
+            assert (weight["name"], weight["spec"], weight["bytes"]) == ("weight", "f32[64,32]", 32 * 64 * 4)
+            assert (
+                memory["weights"] == sum(piece["bytes"] for piece in where["pieces"]) and memory["gradients"] <= 2 * 32 * 64 * 4
+            )
+            assert set(weight["boxes"]) == {piece["worker"] for piece in where["pieces"]}
+            stats = {w["name"]: w["live_bytes"] for w in gt.stats()["workers"]}
+            state = view.update(stream.next())
+            for worker in state["workers"]:
+                assert sum(worker["memory"]["uses"]["0"].values()) == worker["live_bytes"] == stats[worker["name"]]
+        gt.shutdown()
+
+
+@pytest.mark.parametrize("row", [[1, "weights"], [1, "others", ""], ["1", "weights", ""], [1, "weights", "n" * 201], 7])
+def test_bad_roles_are_refused(row) -> None:
+    field = Observed()
+    field.give(b"c", TensorRoles([row]))
+    assert any(isinstance(message, Exit) for message in field.sent[b"c"]) and b"c" not in field.core.sessions
+
+
+def test_records_that_are_sent_once_are_not_lost_with_a_moment_that_nobody_took() -> None:
+    with serving(1) as server:
+        with RecordStream(server.address, interval=0.5) as stream:
+            stream.next()
+            once = records.rows([records.ErrorRecord(9, 0.0, -1, "w0", "", "", 0, "", "an error")])
+            server_row = records.rows([records.ServerRecord(1.0, "shared", 0.5, 1, 1, 1, 0.0)])
+            stream._receive(Records(1000, once + server_row), ())
+            stream._receive(Records(1001, server_row), ())
+            taken = stream.next()
+            assert [type(r) for r in taken] == [records.ErrorRecord, records.ServerRecord]
+
+
+def test_a_program_does_not_notice_that_its_objects_are_looked_at() -> None:
+    class HalfMade(torch.nn.Module):
+        """Its __init__ has not begun: it has no fields of torch.nn.Module."""
+
+    class FakeSession:
+        on_idle, watched, told = None, True, 0
+
+        def tell_roles(self, rows: list) -> None:
+            self.told += 1
+
+    session = FakeSession()
+    reports = RoleReports(Recorder(session, lambda: None))
+    half = HalfMade.__new__(HalfMade)
+    with pytest.raises(AttributeError):
+        roles(0)
+    reports.after_batch()
+    assert session.told == 0 and half is not None
+    del half
+    reports.after_batch()  # too soon for another report
+    assert session.told == 0

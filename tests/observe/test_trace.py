@@ -100,9 +100,9 @@ def test_a_replays_bubble_is_in_stats_and_in_the_trace(session: Callable, tmp_pa
     training(2)
     assert "schedule" not in gt.stats()
     with pytest.raises(gt.GTError, match="no replay in a schedule"):
-        gt.trace(tmp_path / "none.json")
+        gt.trace_replay(tmp_path / "none.json")
     training(6, "1f1b")
-    order = gt.trace(tmp_path / "out.json")
+    order = gt.trace_replay(tmp_path / "out.json")
     assert order == gt.stats()["schedule"]
     timeline_ = schedule.simulate(schedule.parse(order["rows"]), schedule.Costs.from_wire(order["costs"]))
     assert order["name"] == "1f1b" and order["predicted"]["idle"] == pytest.approx(timeline_.idle, abs=1e-3)

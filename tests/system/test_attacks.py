@@ -36,6 +36,7 @@ def test_attacks_of_every_kind_harm_no_honest_program(tmp_path: Path, seed: int)
     assert not harm, json.dumps(harm, indent=1)
     assert engine.counts.cases == {part: 2 * each for part, each in EACH.items()}
     assert engine.trainers.losses >= 3 * 6 * len(engine.modes) and len(engine.holder.trips) >= 20
+    assert engine.watcher.views >= 4
     assert sum(engine.counts.mutations.values()) >= 30 and len(engine.counts.carried_out) >= 20
 
 

@@ -24,6 +24,7 @@ BY_TYPE = {
     "list": st.lists(PLAIN, max_size=6),
     "dict": st.dictionaries(st.text(max_size=4), PLAIN, max_size=4),
     "bool": st.booleans(),
+    "float": st.floats(allow_nan=False),
     "Numbers": st.lists(st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.booleans(), max_size=6),
 }
 

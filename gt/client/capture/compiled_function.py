@@ -47,6 +47,8 @@ from gt.client.capture.recording import SAME, CallRecording, Difference, differe
 from gt.client.capture.state_walk import StateSnapshot, snapshot
 from gt.client.device import random
 from gt.client.device.remote_tensor import RemoteTensor
+from gt.client.reports import spans
+from gt.client.reports.html import TextReport
 from gt.client.trace.recorder import Recorder
 from gt.ir.instr import BACKENDS, DISCARD, FREE, RECORD
 from gt.ir.schedules import asked
@@ -149,7 +151,10 @@ class CompiledFunction:
             if not mismatch:
                 if n:
                     self._programs.insert(0, self._programs.pop(n))
-                return program.replay(leaves)
+                if spans.current is None:
+                    return program.replay(leaves)
+                with spans.span(f"replay {self._name}", program=program.number):
+                    return program.replay(leaves)
         if self._programs:
             self._why = mismatch or why_key_differs(self._programs[0].key, key)
         if not recorder.capturing.acquire(blocking=False):  # another thread has begun a call that is recorded
@@ -158,17 +163,23 @@ class CompiledFunction:
         try:
             if self._eager_calls:
                 self._eager_calls -= 1
-                return self._run_in_fragments(recorder, leaves, tree)
-            return self._record(recorder, key, leaves, tree)
+                with spans.span(f"call {self._name}"):
+                    return self._run_in_fragments(recorder, leaves, tree)
+            with spans.span(f"record {self._name}", why=self._why):
+                return self._record(recorder, key, leaves, tree)
         finally:
             recorder.capturing.release()
 
-    def explain(self) -> str:
+    @property
+    def _name(self) -> str:
+        return getattr(self.fn, "__qualname__", "function")
+
+    def explain(self) -> TextReport:
         """Describe the captured programs as text: why each was recorded, its schedule and backend, and why calls had none.
 
         Waits until the workers have executed what was submitted, if a program has another backend than "eager".
         """
-        name = getattr(self.fn, "__qualname__", "function")
+        name = self._name
         count = len(self._programs)
         parts: list[str] = []
         if self._fragment_calls and current_session.Current.recorder is not None:
@@ -189,7 +200,7 @@ class CompiledFunction:
         label = "an earlier call was not kept" if self._programs else "a call was not kept"
         for reason in self._reasons:
             lines.append(f"  {label}: {reason.replace(OUTSIDE, '').replace(SAME, '') if self._programs else reason}")
-        return "\n".join(lines)
+        return TextReport("\n".join(lines))
 
     # ---- calls whose Python runs
 

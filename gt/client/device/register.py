@@ -20,8 +20,9 @@ from gt.client.device import generator, lazy_modules, module_moves, torch_remote
 from gt.client.device.autocast import register as register_autocast
 from gt.client.device.remote_tensor import LAZY, RemoteTensor, Shown
 from gt.client.device.serialization import extend_save_and_load
-from gt.client.frameworks import accelerate, after_import, lightning
+from gt.client.frameworks import accelerate, after_import, lightning, profiler
 from gt.client.groups import module_state
+from gt.client.reports import telemetry
 from gt.client.trace import long_lists, overrides, refusals, sparse_ops
 from gt.client.trace.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
@@ -146,11 +147,13 @@ def prepare() -> None:
     module_moves.prepare()
     module_state.prepare()
     refusals.prepare()
+    telemetry.register()
     after_import.watch(
         {
             **lightning.calls(register),
             "accelerate.state": accelerate.prefer_remote,
             "torch.nested._internal.nested_tensor": refusals.nested_tensors,
+            "torch.profiler.profiler": profiler.extend,
         }
     )
     if not _cuda():

@@ -48,6 +48,7 @@ class Recorder:
         # A CallRecording or FragmentTape while a compiled function runs: it gets every batch, and says when one is long enough
         self.tape: Any = None
         self.capturing = threading.Lock()  # held by the thread whose call has the tape
+        self.when_watched: Callable[[], None] | None = None  # called after a batch while somebody observes the server
         self._lock = threading.Lock()
         session.on_idle = self.flush_stale
 
@@ -95,6 +96,8 @@ class Recorder:
             wait()  # may take long, and Ctrl-C must work: nothing has left the buffers yet
         with uninterrupted(), self._lock:
             self._hand_over()
+        if self.when_watched is not None and getattr(self.session, "watched", False):
+            self.when_watched()
 
     def end_batch(self) -> None:
         """The buffer has a batch: hand it over, unless execution is deferred and more batches can be joined."""

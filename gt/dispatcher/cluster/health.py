@@ -15,7 +15,7 @@ from gt.dispatcher.schedule.measure import measured
 from gt.dispatcher.session import ClientSession
 from gt.ir.instr import COMMUNICATION
 from gt.wire.liveness import POLLS, STOPPED, describe
-from gt.wire.messages import Query, Report
+from gt.wire.messages import Query, Report, Stats
 
 COMPILE = "compile"  # kind of what a worker is at while it compiles a program
 LOAD, DEVICE = "load", "device"  # kinds: an op that its GPU does for the first time; what waits for its GPU
@@ -82,14 +82,15 @@ class Watch:
 
     # ---- counters
 
-    def survey(self, session: ClientSession, number: int, program: int) -> tuple[Survey, list[tuple[bytes, Query]]]:
+    def survey(self, session: ClientSession, asked: Stats) -> tuple[Survey, list[tuple[bytes, Query]]]:
         """Begin to answer a Stats request: what to ask whom."""
-        told = session.programs.all.get(program)
+        told = session.programs.all.get(asked.program)
         numbers = session.programs.newest if told is None else told.numbers
         key = self.cluster.key()
         alive = [w for w in self.cluster.workers if not w.lost]
-        self.surveys[key] = Survey(session, number, {w.index for w in alive}, self.cluster.now)
-        return self.surveys[key], [(w.peer, Query(key, True, numbers.get(w.index, []))) for w in alive]
+        self.surveys[key] = Survey(session, asked.request, {w.index for w in alive}, self.cluster.now)
+        holders = session.number if asked.holders else -1
+        return self.surveys[key], [(w.peer, Query(key, True, numbers.get(w.index, []), holders)) for w in alive]
 
     def answered(self, worker: Worker, report: Report) -> Survey | None:
         """A worker's Report: the survey that it completes, if any."""

@@ -15,6 +15,7 @@ from gt.dispatcher.cluster.health import Survey
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
 from gt.dispatcher.cluster.observers import Observers
 from gt.dispatcher.cluster.peer_info import worker_info
+from gt.dispatcher.cluster.tracing import Traces
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.events import Action, Examined, Peer
 from gt.dispatcher.fairness.round_robin import RoundRobin
@@ -51,6 +52,7 @@ class MembershipHost(Protocol):
     admission: Admission
     observers: Observers
     round_robin: RoundRobin
+    traces: Traces
     page: list[str]
     now: float
 
@@ -158,7 +160,7 @@ class Membership:
             client.hello.switches.get("stall_timeout", STALL_SECONDS),
             lambda worker: shared_out(switches, used_workers(config), cluster, worker),
             self._core.pace,
-            self._core.page if self._core.logging else None,
+            self._core.page if self._core.logging or self._core.observers.news.wanted else None,
         )
         context = self._core.context(self._next_session, client.peer, config, cluster, self._core.send, terms)
         session = ClientSession(context)
@@ -183,6 +185,7 @@ class Membership:
         if self._core.observers.leave(peer):
             return
         self._admission.forget(peer)
+        self._core.traces.forget(peer)
         session, worker, lease = self._sessions.pop(peer, None), self._workers.pop(peer, None), self._lending.of(peer)
         if session is not None and lease is not None:
             self._core.log_line("DISCONNECT", f"client{session.number}", reason)
@@ -203,7 +206,10 @@ class Membership:
         worker.discard()
         log.log(logging.INFO if reason == GOODBYE else logging.WARNING, "worker %s is lost: %s", worker.name, worker.lost)
         self._core.log_line("DISCONNECT", worker.name, worker.lost)
-        self._core.log_line("ERROR", worker.name, str(worker_lost(worker.name, worker.lost)))
+        error = str(worker_lost(worker.name, worker.lost))
+        self._core.log_line("ERROR", worker.name, error)
+        if reason != GOODBYE:
+            self._core.observers.news.add_error(self._core.now, -1, worker.name, error)
         for other in workers(lease):
             self._core.send(other.peer, Abort(worker.index, worker.lost))
         for session in list(lease.sessions.values()):
@@ -214,6 +220,7 @@ class Membership:
         for survey in lease.watch.without(worker.index):
             self._core.surveyed(survey)
         self._core.observers.lose(worker)
+        self._core.traces.lose(worker)
 
     def tick(self) -> None:
         for peer, said in self._terms.due(self._sessions, self._core.now):

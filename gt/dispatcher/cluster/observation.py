@@ -19,6 +19,7 @@ from gt.wire.records import HostRecord, LinkRecord, QueueRecord, Record, Schedul
 MAX_NAMES = 1024  # entries of a map that a worker tells
 MAX_ACTIONS = 4096  # of one worker's last replay: a record has to fit a body
 MAX_SCHEDULE_ACTIONS = 32768  # of all workers
+MAX_ROWS_CHARACTERS = 1 << 18  # of a schedule as text
 
 
 @dataclass(slots=True)
@@ -82,7 +83,9 @@ def schedule_record(session: ClientSession, answers: Answers) -> ScheduleRecord 
     if sum(map(len, actions.values())) > MAX_SCHEDULE_ACTIONS:
         actions = {}
     replays = session.programs.launches
-    return ScheduleRecord(session.number, replays, report["name"], report["predicted"], report["measured"], actions)
+    text = report["rows"] if len(report["rows"]) <= MAX_ROWS_CHARACTERS else ""
+    told = report["name"], report["predicted"], report["measured"], actions, text, report["costs"]
+    return ScheduleRecord(session.number, replays, *told)
 
 
 def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: list, clock: tuple[float, float]) -> WorkerRecord:
@@ -93,7 +96,8 @@ def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: li
     state = "lost" if worker.lost else "silent" if age > silent else "busy" if busy else "idle"
     memory: dict[str, Any] = {"arena": info.get("heap_bytes", 0)}
     if answer is not None:
-        memory["sessions"] = _counts(stats.get("session_bytes"))
+        live = memory["sessions"] = _counts(stats.get("session_bytes"))
+        memory["uses"] = _uses(lease, worker.name, live)
         memory["process" if info.get("device") == "cpu" else "peak"] = _count(
             stats, "memory_used" if info.get("device") == "cpu" else "peak_bytes"
         )
@@ -117,6 +121,12 @@ def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: li
         _count(stats, "memory_limit"),
         where,
     )
+
+
+def _uses(lease: Lease, worker: str, live: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Bytes of each session's tensors by use, as far as its client has told roles."""
+    told = {str(s.number): s.roles.uses(worker, live.get(str(s.number), 0)) for s in lease.sessions.values()}
+    return {number: uses for number, uses in told.items() if uses is not None}
 
 
 def _session(session: ClientSession, current: list, now: float) -> SessionRecord:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from gt.dispatcher.cluster.admission import Admission
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared
+from gt.dispatcher.cluster.news import News
 from gt.dispatcher.cluster.observation import (
     Answers,
     WorkerAnswer,
@@ -31,7 +32,7 @@ from gt.dispatcher.state.records import Logged
 from gt.errors import GTError, ProtocolError, Refused
 from gt.logs import plain
 from gt.wire.messages import MAX_VALUES, Hello, Message, Metrics, Observe, Query, Records, Report, Watched, Welcome
-from gt.wire.records import Record, ScheduleRecord, ServerRecord, WorkerRecord, rows
+from gt.wire.records import LayoutRecord, Record, ScheduleRecord, ServerRecord, WorkerRecord, rows
 
 log = logging.getLogger("gt.dispatcher")
 
@@ -57,13 +58,15 @@ class ObserversHost(Protocol):
 
     def send(self, peer: Peer, message: Message, frames: tuple = ()) -> None: ...
     def refuse(self, peer: Peer, error: GTError) -> None: ...
+    def write_log(self, wanted: bool) -> None: ...
 
 
 @dataclass(slots=True)
 class Observer:
     """sent, seen: numbers of the last Records sent and acknowledged. interval: seconds, 0 before it has subscribed.
 
-    replays: by session, of the newest schedule that it was sent.
+    replays, layouts: by session, the numbers of the newest schedule and layouts that it was sent. errors, lines: numbers of the
+    last error, and of the next line of the log; log: it wants these.
     """
 
     interval: float = 0.0
@@ -71,6 +74,10 @@ class Observer:
     seen: int = 0
     due: float = 0.0
     replays: dict[int, int] = field(default_factory=dict)
+    layouts: dict[int, int] = field(default_factory=dict)
+    errors: int = 0
+    lines: int = 0
+    log: bool = False
 
 
 class Observers:
@@ -79,6 +86,7 @@ class Observers:
     def __init__(self, core: ObserversHost) -> None:
         self._core = core
         self.peers: dict[Peer, Observer] = {}
+        self.news = News()
         self._answers: Answers = {}
         self._schedules: dict[int, ScheduleRecord] = {}  # by session
         self._asked: dict[Peer, int] = {}  # worker -> request that it has not answered
@@ -105,6 +113,7 @@ class Observers:
     def leave(self, peer: Peer) -> bool:
         """An observer is gone; False if the peer was none."""
         was, known = self.active, self.peers.pop(peer, None) is not None
+        self._follow_log()
         if was and not self.active:
             self._end()
         return known
@@ -123,9 +132,20 @@ class Observers:
             raise ProtocolError(f"Observe.seen is {message.seen}, want {observer.seen} to {observer.sent}")
         observer.seen = message.seen
         observer.interval = max(MIN_INTERVAL, min(message.interval / 1000, MAX_INTERVAL))
+        if observer.log != message.log:
+            observer.log, observer.lines = message.log, self.news.next_line
+            self._follow_log()
         if not was:
             self._next = 0.0
             self._tell_clients(self._core.sessions)
+
+    def _follow_log(self) -> None:
+        """Have the instruction log written, as long as an observer wants its lines."""
+        wanted = any(observer.log for observer in self.peers.values())
+        if wanted != self.news.wanted:
+            self._core.write_log(wanted)
+            self.news.end_lines()
+            self.news.wanted = wanted
 
     def _tell_clients(self, peers: Iterable[Peer]) -> None:
         for peer in peers:
@@ -205,13 +225,20 @@ class Observers:
         for peer, observer in due.items():
             observer.sent += 1
             observer.due = self._began + observer.interval
-            self._core.send(peer, Records(observer.sent, wire + rows(self._new_schedules(observer))))
+            self._core.send(peer, Records(observer.sent, wire + rows(self._new_records(observer))))
 
-    def _new_schedules(self, observer: Observer) -> list[ScheduleRecord]:
-        """Schedules that an observer has not been sent: they are large, and replays may be rare."""
-        new = [record for record in self._schedules.values() if observer.replays.get(record.session) != record.replays]
+    def _new_records(self, observer: Observer) -> list[Record]:
+        """Schedules, layouts, errors and lines that an observer has not been sent: they are large, and change seldom."""
+        schedules = [record for record in self._schedules.values() if observer.replays.get(record.session) != record.replays]
         observer.replays = {record.session: record.replays for record in self._schedules.values()}
-        return new
+        told = [record for s in self._core.sessions.values() if (record := s.roles.layouts) is not None]
+        layouts: list[LayoutRecord] = [r for r in told if observer.layouts.get(r.session) != r.number]
+        observer.layouts = {record.session: record.number for record in told}
+        errors = self.news.newer_errors(observer.errors)
+        observer.errors = errors[-1].number if errors else observer.errors
+        lines = self.news.lines_from(observer.lines) if observer.log else None
+        observer.lines = lines.number if lines is not None else observer.lines
+        return [*schedules, *layouts, *errors, *([lines] if lines is not None else [])]
 
     def _records(self, now: float) -> list[Record]:
         """All records but those of schedules, which are noted by session."""
@@ -220,6 +247,8 @@ class Observers:
         sharing = "exclusive" if isinstance(lending, Exclusive) else "shared"
         interval = round(self._next - self._began, 3)
         listed: list[Record] = [ServerRecord(now, sharing, interval, len(self.peers), core.sent, core.received, lag)]
+        for session in core.sessions.values():
+            session.roles.renew(session.table, session.cluster.workers, session.number, now)
         for lease in lending.leases:
             listed += lease_records(lease, self._answers, now, PATIENCE + self._next - self._began)
             shown = self._shown(lease)

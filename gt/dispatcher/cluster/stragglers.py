@@ -16,9 +16,21 @@ from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import WorkerStuck
 from gt.ir.instr import COMMUNICATION
-from gt.wire.messages import Describe, Failed, Fetch, FinishCapture, Inspect, InspectFragments, Message, Notice, Ops, Stats
+from gt.wire.messages import (
+    Describe,
+    Failed,
+    Fetch,
+    FinishCapture,
+    Inspect,
+    InspectFragments,
+    Message,
+    Notice,
+    Ops,
+    Stats,
+    Trace,
+)
 
-QUESTIONS = (Fetch, Describe, Inspect, InspectFragments, Stats)
+QUESTIONS = (Fetch, Describe, Inspect, InspectFragments, Stats, Trace)
 SLOW = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0)  # seconds at one instruction after which a program is told, then every 600
 SAME = 60.0  # seconds in which a program is not told for the second time that it has come to a slow instruction at one line
 HALTED = 0.5  # of a heartbeat: a process that is stopped for a moment is looked at by a debugger

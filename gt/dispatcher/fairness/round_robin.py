@@ -15,10 +15,10 @@ from gt.dispatcher.session import ClientSession
 from gt.dispatcher.state.fetches import MAX_REQUESTS
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import GTError, ProtocolError
-from gt.wire.messages import Describe, Fetch, FinishCapture, Inspect, InspectFragments, Message, Ops, Stats
+from gt.wire.messages import Describe, Fetch, FinishCapture, Inspect, InspectFragments, Message, Ops, Stats, Trace
 
 # Messages that a stalled session keeps for later, in order
-DEFERRED = frozenset({Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats})
+DEFERRED = frozenset({Ops, Fetch, Describe, Inspect, InspectFragments, FinishCapture, Stats, Trace})
 MAX_DEFERRED_MESSAGES = CREDIT + MAX_REQUESTS + 1
 
 

@@ -27,6 +27,10 @@ class Pace:
         self._end = float("inf")
         self.lag = Lag()
 
+    def now(self) -> float:
+        """Seconds of the clock, 0 without one."""
+        return self._clock() if self._clock is not None else 0.0
+
     def begin(self) -> None:
         if self._clock is not None:
             self._end = self._clock() + self._seconds

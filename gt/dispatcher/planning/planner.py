@@ -59,7 +59,7 @@ class Planner:
         self._context, self._uploads, self._binder = context, uploads, binder
         self._materializer, self._redistributor = materializer, redistributor
         self._emitter, self._cluster, self._table, self._queue = context.emitter, context.cluster, context.table, context.queue
-        self._failures, self._journal, self._scribe = context.failures, context.journal, context.scribe
+        self._failures, self._journal = context.failures, context.journal
         self._warned: set[str] = set()
         self._decompose = Decompose(context, redistributor, self)
         self._replicated = ReplicationWarnings(context)
@@ -77,7 +77,7 @@ class Planner:
         if plan is not None and plan.direct and not self._failures.troubled:
             self.hits += 1
             ids = [t.id for t in ins]
-            scribe = self._scribe
+            scribe = self._emitter.scribe
             if scribe is not None:
                 if outs:
                     scribe.planned(known, plan, origin, ids, outs)
@@ -91,8 +91,8 @@ class Planner:
             declare_frozen(known, origin.meaning, ins)
         if needs_lookahead(self._context, known, origin, ins, outs):
             raise NeedsLookahead
-        if self._scribe is not None:
-            self._scribe.received(known, origin, [t.id for t in ins])
+        if self._emitter.scribe is not None:
+            self._emitter.scribe.received(known, origin, [t.id for t in ins])
         if self._materializer.can_defer(known, ins, origin.meaning not in (None, self._context.groups.everywhere)):
             self._materializer.defer(known, ins, values, outs, self._uploads.source(known, values, outs))
             return
@@ -163,8 +163,8 @@ class Planner:
         self, known: OpSchema, plan: OpPlan, ins: list[Tensor], brought: list[int], values: tuple, outs: list[int]
     ) -> None:
         """Write the instruction, and say so; enter the outputs."""
-        if self._scribe is not None and outs:
-            self._scribe.planned(known, plan, self._context.origin, brought, outs)
+        if self._emitter.scribe is not None and outs:
+            self._emitter.scribe.planned(known, plan, self._context.origin, brought, outs)
         self._write(known, plan, ins, brought, values, outs)
 
     def _write(

@@ -368,7 +368,7 @@ class Fragments:
             code=result.workers,
             defines=defines,
             uses=result.uses,
-            journal=[Planned(n, row.known, row.origin, (), (), ()) for n, row in enumerate(tape.journal)],
+            journal=tape.sealed(),
             specs=[t.spec for t in ins],
             layouts=layouts,
             bases=bases,

@@ -97,7 +97,8 @@ class Programs:
         before = {i: t.layout for i, t in self._table.rows.items()}
         tape = self._context.tape = Recording(slot, inputs, before, hints is None)
         tape.room = MAX_INSTRUCTIONS_PER_SESSION - self.kept
-        self._journal.tape, self._emitter.kept = tape.journal, tape.defines
+        self._journal.record(tape.journal, tape.op_layouts)
+        self._emitter.kept = tape.defines
         self.deferred.begin(how)
 
     def drop_copies(self) -> None:
@@ -116,7 +117,8 @@ class Programs:
 
     def stop(self) -> Recording | None:
         context = self._context
-        tape, context.tape, self._journal.tape, self._emitter.kept = context.tape, None, None, None
+        tape, context.tape, self._emitter.kept = context.tape, None, None
+        self._journal.record(None)
         if tape is not None:
             self._hint(
                 tape.slot, [(len(t.spec.shape), t.layout or tape.used_layouts.get(n)) for n, t in enumerate(tape.inputs)]
@@ -313,7 +315,7 @@ class Programs:
         uses = dict.fromkeys(row.define for part in tape.code.values() for row in part)
         if carried:
             uses[self._emitter.common("alias")] = None
-        journal = [Planned(n, row.known, row.origin, (), (), ()) for n, row in enumerate(tape.journal)]
+        journal = tape.sealed()
         return Program(code, [*uses], journal, layouts, made, [*reads], [*writes], [*makes], tape.constants, tape.size)
 
     def _local_shape(self, worker: int, name: int) -> tuple[tuple[int, ...], int] | None:

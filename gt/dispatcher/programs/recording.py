@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gt.dispatcher.state.failures import Planned
+from gt.dispatcher.state.failures import Planned, Sealed
 from gt.dispatcher.state.tensors import Tensor
 from gt.ir.dataflow import decode
 from gt.ir.instr import Define
@@ -57,6 +57,7 @@ class Recording:
     before: dict[int, Layout | None]  # layout of every tensor that was alive at the start
     first: bool = False  # no earlier call has shown the layouts of its inputs
     journal: list[Planned] = field(default_factory=list)
+    op_layouts: dict[int, Layout | None] = field(default_factory=dict)  # number of an op -> layout of its newest result
     code: Code = field(default_factory=lambda: defaultdict(list))
     size: int = 0  # instructions
     room: int = MAX_INSTRUCTIONS_PER_SESSION  # for instructions
@@ -73,6 +74,12 @@ class Recording:
             recipe = tensor.storage.recipe
             if recipe and (data := recipe[0].data) is not None:
                 self._sources[id(data)] = data, n
+
+    def sealed(self) -> list[Planned]:
+        """The journal as that of a program, whose ops are numbered from 0."""
+        return [
+            Sealed(n, row.known, row.origin, (), (), (), self.op_layouts.get(row.seq)) for n, row in enumerate(self.journal)
+        ]
 
     def defers(self, tensors: Sequence[Tensor]) -> bool:
         """True if an op may be put off: not if a tensor was alive before. But the first recording shows where to place it."""

@@ -151,9 +151,7 @@ class _Run:
         arrived.add(worker)
         return len(arrived) == len(self.members[action.stage])
 
-    def together(
-        self, worker: int, stage: int, ready: float, took: float, change: float = 0.0, beside: bool = False
-    ) -> float:
+    def together(self, worker: int, stage: int, ready: float, took: float, change: float = 0.0, beside: bool = False) -> float:
         """Execute an action on all workers of its stage, and return its end. beside: their compute goes on meanwhile."""
         mates = self.members[stage]
         begin = max([ready, *(self.clock[mate] for mate in mates)])

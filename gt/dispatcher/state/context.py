@@ -54,7 +54,6 @@ class SessionContext:
         self.ops = SessionOps(cluster.library_ops())
         self.table = Table()
         self.emitter = Emitter(cluster, number, terms.page)
-        self.scribe = self.emitter.scribe
         self.journal = OpJournal()
         self.failures = Failures(cluster, self.table, self.journal)
         self.queue = OpQueue()

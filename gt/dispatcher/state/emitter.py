@@ -35,8 +35,9 @@ class Emitter:
     def __init__(self, cluster: Cluster, session: int, page: list[str] | None = None) -> None:
         self.cluster = cluster
         self.origin = NO_ORIGIN  # of the op being planned
-        self.scribe = Scribe(self, session, page) if page is not None else None  # where an instruction log is kept
-        self.offset = session << BASE_BITS
+        self.scribe: Scribe | None = None
+        self.number, self.offset = session, session << BASE_BITS
+        self.write_log(page)
         self.seq = self.base = 0
         self.next_temporary = TEMPORARY
         self.used: set[int] = set()  # workers this session has sent anything
@@ -48,6 +49,10 @@ class Emitter:
         self._shared: dict[str, Define] = {}
         self.defined: dict[int, _Life] = {}
         self._ended: list[_Life] = []
+
+    def write_log(self, page: list[str] | None) -> None:
+        """Write the lines of the instruction log to a page from here on, or None: no longer."""
+        self.scribe = Scribe(self, self.number, page) if page is not None else None
 
     # ---- numbers of ops
 

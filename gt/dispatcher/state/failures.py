@@ -6,14 +6,15 @@ Workers run every op, with placeholders where one failed; only here is it known 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.dispatcher.sharding.op_schema import OpSchema
 from gt.dispatcher.state.records import Cause, Origin
 from gt.dispatcher.state.tensors import Storage, Table
 from gt.errors import GTError, OpFailed, UnsupportedOp, WorkerLost
+from gt.ir.layout import Layout
 
 MAX_UNREPORTED_FAILURES = 64  # that the client has not been told of
 
@@ -40,10 +41,24 @@ class Planned:
 
 
 @dataclass(slots=True)
+class Sealed(Planned):
+    """An op of a program, with the layout of its newest result when it was recorded."""
+
+    layout: Layout | None
+
+
+def layout_of(row: Planned) -> Layout | None:
+    """The layout of an op's newest result, as long as it is alive."""
+    storages = row.makes or row.writes
+    tensors = storages[-1].tensors if storages else {}
+    return next(reversed(tensors.values())).layout if tensors else None
+
+
+@dataclass(slots=True)
 class Launched(Planned):
     """A program's replay: all of its ops under consecutive numbers, with what all of them read, wrote and made."""
 
-    ops: list[Planned]
+    ops: Sequence[Planned]
     number: int  # of the replay, from 1
     cause: Cause | None = None  # of the first of its ops that failed
 
@@ -55,17 +70,44 @@ class Launched(Planned):
         return self.ops[seq - self.seq]
 
 
-@dataclass(slots=True)
 class OpJournal:
-    """Ops that some worker may still report as failed, oldest first. tape: where a recording keeps them too."""
+    """Ops that some worker may still report as failed, oldest first.
 
-    rows: deque[Planned] = field(default_factory=deque)
-    tape: list[Planned] | None = None
+    While neither a recording nor a trace is made, `add` has no branch for them.
+    """
 
-    def add(self, row: Planned) -> None:
-        self.rows.append(row)
-        if self.tape is not None:
-            self.tape.append(row)
+    def __init__(self) -> None:
+        self.rows: deque[Planned] = deque()
+        self._tape: list[Planned] | None = None
+        self._layouts: dict[int, Layout | None] = {}
+        self._trace: Callable[[Planned], None] | None = None
+        self.add: Callable[[Planned], None] = self.rows.append
+
+    def record(self, rows: list[Planned] | None, layouts: dict[int, Layout | None] | None = None) -> None:
+        """Keep the rows here too from now on, and by number the layouts of results; None to stop."""
+        self._tape, self._layouts = rows, {} if layouts is None else layouts
+        self._choose()
+
+    def trace(self, call: Callable[[Planned], None] | None) -> None:
+        """Call this with each row from now on."""
+        self._trace = call
+        self._choose()
+
+    def _choose(self) -> None:
+        also = [call for call in (None if self._tape is None else self._keep, self._trace) if call is not None]
+        append = self.rows.append
+
+        def add(row: Planned) -> None:
+            append(row)
+            for call in also:
+                call(row)
+
+        self.add = add if also else append
+
+    def _keep(self, row: Planned) -> None:
+        assert self._tape is not None
+        self._tape.append(row)
+        self._layouts[row.seq] = layout_of(row)
 
     def forget(self, upto: int) -> None:
         """Every op before `upto` is known to have succeeded or failed."""

@@ -227,7 +227,14 @@ class Fetches:
         """Layout, mesh, and each piece's worker, shape and bytes."""
         tensor = self._context.row(tensor_id)
         spec, layout = tensor.spec, tensor.layout
-        body: dict = {"tensor": tensor_id, "spec": spec.text(), "layout": "unplaced", "mesh": "", "pieces": []}
+        body: dict = {
+            "tensor": tensor_id,
+            "spec": spec.text(),
+            "shape": list(spec.shape),
+            "layout": "unplaced",
+            "mesh": "",
+            "pieces": [],
+        }
         if layout is not None:
             body.update(layout=str(layout), mesh=layout.mesh.text())
             for rank, index in enumerate(layout.mesh.workers):
@@ -236,7 +243,9 @@ class Fetches:
                 for extent in shape:
                     n *= extent
                 name = self._cluster.workers[index].name
-                body["pieces"].append({"worker": name, "index": index, "shape": list(shape), "bytes": n})
+                held = [[list(interval) for interval in box] for box in boxes(layout, spec.shape, rank)]
+                piece = {"worker": name, "index": index, "shape": list(shape), "bytes": n, "boxes": held}
+                body["pieces"].append(piece)
         self._context.send(Report(number, body))
 
     # ---- what workers and client answer

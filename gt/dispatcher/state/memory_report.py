@@ -6,7 +6,8 @@ A session is told its own lines, and of other sessions how much they hold.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from gt.dispatcher.cluster.workers import Worker
 from gt.dispatcher.programs.programs import Program
@@ -15,6 +16,8 @@ from gt.dispatcher.state.records import Origin
 from gt.ir.dataflow import decode, makes
 from gt.ir.schedules import size
 
+IDS = 8  # tensors that share memory, of those that are named
+MAX_HOLDERS = 1 << 13
 LINES = 5  # of the program, those that hold most
 COUNTS = ("limit", "session_limit", "used", "session", "others")
 
@@ -44,22 +47,58 @@ def _named(row: Any) -> bool:
 
 def _lines(session: ClientSession, worker: Worker, top: list[list[int]]) -> dict[str, tuple[int, int]]:
     """Bytes and tensors by the line that made them."""
+    found: dict[str, tuple[int, int]] = {}
+    for holder in _holders(session, worker, top):
+        where = "what is let go by now, or passes between ops"
+        if holder.origin is not None:
+            where = _where(holder.origin, f", {holder.what}" if holder.what else "")
+        before = found.get(where, (0, 0))
+        found[where] = before[0] + holder.nbytes, before[1] + 1
+    return found
+
+
+def holders(session: ClientSession, worker: Worker, top: Any) -> list[list]:
+    """[ids, bytes, file, line, group, what] of a worker's tensors, largest first, from Query.holders.
+
+    ids: the client's of the tensors that share the memory, without order, at most IDS. what: "" for a tensor of the program.
+    """
+    if type(top) is not list or not all(map(_named, top)):
+        return []
+    return [
+        [holder.ids, holder.nbytes, *_place(holder.origin), holder.what or ("" if holder.origin else "between ops")]
+        for holder in _holders(session, worker, top[:MAX_HOLDERS])
+    ]
+
+
+class Holder(NamedTuple):
+    """Memory of a worker. ids: of the client's tensors that share it; origin: None where nobody knows it any more."""
+
+    ids: list[int]
+    nbytes: int
+    origin: Origin | None
+    what: str
+
+
+def _holders(session: ClientSession, worker: Worker, top: list[list[int]]) -> Iterator[Holder]:
     rows, offset = session.table.rows, session.emitter.offset
     copies = {made: t for t in rows.values() for _, made in (t.copies or {}).values()}
     within: dict[int, tuple[Origin, str]] | None = None  # what programs make, looked up where it is needed
-    found: dict[str, tuple[int, int]] = {}
     for name, nbytes in top:
         i = name - offset
         tensor, copied = rows.get(i) or copies.get(i), i in copies
         if tensor is not None and tensor.storage.origin is not None:
-            where = _where(tensor.storage.origin, ", a copy" if copied else "")
-        else:
-            if within is None:
-                within = {made: origin for program in session.programs.all.values() for made, origin in _made(program, worker)}
-            where = _where(*within[name]) if name in within else "what is let go by now, or passes between ops"
-        before = found.get(where, (0, 0))
-        found[where] = before[0] + nbytes, before[1] + 1
-    return found
+            ids = [] if copied else list(islice(tensor.storage.tensors, IDS))
+            yield Holder(ids, nbytes, tensor.storage.origin, "a copy" if copied else "")
+            continue
+        if within is None:
+            within = {made: origin for program in session.programs.all.values() for made, origin in _made(program, worker)}
+        ids = [] if tensor is None else list(islice(tensor.storage.tensors, IDS))
+        origin, what = within.get(name, (None, ""))
+        yield Holder(ids, nbytes, origin, what)
+
+
+def _place(origin: Origin | None) -> tuple[str, int, str]:
+    return ("", 0, "") if origin is None else (origin.file, origin.line, origin.group)
 
 
 def _made(program: Program, worker: Worker) -> Iterator[tuple[int, tuple[Origin, str]]]:
@@ -71,7 +110,7 @@ def _made(program: Program, worker: Worker) -> Iterator[tuple[int, tuple[Origin,
             if define is not None:
                 row = program.journal[code[at + 1]]
                 for made in makes(define, operands):
-                    yield made, (row.origin, f", {row.known.template.op} in a program")
+                    yield made, (row.origin, f"{row.known.template.op} in a program")
 
 
 def _where(origin: Origin, note: str) -> str:

@@ -220,6 +220,16 @@ class Progress(Protocol):
         """A wait, for any thread, for the work that the calling thread has issued so far. It ends too if the device fails."""
 
 
+class DeviceTimes(Protocol):
+    """Times at which a device came to points of the work that was issued to it."""
+
+    def mark(self) -> Any:
+        """A point after all work that the calling thread has issued; None while the device records."""
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Seconds of the monotonic clock at which the device came to these points; [] if it has not yet. By any thread."""
+
+
 class Engine(Moves, Protocol):
     """A backend of workers. An op's errors are raised unchanged; UnsupportedOp names an op that it lacks.
 
@@ -236,6 +246,10 @@ class Engine(Moves, Protocol):
     @property
     def clock(self) -> Callable[[], float] | None:
         """Clock in seconds; None if ops run asynchronously."""
+
+    @property
+    def times(self) -> DeviceTimes | None:
+        """Times of the device's work, None on the host."""
 
     @property
     def copies(self) -> HostCopies | None:

@@ -19,6 +19,7 @@ MAX_TEXT_CHARS = 4000
 # Failures of a Run that are reported one by one: for want of memory or of a tensor, and others
 MAX_CONSEQUENCES, MAX_FAILURES = 4, 64
 MEMORY_REPORT_PAUSE = 50  # times as long as a report of memory takes, until the next one
+MAX_HOLDERS = 1 << 13  # tensors of a session that one answer names
 MAX_NAMED_TENSORS = 256  # those with most bytes
 # Texts of errors for want of memory that have no class of their own: torch's, C++'s, oneDNN's
 OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "bad_alloc", "bad allocation", "could not create a memory")
@@ -105,3 +106,8 @@ def memory(tensors: Mapping[int, Any], budget: Budget, storage: Storage) -> dict
         "others": sum(everything.values()) - mine,
         "top": [list(row) for row in nlargest(MAX_NAMED_TENSORS, own.values(), key=lambda row: row[1])],
     }
+
+
+def largest(tensors: Mapping[int, Any], session: int, storage: Storage) -> list[list[int]]:
+    """[id, bytes] of a session's largest tensors: Query.holders."""
+    return [list(row) for row in nlargest(MAX_HOLDERS, held(tensors, session, storage).values(), key=lambda row: row[1])]

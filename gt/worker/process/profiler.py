@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from gt.wire.messages import TIMES
-from gt.worker.instructions.step import Step, StepTable
-from gt.worker.process.memory_budget import CheckedSteps
+from gt.worker.instructions.step import Step, Steps
 from gt.worker.program.compiled import CompiledProgram
 from gt.worker.program.program import ActionTime
 
@@ -41,9 +40,7 @@ class ActionTimes:
 class TimedSteps:
     """A table of steps that times each call. A stream that is not timed uses the plain table."""
 
-    def __init__(
-        self, steps: StepTable | TimedSteps | CheckedSteps, clock: Callable[[], float], times: dict[int, float]
-    ) -> None:
+    def __init__(self, steps: Steps, clock: Callable[[], float], times: dict[int, float]) -> None:
         self._steps, self._clock, self._times = steps, clock, times
 
     def __getitem__(self, number: int) -> tuple[Step, int]:

@@ -16,7 +16,7 @@ from typing import Any
 from gt.ir.dataflow import Definition, decode, exposed, summarize
 from gt.ir.instr import COMMUNICATION, FREE
 from gt.worker.engine.base import CompiledSegment, Compiler, DeviceRecorder, DeviceReplays, Misfit
-from gt.worker.instructions.step import Row, Step
+from gt.worker.instructions.step import Row, Step, StepOfRows
 from gt.worker.program.overlap import RecordedProgram, group_all_reduces, overlap_transfers
 from gt.worker.program.partition import (
     BoundSegment,
@@ -136,7 +136,7 @@ class CompiledProgram:
             self.segments.append(segment)
             first = next(at for at, _ in run if code[at] != FREE)
             self._instructions[first] = run
-            grouped.append((first, self._step(segment)))
+            grouped.append((first, StepOfRows(run, self._step(segment))))
         return grouped
 
     def _step(self, segment: Segment) -> Step:
@@ -223,7 +223,7 @@ class CompiledProgram:
                 run = overlap_transfers(run, program, replays)
                 moving -= makes
                 place = next((at for at, _ in run if code[at] != FREE), first)
-                found.append((place, replays.run(run, reads, makes, moving & set(reads))))
+                found.append((place, StepOfRows(run, replays.run(run, reads, makes, moving & set(reads)))))
             else:
                 moving |= makes
                 found += run

@@ -14,7 +14,7 @@ from typing import Any
 from gt.ir.dataflow import Definition, aliases, bytes_alive, instruction, makes, reads
 from gt.ir.instr import Define
 from gt.worker.engine.codegen import bind
-from gt.worker.instructions.step import Row
+from gt.worker.instructions.step import Row, StepOfRows
 from gt.worker.process.memory_budget import PLANNED_BYTES, result_bytes
 from gt.worker.program.overlap import group_all_reduces
 from gt.worker.program.partition import runs
@@ -83,11 +83,13 @@ class CodeGenerator:
         return self.scope.pop(name)
 
 
-class GeneratedFunction:
+class GeneratedFunction(StepOfRows):
     """A run of rows as one step."""
 
+    separable = True
+
     def __init__(self, generator: CodeGenerator, rows: list[Row], code: list) -> None:
-        self._runner, self._rows = generator.runner, rows
+        self._runner, self.rows = generator.runner, rows
         writer = SourceWriter(generator, code)
         for row, lasting in zip(rows, _lasting(rows, code, generator.definition), strict=True):
             writer.add(row[0], lasting)
@@ -98,7 +100,7 @@ class GeneratedFunction:
     def __call__(self, code: list, at: int) -> None:
         runner = self._runner
         if self._peak_bytes >= PLANNED_BYTES and not runner.fits(self._peak_bytes):
-            runner.run_rows(self._rows)
+            runner.run_rows(self.rows)
             runner.executed -= 1
             return
         failure: Exception | None = None
@@ -107,7 +109,7 @@ class GeneratedFunction:
         except Exception as error:
             place, failure = self._stopped(error), error
         if failure is None:
-            runner.executed += len(self._rows) - 1  # the caller counts one
+            runner.executed += len(self.rows) - 1  # the caller counts one
         else:
             self._fail(place, failure)
 
@@ -129,9 +131,9 @@ class GeneratedFunction:
         def fails(code: list, at: int) -> None:
             raise error
 
-        failed = next(n for n, (at, _) in enumerate(self._rows) if at == place)
+        failed = next(n for n, (at, _) in enumerate(self.rows) if at == place)
         self._runner.executed += failed - 1
-        self._runner.run_rows([(place, fails), *self._rows[failed + 1 :]])
+        self._runner.run_rows([(place, fails), *self.rows[failed + 1 :]])
 
 
 class SourceWriter:

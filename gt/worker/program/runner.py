@@ -20,6 +20,7 @@ from gt.worker.placeholders import Placeholder
 from gt.worker.plane.base import NotIssued, Unrecoverable
 from gt.worker.process import op_errors
 from gt.worker.process.memory_budget import NUMBERS_PER_INSTRUCTION, CheckedSteps
+from gt.worker.process.tracer import Tracer
 from gt.worker.program.graph_outputs import PendingOutputs
 
 log = logging.getLogger("gt.worker")
@@ -73,6 +74,7 @@ class ProgramRunner:
         self.base = self.place = 0  # its first seq, and the place of the instruction under way
         self.is_compiling = False  # the step under way compiles, or waits for the device to record
         self.recording = False  # rows are recorded: a failure is raised, not reported
+        self.tracer: Tracer | None = None  # of the session whose trace is made, during its streams
         self.checks_small_results = False  # room is short: small results are compared with it one by one
 
     # ---- streams
@@ -126,6 +128,8 @@ class ProgramRunner:
         if self.checks_small_results:
             checked = CheckedSteps(self.table.steps, self.table.small_results, self.context.budget.need)
             rows = [(at, checked.step(code[at], step)) for at, step in rows]
+        if self.tracer is not None and not self.recording:
+            rows = self.tracer.rows(code, rows)
         for at, step in rows:
             self.place = at
             try:

@@ -27,9 +27,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "by channel": lambda: quantization.default_per_channel_weight_fake_quant(),
     "histogram": lambda: quantization.default_histogram_fake_quant(),
     "fixed": lambda: quantization.default_fixed_qparams_range_0to1_fake_quant(),
-    "learned": lambda: _LearnableFakeQuantize(
-        quantization.MovingAverageMinMaxObserver, 0, 255, use_grad_scaling=True
-    ),
+    "learned": lambda: _LearnableFakeQuantize(quantization.MovingAverageMinMaxObserver, 0, 255, use_grad_scaling=True),
 }
 
 

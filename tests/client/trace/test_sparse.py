@@ -97,6 +97,7 @@ def test_a_split_table_trains_as_a_whole_one(session: Callable[..., None], plain
 
 # ---- matrices of graphs
 
+
 def csr_of_parts(device: str) -> torch.Tensor:
     host = DENSE.to_sparse_csr()
     parts = (part.to(device) for part in (host.crow_indices(), host.col_indices(), host.values()))

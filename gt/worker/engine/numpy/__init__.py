@@ -39,7 +39,7 @@ class NumpyEngine:
 
     name, kind = "numpy", "cpu"
     clock = staticmethod(perf_counter)
-    direct = progress = copies = None
+    direct = progress = copies = times = None
 
     def __init__(self, device: str = "") -> None:
         if device not in ("", "cpu"):

@@ -27,6 +27,7 @@ from gt.worker.engine.torch.gpu.cuda import Cuda, Events
 from gt.worker.engine.torch.gpu.direct import direct
 from gt.worker.engine.torch.gpu.graphs import Graphs
 from gt.worker.engine.torch.gpu.pinned import PinnedCopies
+from gt.worker.engine.torch.gpu.times import GpuTimes
 from gt.worker.engine.torch.inductor import Inductor
 from gt.worker.engine.torch.libraries import load
 from gt.worker.engine.torch.overloads import OVERLOADS
@@ -44,6 +45,7 @@ class TorchEngine:
         self.host = self.kind == "cpu"
         self.clock = perf_counter if self.host else None
         self.progress = None if self.host else Events(self._mark)
+        self.times = None if self.host else GpuTimes(self.device)
         self.direct = direct(self, COMBINE)
         self.copies = None if self.host else PinnedCopies(self.device)
         self.seeds = None if self.host else self._seeds()

@@ -1,0 +1,79 @@
+"""`gt dashboard [HOST:PORT]`: a page in the browser that shows a running server. `gt server --dashboard` runs it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from gt import env
+from gt.errors import GTError
+from gt.launch.process import die_with_parent
+from gt.observe.dashboard.feed import Feed
+from gt.observe.dashboard.page_server import PageServer
+from gt.observe.record_stream import RecordStream
+from gt.wire.socket import PORT
+
+PAGE_PORT = 9471
+CONNECT_SECONDS = 5.0  # for an attempt; the page says so, and there is another
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+OPEN = "gt dashboard: the page on {host} is not encrypted: who sees the traffic sees the page; `ssh -L` is safer\n"
+
+
+def main(args: list[str], text: str) -> int:
+    """Exit code: 0 once interrupted, 1 if the server cannot be observed or the port cannot be had."""
+    given = _parser(text).parse_args(args)
+    if given.parent:
+        die_with_parent(given.parent)
+    address = given.address or env.get("GT_SERVER") or f"127.0.0.1:{PORT}"
+    try:
+        token = env.token(given.token_file)
+        with RecordStream(address, token) as stream:  # an address or token that is wrong is an error now
+            stream.next()
+        feed = Feed(lambda log: RecordStream(address, token, given.interval, CONNECT_SECONDS, log), given.always)
+        try:
+            server = PageServer(feed, given.host, given.port, _tell)
+        except OSError as error:
+            feed.close()
+            sys.stderr.write(f"gt dashboard: {given.host}:{given.port} cannot be served: {error.strerror}; try --port 0\n")
+            return 1
+        if given.host not in LOOPBACK:
+            sys.stderr.write(OPEN.format(host=given.host))
+        _wait()
+        feed.close()
+        server.close()
+        return 0
+    except KeyboardInterrupt:
+        return 0
+    except (GTError, ValueError) as error:
+        sys.stderr.write(f"gt dashboard: {error}\n")
+    except OSError as error:
+        sys.stderr.write(f"gt dashboard: --token-file {error.filename} cannot be read: {error.strerror}\n")
+    return 1
+
+
+def _tell(link: str) -> None:
+    print(f"gt dashboard: {link} opens the page once, then the browser has a cookie", flush=True)
+
+
+def _wait() -> None:
+    """Until Ctrl-C or SIGTERM."""
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda got, frame: ended.set())
+    ended.wait()
+
+
+def _parser(text: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gt dashboard", description=text)
+    option = parser.add_argument
+    option("address", nargs="?", default="", metavar="HOST:PORT", help=f"default: GT_SERVER, or 127.0.0.1:{PORT}")
+    option("--port", type=int, default=PAGE_PORT, help=f"port of the page, 0 for a free one; default: {PAGE_PORT}")
+    option("--host", default="127.0.0.1", help="address of the page; default: 127.0.0.1, which nobody else reaches")
+    option("--interval", type=float, default=1.0, help="seconds between two states, at least 0.5; default: 1")
+    option("--always", action="store_true", help="observe while no page is open too: curves then begin with the dashboard")
+    option("--parent", type=int, default=0, help=argparse.SUPPRESS)  # process that this one ends with
+    option("--token-file", type=Path, help="file with the server's token; default: GT_TOKEN")
+    return parser

@@ -1,0 +1,60 @@
+"""Roles of tensors for observers of the server: sent while somebody observes, and seldom, for they take time to collect."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+
+import torch
+
+from gt.client.groups import tensor_roles
+from gt.client.trace.recorder import Recorder
+from gt.wire.messages import MAX_ROLES
+
+log = logging.getLogger("gt.client")
+FIRST_PAUSE, LAST_PAUSE = 0.5, 60.0  # seconds between two reports; each pause is twice as long as the one before
+IDLE_SHARE = 400  # times as long as a report takes, until the next,
+QUICK_REPORTS = 5  # but for the first ones: a program may be at the beginning
+MAX_NAME_CHARACTERS = 200
+ORDER = ("weights", "optimizer", "gradients")  # weights first: they have the names
+
+
+class RoleReports:
+    """Sends the roles of one session's tensors after a batch, if it is time."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._next = self._pause = 0.0
+        self._count = 0
+        self._told: list = []
+
+    def after_batch(self) -> None:
+        """Called with each batch while the session is watched."""
+        began = time.monotonic()
+        if began < self._next or self._recorder.tape is not None:
+            return
+        try:
+            rows = roles(self._recorder.first)
+        except Exception:  # an object of the program is half made, or changes meanwhile: the program must not notice
+            log.debug("roles of tensors are not told this time", exc_info=True)
+            rows = self._told
+        if rows != self._told:
+            self._told = rows
+            self._recorder.session.tell_roles(rows)
+        now = time.monotonic()
+        self._count += 1
+        self._pause = min(LAST_PAUSE, max(FIRST_PAUSE, 2 * self._pause))
+        self._next = now + max(self._pause, IDLE_SHARE * (now - began) if self._count > QUICK_REPORTS else 0.0)
+
+
+def roles(first: int) -> list[list]:
+    """Rows of TensorRoles: live parameters, and tensors of live optimizers. first: least id of the session."""
+    called = tensor_roles.names()
+    found = {i: (kind, name) for i, kind, name in tensor_roles.weights(called)}
+    for o in gc.get_objects():
+        if issubclass(type(o), torch.optim.Optimizer):
+            for i, kind, name in tensor_roles.rows(o, called):
+                found.setdefault(i, (kind, name))
+    rows = [[i, kind, name[:MAX_NAME_CHARACTERS]] for i, (kind, name) in found.items() if i >= first]
+    return sorted(rows, key=lambda row: (ORDER.index(row[1]), row[0]))[:MAX_ROLES]

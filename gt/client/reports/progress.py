@@ -1,0 +1,65 @@
+"""Bars of long work on a terminal, by tqdm if it is installed. In a log, a pipe or a notebook nothing is shown.
+
+No thread: whoever works says how far the work is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+DELAY = 1.0  # seconds until a bar is shown
+Tick = Callable[[int], object]
+
+
+def _nothing(count: int) -> None:
+    """Progress that nobody sees."""
+
+
+def shown() -> bool:
+    """True if standard error is a terminal."""
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except (AttributeError, ValueError):  # a replacement, or closed
+        return False
+
+
+def opened() -> Any:
+    """tqdm's class of bars, without its thread; None where it is not installed."""
+    try:
+        tqdm = import_module("tqdm").tqdm
+    except ImportError:
+        return None
+    return type("Bar", (tqdm,), {"monitor_interval": 0})
+
+
+@contextmanager
+def bar(text: str, total: int | None = None, unit: str = "B") -> Iterator[Tick]:
+    """Around long work, which calls the yielded function with each part that is done. The bar is shown after DELAY seconds.
+
+    total: of all parts; None if unknown. A call with 0 redraws the time.
+    """
+    kind = opened() if shown() else None
+    if kind is None:
+        yield _nothing
+        return
+    with kind(
+        total=total,
+        desc=f"gt: {text}",
+        unit=unit,
+        unit_scale=True,
+        delay=DELAY,
+        leave=False,
+        file=sys.stderr,
+        dynamic_ncols=True,
+    ) as drawn:
+
+        def tick(count: int) -> None:
+            drawn.update(count)
+            if not count and drawn.format_dict["elapsed"] > DELAY:
+                drawn.refresh()
+
+        yield tick

@@ -1,0 +1,136 @@
+"""Roles that a client tells of its tensors, for observers: bytes of weights, gradients and optimizer state on each worker, and
+the layouts of the parameters. Asked for while somebody observes only, and computed anew a few times a minute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from gt.dispatcher.cluster.workers import Worker
+from gt.dispatcher.state.tensors import Table, Tensor
+from gt.errors import ProtocolError
+from gt.ir.layout import Layout, boxes, volume
+from gt.ir.spec import Spec
+from gt.logs import plain
+from gt.wire.messages import MAX_ROLES
+from gt.wire.records import GRADIENTS, OPTIMIZER, USES, WEIGHTS, LayoutRecord
+
+KINDS = frozenset(USES[:3])
+MAX_NAME_CHARACTERS = 200
+MAX_SHOWN_TENSORS, MAX_SHOWN_BOXES = 1024, 16384  # of one LayoutRecord
+MAX_SPLITS = 32768  # pieces that are computed at once: a tensor beyond them is left out
+RENEWAL_SECONDS = 10.0  # a tensor may have moved
+LEAST_SECONDS = 0.4  # between two computations, however often a client tells
+
+
+class RoleTable:
+    """Roles of one session's tensors, by id."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, str, str]] = []
+        self._bytes: dict[str, Counter[str]] = {}  # of a worker, by use
+        self._gradients: dict[str, int] = {}  # of a worker, when the client told: each step may make others
+        self._new = False  # told, and not computed yet
+        self._layouts: LayoutRecord | None = None
+        self._renewed = -LEAST_SECONDS  # when that was computed, and when it is computed again
+        self._due = 0.0
+        self._left = 0  # pieces that may still be computed
+        self._pieces: dict[tuple[Spec, Layout], list[tuple[int, int, list]]] = {}  # worker's index, bytes, boxes
+
+    def tell(self, rows: list, now: float) -> None:
+        """Take the roles that the client tells; ProtocolError for what is none."""
+        if len(rows) > MAX_ROLES:
+            raise ProtocolError(f"TensorRoles has {len(rows)} rows, want at most {MAX_ROLES}")
+        for row in rows:
+            fits = type(row) is list and [type(part) for part in row] == [int, str, str]
+            if not fits or row[1] not in KINDS or len(row[2]) > MAX_NAME_CHARACTERS:
+                raise ProtocolError(f"TensorRoles.rows has {row!r:.80}, want [id, one of {sorted(KINDS)}, name]")
+        self._rows, self._new = [(i, kind, plain(name)) for i, kind, name in rows], True
+        self._due = max(now, self._renewed + LEAST_SECONDS)
+
+    def renew(self, table: Table, workers: list[Worker], session: int, now: float) -> None:
+        """Compute bytes and layouts, if they are old."""
+        if not self._rows or now < self._due:
+            return
+        self._renewed, self._due = now, now + RENEWAL_SECONDS
+        alike: Counter[tuple[str, Spec, Layout]] = Counter()  # tensors of one use that are split in one way
+        weights: list[tuple[str, Tensor]] = []
+        seen: set[int] = set()
+        for kind, name, tensor in self._placed(table):
+            if id(tensor.storage) not in seen and tensor.layout is not None:
+                seen.add(id(tensor.storage))
+                alike[kind, tensor.spec, tensor.layout] += 1
+                if kind == WEIGHTS:
+                    weights.append((name, tensor))
+        self._left = MAX_SPLITS
+        by_worker: dict[str, Counter[str]] = {}
+        for (kind, spec, layout), count in alike.items():
+            for index, nbytes, _ in self._split(spec, layout):
+                by_worker.setdefault(workers[index].name, Counter())[kind] += count * nbytes
+        if self._new:
+            self._gradients = {name: uses[GRADIENTS] for name, uses in by_worker.items()}
+        self._new = False
+        for worker_name, nbytes in self._gradients.items():
+            by_worker.setdefault(worker_name, Counter())[GRADIENTS] = nbytes
+        self._bytes = by_worker
+        self._show(weights, workers, session)
+        if len(self._pieces) > MAX_ROLES:
+            self._pieces.clear()
+
+    def _show(self, weights: list[tuple[str, Tensor]], workers: list[Worker], session: int) -> None:
+        """Note the layouts of parameters, under another number if they are others."""
+        shown: list[list] = []
+        left, before = MAX_SHOWN_BOXES, self._layouts
+        for name, tensor in weights[:MAX_SHOWN_TENSORS]:
+            assert tensor.layout is not None
+            pieces = self._split(tensor.spec, tensor.layout)
+            left -= sum(len(parts) for *_, parts in pieces)
+            if left < 0:
+                break
+            shown.append(_layout_row(name or f"%{tensor.id}", tensor, workers, pieces))
+        more = len(weights) - len(shown)
+        if before is None or before.tensors != shown or before.more != more:
+            self._layouts = LayoutRecord(session, before.number + 1 if before is not None else 1, shown, more)
+
+    def uses(self, worker: str, live: int) -> dict[str, int] | None:
+        """Bytes on a worker by use, of so many bytes that are alive; None before the client has told."""
+        if not self._rows or not self._layouts:
+            return None
+        left, uses = live, {}
+        for use in (WEIGHTS, OPTIMIZER, GRADIENTS):  # tensors may be gone since: what is told is never more than what is alive
+            uses[use] = min(left, self._bytes.get(worker, Counter())[use])
+            left -= uses[use]
+        return {**uses, USES[3]: left}
+
+    @property
+    def layouts(self) -> LayoutRecord | None:
+        return self._layouts
+
+    def _placed(self, table: Table) -> Iterator[tuple[str, str, Tensor]]:
+        for i, kind, name in self._rows:
+            tensor = table.rows.get(i)
+            if tensor is not None and tensor.layout is not None:
+                yield kind, name, tensor
+
+    def _split(self, spec: Spec, layout: Layout) -> list[tuple[int, int, list]]:
+        """A tensor's pieces. Layouts are few: each split is computed once."""
+        pieces = self._pieces.get((spec, layout))
+        if pieces is None:
+            self._left -= len(layout.mesh.workers)
+            if self._left < 0:
+                return []
+            pieces = []
+            for rank, index in enumerate(layout.mesh.workers):
+                parts = [box for box in boxes(layout, spec.shape, rank) if volume(box)]
+                pieces.append((index, sum(map(volume, parts)) * spec.itemsize, [[list(span) for span in box] for box in parts]))
+            self._pieces[spec, layout] = pieces
+        return pieces
+
+
+def _layout_row(name: str, tensor: Tensor, workers: list[Worker], pieces: list[tuple[int, int, list]]) -> list[Any]:
+    layout, spec = tensor.layout, tensor.spec
+    assert layout is not None
+    mesh = " ".join(f"{axis}={size}" for axis, size in layout.mesh.axes)
+    return [name, spec.text(), str(layout), mesh, spec.nbytes, {workers[index].name: parts for index, _, parts in pieces}]

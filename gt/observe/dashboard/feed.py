@@ -1,0 +1,207 @@
+"""The dashboard's observer: states of a server while somebody looks, and events for the pages that are open.
+
+A thread observes the server while a page is open, and a while longer. Pages wait in threads of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from gt.errors import GTError
+from gt.observe.dashboard.history import History
+from gt.observe.dashboard.predicted_schedule import PredictedSchedules
+from gt.observe.live_view import LiveView
+from gt.observe.record_stream import RecordStream
+from gt.wire.records import LogRecord, Record
+
+LINGER_SECONDS = 60.0  # without a page, until the server is no longer observed
+RETRY_SECONDS = 2.0  # after a link has ended
+ALIVE_SECONDS = 15.0  # without an event, until a page is sent a sign of life
+MAX_LOG_LINES = 2000
+LOOK_SECONDS = 1e-3  # of CPU time that a look takes in each process
+MAX_SHARE = 0.007  # of the workers' CPU time that looks may take, where that is possible
+IDLE_SHARE = 0.05  # of a core: workers that take less do nothing
+MAX_PAUSE = 4.0  # seconds between two looks, at most
+ONCE = ("schedule", "layouts")  # of a session's row: events of their own, for they are large and change seldom
+
+Event = tuple[str, Any]  # name, data
+
+
+class Page:
+    """The events that one open page has been sent. log: it shows the instruction log."""
+
+    def __init__(self, log: bool) -> None:
+        self.log = log
+        self.version = -1
+        self.merges = -1  # of the history that it has
+        self.replays: dict[int, int] = {}  # by session
+        self.layouts: dict[int, int] = {}
+        self.next_line = 0
+
+
+class Feed:
+    """connect: opens a stream of records, with lines of the instruction log or without. always: also while no page is open."""
+
+    def __init__(self, connect: Callable[[bool], RecordStream], always: bool = False) -> None:
+        self._connect, self._always = connect, always
+        self._changed = threading.Condition()
+        self._pages: set[Page] = set()
+        self._closed = False
+        self._stream: RecordStream | None = None
+        self._version = 0  # of everything below
+        self._view, self._history, self._predicted = LiveView(), History(), PredictedSchedules()
+        self._state: dict[str, Any] | None = None
+        self._schedules: dict[int, dict[str, Any]] = {}
+        self._problem = ""
+        self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        self._next_line = 0
+        self._thread = threading.Thread(target=self._observe, name="gt-dashboard-feed", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            stream = self._stream
+            self._changed.notify_all()
+        if stream is not None:
+            stream.stop()
+        self._thread.join()
+
+    # ---- pages, in their threads
+
+    def open(self, log: bool = False) -> Page:
+        page = Page(log)
+        with self._changed:
+            self._pages.add(page)
+            self._changed.notify_all()
+        return page
+
+    def leave(self, page: Page) -> None:
+        with self._changed:
+            self._pages.discard(page)
+            self._changed.notify_all()
+
+    def events(self, page: Page) -> list[Event] | None:
+        """Events that are new to a page: waits for them; [] as a sign of life, None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._version > page.version, ALIVE_SECONDS)
+            if self._closed:
+                return None
+            if self._version <= page.version:
+                return []
+            page.version = self._version
+            return self._new(page)
+
+    def _new(self, page: Page) -> list[Event]:
+        events: list[Event] = []
+        if self._state is not None:
+            if page.merges != self._history.merges:
+                page.merges = self._history.merges
+                events.append(("history", self._history.samples))
+            else:
+                events.append(("sample", self._history.samples[-1:]))
+            events.append(("state", {**_small(self._state), "peaks": self._history.peaks}))
+            events += self._once(page)
+        if page.log:
+            new = self._next_line - page.next_line
+            lines = list(self._lines)[-new:] if new else []
+            events.append(("log", {"lines": lines, "missed": new - len(lines) if page.next_line else 0}))
+            page.next_line = self._next_line
+        events.append(("problem", self._problem))
+        return events
+
+    def _once(self, page: Page) -> list[Event]:
+        """Schedules and layouts that a page has not been sent, each with its session's number."""
+        assert self._state is not None
+        events: list[Event] = []
+        for session in self._state["sessions"]:
+            number, layouts, order = session["number"], session["layouts"], self._schedules.get(session["number"])
+            if order is not None and page.replays.get(number) != order["replays"]:
+                page.replays[number] = order["replays"]
+                events.append(("schedule", {"session": number, **order}))
+            if layouts is not None and page.layouts.get(number) != layouts["number"]:
+                page.layouts[number] = layouts["number"]
+                events.append(("layouts", {"session": number, **layouts}))
+        return events
+
+    # ---- the server, in the feed's thread
+
+    def _observe(self) -> None:
+        while self._wanted(None):
+            try:
+                log = any(page.log for page in self._pages)
+                with self._connect(log) as stream:
+                    with self._changed:
+                        self._stream = stream
+                    self._view, interval = LiveView(), stream.interval
+                    while self._wanted(LINGER_SECONDS):
+                        stream.log = any(page.log for page in list(self._pages))
+                        records, began = stream.next(), time.thread_time()
+                        state = self._take(records)
+                        stream.interval = pause(state, interval, time.thread_time() - began)
+                with self._changed:
+                    self._state = None  # the next page waits for a new one
+            except (GTError, ValueError) as error:
+                with self._changed:
+                    self._problem = str(error)
+                    self._bump()
+                    self._changed.wait_for(lambda: self._closed, RETRY_SECONDS)
+            finally:
+                with self._changed:
+                    self._stream = None
+
+    def _wanted(self, seconds: float | None) -> bool:
+        """True once somebody looks; False at the end, or if nobody looks for so long."""
+        with self._changed:
+            wanted = self._changed.wait_for(lambda: self._closed or self._pages or self._always, seconds)
+            return bool(wanted) and not self._closed
+
+    def _take(self, records: list[Record]) -> dict[str, Any]:
+        state = self._view.update(records)
+        schedules = {
+            s["number"]: self._predicted.beside(s["number"], s["schedule"])
+            if self._schedules.get(s["number"], {}).get("replays") != s["schedule"]["replays"]
+            else self._schedules[s["number"]]
+            for s in state["sessions"]
+            if s["schedule"] is not None
+        }
+        self._predicted.keep(set(schedules))
+        with self._changed:
+            self._state, self._schedules, self._problem = state, schedules, ""
+            self._history.add(state)
+            for record in records:
+                if isinstance(record, LogRecord):
+                    self._next_line = record.number if record.number > self._next_line else self._next_line + len(record.lines)
+                    self._lines.extend(record.lines)
+            self._bump()
+        return state
+
+    def _bump(self) -> None:
+        self._version += 1
+        self._changed.notify_all()
+
+
+def pause(state: dict[str, Any], interval: float, own: float) -> float:
+    """Seconds until the next look: longer than the interval where workers do little. own: CPU seconds of this one here."""
+    busy = sum(worker["cpu_share"] or 0.0 for worker in state["workers"])
+    if busy < IDLE_SHARE:
+        return interval
+    cost = own + LOOK_SECONDS * (len(state["workers"]) + 2)
+    return max(interval, min(MAX_PAUSE, cost / (MAX_SHARE * busy)))
+
+
+def _small(state: dict[str, Any]) -> dict[str, Any]:
+    """A state without the parts that are events of their own."""
+    sessions = [{key: value for key, value in session.items() if key not in ONCE} for session in state["sessions"]]
+    return {**state, "sessions": sessions}
+
+
+def encoded(event: Event) -> bytes:
+    """An event as the event stream of a page has it: JSON has no line end."""
+    name, data = event
+    return f"event: {name}\ndata: {json.dumps(data, allow_nan=False, separators=(',', ':'))}\n\n".encode()

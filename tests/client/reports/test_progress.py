@@ -1,0 +1,82 @@
+"""Bars: on a terminal after a while, nothing elsewhere; no thread."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gt
+from gt.client import host_buffers
+from gt.client.reports import progress
+
+tqdm = pytest.importorskip("tqdm")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown_on(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal as standard error, for the test that calls this: pytest sets its own before each."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    return stream
+
+
+def test_a_terminal_shows_how_far_the_work_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = shown_on(monkeypatch)
+    before = threading.active_count()
+    with progress.bar("loading", 4) as tick:
+        for _ in range(4):
+            tick(1)
+            tick(0)
+        assert threading.active_count() == before
+    assert "gt: loading" in terminal.getvalue() and threading.active_count() == before
+
+
+def test_short_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = shown_on(monkeypatch)
+    monkeypatch.setattr(progress, "DELAY", 1e6)
+    with progress.bar("loading", 4) as tick:
+        tick(4)
+        tick(0)
+    assert "loading" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), None, object()])
+def test_a_log_shows_nothing(monkeypatch: pytest.MonkeyPatch, stream: Any) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "opened", lambda: pytest.fail("a bar was opened"))
+    with progress.bar("loading", 4) as tick:
+        tick(4)
+
+
+def test_without_tqdm_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = shown_on(monkeypatch)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with progress.bar("loading", 4) as tick:
+        tick(4)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize("shape", [(1000, 7), (3, 999), (5,), ()])
+def test_a_long_copy_is_the_same_array(monkeypatch: pytest.MonkeyPatch, shape: tuple) -> None:
+    shown_on(monkeypatch)
+    monkeypatch.setattr(host_buffers, "LONG_COPY_BYTES", 16)
+    monkeypatch.setattr(host_buffers, "PART_BYTES", 256)
+    source = np.random.default_rng(0).standard_normal(shape).T
+    copied = host_buffers.copy(np.empty(source.shape, source.dtype), source)
+    assert (copied == source).all() and copied.flags.c_contiguous
+
+
+def test_a_plan_shows_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = shown_on(monkeypatch)
+    gt.plan(lambda: (gt.ones(8, 8) @ gt.ones(8, 8)).sum().item(), workers=1)
+    assert "gt: planning" in terminal.getvalue()

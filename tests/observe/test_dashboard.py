@@ -1,0 +1,225 @@
+"""The dashboard without a browser: who may open the page, its figures, and what it keeps."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import gt
+from gt.observe.dashboard import feed as feed_module
+from gt.observe.dashboard.feed import Feed, encoded, pause
+from gt.observe.dashboard.history import MAX_SAMPLES, History
+from gt.observe.dashboard.page_keys import MAX_BROWSERS, PageKeys, names_this
+from gt.observe.dashboard.page_server import FILES, PageServer
+from gt.observe.dashboard.predicted_schedule import PredictedSchedules
+from gt.observe.live_view import LiveView
+from gt.observe.record_stream import RecordStream
+from tests.helpers.serving import serving
+from tests.observe.synthetic_records import SyntheticStream
+
+
+@contextmanager
+def page(connect: Callable[[bool], Any], always: bool = False) -> Iterator[tuple[PageServer, list[str]]]:
+    """A page server, and the links that it has told."""
+    links: list[str] = []
+    feed = Feed(connect, always)
+    server = PageServer(feed, "127.0.0.1", 0, links.append)
+    try:
+        yield server, links
+    finally:
+        feed.close()
+        server.close()
+
+
+@contextmanager
+def synthetic(**about: Any) -> Iterator[tuple[PageServer, list[str], SyntheticStream]]:
+    stream = SyntheticStream(**about)
+    with page(lambda log: stream) as (server, links):
+        yield server, links, stream
+
+
+def get(server: PageServer, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+    finally:
+        connection.close()
+
+
+def enter(server: PageServer, link: str) -> str:
+    """The cookie that a link gives."""
+    status, headers, _ = get(server, link[link.index("/?key=") :])
+    assert status == 200
+    return headers["set-cookie"].partition(";")[0]
+
+
+def test_a_link_opens_the_page_once_and_another_is_told() -> None:
+    with synthetic() as (server, links, _):
+        assert get(server, "/")[0] == get(server, "/events")[0] == get(server, "/main.js")[0] == 403
+        status, headers, body = get(server, links[0][links[0].index("/?key=") :])
+        assert status == 200 and b"url=/" in body and links[0].partition("key=")[2].encode() not in body
+        for part in ("HttpOnly", "SameSite=Strict", "Path=/"):
+            assert part in headers["set-cookie"]
+        assert get(server, links[0][links[0].index("/?key=") :])[0] == 403
+        assert len(links) == 2 and links[0] != links[1]
+        cookie = headers["set-cookie"].partition(";")[0]
+        assert get(server, "/", Cookie=cookie)[0] == 200
+        assert get(server, "/", Cookie=cookie[:-1])[0] == get(server, "/", Cookie="=;;,")[0] == 403
+
+
+def test_only_this_machines_names_are_answered() -> None:
+    assert names_this("127.0.0.1:80", "127.0.0.1") and names_this("localhost", "x") and names_this("[::1]:9", "::1")
+    assert names_this("node1:9471", "node1") and names_this("LOCALHOST:1", "") and names_this("10.0.0.3:9471", "0.0.0.0")
+    assert not names_this("evil.example:9471", "127.0.0.1") and not names_this("", "127.0.0.1")
+    assert not names_this("127.0.0.1.evil.example", "127.0.0.1")
+    with synthetic() as (server, links, _):
+        cookie = enter(server, links[0])
+        assert get(server, "/", Cookie=cookie, Host="evil.example")[0] == 421
+        assert get(server, links[1][links[1].index("/?key=") :], Host="evil.example")[0] == 421
+        assert get(server, "/events", Cookie=cookie, Sec_Fetch_Site="cross-site")[0] == 403
+
+
+def test_nothing_but_the_pages_files_is_served_under_a_strict_policy() -> None:
+    with synthetic() as (server, links, _):
+        cookie = enter(server, links[0])
+        for path in ("/../feed.py", "/%2e%2e/feed.py", "/page", "/feed.py", "//etc/passwd", "/index.html/..", "/."):
+            assert get(server, path, Cookie=cookie)[0] == 404
+        assert get(server, "/?" + "&".join("abcdefghij"), Cookie=cookie)[0] == 400
+        for method in ("POST", "PUT", "DELETE", "BREW"):
+            status, headers, body = get(server, "/<script>", method, Cookie=cookie)
+            assert status == 501 and b"script" not in body and "default-src 'none'" in headers["content-security-policy"]
+        for file in FILES.iterdir():
+            status, headers, body = get(server, f"/{file.name}", Cookie=cookie)
+            assert (status, body) == (200, file.read_bytes())
+            assert "unsafe" not in headers["content-security-policy"] and headers["x-content-type-options"] == "nosniff"
+        assert get(server, "/", "HEAD", Cookie=cookie)[2] == b""
+
+
+def test_the_page_is_of_this_package_alone_and_sets_no_markup() -> None:
+    for file in FILES.iterdir():
+        text = file.read_text()
+        others = [url for url in re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text) if url != "http://www.w3.org"]  # a name
+        assert not others, f"{file.name} names {others}"
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "srcdoc"):
+            assert word not in text, f"{file.name} has {word}"
+
+
+def test_keys_are_forgotten_when_there_are_many() -> None:
+    keys = PageKeys()
+    first = keys.exchange(keys.key)
+    assert keys.admits(first) and not keys.admits("") and not keys.exchange("") and not keys.exchange("ü")
+    for _ in range(MAX_BROWSERS):
+        keys.exchange(keys.key)
+    assert not keys.admits(first)
+
+
+def test_nobody_is_observed_while_no_page_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "LINGER_SECONDS", 0.0)
+    opened = []
+    stream = SyntheticStream(2, 4)
+
+    def connect(log: bool) -> Any:
+        opened.append(log)
+        return stream
+
+    with page(connect) as (server, _):
+        assert not opened
+        first = server.feed.open(log=True)
+        assert dict(server.feed.events(first) or []) == {"log": {"lines": [], "missed": 0}, "problem": ""}
+        stream.release()
+        events = dict(server.feed.events(first) or [])
+        assert opened == [True] and {"history", "state", "schedule", "layouts", "log", "problem"} <= set(events)
+        server.feed.leave(first)
+        stream.release()  # what it waits for: then it sees that nobody looks
+        second = server.feed.open()
+        events = dict(server.feed.events(second) or [])
+        while "state" not in events:
+            stream.release()
+            events = dict(server.feed.events(second) or [])
+        assert "log" not in events
+
+
+def test_figures_are_those_of_stats() -> None:
+    with serving(2) as served:
+        gt.connect(served.address, name=False, config="")
+        with page(lambda log: RecordStream(served.address, "", 0.5)) as (server, _):
+            shown = server.feed.open(log=True)
+            assert server.feed.events(shown)
+            model = torch.nn.Linear(16, 16).to(gt.device)
+            model(torch.ones(8, 16, device=gt.device)).sum().item()
+            gt.stats()  # sends what has ended
+            stats = gt.stats()
+            want = [(w["name"], w["instructions"], w["live_bytes"], w["live_tensors"]) for w in stats["workers"]]
+            for _ in range(20):
+                events = server.feed.events(shown) or []
+                state = next((data for name, data in events if name == "state"), None)
+                if (
+                    state
+                    and [(w["name"], w["instructions"], w["live_bytes"], w["live_tensors"]) for w in state["workers"]] == want
+                ):
+                    break
+            else:
+                raise AssertionError(f"the page never had {want}, it has {state}")
+            (session,) = state["sessions"]
+            assert session["ops"] == stats["dispatcher"]["ops_planned"]
+            assert session["uploaded"] == stats["dispatcher"]["tensor_bytes_uploaded"]
+            assert session["fetched"] == stats["dispatcher"]["tensor_bytes_fetched"]
+            for name, data in events:
+                assert b"\n" not in encoded((name, data))[:-2].partition(b"\ndata: ")[2]
+        gt.shutdown()
+
+
+def test_the_past_is_bounded_and_keeps_every_peak() -> None:
+    view, history, stream = LiveView(), History(), SyntheticStream(2, 4)
+    state = view.update(stream.records(1))
+    highest: dict[str, int] = {}
+    for moment in range(1, 5 * MAX_SAMPLES):
+        state = view.update(stream.records(moment))
+        if moment == 700:
+            state["workers"][0]["live_bytes"] = 1 << 30
+        for worker in state["workers"]:
+            highest[worker["name"]] = max(highest.get(worker["name"], 0), worker["live_bytes"])
+        history.add(state)
+        assert len(history.samples) <= MAX_SAMPLES
+    assert {name: peak["bytes"] for name, peak in history.peaks.items()} == highest
+    assert max(sample["workers"]["w0"]["live"] for sample in history.samples) == 1 << 30
+    assert history.peaks["w1"]["current"]["op"] == "aten.mm.default"
+    times = [sample["at"] for sample in history.samples]
+    assert times == sorted(times) and times[-1] > 5 * MAX_SAMPLES - 20
+    history.add({**state, "server": {"at": 0.5}})  # another server
+    assert len(history.samples) == 1
+
+
+def test_looks_are_rare_where_workers_do_little() -> None:
+    def state(workers: int, share: float | None) -> dict[str, Any]:
+        return {"workers": [{"cpu_share": share}] * workers}
+
+    assert pause(state(8, None), 1.0, 2e-3) == pause(state(8, 0.0), 1.0, 2e-3) == pause(state(8, 1.0), 1.0, 2e-3) == 1.0
+    assert 2.0 < pause(state(8, 0.1), 1.0, 2e-3) < 4.0 and pause(state(8, 0.01), 1.0, 2e-3) == 4.0
+    assert pause(state(8, 0.01), 10.0, 2e-3) == 10.0
+
+
+def test_predicted_actions_are_beside_the_measured_ones() -> None:
+    predicted, view = PredictedSchedules(), LiveView()
+    (session,) = view.update(SyntheticStream(4, 8).records(1))["sessions"]
+    shown = predicted.beside(0, session["schedule"])
+    assert shown["actions"].keys() == shown["planned"].keys() == {"w0", "w1", "w2", "w3"}
+    for name, ran in shown["actions"].items():
+        assert [action for action, _, _ in ran] == [action for action, _, _ in shown["planned"][name]]
+    first = min(start for ran in shown["actions"].values() for _, start, _ in ran)
+    assert first == 0
+    ends = [max(end for ran in rows.values() for _, _, end in ran) for rows in (shown["actions"], shown["planned"])]
+    assert ends[1] == pytest.approx(ends[0], rel=0.1)
+    broken = {**session["schedule"], "rows": "no rows"}
+    assert predicted.beside(0, broken)["planned"] == predicted.beside(0, {**broken, "rows": ""})["planned"] == {}
+    endless = {**session["schedule"], "actions": {"w0": [["0F0", 0.0, float("inf")]]}}
+    json.dumps(predicted.beside(0, endless), allow_nan=False)
