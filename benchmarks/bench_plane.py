@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from gt.ir.heap import BUFFER_BYTES, SLOT_BYTES, SLOTS
+from gt.wire.liveness import home
 from gt.worker.plane.shm import ShmPlane
 
 Step = Callable[[], None]
@@ -87,7 +88,7 @@ def timed(step: Step, agree: Callable[[int], int], seconds: float) -> float:
 def shm(what: str, members: int, nbytes: int, seconds: float) -> float:
     planes = [ShmPlane(64 << 20) for _ in range(members)]
     infos = [plane.open() for plane in planes]  # the heaps are the parent's, each child uses one
-    rows = [[i, f"w{i}", os.getpid(), socket.gethostname(), *info.values()] for i, info in enumerate(infos)]
+    rows = [[i, f"w{i}", os.getpid(), socket.gethostname(), *info.values(), home(), 0] for i, info in enumerate(infos)]
 
     def child(rank: int) -> float:
         plane = planes[rank]

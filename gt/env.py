@@ -23,10 +23,17 @@ VARIABLES = (
     Variable("GT_SERVER", "", "host:port of a running server, also for `gt worker`; empty: this program starts one"),
     Variable("GT_TOKEN", "", "secret of server, workers and clients; needed off loopback (`gt key FILE` makes one)"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (on CPUs, without torch)"),
-    Variable("GT_TRANSPORT", "", "transport between workers: nvshmem or nccl (GPUs), shm (host memory); empty: GT chooses"),
+    Variable("GT_TRANSPORT", "", "transport between workers: nvshmem, nccl, shm (one host), net (shm, TCP); empty: GT chooses"),
     Variable("GT_EXACT_ATTENTION_DROPOUT", "", "1: on GPUs too, attention's dropout has one mask for every split; slower"),
     Variable("GT_OPS", "", "path of a file of op schemas, made by `gt ops`, for ops that GT's table lacks"),
     Variable("GT_LIBRARIES", "", "modules whose ops workers execute, divided by commas, as torchvision,my_ops"),
+    Variable(
+        "GT_RANK", "", "index of a worker, set by its launcher: each has its own, from 0; empty: by order of hosts and GPUs"
+    ),
+    Variable(
+        "GT_IFNAME", "", "network devices of transfers between hosts, by how names begin, as eth,ib; ^ excludes, = is exact"
+    ),
+    Variable("GT_PORTS", "", "ports on which a worker accepts workers of other hosts, as 20000-20100; empty: any that is free"),
     Variable("GT_HEAP_SIZE", "", "a worker's memory for exchange with others, as 512MiB; default 256MiB on CPUs, 2GiB on GPUs"),
     Variable("GT_MEMORY_LIMIT", "", "memory limit of a worker, as 4GiB; empty: its CPU workers share 90% of the host's memory"),
     Variable("GT_INSTRUCTION_LOG", "", "path of a log: the dispatcher writes a line for each event"),
@@ -89,6 +96,14 @@ def seconds(name: str) -> float:
     if not 0 <= value <= 1e9:
         raise ConfigError(f"{name} is {text!r}, want seconds as 300, or 0 for no limit")
     return value
+
+
+def whole(name: str, default: int = -1) -> int:
+    """A variable's whole number, 0 or more; ConfigError for another text."""
+    text = get(name)
+    if text and not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}, want a whole number from 0")
+    return int(text) if text else default
 
 
 def foreign(name: str, value: str, always: bool = False) -> None:

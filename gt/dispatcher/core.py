@@ -60,6 +60,7 @@ from gt.wire.messages import (
     Inspect,
     InspectFragments,
     Interrupt,
+    LinkFailed,
     Message,
     Metrics,
     Observe,
@@ -129,6 +130,7 @@ class Core:
             OfferArena: self._offer_arena, CloseArenas: self._close_arenas, ArenaOpened: self._arena_opened,
             OfferFile: self._offer_file, Store: self._store, Metrics: self._metrics, TensorRoles: self._tensor_roles,
             Observe: self.observers.observe, Trace: self.traces.trace, TraceRows: self._trace_rows, Interrupt: self._interrupt,
+            LinkFailed: self.membership.link_failed,
         }  # fmt: skip
 
     @property

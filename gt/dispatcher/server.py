@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from gt import env
@@ -34,6 +35,7 @@ from gt.dispatcher.fairness.time_slices import Pace
 from gt.dispatcher.instruction_log import InstructionLog
 from gt.errors import ProtocolError, Refused, to_wire
 from gt.wire import codec, liveness
+from gt.wire.access import auth
 from gt.wire.access.auth import Access, weakness
 from gt.wire.link import Gate
 from gt.wire.messages import Exit, Goodbye, Hello, Reject, Welcome
@@ -70,9 +72,11 @@ class Server:
         self._background = Background(self._wake)
         self._pace = Pace(time.monotonic, background=self._background)
         if core is None:
+            from gt.dispatcher.cluster.leases import Terms
             from gt.dispatcher.core import Core  # a test brings its own and needs none of it
 
             logged = bool(env.get("GT_INSTRUCTION_LOG"))
+            terms = replace(terms or Terms(), link_secret=auth.made())
             core = Core(heartbeat, logged, liveness.process(), terms, self._pace)
         self._core = core
         self._journal = _journal(env.get("GT_INSTRUCTION_LOG"))
@@ -265,6 +269,7 @@ class Server:
                     self._names[action.peer] = action.message.name
                     if (gate := self._gates.get(action.peer)) and gate.role == "worker":
                         self._count(self._workers | {action.peer})
+                        self._router.watch_host(action.peer)
             elif type(action) is Examine:
                 examine.append(action)
             elif type(action) is Close:

@@ -18,7 +18,7 @@ from zmq.utils import garbage
 
 from gt import errors
 from gt.errors import Refused
-from gt.wire import codec
+from gt.wire import codec, tcp
 from gt.wire.access.approach import Approach
 from gt.wire.connections import cut
 from gt.wire.liveness import POLLS, Cable, Vigil
@@ -125,6 +125,10 @@ class Dealer:
             self._queue.extend(cut(body, tuple(frames), CHUNK))
         if wake:
             self.wake()
+
+    def watch_host(self) -> None:
+        """Have the connection end soon after the server's host is gone, unless that is this host."""
+        tcp.watch_descriptor(self._approach.descriptor)
 
     def close(self) -> None:
         """Send what is queued (for at most LINGER seconds), then leave no thread and no socket behind."""

@@ -31,6 +31,7 @@ from gt.wire.messages import (
     Inspect,
     InspectFragments,
     Interrupt,
+    LinkFailed,
     Message,
     Metrics,
     Notice,
@@ -81,7 +82,7 @@ MAY_SEND: dict[str, tuple[frozenset[type[Message]], frozenset[type[Message]]]] =
         ),
     ),
     "worker": (
-        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, TraceRows, Goodbye}),
+        frozenset({Piece, Described, Report, Done, OpError, UploadProgress, ArenaOpened, TraceRows, LinkFailed, Goodbye}),
         frozenset(
             {Welcome, Reject, World, Run, Data, OfferArena, OfferFile, CloseArenas, UseBlock, WindowUpdate, TorchSettings}
             | {Abort, Query, Trace, Skip, Renew, Exit}

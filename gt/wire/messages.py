@@ -37,8 +37,10 @@ class Hello(Message):
     bool, "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many
     workers it wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one,
     "pid", "host", "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof":
-    see gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.schema}. Of a client, for observers;
-    {"user", "program", "host", "pid"}.
+    see gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.schema, "rank": its index, -1 lets the
+    dispatcher choose, "gpu": its number on the host, -1 for none, "port": where it accepts workers of other hosts, 0 nowhere,
+    "links": [address, prefix, device, Mbit/s or 0, True if a default route leads out there] of its host}. Of a client, for
+    observers; {"user", "program", "host", "pid"}.
     """
 
     version: int
@@ -426,9 +428,11 @@ class Failed(Message):
 class World(Message):
     """Dispatcher -> worker: all workers; sent whenever they change.
 
-    workers: [index, name, pid, host, heap_fd, heap_bytes, doorbell] of each. members: those that share memory of their devices
-    from now on, [] for none. unique_id: the id by which members find one another. hosts: by host, how many workers compute in
-    its memory.
+    workers: [index, name, pid, host, heap_fd, heap_bytes, doorbell, home, port] of each. members: those that share memory of
+    their devices from now on, [] for none. unique_id: the id by which members find one another. hosts: by home, how many
+    workers compute in its memory. ways: [a, b, epoch, kind, address of a, of b, workers that relay from a to b] of each pair
+    a < b, once there are two hosts; kind is "shm", "tcp", "via" or "none"; the epoch is another whenever messages under way
+    are lost. key: both ends of a connection prove that they have it.
     """
 
     generation: int
@@ -436,6 +440,8 @@ class World(Message):
     members: list = field(default_factory=list)
     unique_id: str = ""
     hosts: dict = field(default_factory=dict)
+    ways: list = field(default_factory=list)
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,6 +606,16 @@ class ArenaOpened(Message):
     opened: bool
 
 
+@dataclass(frozen=True, slots=True)
+class LinkFailed(Message):
+    """Worker -> dispatcher: it has no connection to `worker` between these addresses, its own first. Answered by a World."""
+
+    worker: int
+    source: str
+    target: str
+    reason: str
+
+
 # ---- observers
 
 
@@ -631,5 +647,5 @@ CODES: tuple[type[Message], ...] = (
     Hello, Ops, Fetch, Describe, Inspect, Stats, UploadChunk, Goodbye, Welcome, Reject, Ack, UploadRequest, Release, Value,
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
     UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
-    Metrics, Watched, Observe, Records, TensorRoles, Trace, TraceRows, OfferFile, Store, Interrupt, Skip,
+    Metrics, Watched, Observe, Records, TensorRoles, Trace, TraceRows, OfferFile, Store, Interrupt, Skip, LinkFailed,
 )  # fmt: skip

@@ -146,6 +146,11 @@ class Router:
         """Descriptors of these peers' connections."""
         return {connection.fd for peer in peers if (connection := self._connections.of(peer)) is not None}
 
+    def watch_host(self, peer: bytes) -> None:
+        """Have a peer's connection end soon after its host is gone, unless that is this host."""
+        if (connection := self._connections.of(peer)) is not None:
+            tcp.watch_descriptor(connection.fd)
+
     def send(self, peer: bytes, message: Message, frames: Frames = ()) -> None:
         """Queue a message. A message to a gone peer is dropped."""
         if self._packed[0] is not message:  # the same message to many peers is packed once

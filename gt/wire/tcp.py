@@ -5,10 +5,12 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import ipaddress
 import socket
 import struct
 import termios
 
+UNANSWERED_SECONDS = 2.5
 _RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, since Linux 4.1
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03"  # start of a ZMTP 3 greeting, up to the version
 
@@ -41,6 +43,26 @@ def end(fd: int) -> None:
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd)
         try:
             sock.shutdown(socket.SHUT_RDWR)
+        finally:
+            sock.detach()
+
+
+def watch(sock: socket.socket) -> None:
+    """Have the kernel end a connection to a host that answers nothing for UNANSWERED_SECONDS. Busy processes do not matter."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        sock.setsockopt(socket.IPPROTO_TCP, option, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNANSWERED_SECONDS * 1000))
+
+
+def watch_descriptor(fd: int) -> None:
+    """The same by a connection's descriptor, unless the other end is on this host."""
+    with contextlib.suppress(OSError):
+        sock = socket.socket(fileno=fd)
+        try:
+            address = sock.getpeername()[0].removeprefix("::ffff:")
+            if not ipaddress.ip_address(address).is_loopback:
+                watch(sock)
         finally:
             sock.detach()
 

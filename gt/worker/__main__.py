@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     try:
         limit = env.size("--memory-limit", 0, args.memory_limit) if args.memory_limit else 0
         host, port = _server(args.host, args.port)
+        rank = env.whole("GT_RANK")
     except (ConfigError, DispatcherLost) as error:
         sys.stderr.write(f"gt worker: {error}\n")
         return 2
@@ -52,9 +53,7 @@ def main(argv: list[str] | None = None, own: bool = False) -> int:
     renew = Renewal(files).start if own else None
     backend = env.backend(args.backend)
     try:
-        options = WorkerOptions(
-            host, port, token, args.name, backend, args.device, args.wait, secret, limit, libraries=libraries
-        )
+        options = WorkerOptions(host, port, token, args.name, backend, args.device, args.wait, secret, limit, libraries, rank)
         why = run(options, _joined, renew)
     except KeyboardInterrupt:
         why = "interrupted"

@@ -299,6 +299,7 @@ class Executor:
             **({} if holders < 0 else {"holders": op_errors.largest(dict(held), holders, self._engine.storage)}),
             **self.tensors.stats(),
             **self.worker.plane.counters(),
+            **({"ways": ways} if (ways := self.worker.plane.ways()) else {}),
         }
 
 

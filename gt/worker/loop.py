@@ -20,6 +20,7 @@ from typing import Any
 
 from gt import env, errors, logs
 from gt.wire import liveness
+from gt.wire.access.auth import loopback
 from gt.wire.access.proof import proof
 from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.link import hello
@@ -32,6 +33,7 @@ from gt.wire.messages import (
     Done,
     Exit,
     Goodbye,
+    LinkFailed,
     Message,
     OfferArena,
     OfferFile,
@@ -52,6 +54,7 @@ from gt.wire.messages import (
     World,
 )
 from gt.wire.process_settings import keep_freed, more_descriptors
+from gt.wire.socket import resolve
 from gt.worker.engine.registry import open_engine
 from gt.worker.executor import Executor
 from gt.worker.plane.base import ALL, Plane, Unrecoverable
@@ -92,7 +95,7 @@ class Loop:
         self._joined = joined
         self.renew = renew  # restarts the process under its name; None if it cannot, or is about to end
         self.executor = Executor(engine, plane, self.send, budget)
-        self._host = bsd.gethostname()
+        self._home = liveness.home() or bsd.gethostname()
         self.link: Dealer | None = None
         self.done = self._running = -1  # the last Run carried out (on a GPU: issued), and the one under way
         self._busy_seconds = self._run_began = 0.0  # in Runs, and when the one under way began, 0.0 for none
@@ -101,6 +104,7 @@ class Loop:
         self._completions: Completions[Done] = Completions(self.send)
         self._shared = False  # a Run is done once the device has completed it
         self._engine, self._plane = engine, plane
+        plane.on_link_failed = lambda *failure: self.send(LinkFailed(*failure))
         self._effort = Effort(engine.progress is None)
         self._inbox: queue.SimpleQueue[tuple[Message, int]] = queue.SimpleQueue()
         self._exit: Exit | None = None
@@ -143,10 +147,7 @@ class Loop:
             case Abort():
                 self._abort(message)
             case Welcome():
-                self.name = message.name
-                log.info("connected as %s", self.name)
-                if self._joined is not None:
-                    self._joined(self.name)
+                self._welcomed(message)
             case Renew(reason):
                 self._start_afresh(reason)
             case Exit():
@@ -187,8 +188,8 @@ class Loop:
         if isinstance(message, Skip) and message.on:
             self.executor.interrupted.add(message.session)
             return
-        if isinstance(message, World) and self._own(message) in message.members:
-            self._members = frozenset(message.members)
+        if isinstance(message, World):
+            self._introduce(message)
         self._inbox.put((message, self.executor.uploads.epoch))
 
     def _receive_data(self, message: Data, frames: tuple) -> None:
@@ -202,6 +203,20 @@ class Loop:
         self.executor.downloads.grant(message.key, message.upto)
         if message.upto < 0:  # once more behind the Runs before it, of which one may begin the piece
             self._inbox.put((message, 0))
+
+    def _welcomed(self, message: Welcome) -> None:
+        self.name = message.name
+        if self.link is not None:
+            self.link.watch_host()
+        log.info("connected as %s", self.name)
+        if self._joined is not None:
+            self._joined(self.name)
+
+    def _introduce(self, world: World) -> None:
+        own = self._own(world)
+        self._plane.introduce(world.workers, world.ways, world.key, own)
+        if own in world.members:
+            self._members = frozenset(world.members)
 
     def _start_afresh(self, reason: str) -> None:
         """Restart the process at once: nobody waits for the instruction under way."""
@@ -272,8 +287,8 @@ class Loop:
                 continue
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
-                self.executor.budget.share(message.hosts.get(self._host, 1))
-                self._plane.world(message.workers)
+                self.executor.budget.share(message.hosts.get(self._home, 1))
+                self._plane.world(message.workers, message.ways)
                 own = self._own(message)
                 if own in message.members:
                     self._plane.form(message.members, own, message.unique_id)
@@ -349,7 +364,7 @@ class WorkerOptions:
     name: wanted, "" for the next free one. device: "" takes a GPU if the engine has one. wait: seconds to look for the server,
     None for ever. secret: of the server's workers, "" where it asks for none. memory: bytes it may take, 0 for GT_MEMORY_LIMIT,
     else its share of the host's; of a GPU bytes of the device, and no limit by itself.
-    libraries: modules whose ops it executes.
+    libraries: modules whose ops it executes. rank: its index, -1 lets the dispatcher choose.
     """
 
     host: str
@@ -362,6 +377,7 @@ class WorkerOptions:
     secret: str = ""
     memory: int = 0
     libraries: Sequence[str] = ()
+    rank: int = -1
 
     @property
     def limit(self) -> int:
@@ -393,7 +409,8 @@ def run(
         limit = options.limit
         engine = open_engine(options.backend, options.device)
         ops = engine.load(options.libraries)
-        plane = open_plane(env.get("GT_TRANSPORT"), engine)
+        wide = bool(env.get("GT_IFNAME")) or not loopback(resolve(options.host))
+        plane = open_plane(env.get("GT_TRANSPORT"), engine, wide)
         info = plane.open()
         if main and engine.kind == "cpu":
             budget.open(limit)
@@ -428,10 +445,19 @@ def _join(loop: Loop, options: WorkerOptions, info: dict[str, Any]) -> None:
     address = f"{options.host}:{options.port}"
     loop.link = Dealer(address, loop.receive, loop.lost, timeouts=LinkTimeouts(options.wait), token=options.token)
     about = {"name": options.name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
-    about.update(backend=options.backend, **info)
+    about.update(backend=options.backend, rank=options.rank, gpu=_gpu(info["device"], options.device), **info)
     if options.secret:
         about["proof"] = proof(options.secret, about)
     loop.send(hello("worker", info=about))
+
+
+def _gpu(kind: str, device: str) -> int:
+    """The number of a worker's GPU on its host, -1 for none."""
+    if kind == "cpu":
+        return -1
+    number = device.partition(":")[2]
+    at, visible = int(number) if number.isdecimal() else 0, env.visible_gpus()
+    return int(visible[at]) if visible and at < len(visible) and visible[at].isdecimal() else at
 
 
 def _leave(loop: Loop | None, plane: Plane | None, why: str) -> None:

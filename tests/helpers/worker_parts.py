@@ -10,6 +10,7 @@ import torch
 
 from gt.ir.instr import Define
 from gt.ir.template import to_wire
+from gt.wire.liveness import home
 from gt.worker.engine.torch import NAME, TorchEngine
 from gt.worker.executor import Executor
 from gt.worker.plane.base import PeerGone
@@ -90,7 +91,7 @@ def world(size: int, part: Callable[[Bench, int], Any], engine: Any = None) -> l
     import socket
 
     rows = [
-        [i, f"w{i}", os.getpid(), socket.gethostname(), info["heap_fd"], info["heap_bytes"], info["doorbell"]]
+        [i, f"w{i}", os.getpid(), socket.gethostname(), info["heap_fd"], info["heap_bytes"], info["doorbell"], home(), 0]
         for i, info in enumerate(infos)
     ]
     results: list[Any] = [None] * size

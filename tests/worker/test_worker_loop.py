@@ -82,7 +82,12 @@ class Dispatcher:
         hello, _ = self.next(Hello)
         info = hello.info
         self.send(Welcome(0, "w0", [], [], 1))
-        self.send(World(1, [[0, "w0", info["pid"], info["host"], info["heap_fd"], info["heap_bytes"], info["doorbell"]]]))
+        self.send(
+            World(
+                1,
+                [[0, "w0", info["pid"], info["host"], info["heap_fd"], info["heap_bytes"], info["doorbell"], info["home"], 0]],
+            )
+        )
         return hello
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from gt.config.load import check_workers, load
 from gt.config.schema import Config
 from gt.dispatcher.cluster.leases import PATIENCE_SECONDS, Exclusive, Shared, Waiting
+from gt.dispatcher.cluster.links import described, home
 from gt.dispatcher.cluster.peer_info import client_info
 from gt.dispatcher.cluster.workers import Cluster, Worker
 from gt.errors import ConfigError, ProtocolError, Refused
@@ -96,6 +97,21 @@ def shared_out(switches: dict[str, Any], used: frozenset[int], cluster: Cluster,
 
     Eight workers with all the cores' threads each spend their time in one another's way (seen: 30 times slower on two cores).
     """
-    beside = sum(cluster.workers[index].info.get("host") == worker.info.get("host") for index in used)
+    beside = sum(home(cluster.workers[index].info) == home(worker.info) for index in used)
     threads = switches.get("threads", 0)
     return {**switches, "threads": max(threads // beside, 1)} if threads and beside > 1 else switches
+
+
+def check_links(config: Config, cluster: Cluster) -> None:
+    """ConfigError for a group whose workers are on hosts that nothing joins."""
+    ways = cluster.ways() if len(cluster.hosts_of(cluster.workers)) > 1 else {}
+    parted = {pair for pair, way in ways.items() if way.kind == "none"}
+    for group in config.groups.values() if parted else ():
+        hosts = cluster.hosts_of(cluster.workers[index] for index in group.flat)
+        for at, one in enumerate(hosts):
+            for other in hosts[at + 1 :]:
+                if (one.home, other.home) in parted:
+                    raise ConfigError(
+                        f"{config.where(group.name)} spans {one.name} and {other.name}, which no link joins, and no host "
+                        f"relays between them: {described([one, other])}; join them, or keep the group to one of them"
+                    )

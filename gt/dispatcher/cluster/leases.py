@@ -15,7 +15,7 @@ from gt.config.load import check_workers
 from gt.config.schema import Config
 from gt.dispatcher.cluster.health import Watch
 from gt.dispatcher.cluster.stragglers import Stragglers
-from gt.dispatcher.cluster.workers import Cluster, Worker
+from gt.dispatcher.cluster.workers import Cluster, Worker, ordered
 from gt.dispatcher.session import ClientSession
 from gt.errors import ConfigError, GTError, Refused, SessionExpired
 from gt.wire.access.proof import proves
@@ -36,7 +36,8 @@ class Terms:
     """The operator's terms. workers: the most that a session may have of its own; seconds: its longest time; 0: no limit.
 
     secret: what workers have to know beside the token; "" for nothing. most: workers that there will ever be, 0 if more may
-    come. memory: bytes that a session may hold on each worker, 0 for any number.
+    come. memory: bytes that a session may hold on each worker, 0 for any number. link_secret: of this start; keys of
+    connections between workers are derived from it.
     """
 
     exclusive: bool = False
@@ -45,6 +46,7 @@ class Terms:
     secret: str = ""
     most: int = 0
     memory: int = 0
+    link_secret: str = field(default="", repr=False)
 
     def admit(self, info: dict) -> None:
         """Refused unless a worker proves to be the operator's."""
@@ -164,6 +166,7 @@ class Shared:
 
     def grant(self, client: Waiting, now: float) -> Lease:
         """The workers of a client that is ready."""
+        self.common.cluster.arrange()
         return self.common
 
     def release(self, peer: bytes, now: float) -> list[bytes]:
@@ -233,7 +236,7 @@ class Exclusive:
         self._peers[peer] = slot
         if slot.lease is not None:
             self._of[peer] = slot.lease
-            slot.lease.cluster.add(peer, slot.info)
+            slot.lease.cluster.add(peer, slot.info, ranked=False)
         return slot.name, slot.lease
 
     def _vacant(self) -> WorkerSlot | None:
@@ -330,11 +333,12 @@ class Exclusive:
         return Notice(text, client.place)
 
     def grant(self, client: Waiting, now: float) -> Lease:
-        free = [slot for slot in self.slots.values() if slot.state == FREE][: self._share(client)]
+        free = [slot for slot in self.slots.values() if slot.state == FREE]
+        free = ordered(free, lambda slot: slot.info)[: self._share(client)]
         lease = Lease.of(self.heartbeat, self.home)
         lease.cluster.now = now
         for slot in free:
-            lease.cluster.add(slot.peer, slot.info)
+            lease.cluster.add(slot.peer, slot.info, ranked=False)
             slot.lease, slot.state = lease, LENT
             self._of[slot.peer] = lease
         self._of[client.peer] = lease

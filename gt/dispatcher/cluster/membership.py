@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from gt.config.load import resolve
-from gt.dispatcher.cluster.admission import Admission, shared_out, used_workers
+from gt.dispatcher.cluster.admission import Admission, check_links, shared_out, used_workers
 from gt.dispatcher.cluster.health import Survey
 from gt.dispatcher.cluster.leases import Exclusive, Lease, Shared, Terms, Waiting, workers
 from gt.dispatcher.cluster.observers import Observers
@@ -26,8 +26,9 @@ from gt.dispatcher.state.failures import worker_lost
 from gt.dispatcher.state.validate import CREDIT
 from gt.errors import GTError, ProtocolError
 from gt.logs import plain
+from gt.wire.access.proof import world_key
 from gt.wire.link import examine
-from gt.wire.messages import Abort, Exit, Goodbye, Hello, Message, Notice, Renew, Welcome, World
+from gt.wire.messages import Abort, Exit, Goodbye, Hello, LinkFailed, Message, Notice, Renew, Welcome, World
 
 log = logging.getLogger("gt.dispatcher")
 GOODBYE = "it said goodbye"
@@ -94,6 +95,8 @@ class Membership:
         name, lease = self._lending.join(peer, info)
         worker = lease.cluster.named(name) if lease is not None else None
         if lease is not None and worker is not None:
+            lease.cluster.forgive(worker)
+        if lease is not None and worker is not None:
             self._workers[peer] = worker
             for session in lease.sessions.values():
                 session.regain(worker)
@@ -109,10 +112,26 @@ class Membership:
         """members: those whose devices are to share memory."""
         cluster = lease.cluster
         cluster.generation += 1
-        rows = [w.row() for w in workers(lease)]
+        cluster.announced = True
+        rows, ways = [w.row() for w in workers(lease)], cluster.routes()
         name = cluster.workers[members[0]].info["unique_id"] if members else ""
+        owners = [session.number for session in lease.sessions.values()] if self._terms.exclusive else []
+        key = world_key(self._terms.link_secret, owners) if ways else ""
+        world = World(cluster.generation, rows, list(members), name, cluster.hosts(), ways, key)
         for worker in workers(lease):
-            self._core.send(worker.peer, World(cluster.generation, rows, list(members), name, cluster.hosts()))
+            self._core.send(worker.peer, world)
+
+    def link_failed(self, peer: Peer, message: LinkFailed, frames: tuple) -> None:
+        """A worker has no connection to another: they get another way, if there is one."""
+        lease, worker = self._lending.of(peer), self._workers.get(peer)
+        if lease is None or worker is None or not 0 <= message.worker < len(lease.cluster.workers):
+            raise ProtocolError(f"LinkFailed.worker is {message.worker}, which is no worker of this session")
+        other = lease.cluster.workers[message.worker]
+        if lease.cluster.fail_link(worker, other, message.source, message.target):
+            text = f"{message.source} to {message.target}: {plain(message.reason, MAX_REASON_CHARACTERS)}"
+            log.warning("workers %s and %s lose their connection, %s", worker.name, other.name, text)
+            self._core.log_line("ERROR", worker.name, f"no connection to {other.name}, {text}")
+            self._announce_world(lease)
 
     def _admit_clients(self) -> None:
         """Welcome every waiting client whose workers are all here, and its own if they have to be."""
@@ -133,6 +152,7 @@ class Membership:
     def _welcome(self, client: Waiting) -> None:
         lease = self._lending.grant(client, self._core.now)
         config = resolve(client.config, [worker.index for worker in lease.cluster.workers if not worker.lost])
+        check_links(config, lease.cluster)
         cluster, switches = lease.cluster, {k: v for k, v in client.hello.switches.items() if k not in OWN}
         self._workers.update({worker.peer: worker for worker in workers(lease)})
         terms = SessionTerms(
@@ -148,7 +168,7 @@ class Membership:
         self._next_session += 1
         self._sessions[client.peer] = lease.sessions[client.peer] = session
         members = cluster.form()
-        if members or not cluster.generation:  # before the first program that may need it
+        if members or not cluster.announced:  # before the first program that may need it
             self._announce_world(lease, members)
         self._core.log_line("CONNECT", self._core.name(client.peer), f"client with {len(config.groups)} groups")
         names, name, groups = [w.name for w in cluster.workers], self._core.name(client.peer), list(config.groups)
@@ -195,6 +215,8 @@ class Membership:
         for session in list(lease.sessions.values()):
             self._core.guarded(session, "the loss of a worker", session.lose, worker)
             self._core.round_robin.resume(session.peer)
+        if any(worker.index in row[6] for row in lease.cluster.relayed):
+            self._announce_world(lease)
         for survey in lease.watch.without(worker.index):
             self._core.surveyed(survey)
         self._core.observers.lose(worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any
 
 from gt.errors import ProtocolError
@@ -10,9 +11,12 @@ from gt.logs import plain
 
 MAX_NAME_CHARACTERS = 64
 MAX_TEXT_CHARACTERS = 255
+MAX_RANK = (1 << 12) - 1
+MAX_LINKS = 64
+MAX_MBPS = 1 << 30
 WORKER: dict[str, Any] = {
     "name": "", "pid": 0, "host": "", "backend": "", "device": "", "heap_fd": -1, "heap_bytes": 0, "doorbell": "",
-    "unique_id": "", "home": "", "proof": "", "ops": [],
+    "unique_id": "", "home": "", "proof": "", "ops": [], "rank": -1, "gpu": -1, "port": 0, "links": [],
 }  # fmt: skip
 CLIENT: dict[str, Any] = {"user": "", "program": "", "host": "", "pid": 0}
 
@@ -23,11 +27,29 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
     if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > MAX_NAME_CHARACTERS:
         got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"
         raise ProtocolError(f"Hello.info: {got}, want -1 or more, and {MAX_NAME_CHARACTERS} printable characters at most")
+    if not -1 <= whole["rank"] <= MAX_RANK or not 0 <= whole["port"] < 1 << 16 or not -1 <= whole["gpu"] <= MAX_RANK:
+        got = f"rank is {whole['rank']}, gpu {whole['gpu']} and port {whole['port']}"
+        raise ProtocolError(f"Hello.info: {got}, want -1 to {MAX_RANK}, the same, and 0 to 65535")
+    if len(whole["links"]) > MAX_LINKS or not all(map(_link, whole["links"])):
+        raise ProtocolError(f"Hello.info.links is {whole['links']!r:.80}, want up to {MAX_LINKS} rows as gt.wire.messages says")
     try:
         whole["ops"] = library_schemas(whole["ops"])
     except ValueError as error:
         raise ProtocolError(f"Hello.info.ops: {error}") from None
     return whole
+
+
+def _link(row: Any) -> bool:
+    """True for [address, prefix, device, mbps, routed]."""
+    match row:
+        case [str(address), int(prefix), str(device), int(mbps), bool()]:
+            try:
+                most = ipaddress.ip_address(address).max_prefixlen
+            except ValueError:
+                return False
+            short = len(device) <= MAX_NAME_CHARACTERS and device.isprintable() and "%" not in address
+            return short and 0 <= prefix <= most and 0 <= mbps <= MAX_MBPS
+    return False
 
 
 def client_info(info: dict[str, Any]) -> dict[str, Any]:

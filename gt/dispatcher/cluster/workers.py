@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
+from gt.dispatcher.cluster import links
+from gt.dispatcher.cluster.links import Failure, Host, Way
 from gt.dispatcher.fairness.run_queue import RunQueue
-from gt.errors import SystemFailure
+from gt.errors import Refused, SystemFailure
 from gt.ir.heap import MEETING_BYTES, Sizes, channel_bytes, channel_class, enough, sizes, team_bytes
 from gt.ir.instr import FIRST, Define
 from gt.ir.schema import Schema, common
 from gt.ir.template import weight
 
 MOST = 1 << 17  # numbers of one Run, about: it has to fit a body whatever a client sends
+ABSENT = "it has not joined yet"
 
 
 @dataclass(slots=True)
@@ -55,7 +61,8 @@ class Worker:
 
     def row(self) -> list:
         """Its row of World."""
-        return [self.index, self.name, *(self.info.get(k, 0) for k in ("pid", "host", "heap_fd", "heap_bytes", "doorbell"))]
+        rest = (self.info.get(k, 0) for k in ("pid", "host", "heap_fd", "heap_bytes", "doorbell"))
+        return [self.index, self.name, *rest, links.home(self.info), self.info.get("port", 0)]
 
     def define(self, definition: Define) -> int:
         """Number of the definition, sent along if this worker has not seen it."""
@@ -96,6 +103,22 @@ class Worker:
         self.cuts, self.seconds = [], 0.0
 
 
+def ordered(members: list[Any], info: Callable[[Any], dict]) -> list[Any]:
+    """Workers in the order of their indices: by rank, then by host, within a host by GPU, else as they have joined."""
+    hosts: dict[str, Host] = {}
+    for member in members:
+        one = links.host(info(member))
+        hosts.setdefault(one.home, one)
+    place = {home: at for at, home in enumerate(links.order(list(hosts.values())))}
+
+    def key(member: Any) -> tuple:
+        about = info(member)
+        rank = about.get("rank", -1)
+        return rank < 0, rank, place[links.home(about)], about.get("gpu", -1)
+
+    return sorted(members, key=key)
+
+
 class HeapFull(SystemFailure):
     """No place for another channel or team."""
 
@@ -108,6 +131,8 @@ class Cluster:
         self._numbers = itertools.count(FIRST)  # several threads take from it
         self.heap_used = MEETING_BYTES
         self.generation = 0
+        self.announced = False  # the newest World has these indices
+        self.settled = False  # a session has used the indices
         self.seq = 0  # of the next op, over all sessions
         self.next_key = 0
         self.now = 0.0  # of the event that is being dealt with
@@ -115,25 +140,119 @@ class Cluster:
         self.formed: dict[int, int] = {}  # workers whose devices share memory, and which of their lives do
         self._channels: dict[int, tuple[int, Sizes]] = {}
         self._teams: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        self.relayed: list[list] = []  # rows of the newest `routes` with workers that relay
+        self._failed: set[Failure] = set()  # connections between hosts
+        self._routes: dict[tuple[int, int], tuple] = {}  # pairs of workers on different hosts -> their way, and whose it is
+        self._epochs: dict[tuple[int, int], int] = {}  # how often that has changed
 
-    def add(self, peer: bytes, info: dict) -> Worker:
-        """A worker joins; one of the name of a lost worker takes its place."""
-        name = info.get("name") or ""
+    def add(self, peer: bytes, info: dict, ranked: bool = True) -> Worker:
+        """A worker joins; one of the name of a lost worker takes its place. ranked: its index is its rank, if it has one."""
+        name, rank = info.get("name") or "", info.get("rank", -1) if ranked else -1
+        if rank >= 0:
+            return self._place(peer, info, rank)
         for worker in self.workers:
-            if worker.lost and (not name or worker.name == name):
+            if worker.lost and (worker.name == name or not (name or worker.lost == ABSENT)):
                 worker.revive(peer, info)
                 return worker
         index = len(self.workers)
-        worker = Worker(index, name or f"w{index}", peer, info)
+        worker = Worker(index, name or self._free_name(index), peer, info)
         self.workers.append(worker)
         return worker
+
+    def _place(self, peer: bytes, info: dict, rank: int) -> Worker:
+        """A worker joins whose index its launcher has chosen. Refused if another one has that rank."""
+        while len(self.workers) <= rank:
+            index = len(self.workers)
+            self.workers.append(Worker(index, self._free_name(index), b"", {}, ABSENT))
+        worker = self.workers[rank]
+        if not worker.lost:
+            raise Refused(f"worker {worker.name} has rank {rank} already: give each worker a GT_RANK of its own")
+        absent = worker.lost == ABSENT
+        worker.revive(peer, info)
+        if absent and (name := info.get("name")):
+            for other in self.workers:
+                if other.name == name:  # the name that was kept for one that has not joined
+                    other.name = self._free_name(other.index)
+            worker.name = name
+        return worker
+
+    def _free_name(self, index: int) -> str:
+        names = {worker.name for worker in self.workers}
+        return next(name for n in itertools.count(index) if (name := f"w{n}") not in names)
+
+    def arrange(self) -> None:
+        """Order workers of several hosts by host, before anything depends on their indices. Ranks are an order already."""
+        ranked = any(worker.info.get("rank", -1) >= 0 for worker in self.workers)
+        settled, self.settled = self.settled, True
+        if settled or self.formed or ranked or any(worker.lost for worker in self.workers):
+            return
+        before, self.workers = self.workers, ordered(self.workers, lambda worker: worker.info)
+        for index, worker in enumerate(self.workers):
+            worker.index = index
+        self.announced = self.announced and self.workers == before
+
+    # ---- ways between hosts
+
+    def hosts_of(self, members: Iterable[Worker]) -> list[Host]:
+        """The hosts of workers that are not lost, each once."""
+        found: dict[str, Host] = {}
+        for worker in members:
+            if not worker.lost:
+                one = links.host(worker.info)
+                found.setdefault(one.home, one)
+        return list(found.values())
+
+    def ways(self) -> dict[tuple[str, str], Way]:
+        """The way of each pair of hosts."""
+        return links.ways(self.hosts_of(self.workers), frozenset(self._failed))
+
+    def fail_link(self, a: Worker, b: Worker, source: str, target: str) -> bool:
+        """No connection between these addresses was made, or it broke. True if it was the way of the two hosts."""
+        one, other = links.home(a.info), links.home(b.info)
+        way = self.ways().get((one, other)) if not (a.lost or b.lost) else None
+        if way is None or (way.kind, way.source, way.target) != ("tcp", source, target):
+            return False
+        self._failed.add((one, other, source, target) if one <= other else (other, one, target, source))
+        return True
+
+    def forgive(self, worker: Worker) -> None:
+        """A worker has joined: its host's connections are tried anew."""
+        self._failed = {row for row in self._failed if links.home(worker.info) not in row[:2]}
+
+    def routes(self) -> list[list]:
+        """Rows of World.ways. The epoch of a pair grows whenever its way, or a worker of it, is another than before."""
+        living = [worker for worker in self.workers if not worker.lost]
+        hosts: dict[str, list[Worker]] = {}
+        for worker in living:
+            hosts.setdefault(links.home(worker.info), []).append(worker)
+        self.relayed = []
+        if len(hosts) < 2:
+            return []
+        ways, rows = self.ways(), []
+        direct: dict[tuple[int, int], int] = {}
+        ways |= {(one.home, one.home): links.within(one) for one in self.hosts_of(living)}
+        pairs = [(a, b) for a in living for b in living if a.index < b.index]
+        pairs.sort(key=lambda pair: len(ways[links.home(pair[0].info), links.home(pair[1].info)].via))
+        for a, b in pairs:
+            way = ways[links.home(a.info), links.home(b.info)]
+            relays = [hosts[one][(a.index + b.index) % len(hosts[one])] for one in way.via]
+            path = [a, *relays, b]
+            legs = [direct[min(x.index, y.index), max(x.index, y.index)] for x, y in pairwise(path)] if relays else []
+            now = (way, [(one.index, one.lives, one.peer) for one in path], legs)
+            key = a.index, b.index
+            if self._routes.get(key) != now:
+                self._routes[key], self._epochs[key] = now, self._epochs.get(key, 0) + 1
+            direct[key] = self._epochs[key]
+            rows.append([*key, self._epochs[key], way.kind, way.source, way.target, [one.index for one in relays]])
+        self.relayed = [row for row in rows if row[6]]
+        return rows
 
     def named(self, name: str) -> Worker | None:
         return next((w for w in self.workers if w.name == name), None)
 
     def hosts(self) -> dict[str, int]:
         """Numbers of workers that compute in their host's memory, by host."""
-        return dict(Counter(w.info.get("host", "") for w in self.workers if not w.lost and w.info.get("device") == "cpu"))
+        return dict(Counter(links.home(w.info) for w in self.workers if not w.lost and w.info.get("device") == "cpu"))
 
     def library_ops(self) -> dict[str, Schema]:
         """Schemas of the libraries' ops that all workers have."""
@@ -217,7 +336,7 @@ class Cluster:
         hosts: dict[str, list[int]] = {}
         for worker in self.workers:
             if not worker.lost and worker.info.get("unique_id"):
-                hosts.setdefault(worker.info.get("host", ""), []).append(worker.index)
+                hosts.setdefault(links.home(worker.info), []).append(worker.index)
         able = max(hosts.values(), key=lambda some: (set(self.formed) <= set(some), len(some)), default=[])
         if len(able) < 2 or (again and not set(self.formed) <= set(able)):
             return []

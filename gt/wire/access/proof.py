@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SIGNED = ("name", "pid", "host", "doorbell", "unique_id")  # of Hello.info; a doorbell has 61 bits that no other process has
@@ -20,3 +20,10 @@ def proof(secret: str, info: Mapping[str, Any]) -> str:
 def proves(secret: str, info: Mapping[str, Any]) -> bool:
     """True if a worker's info has the proof."""
     return hmac.compare_digest(proof(secret, info).encode(), str(info.get("proof", "")).encode("utf-8", "replace"))
+
+
+def world_key(secret: str, sessions: Sequence[int]) -> str:
+    """World.key, in hex: workers that serve the same sessions prove by it to one another that they do. The wire never has it
+    but encrypted, and on links within a host.
+    """
+    return hmac.new(secret.encode(), json.dumps(["world", sessions]).encode(), hashlib.sha256).hexdigest()

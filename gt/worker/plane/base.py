@@ -93,17 +93,24 @@ class Plane(ABC):
     """
 
     transport = ""  # the name of its transport, a value of GT_TRANSPORT
+    on_link_failed: Callable[[int, str, str, str], None] | None = None  # (worker, own address, its address, reason)
 
     @abstractmethod
     def open(self, index: int = -1) -> dict[str, Any]:
         """Make the heap; {"heap_fd", "heap_bytes", "doorbell"} for Hello.info. The index may be unknown yet."""
 
     @abstractmethod
-    def world(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Set the workers: rows of World.workers, [index, name, pid, host, heap_fd, heap_bytes, doorbell].
+    def world(self, rows: Sequence[Sequence[Any]], ways: Sequence[Sequence[Any]] = ()) -> None:
+        """Set the workers and ways between hosts: rows of World.workers and World.ways.
 
-        A new doorbell is a new worker: waits on its predecessor raise PeerGone, its channels and teams start afresh.
+        A new doorbell is a new worker: waits on its predecessor raise PeerGone, its channels and teams start afresh. So does
+        a new epoch of a pair.
         """
+
+    def introduce(  # noqa: B027  a plane of one host connects nothing
+        self, rows: Sequence[Sequence[Any]], ways: Sequence[Sequence[Any]], key: str, own: int
+    ) -> None:
+        """A World is here, which the transferring thread has not reached yet: connections may be made."""
 
     def form(self, members: Sequence[int], own: int, unique_id: str) -> None:
         """Form a world with the workers of World.members, for as long as all of these processes live."""
@@ -158,6 +165,10 @@ class Plane(ABC):
     @abstractmethod
     def counters(self) -> dict[str, dict[str, int]]:
         """{"bytes_sent", "bytes_received"}, each by peer name, since open."""
+
+    def ways(self) -> dict[str, str]:
+        """By name of each worker, the way to it, where some are on other hosts."""
+        return {}
 
     @abstractmethod
     def tally(self, name: str, sent: int, received: int) -> None:

@@ -21,6 +21,12 @@ def _shm(engine: Any) -> Plane:
     return ShmPlane(heap_size(HEAP_BYTES))
 
 
+def _net(engine: Any) -> Plane:
+    from gt.worker.plane.net.plane import NetPlane
+
+    return NetPlane(heap_size(HEAP_BYTES))
+
+
 def _nvshmem(engine: Any) -> Plane:
     from gt.worker.plane.nvshmem import NvshmemPlane
 
@@ -49,11 +55,13 @@ def _on_gpu(name: str, engine: Any) -> None:
 
 
 # GT_TRANSPORT -> its plane; for GPUs the first that there is
-PLANES: dict[str, Callable[[Any], Plane]] = {"nvshmem": _nvshmem, "nccl": _nccl, "shm": _shm}
+PLANES: dict[str, Callable[[Any], Plane]] = {"nvshmem": _nvshmem, "nccl": _nccl, "net": _net, "shm": _shm}
 
 
-def open_plane(name: str, engine: Any) -> Plane:
-    """The plane of a transport's name for an engine; "" is the best one there is."""
+def open_plane(name: str, engine: Any, wide: bool = False) -> Plane:
+    """The plane of a transport's name for an engine; "" is the best one there is. wide: workers of other hosts may join."""
+    if wide and name in ("", "net") and engine.direct is None:
+        return _net(engine)
     if name and name not in PLANES:
         raise ConfigError(f"no data plane is named {name!r}: GT_TRANSPORT may be {', '.join(PLANES)}, or empty")
     if name or engine.direct is None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from gt.errors import ConfigError
 from gt.ir.heap import HEAP_BYTES, ChannelRegion, TeamRegion
+from gt.wire import liveness
 from gt.worker.plane import collectives
 from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, PeerGone, Plane, TeamForm, Unreachable, nothing
 from gt.worker.plane.heap import OwnHeap, PeerHeap, full_fence
@@ -23,7 +24,7 @@ from gt.worker.plane.team import Team
 
 POLLS = 10  # of a flag before sleeping; each lets other threads run first
 
-Row = tuple[int, str, int, str, int, int, str]  # index, name, pid, host, heap_fd, heap_bytes, doorbell
+Row = tuple[int, str, int, str, int, int, str, str, int]  # index, name, pid, host, heap_fd, heap_bytes, doorbell, home, port
 
 
 class Peer:
@@ -36,14 +37,19 @@ class Peer:
         self._heap: PeerHeap | None = None
 
     @property
+    def near(self) -> bool:
+        """True if it is on this host: its processes are seen here. A name alone is not enough, as containers share names."""
+        return self.row[7] == (liveness.home() or socket.gethostname())
+
+    @property
     def heap(self) -> PeerHeap:
         """Mapped on first use."""
         return self._heap or self._open()
 
     def _open(self) -> PeerHeap:
-        _, name, pid, host, fd, size, doorbell = self.row
-        here = socket.gethostname()
-        if host != here:
+        _, name, pid, host, fd, size, doorbell, *_ = self.row
+        if not self.near:
+            here = socket.gethostname()
             raise Unreachable(self.index, f"worker {name!r} is on host {host!r}, plane shm on {here!r} reaches only this host")
         try:
             self._heap = PeerHeap(pid, fd, size, doorbell)
@@ -105,20 +111,27 @@ class ShmPlane(Plane):
             raise ConfigError(f"{text}: GT_HEAP_SIZE says how large it is") from None
         return {"heap_fd": self._own.fd, "heap_bytes": self._own.size, "doorbell": self._own.doorbell}
 
-    def world(self, rows: Sequence[Sequence[Any]]) -> None:
+    def world(self, rows: Sequence[Sequence[Any]], ways: Sequence[Sequence[Any]] = ()) -> None:
         named = {row[0]: row for row in rows}
         with self._lock:
             if self._own is None:
                 return
             for index, peer in list(self._peers.items()):
-                if index not in named or named[index][6] != peer.row[6]:
+                if index not in named or not self._stays(peer, named[index]):
                     peer.gone = peer.gone or "it left the world"
                     self._left.append(self._peers.pop(index))
             for index, row in named.items():
                 if index not in self._peers:
-                    self._peers[index] = Peer(tuple(row))  # type: ignore[arg-type]
+                    self._peers[index] = self._meet(tuple(row))
             self._version += 1
             self._own.ring()
+
+    def _stays(self, peer: Peer, row: Sequence[Any]) -> bool:
+        """True if a row of the new world is the same worker."""
+        return bool(row[6] == peer.row[6])
+
+    def _meet(self, row: Any) -> Peer:
+        return Peer(row)
 
     def abort(self, index: int, reason: str) -> None:
         with self._lock:

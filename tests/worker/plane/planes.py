@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gt.wire.liveness import home
 from gt.worker.plane.base import ALL
 from gt.worker.plane.shm import ShmPlane
 
@@ -20,7 +21,17 @@ HEAP = 8 << 20
 
 
 def row(index: int, info: dict[str, Any]) -> list:
-    return [index, f"w{index}", os.getpid(), socket.gethostname(), info["heap_fd"], info["heap_bytes"], info["doorbell"]]
+    return [
+        index,
+        f"w{index}",
+        os.getpid(),
+        socket.gethostname(),
+        info["heap_fd"],
+        info["heap_bytes"],
+        info["doorbell"],
+        home(),
+        0,
+    ]
 
 
 @contextlib.contextmanager

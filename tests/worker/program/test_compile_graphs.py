@@ -439,7 +439,7 @@ def planes() -> Iterator[list[NvshmemPlane]]:
     for _ in range(2):
         made.append(NvshmemPlane(Engine(Played(), (), True), 4 << 20, Silent()))
         made[-1].open()
-        made[-1].world([[1, "w1", 1, "host", 0, 0, "a"]])
+        made[-1].world([[1, "w1", 1, "host", 0, 0, "a", "home", 0]])
         made[-1].gathered = lambda members, rank, own: [own, ""]  # type: ignore[method-assign]
         made[-1].form([0, 1], 0, "nvshmem:")
     yield made
@@ -537,7 +537,7 @@ def test_definitions_from_before_workers_share_memory_move_data_there_from_then_
     try:
         bench = script.bench("cudagraphs", inputs(5), Engine(device, (), True), (), plane, [[1, 0, True]])
         device.held = bench.executor.tensors
-        plane.world([[1, "w1", 1, "host", 0, 0, "a"]])
+        plane.world([[1, "w1", 1, "host", 0, 0, "a", "home", 0]])
         replay(bench)
         assert "is on host 'host'" in bench.sent.pop()[0].message  # through host memory, where nobody is
         plane.form([0, 1], 0, "nvshmem:")

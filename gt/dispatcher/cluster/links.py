@@ -1,0 +1,157 @@
+"""Ways between workers, chosen from facts: their hosts, the links of these, and links that have failed. Pure functions.
+
+Workers of one host share memory. Others connect by TCP over the fastest subnet that both hosts have. Where they have none, the
+hosts between relay: the fewest that lead there, and of several the fastest.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, permutations
+from typing import Any, Literal, NamedTuple
+
+MAX_ORDERED_HOSTS = 7  # of which an order along their links is looked for
+Failure = tuple[str, str, str, str]  # two hosts in order, and the addresses between which no connection was made, or it broke
+
+
+class Link(NamedTuple):
+    """An address of a host. mbps: speed, 0 if unknown. routed: a default route leads out there."""
+
+    address: str
+    prefix: int
+    device: str
+    mbps: int
+    routed: bool
+
+
+class Way(NamedTuple):
+    """The way from a worker to another. source, target: addresses; via: hosts that relay, in order."""
+
+    kind: Literal["shm", "tcp", "via", "none"]
+    source: str = ""
+    target: str = ""
+    via: tuple[str, ...] = ()
+
+    def back(self) -> Way:
+        """The same way from the other end."""
+        return Way(self.kind, self.target, self.source, self.via[::-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host. home: its identity; name: for people. listening: its workers accept connections."""
+
+    home: str
+    name: str
+    links: tuple[Link, ...] = ()
+    listening: bool = False
+
+
+def home(info: Mapping[str, Any]) -> str:
+    """The identity of a worker's host: a boot and a namespace of processes, else its name."""
+    return info.get("home") or info.get("host", "")
+
+
+def host(info: Mapping[str, Any]) -> Host:
+    """A worker's host as it describes it."""
+    links = tuple(Link(*row) for row in info.get("links", ()))
+    return Host(home(info), info.get("host", ""), links, info.get("port", 0) > 0)
+
+
+def ways(hosts: Sequence[Host], failed: frozenset[Failure] = frozenset()) -> dict[tuple[str, str], Way]:
+    """The way of each pair of different hosts, in both directions."""
+    found: dict[tuple[str, str], Way] = {}
+    speeds: dict[str, dict[str, int]] = {one.home: {} for one in hosts}
+    for at, one in enumerate(hosts):
+        for other in hosts[at + 1 :]:
+            direct = next((pair for pair in candidates(one, other) if failure(one.home, other.home, pair) not in failed), None)
+            if direct is not None:
+                source, target = direct
+                found[one.home, other.home] = Way("tcp", source.address, target.address)
+                speeds[one.home][other.home] = speeds[other.home][one.home] = min(source.mbps, target.mbps)
+    for at, one in enumerate(hosts):
+        paths = widest(one.home, speeds)
+        for other in hosts[at + 1 :]:
+            if (one.home, other.home) not in found:
+                path = paths.get(other.home)
+                found[one.home, other.home] = Way("none") if path is None else Way("via", via=path[1:-1])
+    return {**found, **{(b, a): way.back() for (a, b), way in found.items()}}
+
+
+def within(one: Host) -> Way:
+    """The way between workers of one host. The address is for collectives that other hosts take part in."""
+    address = one.links[0].address if one.links and one.listening else ""
+    return Way("shm", address, address)
+
+
+def failure(a: str, b: str, pair: Sequence[Link]) -> Failure:
+    """The name of a failed connection between two links, the same from both ends."""
+    source, target = pair[0].address, pair[1].address
+    return (a, b, source, target) if a <= b else (b, a, target, source)
+
+
+def candidates(one: Host, other: Host) -> Iterator[tuple[Link, Link]]:
+    """Pairs of addresses to connect: of a subnet that both have, the fastest first; then those that both routers may join."""
+    if not (one.listening and other.listening):
+        return
+    pairs = [(a, b) for a in one.links for b in other.links]
+    yield from sorted(filter(_joined, pairs), key=lambda pair: -min(pair[0].mbps, pair[1].mbps))
+    for a, b in pairs:
+        if a.routed and b.routed and not _joined((a, b)) and (":" in a.address) == (":" in b.address):
+            yield a, b
+
+
+def _joined(pair: tuple[Link, Link]) -> bool:
+    """True for two addresses of one subnet. A host's own address reaches another container of it only if both share it."""
+    a, b = pair
+    return a.prefix == b.prefix and _network(a.address, a.prefix) == _network(b.address, b.prefix)
+
+
+@lru_cache(maxsize=4096)
+def _network(address: str, prefix: int) -> Any:
+    return ipaddress.ip_network(f"{address}/{prefix}", strict=False)
+
+
+def widest(start: str, speeds: Mapping[str, Mapping[str, int]]) -> dict[str, tuple[str, ...]]:
+    """Paths to all that can be reached: fewest hosts first, then the best slowest link, then the order of the hosts."""
+    best: dict[str, tuple[int, tuple[str, ...]]] = {start: (1 << 62, (start,))}
+    frontier = [start]
+    while frontier:
+        reached: dict[str, tuple[int, tuple[str, ...]]] = {}
+        for at in frontier:
+            width, path = best[at]
+            for other, speed in speeds[at].items():
+                if other not in best and min(width, speed) > reached.get(other, (-1, ()))[0]:
+                    reached[other] = min(width, speed), (*path, other)
+        best.update(reached)
+        frontier = list(reached)
+    return {other: path for other, (_, path) in best.items()}
+
+
+def order(hosts: Sequence[Host]) -> list[str]:
+    """Hosts in the order of their workers' indices: by name, but along the links where names do not follow them."""
+    named = sorted(hosts, key=lambda one: (_natural(one.name), one.home))
+    found = ways(named)
+    joined: Callable[[Host, Host], bool] = lambda a, b: found[a.home, b.home].kind == "tcp"  # noqa: E731
+    if len(named) <= MAX_ORDERED_HOSTS:
+        chains = (chain for chain in permutations(named) if all(joined(a, b) for a, b in pairwise(chain)))
+        return [one.home for one in next(chains, named)]
+    return [one.home for one in named]
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """h2 before h10."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
+
+
+def described(hosts: Sequence[Host]) -> str:
+    """The links of hosts, for an error: `h0 has 10.0.0.1/24 (eth0)`."""
+    rows = []
+    for one in hosts:
+        links = ", ".join(f"{link.address}/{link.prefix} ({link.device})" for link in one.links)
+        rows.append(f"{one.name} has {links or 'no link off the host'}" + (", accepts no connections" * (not one.listening)))
+    return "; ".join(rows)

@@ -1,0 +1,84 @@
+"""The first bytes of a connection between two workers: each end proves that it has the key of their world, and who it is.
+
+The key itself is never sent. Both proofs are HMACs of all that was said, so neither end can repeat what another has said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+MAGIC = b"gt-net-1"
+SECONDS = 5.0  # that a handshake may take
+PROOF_BYTES = NONCE_BYTES = 32
+_GREETING = struct.Struct("<8sIIIQQ32s")
+
+
+class Refusal(OSError):
+    """The other end is no worker of this world, or does not take this one for one."""
+
+
+class Greeting(NamedTuple):
+    """Indices, epoch of the pair, and marks of their heaps, which no other process has."""
+
+    source: int
+    target: int
+    epoch: int
+    source_mark: int
+    target_mark: int
+
+
+def offer(sock: socket.socket, greeting: Greeting, key: bytes) -> None:
+    """The connecting end. Refusal, or another OSError where the connection ends."""
+    until = time.monotonic() + SECONDS
+    hello = _GREETING.pack(MAGIC, *greeting, os.urandom(NONCE_BYTES))
+    sock.settimeout(SECONDS)
+    sock.sendall(hello)
+    nonce = _read(sock, NONCE_BYTES, until)
+    if not hmac.compare_digest(_read(sock, PROOF_BYTES, until), _proof(key, b"accepts", hello, nonce)):
+        raise Refusal("what listens there is no worker of this world")
+    sock.sendall(_proof(key, b"offers", hello, nonce))
+    if _read(sock, 1, until) != b"\1":
+        raise Refusal("it refused this worker")
+    sock.settimeout(None)
+
+
+def accept(sock: socket.socket, key_of: Callable[[Greeting], bytes | None]) -> Greeting:
+    """The accepting end. key_of: the key for a greeting, None for one that fits no worker of this world. Raises as `offer`."""
+    until = time.monotonic() + SECONDS
+    hello, nonce = _read(sock, _GREETING.size, until), os.urandom(NONCE_BYTES)
+    magic, *fields, _ = _GREETING.unpack(hello)
+    greeting = Greeting(*fields)
+    key = key_of(greeting) if magic == MAGIC else None
+    if key is None:
+        raise Refusal("it is no worker of this world")
+    sock.sendall(nonce + _proof(key, b"accepts", hello, nonce))
+    if not hmac.compare_digest(_read(sock, PROOF_BYTES, until), _proof(key, b"offers", hello, nonce)):
+        raise Refusal("it has not the key of this world")
+    sock.sendall(b"\1")
+    sock.settimeout(None)
+    return greeting
+
+
+def _proof(key: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
+    return hmac.new(key, side + hello + nonce, hashlib.sha256).digest()
+
+
+def _read(sock: socket.socket, count: int, until: float) -> bytes:
+    data = b""
+    while len(data) < count:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the handshake took too long")
+        sock.settimeout(left)
+        part = sock.recv(count - len(data))
+        if not part:
+            raise Refusal("it ended the connection in the handshake")
+        data += part
+    return data

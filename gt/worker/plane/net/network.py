@@ -1,0 +1,594 @@
+"""The connections of one worker to workers of other hosts, and the thread that accepts, reads and relays for it.
+
+A thread that waits for a small message reads its connection itself, since to wake another thread costs more than to read. The
+background thread takes the connection back once nobody has read it for a while. Large messages are always read by it, straight
+into their memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gt.errors import ConfigError
+from gt.wire import tcp
+from gt.worker.plane.net import handshake
+from gt.worker.plane.net.handshake import Greeting
+from gt.worker.plane.net.lane import Lane
+from gt.worker.plane.net.wire import (
+    CREDIT,
+    DATA,
+    FAIL,
+    HEADER,
+    HEADER_BYTES,
+    MAX_HOPS,
+    NOWAIT,
+    PAUSE_BYTES,
+    Ended,
+    Frame,
+    Wire,
+)
+
+log = logging.getLogger("gt.worker")
+
+CONNECT_SECONDS = 3.0
+GRACE_SECONDS = 0.5  # from the end of a connection to that of waits on it: the dispatcher may say that the worker is lost
+ENDED_SECONDS = 1.5  # the same where the other end has closed it, as a worker that ends does
+IDLE = 0.02  # seconds after which the background thread reads a connection that nobody has read
+PATIENCE = 0.05  # seconds that a waiting thread reads a connection itself
+GREETINGS = 256  # connections at a time that have not proved who they are
+MAX_EARLY_BYTES = 64 << 20  # of frames that wait for a connection
+BURST = 16  # reads of a connection before others are read
+Pair = tuple[int, int]  # index of the other worker, epoch
+# The other host, or a link to it, is gone; other errors are the other process's end
+CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """This worker's way to another. next: the worker whose connection the frames take."""
+
+    index: int
+    epoch: int
+    kind: str
+    source: str
+    target: str
+    next: int
+    relays: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if self.kind == "via":
+            return f"via {', '.join(f'worker {index}' for index in self.relays)}"
+        return f"tcp {self.source} to {self.target}" if self.kind == "tcp" else self.kind
+
+
+def routes(ways: Iterable[Sequence[Any]], own: int) -> dict[int, Route]:
+    """This worker's ways in the rows of World.ways."""
+    found = {}
+    for a, b, epoch, kind, source, target, relays in ways:
+        if own == a:
+            found[b] = Route(b, epoch, kind, source, target, relays[0] if relays else b, tuple(relays))
+        elif own == b:
+            found[a] = Route(a, epoch, kind, target, source, relays[-1] if relays else a, tuple(relays[::-1]))
+    return found
+
+
+class Network:
+    """wake: called when a waiting thread should look again. failed(index, source, target, reason): a connection has failed."""
+
+    def __init__(self, mark: int, wake: Callable[[], None], ports: Iterable[int]) -> None:
+        self._mark, self._wake = mark, wake
+        self.failed: Callable[[int, str, str, str], None] = lambda *_: None
+        self.own = -1
+        self.relayed: Counter[str] = Counter()  # bytes of payload by "source>target"
+        self.owned: set[Wire] = set()
+        self._lock = threading.Lock()  # of the tables below; never held while waiting
+        self._changed = threading.Condition(self._lock)  # they changed
+        self._key = b""
+        self._routes: dict[int, Route] = {}
+        self._marks: dict[int, int] = {}
+        self._ports: dict[int, int] = {}
+        self._lanes: dict[Pair, Lane] = {}
+        self._wires: dict[Pair, Wire] = {}
+        self._by_fd: dict[int, Wire] = {}
+        self._gone: set[int] = set()
+        self._deadlines: list[tuple[float, Wire, str]] = []
+        self._connecting: set[Pair] = set()
+        self._whys: dict[Pair, str] = {}  # why connections have ended
+        self._early: list[tuple[Wire, Frame, memoryview]] = []  # to be relayed once there is a connection
+        self._threads: set[threading.Thread] = set()
+        self._greetings: set[socket.socket] = set()
+        self._closing = False
+        self._listener = _listener(ports)
+        self.port: int = self._listener.getsockname()[1]
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._thread = threading.Thread(target=self._main, name="gt-net", daemon=True)
+        self._thread.start()
+
+    # ---- the world
+
+    def introduce(self, rows: Sequence[Sequence[Any]], ways: Sequence[Sequence[Any]], key: str, own: int) -> None:
+        """The newest workers and ways. Lanes of earlier epochs break: their messages are lost at one end at least."""
+        with self._lock:
+            if self._closing:
+                return
+            self.own, self._key = own, bytes.fromhex(key)
+            marks = {row[0]: int(row[6].partition("-")[2] or "0", 16) for row in rows}
+            self._gone -= {index for index, mark in marks.items() if self._marks.get(index) != mark}
+            self._marks, self._ports = marks, {row[0]: row[8] for row in rows}
+            before, self._routes = self._routes, routes(ways, own)
+            for (index, epoch), lane in self._lanes.items():
+                if epoch != (route := self._routes.get(index, None)) and (route is None or route.epoch != epoch):
+                    why = self._whys.pop((index, epoch), "it failed at the other end, or a relay of it is gone")
+                    lane.broken = lane.broken or f"the way {before.get(index, 'before')} is given up: {why}"
+            for pair, wire in list(self._wires.items()):
+                route = self._routes.get(pair[0])
+                if route is None or route.epoch > pair[1]:
+                    wire.end()
+            for route in self._routes.values():
+                if route.kind == "tcp":
+                    self._want(route)
+            self._changed.notify_all()
+        self._ring()
+        self._wake()
+
+    def _ring(self) -> None:
+        """Have the background thread look again."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    def route(self, index: int) -> Route | None:
+        return self._routes.get(index)
+
+    def want(self, index: int) -> None:
+        """A connection to a worker of this host is wanted, which is not made before."""
+        with self._lock:
+            if (route := self._routes.get(index)) is not None and route.kind == "shm":
+                self._want(route)
+
+    def _want(self, route: Route) -> None:
+        """Connect, if it is this end that does: the other waits for it. With the lock."""
+        pair = route.index, route.epoch
+        known = pair in self._wires or pair in self._connecting or route.index in self._gone or self._closing
+        if self.own < route.index and not known:
+            self._connecting.add(pair)
+            self._start(self._connect, route)
+
+    def lane(self, index: int, epoch: int) -> Lane:
+        """The lane of a pair; a frame may be here before this worker knows of the epoch."""
+        lane = self._lanes.get((index, epoch))
+        if lane is None:
+            with self._lock:
+                lane = self._lanes.setdefault((index, epoch), Lane(index, epoch))
+                if index in self._gone:
+                    lane.broken = "it is gone"
+        return lane
+
+    def settle(self, known: set[Pair]) -> None:
+        """Forget lanes that no message will use again: those before the world that the executing thread has reached."""
+        newest: dict[int, int] = dict(known)
+        with self._lock:
+            self._lanes = {pair: lane for pair, lane in self._lanes.items() if pair[1] >= newest.get(pair[0], 1 << 62)}
+
+    def gone(self, index: int) -> None:
+        """A worker is lost: its connection ends, and so does all that it relayed."""
+        with self._lock:
+            self._gone.add(index)
+            for (other, _), lane in self._lanes.items():
+                route = self._routes.get(other)
+                if other == index:
+                    lane.broken = lane.broken or "it is gone"
+                elif route is not None and index in route.relays:
+                    lane.broken = lane.broken or f"worker {index}, which relayed, is gone"
+            for (other, _), wire in self._wires.items():
+                if other == index:
+                    wire.end()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            for sock in self._greetings:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+            for wire in self._wires.values():
+                wire.end()
+            self._changed.notify_all()
+        self._ring()
+        self._thread.join()
+        for thread in list(self._threads):
+            thread.join()
+        for wire in {*self._wires.values(), *self._by_fd.values(), *(wire for _, wire, _ in self._deadlines)}:
+            wire.close()
+        self._wires.clear()
+        self._by_fd.clear()
+        self._listener.close()
+        self._epoll.close()
+        os.close(self._bell)
+
+    # ---- a waiting thread
+
+    def wire(self, index: int, epoch: int) -> Wire | None:
+        """The connection that frames to a worker take; None while there is none."""
+        route = self._routes.get(index)
+        if route is None or route.epoch != epoch:
+            return self._wires.get((index, epoch))  # a direct one of an earlier world
+        if route.next == index:
+            return self._wires.get((index, epoch))
+        leg = self._routes.get(route.next)
+        return None if leg is None else self._wires.get((leg.index, leg.epoch))
+
+    def read_one(self, wire: Wire, header: bytes, into: memoryview) -> int:
+        """See Wire.read_one: for a connection that this thread has read before, and whose next frame it expects."""
+        if not wire.owned or wire.ended or not wire.reading.acquire(blocking=False):
+            return -1
+        try:
+            wire.touched = True
+            credit = wire.read_one(header, into) if wire.owned else -1
+            if credit < 0:
+                wire.deal()
+            return credit
+        except BlockingIOError:
+            return -1
+        except OSError as error:
+            self.lost(wire, error)
+            return -1
+        finally:
+            wire.reading.release()
+
+    def read(self, wire: Wire, over: Callable[[], bool], alone: bool = False) -> None:
+        """Read a connection in this thread until over(), for PATIENCE at most. alone: others are not read by it meanwhile."""
+        if alone and len(self.owned) > wire.owned:
+            self.release()
+        if not wire.reading.acquire(blocking=False):
+            return
+        try:
+            wire.touched = True
+            if not wire.owned:
+                self._own(wire)
+            wire.deal()
+            while not over() and not wire.ended and not wire.paused:
+                wire.read()
+        except BlockingIOError:  # nothing for PATIENCE
+            pass
+        except OSError as error:
+            self.lost(wire, error)
+        finally:
+            wire.reading.release()
+
+    def release(self) -> None:
+        """Let the background thread read all connections again."""
+        for wire in list(self.owned):
+            self._disown(wire)
+
+    def _own(self, wire: Wire) -> None:
+        wire.owned = True
+        self.owned.add(wire)
+        self._arm(wire)
+        if len(self.owned) == 1:
+            self._ring()  # from now on it looks who has been read lately
+
+    def _disown(self, wire: Wire) -> None:
+        wire.owned = False
+        self.owned.discard(wire)
+        self._arm(wire)
+
+    def _arm(self, wire: Wire) -> None:
+        """Wait for what is to be done at a connection."""
+        with self._lock:
+            if wire.ended or self._by_fd.get(wire.fd) is not wire:
+                return
+            held = wire.owned or any(wire in other.paused for other in self._wires.values())
+            mask = (0 if held else select.EPOLLIN) | (select.EPOLLOUT if wire.relayed or wire.paused else 0)
+            if mask != wire.mask:
+                wire.mask = mask
+                self._epoll.modify(wire.fd, mask)
+
+    # ---- frames, in the thread that reads
+
+    def begin(self, wire: Wire, frame: Frame) -> memoryview:
+        wire.placed = False
+        if frame.target != self.own:
+            whole = memoryview(bytearray(HEADER_BYTES + frame.nbytes))
+            HEADER.pack_into(whole, 0, *frame._replace(hops=frame.hops + 1))
+            wire.placed = True
+            return whole[HEADER_BYTES:]
+        if frame.kind == DATA:
+            lane = self.lane(frame.source, frame.epoch)
+            with lane.lock:
+                place = lane.incoming(frame.key).begin(frame.nbytes, frame.total, frame.note)
+            if place is not None:
+                wire.placed = True
+                return place
+        return memoryview(bytearray(frame.nbytes))
+
+    def end(self, wire: Wire, frame: Frame, payload: memoryview) -> None:
+        if frame.target != self.own:
+            self._relay(wire, frame, memoryview(payload.obj))
+            return
+        lane = self.lane(frame.source, frame.epoch)
+        with lane.lock:
+            if frame.credit:
+                lane.credit(frame.key, frame.credit)
+            if frame.kind == DATA:
+                lane.incoming(frame.key).end(frame.nbytes, frame.total, frame.note, payload, wire.placed)
+            elif frame.kind == FAIL:
+                lane.failed[frame.key] = bytes(payload).decode("utf-8", "replace")
+            elif frame.kind != CREDIT:
+                raise Ended(f"it sent a frame of kind {frame.kind}")
+        if not wire.owned:
+            self._wake()
+
+    def _relay(self, wire: Wire, frame: Frame, whole: memoryview) -> None:
+        route = self._routes.get(frame.target)
+        leg = None if route is None else self._routes.get(route.next)
+        out = None if leg is None else self._wires.get((leg.index, leg.epoch))
+        if frame.target in self._gone or frame.hops >= MAX_HOPS or (out is not None and out.ended):
+            return  # the pair's ends learn that their way is over
+        if out is None:
+            with self._lock:
+                if sum(len(later) for _, _, later in self._early) < MAX_EARLY_BYTES:
+                    self._early.append((wire, frame, whole))
+            return
+        if frame.nbytes:
+            self.relayed[f"{frame.source}>{frame.target}"] += frame.nbytes
+        out.queue(whole)
+        try:
+            out.relay()
+        except OSError as error:
+            self.lost(out, error)
+            return
+        if out.relayed_bytes > PAUSE_BYTES and wire not in out.paused:
+            out.paused.append(wire)
+            self._arm(wire)
+        if out.relayed:
+            self._arm(out)
+
+    def _relay_early(self) -> None:
+        """Pass on the frames that were here before the connection that they take."""
+        with self._lock:
+            early, self._early = self._early, []
+        for wire, frame, whole in early:
+            self._relay(wire, frame, whole)
+
+    # ---- connections
+
+    def _start(self, work: Callable[..., None], *args: Any) -> None:
+        """Run a short work in a thread of its own. With the lock."""
+
+        def run() -> None:
+            try:
+                work(*args)
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name="gt-net-meet", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _connect(self, route: Route) -> None:
+        pair = route.index, route.epoch
+        family = socket.AF_INET6 if ":" in route.target else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            with self._lock:
+                self._greetings.add(sock)
+                key, marks, port = self._key, self._marks, self._ports.get(route.index, 0)
+            sock.settimeout(CONNECT_SECONDS)
+            sock.bind((route.source, 0))
+            sock.connect((route.target, port))
+            handshake.offer(sock, Greeting(self.own, route.index, route.epoch, self._mark, marks.get(route.index, 0)), key)
+            self._enter(sock, pair, route.source, route.target)
+        except OSError as error:
+            sock.close()
+            with self._lock:
+                over = self._closing or route.index in self._gone or self._routes.get(route.index) != route
+            if not over:
+                self._report(route.index, route.epoch, route.source, route.target, f"no connection: {_why(error)}")
+        finally:
+            with self._lock:
+                self._greetings.discard(sock)
+                self._connecting.discard(pair)
+
+    def _greet(self, sock: socket.socket, address: str) -> None:
+        try:
+            greeting = handshake.accept(sock, self._key_of)
+            route = self._routes[greeting.source]
+            self._enter(sock, (greeting.source, greeting.epoch), route.source, route.target)
+        except (OSError, KeyError) as error:
+            log.debug("a connection from %s was refused: %s", address, error)
+            sock.close()
+        finally:
+            with self._lock:
+                self._greetings.discard(sock)
+
+    def _key_of(self, greeting: Greeting) -> bytes | None:
+        """The key, once this worker knows the world of the greeting."""
+        until = time.monotonic() + handshake.SECONDS
+        with self._changed:
+            while not self._closing:
+                route = self._routes.get(greeting.source)
+                if route is not None and route.epoch >= greeting.epoch:
+                    want = Greeting(greeting.source, self.own, route.epoch, self._marks.get(greeting.source, 0), self._mark)
+                    return self._key if greeting == want and self._key else None
+                left = until - time.monotonic()
+                if left <= 0:
+                    return None
+                self._changed.wait(left)
+        return None
+
+    def _enter(self, sock: socket.socket, pair: Pair, source: str, target: str) -> None:
+        """A connection is made."""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(PATIENCE * 1e6)))
+        tcp.watch(sock)
+        wire = Wire(sock, *pair, source, target, self)
+        with self._lock:
+            if self._closing or pair in self._wires or pair[0] in self._gone:
+                sock.close()
+                return
+            self._wires[pair] = self._by_fd[wire.fd] = wire
+            wire.mask = select.EPOLLIN
+            self._epoll.register(wire.fd, select.EPOLLIN)
+            self._changed.notify_all()
+        self._ring()
+        log.debug("connected with worker %d, %s to %s", pair[0], source, target)
+        self._wake()
+
+    def lost(self, wire: Wire, error: OSError) -> None:
+        """A connection has ended. Its waits end after a grace, unless the worker is lost, which the dispatcher says."""
+        with self._lock:
+            if wire.ended or self._by_fd.get(wire.fd) is not wire:
+                return
+            del self._by_fd[wire.fd]
+            self._epoll.unregister(wire.fd)
+            self.owned.discard(wire)
+            wire.ended = True
+            cut = error.errno in CUT
+            self._whys[wire.index, wire.epoch] = _why(error)
+            if not self._closing:
+                self._deadlines.append((time.monotonic() + (GRACE_SECONDS if cut else ENDED_SECONDS), wire, _why(error)))
+        wire.end()
+        for other in wire.paused:
+            self._arm(other)
+        route = self._routes.get(wire.index)
+        if cut and wire.index not in self._gone and route is not None and route.epoch == wire.epoch:
+            self.failed(wire.index, wire.source, wire.target, _why(error))
+        self._ring()
+
+    def _report(self, index: int, epoch: int, source: str, target: str, why: str) -> None:
+        """Waits on a connection end now."""
+        text = f"the connection {source} to {target} failed: {why}"
+        self.lane(index, epoch).broken = text
+        with self._lock:
+            for (other, _), lane in self._lanes.items():
+                route = self._routes.get(other)
+                if route is not None and route.next == index and route.epoch == lane.epoch:
+                    lane.broken = lane.broken or text
+        route = self._routes.get(index)
+        if route is not None and route.epoch == epoch:
+            self.failed(index, source, target, why)
+        self._wake()
+
+    # ---- the background thread
+
+    def _main(self) -> None:
+        while not self._closing:
+            try:
+                ready = self._epoll.poll(self._pause())
+            except InterruptedError:
+                continue
+            for fd, events in ready:
+                if fd == self._bell:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._bell)
+                elif fd == self._listener.fileno():
+                    self._accept()
+                elif (wire := self._by_fd.get(fd)) is not None:
+                    self._serve(wire, events)
+            if self._early:
+                self._relay_early()
+            self._tick()
+
+    def _pause(self) -> float:
+        if self.owned:
+            return IDLE
+        return max(0.0, min(when for when, _, _ in self._deadlines) - time.monotonic()) if self._deadlines else -1
+
+    def _serve(self, wire: Wire, events: int) -> None:
+        if events & select.EPOLLOUT:
+            try:
+                free = wire.relay()
+            except OSError as error:
+                self.lost(wire, error)
+                return
+            if wire.relayed_bytes <= PAUSE_BYTES // 2:
+                paused, wire.paused = wire.paused, []
+                for other in paused:
+                    self._arm(other)
+            if not free:
+                time.sleep(0)  # another thread sends
+            self._arm(wire)
+        ended = events & (select.EPOLLHUP | select.EPOLLERR)
+        if (ended or (events & select.EPOLLIN and not wire.owned)) and wire.reading.acquire(blocking=False):
+            try:
+                wire.deal()
+                for _ in range(BURST):
+                    wire.read(NOWAIT)
+                    if not (ended or wire.mask & select.EPOLLIN):
+                        break
+            except BlockingIOError:
+                pass
+            except (OSError, ValueError) as error:
+                self.lost(wire, error if isinstance(error, OSError) else Ended(str(error)))
+            finally:
+                wire.reading.release()
+
+    def _tick(self) -> None:
+        for wire in list(self.owned):
+            if wire.touched:
+                wire.touched = wire.reading.locked()
+            elif wire.reading.acquire(blocking=False):
+                try:
+                    self._disown(wire)
+                finally:
+                    wire.reading.release()
+        now = time.monotonic()
+        for row in [row for row in self._deadlines if row[0] <= now]:
+            self._deadlines.remove(row)
+            _, wire, why = row
+            if not self._closing:
+                with self._lock:
+                    over = wire.index in self._gone
+                    if self._wires.get((wire.index, wire.epoch)) is wire:
+                        del self._wires[wire.index, wire.epoch]
+                wire.close()
+                if not over:
+                    self._report(wire.index, wire.epoch, wire.source, wire.target, why)
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError:
+            return
+        with self._lock:
+            if len(self._greetings) >= GREETINGS or self._closing:
+                sock.close()
+                return
+            self._greetings.add(sock)
+            self._start(self._greet, sock, address[0])
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
+
+
+def _listener(ports: Iterable[int]) -> socket.socket:
+    """A socket that listens on the first port that is free, for IPv4 and IPv6 where the kernel has both."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    tried = None
+    for port in ports:
+        try:
+            made = socket.create_server(
+                ("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6
+            )
+            made.setblocking(False)
+            return made
+        except OSError as error:
+            tried = error
+    raise ConfigError(f"no port of GT_PORTS is free: {tried}")

@@ -1,0 +1,136 @@
+"""Programs that the tests run on hosts: `programs.py NAME ADDRESS ...`. They say what they found in lines of JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gt
+
+STAGE = """
+pp_stage{n}: {{shard: {{axis: 0, workers: {w}}}}}
+pp_stage{n}_colpar: {{shard: {{axis: 1, workers: {w}}}}}
+pp_stage{n}_rowpar: {{shard: {{axis: 0, workers: {w}}}}}
+"""
+TP_NEAR = STAGE.format(n=0, w=[0, 1]) + STAGE.format(n=1, w=[2, 3])
+TP_FAR = STAGE.format(n=0, w=[0, 2]) + STAGE.format(n=1, w=[1, 3])
+ZERO = "gt: {data_parallel: [0, 1, 2], zero: 3}\n"
+DEMO = ["--preset", "tiny", "--steps", "2", "--batch-size", "8", "--seq-len", "32", "--microbatches", "2"]
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def start(address: str, config: str, workers: int) -> None:
+    """Connect to a server, or start workers of this host."""
+    if address == "local":
+        gt.cpu_workers(workers, config)
+    else:
+        gt.connect(address, config, workers=workers)
+
+
+def demo(address: str) -> None:
+    """The tuning demo, tensor parallel within and across hosts, and data parallel over hosts: losses as hex, all bits."""
+    sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "tuning_demo"))
+    os.environ["GT_CONFIG"] = ""
+    import train
+
+    losses = {}
+    for name, config in (("near", TP_NEAR), ("far", TP_FAR)):
+        start(address, config, 4)
+        with contextlib.redirect_stdout(sys.stderr):
+            losses[name] = [loss.hex() for loss in train.train(train.arguments(DEMO), ("pp_stage0", "pp_stage1"))]
+        if name == "far":
+            report = gt.stats()["workers"]
+        gt.shutdown()
+    losses["data"] = data_parallel(address, "dp: {shard: {axis: 0, workers: [[0], [1], [2], [3]]}}", 4, "dp")
+    say(losses=losses, ways=[row.get("ways", {}) for row in report], relayed=[row.get("bytes_relayed", {}) for row in report])
+
+
+def data_parallel(address: str, config: str, workers: int, group: str = "") -> list[str]:
+    start(address, config, workers)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 300)).to("remote")
+    optimizer, draw = torch.optim.AdamW(model.parameters(), 1e-2), torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(4):
+        x, y = torch.randn(24, 32, generator=draw), torch.randint(300, (24,), generator=draw)
+        with gt.signal.context(group) if group else contextlib.nullcontext():
+            loss = torch.nn.functional.cross_entropy(model(x.to("remote")), y.to("remote"))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    gt.shutdown()
+    return losses
+
+
+def zero(address: str) -> None:
+    say(losses=[float.fromhex(loss) for loss in data_parallel(address, ZERO, 3)])
+
+
+def client(address: str) -> None:
+    """One of several at once: pipelines and sums over hosts, again and again."""
+    start(address, "a: {shard: {axis: 0, workers: [0, 1, 2]}}\ns0: {workers: [0]}\ns2: {workers: [2]}", 3)
+    say(ready=True)
+    sys.stdin.readline()
+    right = 0
+    for number in range(20):
+        with gt.signal.context("a"):
+            x = torch.full((30, 7), float(number), device="remote") * 2
+        with gt.signal.context("s0"):
+            y = torch.full((50_000,), float(number), device="remote") + 1
+        with gt.signal.context("s2"):
+            z = y * 3
+        right += x.sum().item() == number * 420.0 and z[-1].item() == 3.0 * (number + 1)
+    gt.shutdown()
+    say(right=right)
+
+
+def lose(address: str, target: str) -> None:
+    """Transfers from worker 0 to `target` until one fails; after a word, others until one succeeds."""
+    start(address, f"s0: {{workers: [0]}}\ns1: {{workers: [{target}]}}\nall: {{shard: {{axis: 0, workers: [0, 1, 2]}}}}", 3)
+
+    def transfer() -> float:
+        with gt.signal.context("s0"):
+            x = torch.ones(200_000, device="remote") + 0
+        with gt.signal.context("s1"):
+            return (x * 2).sum().item()
+
+    transfer()
+    say(ready=True)
+    try:
+        while True:
+            assert transfer() == 400_000
+    except gt.GTError as error:
+        say(error=type(error).__name__, text=str(error), at=time.monotonic())
+    sys.stdin.readline()
+    pause = threading.Event()
+    for number in range(100):
+        try:
+            say(again=transfer(), failures=number, ways=[row.get("ways", {}) for row in gt.stats()["workers"]])
+            break
+        except gt.GTError:
+            pause.wait(0.1)  # no message announces that the worker's successor has joined
+    gt.shutdown()
+
+
+def refused(address: str) -> None:
+    try:
+        start(address, "a: {shard: {axis: 0, workers: [0, 1]}}", 2)
+    except gt.GTError as error:
+        say(error=type(error).__name__, text=str(error))
+    gt.shutdown()
+
+
+if __name__ == "__main__":
+    {"demo": demo, "zero": zero, "client": client, "lose": lose, "refused": refused}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,130 @@
+"""Programs over several hosts, each a set of namespaces of this machine: mesh, line and switch; cables that are pulled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from functools import cache
+
+import pytest
+
+from tests.system.hosts.lab import Lab, why_not
+from tests.system.hosts.site import PROGRAMS, Site, environment
+
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"), pytest.mark.timeout(300)]
+DETECTED = 4.0  # seconds from the end of a cable to an error
+
+
+@cache
+def on_one_host(program: str) -> dict:
+    """What the program says with workers of one host."""
+    import json
+
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS), program, "local"], env=environment(), capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def test_on_a_switch_of_two_all_bits_are_one_hosts():
+    with Lab.switch(2) as lab:
+        site = Site(lab, [0, 0, 1, 1], links=False)
+        found = site.program("demo").hear()
+        assert found["losses"] == on_one_host("demo")["losses"]
+        assert found["ways"][0]["w1"] == "shm" and found["ways"][0]["w2"].startswith("tcp 10.77.0.1 to 10.77.0.2")
+        site.close()
+
+
+def test_on_a_mesh_all_bits_are_one_hosts():
+    with Lab.mesh(3, management=True) as lab:
+        site = Site(lab, [0, 0, 1, 2])
+        found = site.program("demo").hear()
+        assert found["losses"] == on_one_host("demo")["losses"]
+        assert all(way.startswith(("tcp 192.168", "shm")) for row in found["ways"] for way in row.values())
+        site.close()
+
+
+def test_zero_3_on_a_mesh_trains_as_on_one_host_and_four_programs_share_it():
+    with Lab.mesh(3, management=True) as lab:
+        site = Site(lab, [0, 1, 2])
+        want = on_one_host("zero")["losses"]
+        assert site.program("zero").hear()["losses"] == pytest.approx(want, rel=1e-5)
+        programs = [site.program("client", host=at % 3) for at in range(4)]
+        for program in programs:
+            assert program.hear() == {"ready": True}
+        for program in programs:
+            program.tell()
+        assert [program.hear() for program in programs] == [{"right": 20}] * 4
+        site.close()
+
+
+def test_on_a_line_the_host_between_relays_and_all_bits_are_one_hosts():
+    with Lab.line(3, management=True) as lab:
+        site = Site(lab, [0, 1, 2, 2])
+        found = site.program("demo").hear()
+        assert found["losses"] == on_one_host("demo")["losses"]
+        assert found["ways"][0]["w2"] == "via worker 1" and sum(found["relayed"][1].values()) > 0
+        site.close()
+
+
+def test_a_cable_of_a_mesh_is_pulled_and_the_third_host_relays():
+    with Lab.mesh(3, management=True) as lab:
+        site = Site(lab, [0, 1, 2], backend="numpy")
+        program = site.program("lose", "1", host=2)
+        assert program.hear() == {"ready": True}
+        cut = time.monotonic()
+        lab.cut(0, 1)
+        found = program.hear()
+        assert found["at"] - cut < DETECTED, found
+        assert all(part in found["text"] for part in ("'w0' on h0", "'w1' on h1", "192.168.100.1", "192.168.100.2")), found
+        program.tell()
+        again = program.hear()
+        assert again["again"] == 400_000 and again["ways"][0]["w1"] == "via worker 2", again
+        program.end()
+        site.close()
+
+
+def test_a_host_that_is_unplugged_is_lost_and_its_successor_goes_on():
+    with Lab.switch(3) as lab:
+        site = Site(lab, [0, 1, 2], links=False, backend="numpy")
+        program = site.program("lose", "2", host=0)
+        assert program.hear() == {"ready": True}
+        unplugged = time.monotonic()
+        lab.unplug(2)
+        found = program.hear()
+        assert found["error"] == "WorkerLost" and found["at"] - unplugged < DETECTED, found
+        site.workers[2].kill()
+        site.workers[2].wait()
+        site.workers[2] = site.worker(2, 1)
+        program.tell()
+        assert program.hear()["again"] == 400_000
+        program.end()
+        site.close()
+
+
+def test_a_host_that_is_killed_is_lost_at_once():
+    with Lab.switch(2) as lab:
+        site = Site(lab, [0, 1, 0], links=False, backend="numpy")
+        program = site.program("lose", "1")
+        assert program.hear() == {"ready": True}
+        killed = time.monotonic()
+        site.workers[1].kill()
+        site.workers[1].wait()
+        found = program.hear()
+        assert found["error"] == "WorkerLost" and found["at"] - killed < DETECTED, found
+        site.workers[1] = site.worker(1, 1)
+        program.tell()
+        assert program.hear()["again"] == 400_000
+        program.end()
+        site.close()
+
+
+def test_a_group_whose_hosts_nothing_joins_is_refused_when_its_program_connects():
+    with Lab(2, [], management=True) as lab:
+        site = Site(lab, [0, 1], backend="numpy")  # only links named to-* would carry tensors, and there are none
+        found = site.program("refused").hear()
+        assert found["error"] == "ConfigError"
+        assert "a (the text:1) spans h0 and h1, which no link joins" in found["text"], found
+        site.close()

@@ -1,0 +1,262 @@
+"""Plane net over loopback: planes as threads of this process, each taken for a host of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from gt import env
+from gt.worker.plane.base import PeerGone, Unreachable
+from gt.worker.plane.net import chain
+from gt.worker.plane.net.plane import NetPlane
+from tests.worker.plane import planes
+
+KEY = "00ff" * 16
+
+
+def ways(count, epoch=1, without=()):
+    """All pairs by TCP, but those in `without`, which the workers between relay."""
+    rows = []
+    for a in range(count):
+        for b in range(a + 1, count):
+            relays = list(range(a + 1, b))
+            direct = (a, b) not in without
+            rows.append([a, b, epoch, "tcp" if direct else "via", "127.0.0.1", "127.0.0.1", [] if direct else relays])
+    return rows
+
+
+def tell(world, rows, now, only=None):
+    for index, plane in enumerate(world):
+        if only is None or index in only:
+            plane.introduce(rows, now, KEY, index)
+            plane.world(rows, now)
+
+
+@contextlib.contextmanager
+def hosts(count, without=()):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.environ", {**env.child(), "GT_IFNAME": "lo"})
+        world = [NetPlane(planes.HEAP) for _ in range(count)]
+        rows = []
+        for index, plane in enumerate(world):
+            info = plane.open()
+            rows.append([*planes.row(index, info)[:7], f"host {index}", info["port"]])
+        try:
+            tell(world, rows, ways(count, without=without))
+            for plane in world:
+                plane.rows = rows
+            yield world
+        finally:
+            for plane in world:
+                plane.close()
+
+
+def line(count):
+    return {(a, b) for a in range(count) for b in range(a + 2, count)}
+
+
+def channel(peer, slots=4, size=256):
+    return planes.channel(peer, 4096, size, slots)
+
+
+@pytest.mark.parametrize("without", [set(), {(0, 2)}], ids=["mesh", "line"])
+def test_messages_of_any_size_arrive_in_order(without):
+    sizes = [0, 1, 255, 256, 257, 5000, 0, 70_000, 3, 1 << 20, 8]
+    messages = [random.Random(at).randbytes(size) for at, size in enumerate(sizes)]
+
+    def work(index, plane):
+        for message in messages * 3:
+            if index == 0:
+                plane.send(channel(2), message)
+                back = bytearray(len(message))
+                plane.recv(channel(2), back)
+                assert back == message
+            elif index == 2:
+                into = bytearray(len(message))
+                plane.recv(channel(0), into)
+                plane.send(channel(0), into)
+        return plane.counters()
+
+    with hosts(3, without) as world:
+        first, _, last = planes.together(world, work)
+        between = world[1].counters()
+    assert first["bytes_sent"] == first["bytes_received"] == {"w2": 3 * sum(sizes)}
+    assert last["bytes_sent"] == {"w0": 3 * sum(sizes)}
+    both = 3 * sum(sizes)
+    assert between["bytes_relayed"] == ({"0>2": both, "2>0": both} if without else {})
+
+
+def test_send_waits_only_while_all_slots_are_full():
+    with hosts(2) as (first, second):
+        for number in range(4):
+            first.send(channel(1), bytes([number]))
+        into = bytearray(1)
+        sent = threading.Event()
+        thread = threading.Thread(target=lambda: (first.send(channel(1), b"\x04"), sent.set()))
+        thread.start()
+        assert not sent.wait(0.1), "a fifth message had room"
+        for number in range(5):
+            second.recv(channel(0), into)
+            assert into[0] == number
+        thread.join()
+
+
+def test_both_directions_at_once_and_messages_of_another_size():
+    big = random.Random(1).randbytes(3 << 20)
+
+    def work(index, plane):
+        other, into = 1 - index, bytearray(len(big))
+        plane.send(channel(other, size=1 << 18), big[: 1 << 20])
+        with pytest.raises(ValueError, match="sent 1048576 bytes, want 7"):
+            plane.recv(channel(other, size=1 << 18), bytearray(7))
+        if index:
+            plane.recv(channel(other, size=1 << 18), into)
+        plane.send(channel(other, size=1 << 18), big)
+        if not index:
+            plane.recv(channel(other, size=1 << 18), into)
+        assert into == big
+
+    with hosts(2) as world:
+        planes.together(world, work)
+
+
+@pytest.mark.parametrize("without", [set(), {(0, 2)}], ids=["mesh", "line"])
+@pytest.mark.parametrize("count", [1, 500, 40_000, 1_000_003])
+def test_collectives_have_the_bits_of_rank_order(without, count):
+    values = [np.random.default_rng(rank).standard_normal(count).astype("f4") for rank in range(3)]
+    want = (values[0] + values[1]) + values[2]
+
+    def work(index, plane):
+        team = planes.team([0, 1, 2], index)
+        for _ in range(2):
+            data = values[index].copy()
+            plane.all_reduce(team, data, planes.adding("f4"))
+            assert np.array_equal(data.view("u4"), want.view("u4"))
+        outs = [np.zeros(count, "f4") for _ in range(3)]
+        plane.all_gather(team, values[index], outs)
+        assert all(np.array_equal(out, value) for out, value in zip(outs, values, strict=True))
+        out = np.zeros(count, "f4")
+        plane.reduce_scatter(team, [values[index]] * 3, out, planes.adding("f4"))
+        assert np.array_equal(out.view("u4"), want.view("u4"))
+        recvs = [np.zeros(count + rank, "f4") for rank in range(3)]
+        plane.all_to_all(team, [np.full(count + index, 10 * index + rank, "f4") for rank in range(3)], recvs)
+        assert [recv[0] for recv in recvs] == [index, 10 + index, 20 + index]
+        return plane.counters()
+
+    with hosts(3, without) as world:
+        planes.together(world, work)
+
+
+@pytest.mark.parametrize("without", [set(), line(4)], ids=["mesh", "line"])
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_members_that_disagree_all_fail_and_the_next_collective_is_right(without, odd):
+    count = 300_000
+
+    def work(index, plane):
+        team = planes.team([0, 1, 2, 3], index)
+        with pytest.raises(ValueError, match="want the same of all"):
+            plane.all_reduce(team, np.ones(0 if index == odd else count, "f4"), planes.adding("f4"))
+        data = np.ones(count, "f4")
+        plane.all_reduce(team, data, planes.adding("f4"))
+        assert (data == 4).all()
+
+    with hosts(4, without) as world:
+        planes.together(world, work)
+
+
+def test_a_line_of_four_relays_over_two():
+    def work(index, plane):
+        if index == 0:
+            plane.send(channel(3, size=1 << 18), b"x" * 500_000)
+        elif index == 3:
+            into = bytearray(500_000)
+            plane.recv(channel(0, size=1 << 18), into)
+            assert into == b"x" * 500_000
+
+    with hosts(4, line(4)) as world:
+        planes.together(world, work)
+        assert world[1].counters()["bytes_relayed"] == world[2].counters()["bytes_relayed"] == {"0>3": 500_000}
+
+
+def test_a_broken_connection_names_both_ends_and_the_next_world_has_another():
+    said = []
+    with hosts(3) as world:
+        world[0].on_link_failed = lambda *failure: said.append(failure)
+        world[0].send(channel(1), b"first")
+        into = bytearray(5)
+        world[1].recv(channel(0), into)
+        wire = world[0].network.wire(1, 1)
+        wire.sock.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(Unreachable, match=r"no way from worker 'w0' on .* to worker 'w1' on .*: the connection 127"):
+            world[0].recv(channel(1), into)
+        with pytest.raises(Unreachable):
+            world[1].recv(channel(0), into)
+        assert [failure[:3] for failure in said] == [(1, "127.0.0.1", "127.0.0.1")]
+        again = [[0, 1, 2, "via", "", "", [2]], *ways(3)[1:]]
+        tell(world, world[0].rows, again)
+        world[0].send(channel(1), b"again")
+        world[1].recv(channel(0), into)
+        assert into == b"again"
+        assert world[0].ways() == {"w1": "via worker 2", "w2": "tcp 127.0.0.1 to 127.0.0.1"}
+
+
+def test_a_member_that_is_cut_off_fails_the_collective_of_all():
+    """The third member's own connections are whole: it has to be told."""
+
+    def work(index, plane):
+        team = planes.team([0, 1, 2], index)
+        data = np.ones(100_000, "f4")
+        plane.all_reduce(team, data, planes.adding("f4"))
+        if index == 0:
+            plane.network.wire(1, 1).sock.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(PeerGone):
+            for _ in range(3):
+                plane.all_reduce(team, data, planes.adding("f4"))
+
+    with hosts(3) as world:
+        planes.together(world, work)
+        tell(world, world[0].rows, [[0, 1, 2, "via", "", "", [2]], *ways(3)[1:]])
+
+        def after(index, plane):
+            data = np.ones(100_000, "f4")
+            plane.all_reduce(planes.team([0, 1, 2], index), data, planes.adding("f4"))
+            assert (data == 3).all()
+
+        planes.together(world, after)
+
+
+def test_abort_ends_a_wait_at_once():
+    with hosts(2) as (first, _):
+        thread = threading.Timer(0.1, first.abort, (1, "killed"))
+        thread.start()
+        with pytest.raises(PeerGone, match="worker 1 is gone: killed"):
+            first.recv(channel(1), bytearray(8))
+        thread.join()
+
+
+def test_strangers_and_other_keys_are_not_let_in():
+    with hosts(2) as (first, second):
+        with socket.create_connection(("127.0.0.1", first.network.port), 5) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 200)
+            sock.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        rows = first.rows
+        second.introduce(rows, ways(2, epoch=2), "11" * 32, 1)
+        second.world(rows, ways(2, epoch=2))
+        said = threading.Event()
+        first.on_link_failed = lambda *failure: said.set()
+        first.introduce(rows, ways(2, epoch=2), KEY, 0)
+        first.world(rows, ways(2, epoch=2))
+        assert said.wait(10)
+        with pytest.raises(Unreachable, match="what listens there is no worker of this world"):
+            first.recv(channel(1), bytearray(1))
+
+
+def test_chunks_of_a_chain_divide_no_element():
+    assert chain.CHUNK_BYTES % 64 == 0
