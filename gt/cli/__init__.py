@@ -42,6 +42,12 @@ def worker(args: list[str]) -> int:
     leave(main(args, own=True))
 
 
+def run(args: list[str]) -> int:
+    from gt.cli.run import main
+
+    return main(args, COMMANDS["run"][1])
+
+
 def key(args: list[str]) -> int:
     from gt.cli.key import main
 
@@ -124,6 +130,7 @@ def no_options(name: str, args: list[str]) -> None:
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "server": (server, "run a dispatcher in the foreground"),
     "worker": (worker, "run one worker in the foreground"),
+    "run": (run, "run a program as a job: under torchrun, srun, mpirun or Kubernetes, or on hosts by ssh"),
     "key": (key, "write a strong token to a new file, for a server off loopback"),
     "plan": (plan, "plan a program without workers: layouts, traffic, memory, schedule"),
     "trace": (trace, "run a program, and write its last replay as a Chrome trace, measured and predicted"),

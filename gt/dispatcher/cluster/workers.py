@@ -108,6 +108,7 @@ class Cluster:
         self._numbers = itertools.count(FIRST)  # several threads take from it
         self.heap_used = MEETING_BYTES
         self.generation = 0
+        self.numbered = False  # a program knows the indices of workers
         self.seq = 0  # of the next op, over all sessions
         self.next_key = 0
         self.now = 0.0  # of the event that is being dealt with
@@ -123,10 +124,19 @@ class Cluster:
             if worker.lost and (not name or worker.name == name):
                 worker.revive(peer, info)
                 return worker
-        index = len(self.workers)
-        worker = Worker(index, name or f"w{index}", peer, info)
+        taken = {worker.name for worker in self.workers}
+        name = name or next(auto for n in itertools.count(len(self.workers)) if (auto := f"w{n}") not in taken)
+        worker = Worker(len(self.workers), name, peer, info)
         self.workers.append(worker)
+        if not self.numbered:
+            self._sort()
         return worker
+
+    def _sort(self) -> None:
+        """Give workers the indices of their ranks, and those without a rank the rest, in order of arrival."""
+        self.workers.sort(key=lambda w: (w.info.get("index", -1) < 0, w.info.get("index", -1), w.index))
+        for index, worker in enumerate(self.workers):
+            worker.index = index
 
     def named(self, name: str) -> Worker | None:
         return next((w for w in self.workers if w.name == name), None)
