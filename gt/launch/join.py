@@ -13,7 +13,7 @@ from gt.errors import ConfigError
 from gt.wire.socket import PORT
 
 LOOPBACK = "127.0.0.1"
-MAX_PROCESSES = 1 << 16
+MAX_PROCESSES = 1 << 12
 JOB_PORTS = 20000, 10000  # the first of srun's jobs, and their number
 HAND = "RANK, WORLD_SIZE and MASTER_ADDR"
 

@@ -344,10 +344,10 @@ def work(order: dict[str, Any], host: str, port: int, gpu: str, number: int, wai
         env.export(CUDA_VISIBLE_DEVICES=gpu)
     device = "cuda:0" if gpu else "cpu"
     sys.path.extend(folder for folder in order["path"] if folder not in sys.path)
-    index = order["first"] + number if "first" in order else -1
+    rank = order["first"] + number if "first" in order else -1
     options = WorkerOptions(
-        host, port, order["token"], f"w{index}" if index >= 0 else "", order["backend"], device, wait,
-        libraries=order["libraries"], index=index,
+        host, port, order["token"], f"w{rank}" if rank >= 0 else "", order["backend"], device, wait,
+        libraries=order["libraries"], rank=rank,
     )  # fmt: skip
     connected: list[str] = []
     why = run(options, connected.append)

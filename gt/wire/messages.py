@@ -35,7 +35,7 @@ class Hello(Message):
     bool, "cudnn_tf32": bool, "stall_timeout": seconds without progress that are an error, 0 for none, "workers": how many
     workers it wants, 0 for all; an exclusive server lends them}. info: of a worker; {"name": "" asks for the next free one,
     "pid", "host", "backend", "device", "heap_fd", "heap_bytes", "doorbell", "unique_id", "home": see gt.wire.liveness, "proof":
-    see gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.schema, "index": its rank, -1 for none}.
+    see gt.wire.access.proof, "ops": lines of the schemas of its libraries' ops, see ir.schema, "rank": its index, -1 for any}.
     Of a client, for observers; {"user", "program", "host", "pid"}.
     """
 

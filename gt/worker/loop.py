@@ -292,7 +292,7 @@ class WorkerOptions:
     name: wanted, "" for the next free one. device: "" takes a GPU if the engine has one. wait: seconds to look for the server,
     None for ever. secret: of the server's workers, "" where it asks for none. memory: bytes it may take, 0 for GT_MEMORY_LIMIT,
     else its share of the host's; of a GPU bytes of the device, and no limit by itself.
-    libraries: modules whose ops it executes. index: its place among the server's workers, -1 for the next one.
+    libraries: modules whose ops it executes. rank: its index, -1 lets the dispatcher choose.
     """
 
     host: str
@@ -305,7 +305,7 @@ class WorkerOptions:
     secret: str = ""
     memory: int = 0
     libraries: Sequence[str] = ()
-    index: int = -1
+    rank: int = -1
 
     @property
     def limit(self) -> int:
@@ -372,9 +372,7 @@ def _join(loop: Loop, options: WorkerOptions, info: dict[str, Any]) -> None:
     address = f"{options.host}:{options.port}"
     loop.link = Dealer(address, loop.receive, loop.lost, timeouts=LinkTimeouts(options.wait), token=options.token)
     about = {"name": options.name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
-    about.update(backend=options.backend, **info)
-    if options.index >= 0:
-        about["index"] = options.index
+    about.update(backend=options.backend, rank=options.rank, **info)
     if options.secret:
         about["proof"] = proof(options.secret, about)
     loop.send(hello("worker", info=about))

@@ -217,7 +217,8 @@ def test_without_a_program_a_job_serves_others(tmp_path: Path) -> None:
         assert serving.stdout is not None
         line = serving.stdout.readline()
         assert line.startswith("gt run: listening on 127.0.0.1:") and line.endswith(", 2 workers\n")
-        (done,) = end(python(script(tmp_path, SUM), GT_SERVER=line.split()[4].rstrip(","), GT_TOKEN="", GT_TOKEN_FILE=str(token)))
+        variables = {"GT_SERVER": line.split()[4].rstrip(","), "GT_TOKEN": "", "GT_TOKEN_FILE": str(token)}
+        (done,) = end(python(script(tmp_path, SUM), **variables))
         assert done == (0, "sum 8.0 ['w0', 'w1']\n", ""), done
         serving.send_signal(signal.SIGTERM)
     finally:

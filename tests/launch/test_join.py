@@ -35,7 +35,8 @@ CASES = {
         Place(join.HAND, 2, 3, 0, 0, "job-master-0", 23456),
     ),
     "TrainJob": (
-        {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "t-0", "PET_MASTER_PORT": "29400"},
+        {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "t-0",
+         "PET_MASTER_PORT": "29400"},
         Place("Kubeflow", 1, 2, 0, 0, "t-0", 29400, None, 4),
     ),
     "JobSet": (

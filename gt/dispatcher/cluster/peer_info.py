@@ -10,10 +10,10 @@ from gt.logs import plain
 
 MAX_NAME_CHARACTERS = 64
 MAX_TEXT_CHARACTERS = 255
-MAX_INDEX = 1 << 16
+MAX_RANK = (1 << 12) - 1
 WORKER: dict[str, Any] = {
     "name": "", "pid": 0, "host": "", "backend": "", "device": "", "heap_fd": -1, "heap_bytes": 0, "doorbell": "",
-    "unique_id": "", "home": "", "proof": "", "ops": [], "index": -1,
+    "unique_id": "", "home": "", "proof": "", "ops": [], "rank": -1,
 }  # fmt: skip
 CLIENT: dict[str, Any] = {"user": "", "program": "", "host": "", "pid": 0}
 
@@ -24,8 +24,8 @@ def worker_info(info: dict[str, Any]) -> dict[str, Any]:
     if not -1 <= whole["heap_bytes"] < 1 << 62 or not whole["name"].isprintable() or len(whole["name"]) > MAX_NAME_CHARACTERS:
         got = f"heap_bytes is {whole['heap_bytes']} and name {whole['name']!r:.80}"
         raise ProtocolError(f"Hello.info: {got}, want -1 or more, and {MAX_NAME_CHARACTERS} printable characters at most")
-    if not -1 <= whole["index"] <= MAX_INDEX:
-        raise ProtocolError(f"Hello.info.index is {whole['index']}, want 0 to {MAX_INDEX}, or -1 for any")
+    if not -1 <= whole["rank"] <= MAX_RANK:
+        raise ProtocolError(f"Hello.info: rank is {whole['rank']}, want -1 to {MAX_RANK}")
     try:
         whole["ops"] = library_schemas(whole["ops"])
     except ValueError as error:

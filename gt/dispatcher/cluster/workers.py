@@ -134,7 +134,7 @@ class Cluster:
 
     def _sort(self) -> None:
         """Give workers the indices of their ranks, and those without a rank the rest, in order of arrival."""
-        self.workers.sort(key=lambda w: (w.info.get("index", -1) < 0, w.info.get("index", -1), w.index))
+        self.workers.sort(key=lambda w: (w.info.get("rank", -1) < 0, w.info.get("rank", -1), w.index))
         for index, worker in enumerate(self.workers):
             worker.index = index
 
