@@ -100,6 +100,9 @@ def place(found: Mapping[str, str]) -> Place | None:
         if "WORLD_SIZE" in found:
             raise ConfigError(f"WORLD_SIZE is {found['WORLD_SIZE']!r} and RANK is not set: want {HAND}")
         return None
+    if launcher.name == "srun" and "SLURM_STEP_NODELIST" not in found:
+        text = "this is SLURM's batch script itself, and none of its tasks"
+        raise ConfigError(f"{text}: put srun before the command, as `srun gt run program.py`")
     size = _number(found, launcher.size, 1, MAX_PROCESSES)
     rank = _number(found, launcher.rank, 0, size - 1)
     if launcher.name == "srun":
@@ -120,10 +123,6 @@ def place(found: Mapping[str, str]) -> Place | None:
 
 def _srun(found: Mapping[str, str], rank: int, size: int) -> Place:
     """A task of srun. The server is on the step's first node."""
-    if "SLURM_STEP_NODELIST" not in found:
-        raise ConfigError(
-            f"this is SLURM's batch script itself, and none of its {size} tasks: put srun before the command, `srun gt run ...`"
-        )
     nodes = hostnames(found["SLURM_STEP_NODELIST"])
     counts = list(tasks_per_node(found.get("SLURM_STEP_TASKS_PER_NODE", "")))
     node = _number(found, ("SLURM_NODEID",), 0, len(nodes) - 1, 0)

@@ -76,7 +76,7 @@ def test_the_place_that_a_launcher_gives(case: str) -> None:
     ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is '70000', want a whole number from 1 to 65535"),
     ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun of Open MPI does not say where rank 0 is"),
     ({"JOB_COMPLETION_INDEX": "0"}, "WORLD_SIZE is not set"),
-    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"}, "this is SLURM's batch script itself, and none of its 3"),
+    ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, "this is SLURM's batch script itself, and none of its tasks: put srun"),
     ({**SRUN, "SLURM_STEP_NODELIST": "h[3-1]"}, r"SLURM_STEP_NODELIST is 'h\[3-1\]', want names"),
 ])  # fmt: skip
 def test_a_wrong_variable_is_named(variables: dict[str, str], says: str) -> None:
