@@ -75,6 +75,11 @@ def ssh_client() -> str:
     return os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
 
 
+def starting(prefix: str) -> dict[str, str]:
+    """Variables of another library, by the beginning of their names."""
+    return {key: value for key, value in os.environ.items() if key.startswith(prefix)}
+
+
 def for_hosts() -> dict[str, str]:
     """Variables that workers on other hosts get too: GT's, but for secrets and addresses, and those of NCCL and the like."""
     own = ("GT_TOKEN", "GT_TOKEN_FILE", "GT_SERVER", "GT_JOB", "GT_PORT", "GT_CONFIG", "GT_INSTRUCTION_LOG", "GT_OPS")

@@ -70,15 +70,16 @@ class ServerActor:
 
 
 class WorkerActor:
-    """A worker within an actor. `run` lasts for the worker's life: if that ends early, the process ends, and Ray restarts it."""
+    """A worker within an actor. `run` lasts for the worker's life: if that ends early, the process ends too."""
 
     def run(self, host: str, port: int, token: str, rank: int, gpu: bool) -> None:
         from gt.worker.loop import WorkerOptions, run
 
-        why = run(WorkerOptions(host, port, token, f"w{rank}", env.backend(), "cuda:0" if gpu else "cpu", WAIT_SECONDS, rank=rank))
+        device = "cuda:0" if gpu else "cpu"
+        why = run(WorkerOptions(host, port, token, f"w{rank}", env.backend(), device, WAIT_SECONDS, rank=rank))
         if why:
             os.write(2, f"gt worker w{rank}: {why}\n".encode())
-            os._exit(1)
+            os._exit(1)  # for Ray a death, after which it starts the actor again
 
 
 def start(
@@ -96,9 +97,9 @@ def start(
         if the cluster has that many GPUs, else 0. placement: Ray's strategy, PACK, STRICT_PACK, SPREAD or STRICT_SPREAD.
     variables: of the environment of workers. Variables of NCCL, GT and the like are passed on in any case.
 
-    Connects to a cluster by ray.init() unless the program has done so. A worker that dies is started again by Ray under the same
-    name: the program gets WorkerLost for tensors that it held, and goes on. ConfigError for wrong arguments; SystemFailure if Ray
-    is missing, or has too few resources.
+    Connects to a cluster by ray.init() unless the program has done so. Ray starts a worker that dies again, under the same name:
+    the program gets WorkerLost for tensors that it held, and goes on. ConfigError for wrong arguments; SystemFailure if Ray is
+    missing, or has too few resources.
     """
     global _job
     if type(workers) is not int or workers < 1:

@@ -1,7 +1,7 @@
 """Training with ZeRO-3 over all workers of a job: `srun gt run examples/mesh/train.py --steps 100`, or under any launcher.
 
-The model, its gradients and AdamW's state are split over the workers of all hosts. SIGTERM saves a checkpoint and ends with exit
-code 75, by which deploy/slurm/train.sbatch queues the job again; the next start goes on from the checkpoint.
+The model, its gradients and AdamW's state are split over the workers of all hosts. SIGTERM saves a checkpoint, and the exit
+code is 75, by which deploy/slurm/train.sbatch queues the job again; the next start goes on from the checkpoint.
 """
 
 from __future__ import annotations

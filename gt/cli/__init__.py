@@ -79,10 +79,9 @@ def metrics(args: list[str]) -> int:
 
 
 def doctor(args: list[str]) -> int:
-    no_options("doctor", args)
     from gt.cli.doctor import main
 
-    return main(args)
+    return main(args, COMMANDS["doctor"][1])
 
 
 def ops(args: list[str]) -> int:
@@ -136,7 +135,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "trace": (trace, "run a program, and write its last replay as a Chrome trace, measured and predicted"),
     "top": (top, "watch a running server: workers, sessions, links, slow lines"),
     "metrics": (metrics, "serve metrics of a running server over HTTP, for Prometheus"),
-    "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),
+    "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs; or several, with --hosts"),
     "ops": (ops, "print schemas of ops of the installed torch that GT lacks, as lines for the file GT_OPS"),
     "schema": (schema, "print the JSON Schema of the YAML of signal groups, for editors"),
     "env": (show_env, "print environment variables and their values"),

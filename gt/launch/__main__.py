@@ -2,15 +2,17 @@
 
 import sys
 
-from gt.launch import machine
+from gt.launch import host_agent, machine
 from gt.launch.supervisor import Supervisor, read_order
 
 
 def main(args: list[str]) -> int:
-    """Supervise by the order on stdin. --gpus: print the number of this host's GPUs."""
+    """Supervise by the order on stdin. --gpus: print the number of this host's GPUs; --agent: answer `gt doctor --hosts`."""
     if args == ["--gpus"]:
         print(len(machine.gpus()))
         return 0
+    if args == ["--agent"]:
+        return host_agent.main()
     order = read_order()
     if not order:
         return 1

@@ -80,11 +80,17 @@ def is_this_host(name: str) -> bool:
 
 
 def command(host: str, ssh: Sequence[str], args: Sequence[str], python: str = "") -> list[str]:
-    """The command that runs `python -m ARGS` on a host, in the same folder, with this copy of gt if the host has it too."""
+    """The command that runs `python -m ARGS` on a host, in the same folder, with this copy of gt if the host has it too.
+
+    ssh: the command, ssh or another one that takes a host and a command, as srun -w.
+    """
     if is_this_host(host):
         return ["env", f"PYTHONPATH={env.python_path(ROOT)}", sys.executable, "-m", *args]
     line = ["env", f"PYTHONPATH={env.python_path(ROOT)}", python or sys.executable, "-m", *args]
-    return [*ssh, host, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(line)}"]
+    text = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(line)}"
+    if "ssh" in Path(ssh[0]).name:  # a shell there parses its text
+        return [*ssh, host, text]
+    return [*ssh, host, "sh", "-c", text]
 
 
 def with_slots(hosts: Sequence[HostEntry], ssh: Sequence[str], python: str = "") -> list[HostEntry]:

@@ -1,7 +1,7 @@
 """A real SLURM with three nodes on this machine: `python -m tests.stress.slurm` prints ok. Needs root.
 
-slurmctld, slurmd and munged are Debian's: apt-get install --no-install-recommends slurm-wlm munge. All run in a mount namespace of
-their own, with an /etc/hosts in which h0, h1 and h2 are this machine. srun and sbatch are then tried with deploy/slurm/.
+slurmctld, slurmd and munged are Debian's: apt-get install --no-install-recommends slurm-wlm munge. All run in namespaces of their
+own, with an /etc/hosts in which h0, h1 and h2 are this machine. srun and sbatch are then tried with deploy/slurm/.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ class Slurm:
             self._start(["slurmctld", "-D", "-f", str(self.conf)])
             for n in range(NODES):
                 self._start(["slurmd", "-D", "-N", f"h{n}", "-f", str(self.conf)])
-            if not wait_until(lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == str(NODES), UP_SECONDS):
-                raise OSError(f"slurm does not come up:\n{self.run('sinfo').stderr}{(self.folder / 'daemons').read_text()[:3000]}")
+            if not wait_until(self._idle, UP_SECONDS):
+                said = self.run("sinfo").stderr, (self.folder / "daemons").read_text()[:3000]
+                raise OSError(f"slurm does not come up: {said}")
         except BaseException:
             self.__exit__()
             raise
@@ -124,6 +125,9 @@ class Slurm:
         for daemon in reversed(self._daemons):
             daemon.kill()
             daemon.wait()
+
+    def _idle(self) -> bool:
+        return self.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == str(NODES)
 
     def _start(self, command: list[str]) -> None:
         with (self.folder / "daemons").open("a") as out:
@@ -162,8 +166,10 @@ def requeued(slurm: Slurm) -> str:
     (folder / "examples").symlink_to(ROOT / "examples")
     log, token = folder / "training.log", folder / "token"
     token.write_text(TOKEN)
-    options = {"GT_TOKEN": "", "GT_TOKEN_FILE": str(token), "TRAIN_OPTIONS": "--model tiny --length 16", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    line = ["sbatch", "--parsable", "--gres=none", f"--output={log}", f"--chdir={folder}", str(ROOT / "deploy/slurm/train.sbatch")]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = {"GT_TOKEN": "", "GT_TOKEN_FILE": str(token), "TRAIN_OPTIONS": "--model tiny --length 16", "PATH": path}
+    line = ["sbatch", "--parsable", "--gres=none", f"--output={log}", f"--chdir={folder}"]
+    line.append(str(ROOT / "deploy/slurm/train.sbatch"))
     sent = slurm.run(*line, "60", "3", "1e-2", **options)
     job = sent.stdout.strip()
     if not job:
@@ -195,7 +201,8 @@ def main() -> int:
             hosts.write(f"127.0.0.1 localhost\n127.0.0.1 {socket.gethostname()}\n{names}")
             hosts.flush()
             os.chmod(hosts.name, 0o644)
-            inner = f"hostname h0 && mount --bind {hosts.name} /etc/hosts && mount -t tmpfs none /run && exec {sys.executable} -m tests.stress.slurm"
+            ground = f"hostname h0 && mount --bind {hosts.name} /etc/hosts && mount -t tmpfs none /run"
+            inner = f"{ground} && exec {sys.executable} -m tests.stress.slurm"
             # the first process of a pid namespace: whatever is left ends with it
             command = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", inner]
             return subprocess.run(command, cwd=ROOT, env={**os.environ, "GT_TEST_SLURM": "inside"}, check=False).returncode
