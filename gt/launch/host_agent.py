@@ -21,8 +21,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from gt import __version__, env
+from gt import env
 from gt.launch import machine
+from gt.wire.link import RELEASE
 from gt.wire.liveness import home
 
 PINGS, BLOCK = 64, 1 << 20
@@ -36,7 +37,7 @@ PACKAGES = ("torch", "numpy", "pyzmq", "nvshmem4py-cu12", "nvshmem4py-cu13")
 
 def facts() -> dict[str, Any]:
     """All that the checks compare, by name."""
-    versions = {"gt": __version__, "python": platform.python_version(), **_packages()}
+    versions = {"gt": RELEASE, "python": platform.python_version(), **_packages()}
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shm = os.statvfs("/dev/shm")
     return {

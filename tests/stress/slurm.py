@@ -1,7 +1,7 @@
 """A real SLURM with three nodes on this machine: `python -m tests.stress.slurm` prints ok. Needs root.
 
-slurmctld, slurmd and munged are Debian's: apt-get install --no-install-recommends slurm-wlm munge. All run in namespaces of their
-own, with an /etc/hosts in which h0, h1 and h2 are this machine. srun and sbatch are then tried with deploy/slurm/.
+slurmctld, slurmd and munged are Debian's: apt-get install --no-install-recommends slurm-wlm munge. All run in namespaces of
+their own, with an /etc/hosts in which h0, h1 and h2 are this machine. srun and sbatch are then tried with deploy/slurm/.
 """
 
 from __future__ import annotations
