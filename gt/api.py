@@ -20,7 +20,8 @@ from gt.client.trace import shape_inference
 from gt.config.doubts import doubts
 from gt.config.load import check_workers, load
 from gt.config.registry import source
-from gt.errors import ConfigError
+from gt.errors import ConfigError, SystemFailure
+from gt.launch import machine
 
 if TYPE_CHECKING:
     from gt.observe.plan import Plan
@@ -86,6 +87,8 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     """
     from gt.client.session import Session
 
+    if _Started.plan is None and (why := machine.unsupported()):
+        raise SystemFailure(why)
     if type(workers) is not int or not 0 <= workers <= MAX_WORKERS:
         raise ValueError(f"workers is {workers!r}, want the number of workers as a whole number, or 0 for all")
     switches = {**_switches(stall_timeout), "workers": workers}

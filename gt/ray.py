@@ -97,8 +97,8 @@ def start(
         if the cluster has that many GPUs, else 0. placement: Ray's strategy, PACK, STRICT_PACK, SPREAD or STRICT_SPREAD.
     variables: of the environment of workers. Variables of NCCL, GT and the like are passed on in any case.
 
-    Connects to a cluster by ray.init() unless the program has done so. If a worker dies, Ray starts it again, under its name: the
-    program gets WorkerLost for tensors that it held, and goes on. ConfigError for wrong arguments; SystemFailure if Ray is
+    Connects to a cluster by ray.init() unless the program has done so. If a worker dies, Ray starts it again, under its name:
+    the program gets WorkerLost for tensors that it held, and goes on. ConfigError for wrong arguments; SystemFailure if Ray is
     missing, or has too few resources.
     """
     global _job

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gt.errors import ConfigError
-from gt.launch import join, ssh
+import gt
+from gt.errors import ConfigError, SystemFailure
+from gt.launch import join, machine, ssh
 from gt.launch.join import Place, hostnames, place, tasks_per_node
 from gt.launch.ssh import HostEntry, entries
 
@@ -106,6 +107,15 @@ def test_lines_of_a_hostfile() -> None:
 def test_a_wrong_line_of_a_hostfile_is_named(line: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         entries(line.split("\n"), "F")
+
+
+def test_other_systems_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.unsupported("linux") == machine.unsupported() == ""
+    why = machine.unsupported("darwin")
+    assert why.startswith("this is macOS, and a program that uses GT needs Linux") and "container" in why
+    monkeypatch.setattr(machine, "unsupported", lambda: why)
+    with pytest.raises(SystemFailure, match="this is macOS"):
+        gt.connect("localhost:1")
 
 
 def test_this_host_needs_no_ssh() -> None:
