@@ -130,7 +130,6 @@ class Membership:
 
     def _welcome(self, client: Waiting) -> None:
         lease = self._lending.grant(client, self._core.now)
-        lease.cluster.numbered = True
         config = resolve(client.config, [worker.index for worker in lease.cluster.workers if not worker.lost])
         cluster, switches = lease.cluster, {k: v for k, v in client.hello.switches.items() if k not in OWN}
         self._workers.update({worker.peer: worker for worker in workers(lease)})

@@ -222,6 +222,7 @@ class Cluster:
 
         again: only once all are back that did so before.
         """
+        self.numbered = True  # a program begins, or has
         if any(not self.workers[i].lost and self.workers[i].lives == lives for i, lives in self.formed.items()):
             return []
         hosts: dict[str, list[int]] = {}
