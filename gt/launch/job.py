@@ -5,6 +5,7 @@ gt.launch.join says which rank this process is. A process of another rank become
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gt import env
-from gt.errors import ConfigError, Refused
+from gt.errors import ConfigError, DispatcherLost, Refused
 from gt.launch import join, local, machine, ssh
+from gt.launch.host_agent import links
 from gt.launch.join import Place
 from gt.wire.access import auth
+from gt.wire.socket import resolve
 
 log = logging.getLogger("gt.launch")
 START_SECONDS = 600.0  # until all ranks are there: images are pulled, and torch is imported from a cold disk
@@ -83,7 +86,8 @@ def start(at: Place, meanwhile: Callable[[], None] | None = None) -> local.Local
     token, count = _token_for(at), workers_of(at)
     env.export(**_own_gpu(at))
     listen = [join.LOOPBACK if at.alone else EVERYWHERE, at.port]
-    order = _order(token, count, first=0, total=at.size * count, listen=listen, patient=True)
+    own = join.LOOPBACK if at.alone else own_address(at.host)
+    order = _order(token, count, first=0, total=at.size * count, listen=listen, own=own, patient=True)
 
     def publish(port: int) -> None:
         if at.store is not None and at.size > 1:
@@ -112,7 +116,7 @@ def start_hosts(hosts: Sequence[ssh.HostEntry], reach: Reach, meanwhile: Callabl
     alone = all(ssh.is_this_host(host.name) for host in known)
     order = _order(
         token, 0, total=first, hosts=rows, listen=[join.LOOPBACK if alone else EVERYWHERE, _port()], wait=START_SECONDS,
-        ssh=list(reach.ssh), python=reach.python, address=reach.address, variables=env.for_hosts(),
+        own=join.LOOPBACK if alone else own_address(reach.address), ssh=list(reach.ssh), python=reach.python, address=reach.address, variables=env.for_hosts(),
     )  # fmt: skip
     return local.launch(order, local.Start(START_SECONDS, meanwhile, spoken=True))
 
@@ -124,6 +128,17 @@ def workers_of(at: Place) -> int:
             raise ConfigError(f"GT_WORKERS is {text!r}, want the number of workers of each process of the job")
         return int(text)
     return at.workers or max(len(machine.gpus()) if at.local_size == 1 else 1, 1)
+
+
+def own_address(host: str = "") -> str:
+    """An address of this host for its own workers, who accept other hosts' workers only if their server is off loopback.
+
+    host: a name of this host, which it may itself resolve to loopback.
+    """
+    with contextlib.suppress(DispatcherLost):
+        if host and not auth.loopback(address := resolve(host)):
+            return address
+    return next((link[0] for link in links()), join.LOOPBACK)
 
 
 def _own_gpu(at: Place) -> dict[str, str]:

@@ -133,7 +133,7 @@ class RemoteHost:
         self.name = about["host"]
         self._command = command(self.name, order["ssh"], ["gt.launch"], order["python"])
         keys = ("token", "gpu", "backend", "heartbeat", "libraries", "path", "wait", "variables")
-        address = "127.0.0.1" if is_this_host(self.name) else order["address"]
+        address = order["own"] if is_this_host(self.name) else order["address"]
         own = {"workers": about["slots"], "first": about["first"], "server": [address, port]}
         self._order = json.dumps({**{key: order[key] for key in keys}, **own}).encode() + b"\n"
         self._words: deque[str] = deque(maxlen=WORDS)

@@ -43,7 +43,8 @@ class Supervisor:
     """order: {"token", "workers", "gpu", "backend", "heartbeat", "libraries", "path"}, see launch.local.
 
     The token is the server's secret. path: folders where the program finds modules, for the libraries. A job's order has more,
-    see launch.job: `listen` (host and port; the token is then one that people gave), `first` (index of its first worker),
+    see launch.job: `listen` (host and port; the token is then one that people gave), `own` (the address for workers of this host),
+    `first` (index of its first worker),
     `total` (workers of the whole job), `hosts` (that it reaches by ssh), `patient` (signals are the program's to answer).
     """
 
@@ -115,7 +116,7 @@ class Supervisor:
 
     def _body(self, port: int, gpu: str, number: int) -> Callable[[], object]:
         """The function that a worker's process executes."""
-        return partial(work, self._order, "127.0.0.1", port, gpu, number)
+        return partial(work, self._order, self._order.get("own", "127.0.0.1"), port, gpu, number)
 
     def _reach(self, host: RemoteHost) -> None:
         """Start a host's workers by ssh."""
