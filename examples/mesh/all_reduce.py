@@ -63,8 +63,8 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=GIB, help="bytes of the largest all-reduce; default: 1 GiB")
     args = parser.parse_args()
     workers, good = connect(), True
-    for worker in gt.stats()["workers"]:
-        print(f"worker {worker['index']} is {worker['name']}, transport {worker['transport']}")
+    for index, worker in enumerate(gt.stats()["workers"]):
+        print(f"worker {index} is {worker['name']}, transport {worker['transport']}")
     for a in range(workers):
         for b in range(workers):
             if a != b:

@@ -116,7 +116,8 @@ def start_hosts(hosts: Sequence[ssh.HostEntry], reach: Reach, meanwhile: Callabl
     alone = all(ssh.is_this_host(host.name) for host in known)
     order = _order(
         token, 0, total=first, hosts=rows, listen=[join.LOOPBACK if alone else EVERYWHERE, _port()], wait=START_SECONDS,
-        own=join.LOOPBACK if alone else own_address(reach.address), ssh=list(reach.ssh), python=reach.python, address=reach.address, variables=env.for_hosts(),
+        own=join.LOOPBACK if alone else own_address(reach.address), ssh=list(reach.ssh), python=reach.python,
+        address=reach.address, variables=env.for_hosts(),
     )  # fmt: skip
     return local.launch(order, local.Start(START_SECONDS, meanwhile, spoken=True))
 

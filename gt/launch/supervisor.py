@@ -43,9 +43,9 @@ class Supervisor:
     """order: {"token", "workers", "gpu", "backend", "heartbeat", "libraries", "path"}, see launch.local.
 
     The token is the server's secret. path: folders where the program finds modules, for the libraries. A job's order has more,
-    see launch.job: `listen` (host and port; the token is then one that people gave), `own` (the address for workers of this host),
-    `first` (index of its first worker),
-    `total` (workers of the whole job), `hosts` (that it reaches by ssh), `patient` (signals are the program's to answer).
+    see launch.job: `listen` (host and port; the token is then one that people gave), `own` (the address for workers of this
+    host), `first` (index of its first worker), `total` (workers of the whole job), `hosts` (that it reaches by ssh), `patient`
+    (signals are the program's to answer).
     """
 
     def __init__(self, order: dict[str, Any]) -> None:

@@ -210,6 +210,22 @@ def test_a_job_on_several_hosts_needs_a_token(tmp_path: Path) -> None:
     assert done[0] == 2 and "there is no file" in done[2]
 
 
+def test_the_mesh_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
+    line = ("-m", "gt", "run", "--workers", "2", "examples/mesh/train.py", "--model", "tiny", "--length", "8", "--lr", "1e-2")
+    line += ("--warmup", "2", "--checkpoint", str(tmp_path / "mesh.pt"), "--steps")
+    (first,) = end(python(*line, "3", GT_BACKEND="torch"))
+    (second,) = end(python(*line, "6", GT_BACKEND="torch"))
+    assert first[0] == second[0] == 0, (first, second)
+    assert "step 0: loss" in first[1] and second[1].startswith("resumed at step 3\n") and "step 5: loss" in second[1], second
+
+
+def test_the_mesh_example_checks_its_sums() -> None:
+    (done,) = end(python("-m", "gt", "run", "--workers", "3", "examples/mesh/all_reduce.py", "--most", "4096"))
+    lines = done[1].splitlines()
+    assert done[0] == 0 and lines[-1] == "ok" and "WRONG" not in done[1], done
+    assert sum("MiB in" in line for line in lines) == 6 and [line.split()[0] for line in lines[-3:-1]] == ["1024", "4096"]
+
+
 def test_without_a_program_a_job_serves_others(tmp_path: Path) -> None:
     token = script(tmp_path, TOKEN, "token")
     serving = python("-m", "gt", "run", "--workers", "2", "--token-file", token, GT_TOKEN="")
