@@ -14,6 +14,8 @@ import pytest
 
 import gt
 from gt.errors import ConfigError, SystemFailure
+from gt.launch import job
+from gt.launch.join import Place
 from tests.helpers import ROOT
 from tests.helpers.limits import limit
 from tests.helpers.processes import started, wait_until
@@ -79,6 +81,23 @@ def script(folder: Path, text: str, name: str = "program.py") -> Path:
     path.write_text(text)
     path.chmod(0o755)
     return path
+
+
+@pytest.mark.parametrize(("local_rank", "local_size", "variable", "workers", "gpu"), [
+    (0, 1, "", 4, None),  # alone on its host: a worker for each GPU
+    (2, 4, "", 1, "6"),  # one of four: the GPU of its local rank
+    (5, 6, "", 1, ""),  # more processes than GPUs
+    (0, 0, "", 1, "4"),  # unknown
+    (0, 1, "2", 2, None),
+])  # fmt: skip
+def test_gpus_and_workers_of_a_process(
+    local_rank: int, local_size: int, variable: str, workers: int, gpu: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job.machine, "gpus", lambda: ["4", "5", "6", "7"])
+    monkeypatch.setenv("GT_WORKERS", variable)
+    at = Place("srun", local_rank, 12, local_rank, local_size, "h0", 1)
+    assert job.workers_of(at) == workers
+    assert job._own_gpu(at).get("CUDA_VISIBLE_DEVICES") == gpu
 
 
 def test_torchrun_with_two_agents_of_two_processes(tmp_path: Path) -> None:
@@ -210,6 +229,7 @@ def test_a_job_on_several_hosts_needs_a_token(tmp_path: Path) -> None:
     assert done[0] == 2 and "there is no file" in done[2]
 
 
+@pytest.mark.slow
 def test_the_mesh_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
     line = ("-m", "gt", "run", "--workers", "2", "examples/mesh/train.py", "--model", "tiny", "--length", "8", "--lr", "1e-2")
     line += ("--warmup", "2", "--checkpoint", str(tmp_path / "mesh.pt"), "--steps")
