@@ -34,6 +34,7 @@ RESULTS = [
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, dict[str, str]]]:
     """The doctor on a machine: what nvidia-smi says, what torch finds, what workers do. Exit code, and lines by name."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def run(
         way: str = "NV18", count: int = 2, smi: Any = None, results: list = RESULTS, visible: bool = True, **probed: Any
@@ -60,8 +61,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> C
     return run
 
 
-def test_a_good_machine(machine: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def test_a_good_machine(machine: Callable) -> None:
     code, lines = machine()
     assert code == 0
     assert lines["gpus"] == "ok: 2 visible: 0,1"

@@ -10,6 +10,7 @@ import gt
 from gt.ir.spec import contiguous
 from gt.worker.engine.torch import TorchEngine
 from gt.worker.engine.torch.gpu.pinned import PinnedCopies
+from tests.helpers.processes import started, wait_until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -19,6 +20,8 @@ def gpu():
     gt.gpu_workers(1)
     yield
     gt.shutdown()
+    # Processes of Inductor that are still starting see the end of the worker only then.
+    assert wait_until(lambda: not any("compile_worker" in line for line in started().values()), 60)
 
 
 def pages(nbytes: int) -> np.ndarray:
@@ -32,6 +35,8 @@ def test_pinned_bytes_are_copied_beside_the_work_that_was_issued_before():
     copies, device = PinnedCopies(torch.device("cuda:0")), torch.device("cuda:0")
     memory = pages(64 << 20)
     unpin = copies.pin(memory)
+    spec = contiguous((16 << 20,), "float32")
+    copies.upload(memory, spec)[1]()  # the first allocation on a stream waits for the device
     memory.view(np.float32)[:] = 3
     a = torch.randn(8192, 8192, device=device)
     for _ in range(3):
@@ -41,7 +46,7 @@ def test_pinned_bytes_are_copied_beside_the_work_that_was_issued_before():
     for _ in range(40):  # some 100 ms of work
         a = a @ a
     before.record()
-    made, wait = copies.upload(memory, contiguous((16 << 20,), "float32"))
+    made, wait = copies.upload(memory, spec)
     wait()
     assert not before.query(), "the copy was over before the work that was issued before it"
     memory.view(np.float32)[:] = 4

@@ -127,7 +127,8 @@ def backward(
     else:
         lse = pad(lse, (0, -lse.shape[-1] % LSE_MULTIPLE), value=inf)
         efficient = aten._scaled_dot_product_efficient_attention_backward
-        inputs, saved, wanted = (*given.inputs, _whole_bias(given)), (out, lse, seed, offset), [True, True, True, False]
+        inputs, saved = (*given.inputs, _whole_bias(given)), (_heads_within_rows(out), lse, seed, offset)
+        wanted = [True, True, True, False]
         grads = efficient(grad, *inputs, *saved, p, wanted, given.causal, **rest)
     of_q, of_k, of_v = (part[..., :size] for part, size in zip(grads, sizes, strict=False))
     if chosen.repeat:
@@ -146,6 +147,11 @@ def plain(call: AttentionCall) -> AttentionCall:
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _heads_within_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, L, Ev] in memory of [batch, L, heads, Ev]: the efficient kernel's backward reads no other strides."""
+    return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def _repeated(call: AttentionCall) -> AttentionCall:
