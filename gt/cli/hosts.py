@@ -21,6 +21,7 @@ from typing import Any
 from gt import env
 from gt.errors import SystemFailure
 from gt.launch import ssh
+from gt.launch.host_agent import Listener
 
 Facts = Mapping[str, Any]
 Row = tuple[str, str, str]  # mark, name, text
@@ -102,6 +103,7 @@ def main(hosts: Sequence[ssh.HostEntry], command: Sequence[str], python: str, mo
             show(row)
         for row in judge_network(names, known):
             show(row)
+        show(judge_server(names, way_back(agents)))
     finally:
         for agent in agents:
             agent.close()
@@ -125,6 +127,13 @@ def measured(agents: Sequence[Agent], known: Sequence[Facts]) -> dict[tuple[int,
             attempt = agents[a].ask(do="connect", address=link[0], port=ports[b], token=token)
             found.setdefault((a, b), []).append({"address": link[0], "device": link[2], "common": bool(common), **attempt})
     return found
+
+
+def way_back(agents: Sequence[Agent]) -> list[dict[str, Any]]:
+    """Attempts from each host to this one, where a server would be, at the address that its ssh connection is from."""
+    token = secrets.token_hex(16)
+    port = Listener(token).port
+    return [agent.ask(do="connect", address="", port=port, token=token) for agent in agents]
 
 
 def subnets(one: Facts, other: Facts) -> list[tuple[list[Any], list[Any]]]:
@@ -200,6 +209,15 @@ def judge_links(names: Sequence[str], known: Sequence[Facts], pairs: Pairs) -> I
         else:
             reason = next((attempt["error"] for attempt in forth if "error" in attempt), "no address")
             yield FAILS, what, f"no subnet in common and no host that reaches both ({reason}): add a link, or a route"
+
+
+def judge_server(names: Sequence[str], attempts: Sequence[Mapping[str, Any]]) -> Row:
+    """The hosts' way to a server on this machine."""
+    for name, attempt in zip(names, attempts):
+        if "error" in attempt:
+            todo = "or give `gt run` an --address of this machine that it reaches"
+            return FAILS, "server", f"{name} cannot reach this machine at {attempt['address']}: {_cure(attempt)}; {todo}"
+    return OK, "server", f"all reach this machine, {', '.join(sorted({attempt['address'] for attempt in attempts}))}"
 
 
 def _best(attempts: Sequence[Mapping[str, Any]]) -> str:

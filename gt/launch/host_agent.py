@@ -214,7 +214,8 @@ def main() -> int:
             listener = listener or Listener(order["token"])
             answer = {"port": listener.port}
         else:
-            answer = measure(order["address"], order["port"], order["token"])
+            address = order["address"] or env.ssh_client() or "127.0.0.1"  # "": where this process is logged in from
+            answer = {"address": address, **measure(address, order["port"], order["token"])}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
     return 0

@@ -94,6 +94,14 @@ def test_a_pair_of_hosts(forth: list, back: list, mark: str, says: str) -> None:
     assert len(rows) == 3 and rows[0][0] == mark and f"{rows[0][1]}: {rows[0][2]}".startswith(says), rows[0]
 
 
+def test_the_way_back_to_a_server_here() -> None:
+    good = {"address": "10.0.0.9", "us": 20.0, "rate": 1.0}
+    assert hosts.judge_server(["h0", "h1"], [good, good]) == ("ok", "server", "all reach this machine, 10.0.0.9")
+    mark, _, text = hosts.judge_server(["h0", "h1"], [good, {"address": "10.0.0.9", **TIMED_OUT}])
+    assert mark == "fails" and text.startswith("h1 cannot reach this machine at 10.0.0.9: timed out, and it answers a ping")
+    assert text.endswith("or give `gt run` an --address of this machine that it reaches")
+
+
 def test_hosts_that_nothing_joins() -> None:
     (row,) = hosts.judge_links(["h0", "h1"], MESH[:2], {(0, 1): [attempt("a", False, **UNREACHABLE)], (1, 0): []})
     assert row[0] == "fails" and "no host that reaches both (Network is unreachable): add a link, or a route" in row[2]
