@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the public names once more, since checkers and editors do n
         bfloat16 as bfloat16, bool as bool, float16 as float16, float32 as float32, float64 as float64, int32 as int32,
         int64 as int64, nn as nn, no_grad as no_grad, optim as optim,
     )
-    from gt import debug as debug
+    from gt import debug as debug, ray as ray
     from gt.api import (
         arange as arange, cat as cat, connect as connect, cpu_workers as cpu_workers, device as device, empty as empty,
         empty_like as empty_like, eye as eye, from_numpy as from_numpy, full as full, full_like as full_like,
@@ -70,6 +70,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "memory_summary": ("gt.client.reports.memory", "memory_summary"),
     "microbatches": ("gt.client.groups.signal", "microbatches"),
     "debug": ("gt.debug", None),
+    "ray": ("gt.ray", None),
     **{name: ("gt.config.registry", name) for name in ("ShardConfig", "SignalConfig", "load_config", "register_config")},
     **{name: ("torch", name) for name in ("bfloat16", "bool", "float16", "float32", "float64", "int32", "int64")},
     "nn": ("torch.nn", None),

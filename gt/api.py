@@ -22,7 +22,8 @@ from gt.client.trace import shape_inference
 from gt.config.doubts import doubts
 from gt.config.load import check_workers, load
 from gt.config.registry import source
-from gt.errors import ProgramError
+from gt.errors import ConfigError, ProgramError, SystemFailure
+from gt.launch import machine
 
 if TYPE_CHECKING:
     from gt.observe.plan import Plan
@@ -56,7 +57,7 @@ def __getattr__(name: str) -> Any:
 
 
 def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
-    address: str,
+    address: str = "",
     config: Config = None,
     *,
     token: str | None = None,
@@ -64,9 +65,13 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
     wait: float = 10.0,
     stall_timeout: float | None = None,
     workers: int = 0,
+    ssh: Sequence[str] | None = None,
 ) -> None:
     """Connect to the dispatcher at "host:port". Ops run there from now on; an open session ends.
 
+    address: "env" joins the job of torchrun, srun, mpirun or Kubernetes that has started this process: rank 0 starts the server
+        and goes on as the program, and a process of another rank becomes a worker here and never returns. Without a launcher
+        this is gt.gpu_workers of all GPUs. "" for `ssh`.
     config: the signal groups: path of the YAML, gt:NAME of a ready config, YAML text, or a dict of the same form. None for
         GT_CONFIG and the groups of gt.register_config, "" for no groups.
     token: the server's secret; GT_TOKEN if None.
@@ -77,15 +82,22 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
         0 for no limit.
     workers: number of workers that the program wants, 0 for all. An exclusive server leases that many, which the config calls
         0 to workers - 1. If too few are free, this waits in the server's queue without limit and logs its place.
+    ssh: hosts, as "h0" or "h0:4" for four workers; by default one for each GPU, else one. Starts a server here and workers
+        there, which end with this program.
 
     Raises DispatcherLost if no server answers, and Refused if it does not accept this program. ConfigError: the config is
     wrong, or names more workers than there are. ValueError: `workers` or `stall_timeout` is no such number.
     """
     from gt.client.session import Session
 
+    if _Started.plan is None and (why := machine.unsupported()):
+        raise SystemFailure(why)
     if type(workers) is not int or not 0 <= workers <= MAX_WORKERS:
         raise ValueError(f"workers is {workers!r}, want the number of workers as a whole number, or 0 for all")
     switches = {**_switches(stall_timeout), "workers": workers}
+    if _Started.plan is None and (ssh is not None or address in ("", "env")):
+        _connect_job(address, ssh, config, {"name": name, "wait": wait, "stall_timeout": stall_timeout, "workers": workers})
+        return
     disconnect()
     if name:
         device_.register()
@@ -93,7 +105,7 @@ def connect(  # noqa: PLR0913 - public: settings of one connection, by keyword
         _Started.plan(config, workers)
         return
     text, path = config_of(config)
-    token = env.get("GT_TOKEN") if token is None else token
+    token = env.token() if token is None else token
     session = Session(address, (text, path), switches=switches, token=token, wait=wait)
     recorder = current_session.connect(session, text, path)
     recorder.when_watched = lambda: _report_roles(recorder)
@@ -109,6 +121,39 @@ def _report_roles(recorder: Any) -> None:
 
     recorder.when_watched = RoleReports(recorder).after_batch
     recorder.when_watched()
+
+
+def _connect_job(address: str, ssh: Sequence[str] | None, config: Config, settings: dict[str, Any]) -> None:
+    """Connect to the job of this process, or to one that ssh starts; it starts here unless it runs already."""
+    from gt.launch import job
+    from gt.launch.ssh import entries
+
+    if (ssh is None) == (address == "") or isinstance(ssh, str):
+        raise ValueError(f"gt.connect wants an address, or ssh=[hosts], and got address {address!r} and ssh={ssh!r}")
+    groups = load(*config_of(config))
+    if ssh is not None:
+        hosts = entries(ssh)
+        shutdown()
+        _Started.local = job.start_hosts(hosts, job.Reach(), shape_inference.warm)
+    elif _job() is None:
+        at = job.place()
+        if at.rank:
+            job.work(at)
+        if not at.launcher:
+            log.warning("gt.connect('env') found no launcher's variables, so this program starts workers on this machine")
+        shutdown()
+        _Started.local = job.start(at, shape_inference.warm)
+    running = _job()
+    assert running is not None
+    check_workers(groups, [f"w{i}" for i in range(running.workers)])
+    connect(running.address, config, token=running.token, **{**settings, "workers": settings["workers"] or running.workers})
+
+
+def _job() -> Any:
+    """The job that this program has started or was started in: address, token, workers. None without one."""
+    from gt.launch import job
+
+    return _Started.local if _Started.local is not None and _Started.local.job else job.running()
 
 
 def _switches(stall_timeout: float | None) -> dict[str, Any]:
@@ -136,12 +181,13 @@ def gpu_workers(
 ) -> None:
     """Start a dispatcher and n workers on this machine, one GPU each. They end with this program.
 
-    With fewer than n GPUs it warns and starts n CPU workers. config, name, stall_timeout: as for gt.connect. libraries: modules
+    With fewer than n GPUs it warns and starts n CPU workers. In a job of `gt run` or gt.connect("env") it starts none, and
+    connects to the job's. config, name, stall_timeout: as for gt.connect. libraries: modules
     whose ops the workers execute, such as "torchvision"; GT_LIBRARIES if None. ValueError for n below 1, ConfigError for a
     config that names more than n workers.
     """
     have = torch.cuda.device_count()
-    if have < n:
+    if have < n and _job() is None:
         log.warning("gt.gpu_workers(%d) found %s: it uses %d CPU workers instead", n, f"{have} GPUs" if have else "no GPU", n)
     _start_local(n, have >= n, config, name, stall_timeout, libraries)
 
@@ -180,6 +226,12 @@ def _start_local(
         groups = load(*config_of(config))
         check_workers(groups, [f"w{i}" for i in range(n)])
         everyone = any(group.everyone for group in groups.groups.values())
+        if (running := _job()) is not None:
+            if n > running.workers:
+                raise ConfigError(f"{n} workers are asked for, and this job has {running.workers}: start more processes")
+            settings = {"name": name, "stall_timeout": stall_timeout, "workers": running.workers}
+            connect(running.address, config, token=running.token, **settings)
+            return
     shutdown()
     if _Started.plan is not None:
         _Started.plan(config, n)

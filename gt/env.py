@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,11 @@ VARIABLES = (
     Variable("GT_AUTO_SHARD", "", "1: without a config, every op is data parallel over all workers"),
     Variable("GT_SERVER", "", "host:port of a running server, also for `gt worker`; empty: this program starts one"),
     Variable("GT_TOKEN", "", "secret of server, workers and clients; needed off loopback (`gt key FILE` makes one)"),
+    Variable("GT_TOKEN_FILE", "", "path of a file with that secret, where GT_TOKEN is empty"),
+    Variable("GT_WORKERS", "", "workers that each process of a job starts; empty: one for each of its GPUs, else one"),
+    Variable("GT_PORT", "", "port of a job's server; empty: the launcher's MASTER_PORT, or a free one under torchrun"),
+    Variable("GT_GRACE", "120", "seconds that a job's workers serve after SIGTERM, for the program's last checkpoint"),
+    Variable("GT_JOB", "", "address and number of workers of a job, as host:port 4; `gt run` sets it for its program"),
     Variable("GT_BACKEND", "torch", "engine of workers: torch, or numpy (on CPUs, without torch)"),
     Variable("GT_TRANSPORT", "", "transport between workers: nvshmem, nccl, shm (one host), net (shm, TCP); empty: GT chooses"),
     Variable("GT_EXACT_ATTENTION_DROPOUT", "", "1: on GPUs too, attention's dropout has one mask for every split; slower"),
@@ -43,6 +49,7 @@ VARIABLES = (
     Variable("GT_DEBUG_DISPATCHER", "", "1: debug log of the dispatcher"),
     Variable("GT_DEBUG_WORKER", "", "1: debug log of the workers"),
 )
+PASSED_ON = ("GT_", "NCCL_", "NVSHMEM_", "UCX_", "TORCH_", "TORCHINDUCTOR_", "OMP_", "MKL_")  # begins of names, for `for_hosts`
 BACKEND_ALIASES = {"pytorch": "torch"}  # other spellings of GT_BACKEND and --backend
 _NAMES = {v.name: v for v in VARIABLES}
 
@@ -58,9 +65,32 @@ def backend(name: str | None = None) -> str:
     return BACKEND_ALIASES.get(name, name)
 
 
-def token(file: Path | None) -> str:
-    """The shared secret: a file's text, or GT_TOKEN. OSError where the file cannot be read."""
+def token(file: Path | None = None) -> str:
+    """The shared secret: a file's text, or GT_TOKEN, or the text of GT_TOKEN_FILE. OSError where the file cannot be read."""
+    if file is None and not get("GT_TOKEN") and get("GT_TOKEN_FILE"):
+        file = Path(get("GT_TOKEN_FILE"))
     return file.read_text().strip() if file else get("GT_TOKEN")
+
+
+def of_launcher(names: Iterable[str]) -> dict[str, str]:
+    """Variables that a launcher has set, by name; those that are empty are left out."""
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def ssh_client() -> str:
+    """Address from which this process is logged in by ssh, "" if it is not."""
+    return os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
+
+
+def starting(prefix: str) -> dict[str, str]:
+    """Variables of another library, by the beginning of their names."""
+    return {key: value for key, value in os.environ.items() if key.startswith(prefix)}
+
+
+def for_hosts() -> dict[str, str]:
+    """Variables that workers on other hosts get too: GT's, but for secrets and addresses, and those of NCCL and the like."""
+    own = ("GT_TOKEN", "GT_TOKEN_FILE", "GT_SERVER", "GT_JOB", "GT_PORT", "GT_CONFIG", "GT_INSTRUCTION_LOG", "GT_OPS")
+    return {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON) and key not in own}
 
 
 def runtime_folder() -> str:

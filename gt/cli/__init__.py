@@ -42,6 +42,12 @@ def worker(args: list[str]) -> int:
     leave(main(args, own=True))
 
 
+def run(args: list[str]) -> int:
+    from gt.cli.run import main
+
+    return main(args, COMMANDS["run"][1])
+
+
 def key(args: list[str]) -> int:
     from gt.cli.key import main
 
@@ -79,10 +85,9 @@ def dashboard(args: list[str]) -> int:
 
 
 def doctor(args: list[str]) -> int:
-    no_options("doctor", args)
     from gt.cli.doctor import main
 
-    return main(args)
+    return main(args, COMMANDS["doctor"][1])
 
 
 def ops(args: list[str]) -> int:
@@ -130,13 +135,14 @@ def no_options(name: str, args: list[str]) -> None:
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "server": (server, "run a dispatcher in the foreground"),
     "worker": (worker, "run one worker in the foreground"),
+    "run": (run, "run a program as a job: under torchrun, srun, mpirun or Kubernetes, or on hosts by ssh"),
     "key": (key, "write a strong token to a new file, for a server off loopback"),
     "plan": (plan, "plan a program without workers: layouts, traffic, memory, schedule"),
     "trace": (trace, "run a program, and write a timeline of client, dispatcher, workers and transfers for Perfetto"),
     "top": (top, "watch a running server: workers, sessions, links, slow lines"),
     "metrics": (metrics, "serve metrics of a running server over HTTP, for Prometheus"),
     "dashboard": (dashboard, "show a running server in the browser: schedule, memory, traffic, curves, layouts, errors"),
-    "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs"),
+    "doctor": (doctor, "check this machine: python, torch, zmq, shared memory, GPUs; or several, with --hosts"),
     "ops": (ops, "print schemas of ops of the installed torch that GT lacks, as lines for the file GT_OPS"),
     "schema": (schema, "print the JSON Schema of the YAML of signal groups, for editors"),
     "env": (show_env, "print environment variables and their values"),

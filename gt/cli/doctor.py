@@ -5,6 +5,7 @@ gt/cli/gpus.py has the checks of GPUs, also where workers would get none.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import platform
@@ -12,7 +13,9 @@ import socket
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
+from gt import env
 from gt.cli import gpus
+from gt.errors import ConfigError
 from gt.launch import machine
 
 NEEDED, WANTED = "missing", "note"
@@ -22,7 +25,34 @@ class Doubt(Exception):
     """A warning: a check's result that may be wrong or harmless."""
 
 
-def main(args: list[str]) -> int:
+def main(args: list[str], about: str = "") -> int:
+    """Exit code: 1 if a requirement is missing. about: the command's text."""
+    parser = argparse.ArgumentParser(prog="gt doctor", description=about)
+    parser.add_argument("--hosts", metavar="H,H", help="check these hosts over ssh instead, and their links: h0,h1:4")
+    parser.add_argument("--hostfile", help="the same from a file of lines `host slots=N`")
+    parser.add_argument("--ssh", default="", help="command for ssh; default: ssh in batch mode; srun -N1 -n1 -w works too")
+    parser.add_argument("--python", default="", help="interpreter on the hosts; default: the path of this one")
+    parser.add_argument("--most", default="1GiB", help="bytes of the largest all-reduce of the hosts, or 0; default: 1GiB")
+    given = parser.parse_args(args)
+    if given.hosts or given.hostfile:
+        return _hosts(given)
+    return _machine()
+
+
+def _hosts(given: argparse.Namespace) -> int:
+    from gt.cli import hosts
+    from gt.launch import ssh
+
+    try:
+        known = ssh.read_hostfile(given.hostfile) if given.hostfile else ssh.entries(given.hosts.split(","))
+        most = env.size("--most", 0, given.most)
+    except ConfigError as error:
+        print(f"gt doctor: {error}")
+        return 2
+    return hosts.main(known, given.ssh.split() or ssh.SSH, given.python, most)
+
+
+def _machine() -> int:
     worst = 0
     for name, check, weight in CHECKS:
         try:

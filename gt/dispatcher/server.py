@@ -107,6 +107,11 @@ class Server:
     def address(self) -> str:
         return f"{self.host}:{self.port}"
 
+    @property
+    def worker_names(self) -> list[str]:
+        """Names of the workers that are connected."""
+        return sorted(self._names[peer] for peer in self._workers)
+
     def stop(self, reason: str = "it was told to stop") -> None:
         self._reason = self._reason or reason
         with self._ringing:

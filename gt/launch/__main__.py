@@ -1,7 +1,26 @@
-"""`python -m gt.launch`: the supervisor. gt.launch.local starts it; it is not for the command line."""
+"""`python -m gt.launch`: a supervisor, which gt.launch.local, gt.launch.job or ssh starts; it is not for the command line."""
 
 import sys
 
-from gt.launch.supervisor import main
+from gt.launch import host_agent, machine
+from gt.launch.supervisor import Supervisor, read_order
 
-sys.exit(main())
+
+def main(args: list[str]) -> int:
+    """Supervise by the order on stdin. --gpus: print the number of this host's GPUs; --agent: answer `gt doctor --hosts`."""
+    if args == ["--gpus"]:
+        print(len(machine.gpus()))
+        return 0
+    if args == ["--agent"]:
+        return host_agent.main()
+    order = read_order()
+    if not order:
+        return 1
+    if "server" in order:
+        from gt.launch.worker_host import WorkerHost
+
+        return WorkerHost(order).run()
+    return Supervisor(order).run()
+
+
+sys.exit(main(sys.argv[1:]))

@@ -25,6 +25,8 @@ log = logging.getLogger("gt.launch")
 
 START_SECONDS = 120.0  # until all processes have to be up: an import of torch from a cold disk is slow
 STOP = 6.0
+REPORT_SECONDS = 15.0  # between reports of missing workers
+MAX_NAMES = 8  # workers that a report names
 LOOK, STILL = 1.0, 5  # seconds between looks at the supervisor, and looks in a row that find it stopped until that is an error
 
 
@@ -36,6 +38,7 @@ class Local:
     token: str
     workers: int
     gpus: int
+    job: bool  # of several processes or hosts
     _process: subprocess.Popen = field(repr=False)
     _pid: int = field(default_factory=os.getpid, repr=False)
 
@@ -62,27 +65,47 @@ def start(
     token = auth.made()
     order = {"token": token, "workers": workers, "gpu": gpu, "backend": backend, "heartbeat": heartbeat}
     order |= {"libraries": list(libraries), "path": sys.path if libraries else []}
-    root = str(Path(__file__).parents[2])
+    local = launch(order, Start(meanwhile=meanwhile))
+    if gpu and local.gpus < workers:
+        log.warning("asked for %d GPU workers, this machine has %d GPUs: the rest run on the CPU", workers, local.gpus)
+    return local
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a supervisor. seconds: until all of its workers have to be up.
+
+    meanwhile: called while they start. on_port: called with the dispatcher's port. spoken: report missing workers on stderr.
+    """
+
+    seconds: float = START_SECONDS
+    meanwhile: Callable[[], None] | None = None
+    on_port: Callable[[int], None] | None = None
+    spoken: bool = False
+
+
+def launch(order: dict[str, Any], start: Start) -> Local:
+    """Start a supervisor, and return when its workers and, of a job, all others are up. order: see gt.launch.supervisor."""
     process = subprocess.Popen(
         [sys.executable, "-m", "gt.launch"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=env.child(PYTHONPATH=env.python_path(root)),
+        env=env.child(PYTHONPATH=env.python_path(str(Path(__file__).parents[2]))),
         start_new_session=True,  # a Ctrl-C in the terminal is for the user's program alone
     )
+    total = order.get("total") or order["workers"]
     try:
         assert process.stdin is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")
         process.stdin.flush()
-        if meanwhile is not None:
-            meanwhile()
-        port, gpus = _wait(process, workers)
+        if start.meanwhile is not None:
+            start.meanwhile()
+        port, gpus = _wait(process, total, start)
     except BaseException:
         _end(process)
         raise
-    if gpu and gpus < workers:
-        log.warning("asked for %d GPU workers, this machine has %d GPUs: the rest run on the CPU", workers, gpus)
-    local = Local(f"127.0.0.1:{port}", token, workers, min(gpus, workers) if gpu else 0, process)
+    usable = min(gpus, order["workers"]) if order["gpu"] else 0
+    local = Local(f"127.0.0.1:{port}", order["token"], total, usable, "total" in order, process)
     atexit.register(local.stop)
     stdin = process.stdin
     # The supervisor stops at the end of this pipe, so a forked DataLoader worker that outlives us must not hold it open.
@@ -90,17 +113,21 @@ def start(
     return local
 
 
-def _wait(process: subprocess.Popen, workers: int) -> tuple[int, int]:
+def _wait(process: subprocess.Popen, total: int, start: Start) -> tuple[int, int]:
     """(port, GPUs found) once the supervisor has reported that all workers are up."""
     assert process.stdout is not None
     known: dict[str, Any] = {}
-    deadline, rest = time.monotonic() + START_SECONDS, b""
+    now = time.monotonic()
+    deadline, next_report, rest, published = now + start.seconds, now + REPORT_SECONDS, b"", False
     vigil = Vigil(process.pid, home(), STILL)
-    while "port" not in known or (workers and "ready" not in known):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise SystemFailure(f"{workers} workers did not start within {START_SECONDS:g} s: run with GT_VERBOSE=1 to see why")
-        if not select.select([process.stdout], [], [], min(left, LOOK))[0]:
+    while "port" not in known or (total and "ready" not in known):
+        now = time.monotonic()
+        if now >= deadline:
+            raise SystemFailure(_late(known, total, start.seconds))
+        if start.spoken and now >= next_report:
+            next_report = now + REPORT_SECONDS
+            sys.stderr.write(f"gt: {_missing(known, total)}; waiting\n")
+        if not select.select([process.stdout], [], [], min(deadline - now, LOOK))[0]:
             if vigil.poll():
                 how = f"process {process.pid}, which starts dispatcher and workers, is stopped by a signal or a debugger"
                 raise SystemFailure(f"{how}; start again")
@@ -114,7 +141,24 @@ def _wait(process: subprocess.Popen, workers: int) -> tuple[int, int]:
             known.update(json.loads(line))
         if "failed" in known:
             raise SystemFailure(known["failed"])
+        if "port" in known and start.on_port is not None and not published:
+            published = True
+            start.on_port(known["port"])
     return known["port"], known["gpus"]
+
+
+def _missing(known: dict[str, Any], total: int) -> str:
+    here = known.get("connected", [])
+    missing = [name for name in (f"w{n}" for n in range(total)) if name not in here]
+    names = ", ".join(missing[:MAX_NAMES]) + ", ..." * (len(missing) > MAX_NAMES)
+    return f"{len(here)} of {total} workers are connected, {names} missing"
+
+
+def _late(known: dict[str, Any], total: int, seconds: float) -> str:
+    if known.get("connected"):
+        todo = "see the output of these ranks; a firewall, another token or a rank with fewer workers (GT_WORKERS) are usual"
+        return f"{_missing(known, total)} after {seconds:g} s: {todo}"
+    return f"{total} workers did not start within {seconds:g} s: run with GT_VERBOSE=1 to see why"
 
 
 def _end(process: subprocess.Popen) -> None:

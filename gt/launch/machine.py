@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from gt import env
@@ -25,6 +26,15 @@ def untested(torch: str) -> str:
         return ""
     tested = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
     return f"torch is {torch}, and GT was tested with {tested}: other versions may fail or compute other values"
+
+
+def unsupported(platform: str = sys.platform) -> str:
+    """The reason why this system cannot run programs of GT, "" for Linux."""
+    if platform == "linux":
+        return ""
+    name = {"darwin": "macOS", "win32": "Windows"}.get(platform, platform)
+    todo = "run it in a Linux container or virtual machine here, or by ssh on the server's host"
+    return f"this is {name}, and a program that uses GT needs Linux (eventfd, memfd): {todo}"
 
 
 def gpus() -> list[str]:

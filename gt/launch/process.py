@@ -18,7 +18,7 @@ _PF_EXITING = 4
 def fork(title: str, body: Callable[[], object], stderr: int = -1) -> int:
     """Fork a child that runs `body` under this title and is killed when we die; its pid. It never returns to our code.
 
-    stderr: descriptor for its stderr. The child has no stdin and no stdout.
+    body: an int that it returns is the exit code. stderr: descriptor for its stderr. The child has no stdin and no stdout.
     """
     parent = os.getpid()
     pid = os.fork()
@@ -35,8 +35,8 @@ def fork(title: str, body: Callable[[], object], stderr: int = -1) -> int:
         if stderr >= 0:
             os.dup2(stderr, 2)
         rename(title)
-        body()
-        code = 0
+        result = body()
+        code = result if isinstance(result, int) else 0
     except BaseException:
         traceback.print_exc()
     finally:

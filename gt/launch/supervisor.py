@@ -23,6 +23,7 @@ from typing import Any
 from gt import env, logs
 from gt.launch import machine
 from gt.launch.process import ending, fork
+from gt.launch.ssh import RemoteHost
 from gt.wire.liveness import POLLS, Vigil, home, sight
 
 POLL = 0.2  # seconds between looks at parent and children
@@ -31,12 +32,20 @@ AGAIN, WITHIN = 3, 60.0  # restarts of a worker, at most, within so many seconds
 GIVEN_UP = 2  # heartbeats for which a worker's process may be stopped until it is replaced
 NEVER_UP = 0.5  # heartbeats for which a starting process may be stopped until that is an error
 WORDS = 12  # lines of stderr kept of each worker, for the error if it dies at start
+HOST_GRACE = 3.0  # seconds more for hosts that are reached by ssh
+ENDED, LOST, UNREACHED = 0, 3, 4  # exit codes of a worker: told to end; its link ended; no server took it
+# Signals that launchers send to every process of a job, for the program to answer. STOP_SIGNAL is the supervisor's own.
+SIGNALS_OF_JOBS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNAL = signal.SIGRTMIN + 5
 
 
 class Supervisor:
     """order: {"token", "workers", "gpu", "backend", "heartbeat", "libraries", "path"}, see launch.local.
 
-    The token is the server's secret. path: folders where the program finds modules, for the libraries.
+    The token is the server's secret. path: folders where the program finds modules, for the libraries. A job's order has more,
+    see launch.job: `listen` (host and port; the token is then one that people gave), `own` (the address for workers of this
+    host), `first` (index of its first worker), `total` (workers of the whole job), `hosts` (that it reaches by ssh), `patient`
+    (signals are the program's to answer).
     """
 
     def __init__(self, order: dict[str, Any]) -> None:
@@ -53,17 +62,22 @@ class Supervisor:
         self._ready = self._stopping = self._silent = False
         self._port = 0  # once the dispatcher has reported it
         self._status = b""  # of the dispatcher: an incomplete line
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stopping", True))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._total = order.get("total") or order["workers"]
+        self._hosts: dict[int, RemoteHost] = {}  # by pid of ssh
+        self._patient = bool(order.get("patient"))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if self._patient else self._on_sigterm)
+        for number in (signal.SIGINT, *(SIGNALS_OF_JOBS if self._patient else ())):
+            signal.signal(number, signal.SIG_IGN)
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """Supervise until the end; the process's exit code."""
         status = os.pipe()
         if self._order["workers"]:
             import gt.worker.loop  # noqa: F401 - half of its modules are the dispatcher's too, and NumPy and ZeroMQ
         self._dispatcher = fork("gt.server", lambda: _dispatch(self._order, status[1]))
         os.close(status[1])
         self._watch(self._dispatcher)
-        gpus = _preload(self._order["backend"]) if self._order["workers"] else []
+        gpus = preload(self._order["backend"]) if self._order["workers"] else []
         self._select.register(0, selectors.EVENT_READ, self._on_stdin)
         self._select.register(status[0], selectors.EVENT_READ, self._on_status)
         try:
@@ -71,6 +85,8 @@ class Supervisor:
                 self._turn(POLL)
             if not self._stopping:
                 self._fork_workers(self._port, gpus if self._order["gpu"] else [])
+                for about in self._order.get("hosts", ()):
+                    self._reach(RemoteHost(about, self._order, self._port))
                 self._report(port=self._port, gpus=len(gpus))
             while not self._stopping:
                 self._turn(POLL)
@@ -78,6 +94,7 @@ class Supervisor:
             self._report(failed=str(error))
         finally:
             self._end()
+        return 0
 
     # ---- children
 
@@ -86,18 +103,44 @@ class Supervisor:
         self._start = partial(self._fork_worker, port, gpus)
         for number in range(self._order["workers"]):
             self._start(number)
-        if not self._order["workers"]:
+        if not self._total:
             self._up()
 
     def _fork_worker(self, port: int, gpus: list[str], number: int) -> None:
         end, start = os.pipe()
         gpu = gpus[number] if number < len(gpus) else ""
-        pid = fork(f"gt.worker {number}", partial(_work, self._order, port, gpu), stderr=start)
+        pid = fork(f"gt.worker {self._order.get('first', 0) + number}", self._body(port, gpu, number), stderr=start)
         os.close(start)
         self._workers[pid] = number
         self._watch(pid)
         self._words[number] = deque(maxlen=WORDS)
         self._select.register(end, selectors.EVENT_READ, partial(self._on_stderr, number=number))
+
+    def _body(self, port: int, gpu: str, number: int) -> Callable[[], object]:
+        """The function that a worker's process executes."""
+        return partial(work, self._order, self._order.get("own", "127.0.0.1"), port, gpu, number)
+
+    def _reach(self, host: RemoteHost) -> None:
+        """Start a host's workers by ssh."""
+        self._hosts[host.start()] = host
+        self._select.register(host.stderr(), selectors.EVENT_READ, partial(self._on_remote, host=host))
+
+    def _on_remote(self, fd: int, host: RemoteHost) -> None:
+        data = os.read(fd, 1 << 16)
+        if not data:
+            self._select.unregister(fd)
+            os.close(fd)
+        else:
+            self._pass_on(host.prefixed(data))
+
+    def _lost_host(self, host: RemoteHost, code: int) -> None:
+        """Reach it again, some times: it may have restarted. RuntimeError while the job starts."""
+        if not self._ready:
+            self._drain()
+            raise RuntimeError(host.ended(code))
+        self._pass_on(f"gt: {host.ended(code)}\n".encode())
+        if host.again(time.monotonic()):
+            self._reach(host)
 
     def _watch(self, pid: int) -> None:
         self._vigils[pid] = Vigil(pid, home(), int((GIVEN_UP if self._ready else NEVER_UP) * POLLS))
@@ -134,15 +177,25 @@ class Supervisor:
                 if not self._ready:
                     self._drain()
                     raise RuntimeError(f"the dispatcher died while starting{_how(code)}")
+            elif pid in self._hosts:
+                host = self._hosts.pop(pid)
+                if not self._stopping:
+                    self._lost_host(host, code)
             elif pid in self._workers:
                 number = self._workers.pop(pid)
-                del self._vigils[pid]
-                if not self._ready and not self._stopping:
-                    self._drain()
-                    raise RuntimeError(_last_words(number, code, self._words[number]))
-                if not self._stopping and self._dispatcher:
-                    self._lost_worker(number)
+                self._vigils.pop(pid, None)
+                self._ended_worker(number, code)
         self._end_stopped()
+
+    def _ended_worker(self, number: int, code: int) -> None:
+        if not self._ready and not self._stopping:
+            self._drain()
+            raise RuntimeError(_last_words(number, code, self._words[number]))
+        if not self._stopping and self._dispatcher:
+            self._lost_worker(number)
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        self._stopping = True
 
     def _end_stopped(self) -> None:
         """End workers that the dispatcher has given up, even if they could continue. RuntimeError at the start."""
@@ -167,11 +220,14 @@ class Supervisor:
         """End the workers: by the dispatcher's Exit, then by SIGTERM, then by SIGKILL."""
         if 0 in self._select.get_map():
             self._select.unregister(0)
-        left = {self._dispatcher, *self._workers} - {0}
-        _signal(self._dispatcher, signal.SIGTERM)
-        left = self._wait(left, ASK)
+        left = {self._dispatcher, *self._workers, *self._hosts} - {0}
+        stop = STOP_SIGNAL if self._patient else signal.SIGTERM
+        _signal(self._dispatcher, stop)
+        for host in self._hosts.values():
+            host.close()
+        left = self._wait(left, ASK + (HOST_GRACE if self._hosts else 0.0))
         for pid in left:
-            _signal(pid, signal.SIGTERM)
+            _signal(pid, stop if pid in self._workers else signal.SIGTERM)
         for pid in self._wait(left, GRACE):
             _signal(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -203,9 +259,11 @@ class Supervisor:
             if "failed" in row:
                 raise RuntimeError(row["failed"])
             self._port = row.get("port", self._port)
-            if row.get("workers") == self._order["workers"] and not self._ready:
-                self._up()
-                self._report(ready=self._order["workers"])
+            if "workers" in row and not self._ready:
+                self._report(connected=row["workers"])
+                if len(row["workers"]) == self._total:
+                    self._up()
+                    self._report(ready=self._total)
 
     def _on_stderr(self, fd: int, number: int) -> None:
         data = os.read(fd, 1 << 16)
@@ -215,31 +273,33 @@ class Supervisor:
             return
         self._words[number].extend(data.decode(errors="replace").splitlines())
         if not self._silent:
-            with contextlib.suppress(OSError):
-                os.write(2, data)
+            self._pass_on(data)
+
+    def _pass_on(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, data)
 
     def _report(self, **facts: Any) -> None:
         with contextlib.suppress(OSError):  # the program is gone: the end of stdin shows it too
             os.write(1, json.dumps(facts).encode() + b"\n")
 
 
-def main() -> int:
-    """Read the order, one JSON line on stdin (its token must not show in `ps`), and supervise."""
+def read_order() -> dict[str, Any]:
+    """The order: one JSON line on stdin, as its token must not show in `ps`. Empty if stdin has ended."""
     line = b""
     while not line.endswith(b"\n"):
         data = os.read(0, 1)
         if not data:
-            return 1
+            return {}
         line += data
-    Supervisor(json.loads(line)).run()
-    return 0
+    return json.loads(line)
 
 
 # ---- in the children
 
 
 def _dispatch(order: dict[str, Any], status: int) -> None:
-    """The dispatcher process: reports its port, then its number of workers."""
+    """The dispatcher process: reports its port, then the names of its workers."""
     from gt import errors
     from gt.dispatcher.cluster.leases import Terms
     from gt.dispatcher.server import Server
@@ -252,15 +312,22 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
 
     logs.setup("dispatcher", "gt.server")
     more_descriptors()
+    stop: int = signal.SIGTERM
+    if order.get("patient"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stop = STOP_SIGNAL
+    listen = order.get("listen")
+    host, port = listen or ("127.0.0.1", 0)
     try:
-        access, terms = Access(secret=order["token"]), Terms(most=order["workers"])
-        server = Server("127.0.0.1", 0, access, order["heartbeat"], terms=terms)
+        access = Access(token=order["token"]) if listen else Access(secret=order["token"])
+        terms = Terms(most=order.get("total") or order["workers"])
+        server = Server(host, port, access, order["heartbeat"], terms=terms)
     except errors.GTError as error:
         announce(failed=str(error))
         return
-    signal.signal(signal.SIGTERM, lambda *_: server.stop("the program that started it has ended"))
+    signal.signal(stop, lambda *_: server.stop("the program that started it has ended"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server.on_workers = lambda count: announce(workers=count)
+    server.on_workers = lambda count: announce(workers=server.worker_names)
     announce(port=server.port)
     keep_freed()
     collect_less()
@@ -268,26 +335,40 @@ def _dispatch(order: dict[str, Any], status: int) -> None:
     server.run()
 
 
-def _work(order: dict[str, Any], port: int, gpu: str) -> None:
+def work(order: dict[str, Any], host: str, port: int, gpu: str, number: int, wait: float = 10.0) -> int:
+    """Be a worker until its end. Returns its process's exit code: ENDED if it was told to end, LOST, or UNREACHED."""
     from gt.worker.loop import WorkerOptions, run
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if order.get("patient"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.signal(STOP_SIGNAL, _terminate)
     if gpu:
         env.export(CUDA_VISIBLE_DEVICES=gpu)
     device = "cuda:0" if gpu else "cpu"
     sys.path.extend(folder for folder in order["path"] if folder not in sys.path)
+    rank = order["first"] + number if "first" in order else -1
     options = WorkerOptions(
-        "127.0.0.1", port, order["token"], backend=order["backend"], device=device, libraries=order["libraries"]
-    )
-    why = run(options)
+        host, port, order["token"], f"w{rank}" if rank >= 0 else "", order["backend"], device, wait,
+        libraries=order["libraries"], rank=rank,
+    )  # fmt: skip
+    connected: list[str] = []
+    why = run(options, connected.append)
     if why:
         sys.stderr.write(f"gt worker: {why}\n")
+    return ENDED if not why else LOST if connected else UNREACHED
+
+
+def _terminate(number: int, frame: object) -> None:
+    """End a worker that ignores its job's SIGTERM."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 # ---- helpers
 
 
-def _preload(backend: str) -> list[str]:
+def preload(backend: str) -> list[str]:
     """Import the modules that all workers share, and return the usable GPUs."""
     from gt.worker.engine.registry import ENGINES, import_torch_engine, open_engine
 
@@ -319,7 +400,7 @@ def _signal(pid: int, number: int) -> None:
 
 def _last_words(number: int, code: int, words: deque[str]) -> str:
     said = ": " + " | ".join(words) if words else ", and said nothing: run with GT_VERBOSE=1 to see why"
-    return f"worker {number} died while starting{_how(code)}{said}"
+    return f"worker {number} died while starting{'' if code in (LOST, UNREACHED) else _how(code)}{said}"
 
 
 def _how(code: int) -> str:

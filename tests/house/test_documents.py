@@ -19,7 +19,7 @@ from tests.helpers import ROOT
 from tests.helpers.limits import limit
 
 DEMO = ROOT / "examples" / "tuning_demo"
-SHOWN = ("quickstart", "signal_groups", "debugging", "programs", "schedules", "plan", "models", "sharded")
+SHOWN = ("quickstart", "signal_groups", "debugging", "programs", "schedules", "plan", "models", "sharded", "hosts")
 WITH_PYTHON = ("README.md", *(f"docs/{page}.md" for page in SHOWN))
 LIBRARIES = "docs/libraries.md"  # runs in a process of its own: its workers import a module of the page
 WITH_SHELL = (*WITH_PYTHON, "examples/tuning_demo/README.md")

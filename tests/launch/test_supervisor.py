@@ -121,7 +121,7 @@ STARTING = """
 import os, signal, sys
 from gt.launch import supervisor
 setattr(supervisor, sys.argv[1], lambda *_: os.kill(os.getpid(), getattr(signal, sys.argv[2])))
-sys.exit(supervisor.main())
+supervisor.Supervisor(supervisor.read_order()).run()
 """
 
 
@@ -138,8 +138,8 @@ def starting(what: str, how: str, heartbeat: float) -> subprocess.Popen:
 @pytest.mark.parametrize(("what", "how", "says"), [
     ("_dispatch", "SIGSTOP", r"^the dispatcher does not start: its process \d+ is stopped .*\(state T\)"),
     ("_dispatch", "SIGKILL", r"^the dispatcher died while starting \(signal SIGKILL\)"),
-    ("_work", "SIGSTOP", r"^worker [01] does not start: its process \d+ is stopped .*\(state T\)"),
-    ("_work", "SIGKILL", r"^worker [01] died while starting \(signal SIGKILL\)"),
+    ("work", "SIGSTOP", r"^worker [01] does not start: its process \d+ is stopped .*\(state T\)"),
+    ("work", "SIGKILL", r"^worker [01] died while starting \(signal SIGKILL\)"),
 ])  # fmt: skip
 def test_a_process_that_does_not_start_is_named_with_the_cause(what, how, says):
     nursery = starting(what, how, heartbeat=0.5)
@@ -150,7 +150,7 @@ def test_a_process_that_does_not_start_is_named_with_the_cause(what, how, says):
     assert re.search(says, said["failed"])
 
 
-@pytest.mark.parametrize("what", ["_dispatch", "_work"])
+@pytest.mark.parametrize("what", ["_dispatch", "work"])
 def test_a_nursery_ends_with_its_program_also_while_what_it_starts_is_stopped(what):
     nursery = starting(what, "SIGSTOP", heartbeat=1000.0)
     nursery.communicate(timeout=limit(60))  # its stdin ends

@@ -1,0 +1,221 @@
+"""The agent of `gt doctor --hosts` on one host: facts of the host, and measurements of its links to others. Knows no torch.
+
+It reads orders, one JSON line each on stdin, answers each by a line on stdout, and ends with stdin.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import json
+import os
+import platform
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from gt import env
+from gt.launch import machine
+from gt.wire.link import RELEASE
+from gt.wire.liveness import home
+
+PINGS, BLOCK = 64, 1 << 20
+SECONDS = 5.0  # for a connection, and for each wait on it
+BULK_SECONDS, MAX_BULK = 1.0, 1 << 30  # of a measurement of the rate
+_ADDRESS, _NETMASK = 0x8915, 0x891B  # SIOCGIFADDR, SIOCGIFNETMASK
+INNER = ("lo", "docker", "br-", "virbr", "cni", "flannel", "kube")  # devices that lead to no other host
+INFINIBAND = Path("/sys/class/infiniband")
+PACKAGES = ("torch", "numpy", "pyzmq", "nvshmem4py-cu12", "nvshmem4py-cu13")
+
+
+def facts() -> dict[str, Any]:
+    """All that the checks compare, by name."""
+    versions = {"gt": RELEASE, "python": platform.python_version(), **_packages()}
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    shm = os.statvfs("/dev/shm")
+    return {
+        "name": socket.gethostname(), "home": home(), "time": time.time(), "versions": versions, "driver": _driver(),
+        "gpus": len(machine.gpus()), "links": links(), "rdma": rdma(), "plugin": _plugin(), "nccl": env.starting("NCCL_"),
+        "shm_free": shm.f_bavail * shm.f_frsize, "memlock": soft, "peermem": Path("/sys/module/nvidia_peermem").exists(),
+    }  # fmt: skip
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for package in distributions():
+        name = (package.metadata["Name"] or "").lower()
+        if name in PACKAGES or name.startswith("nvidia-nccl"):
+            found["nccl" if name.startswith("nvidia-nccl") else name] = package.version
+    return found
+
+
+def _driver() -> str:
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return ""
+
+
+def links() -> list[list[Any]]:
+    """[address, prefix, device, Mbit/s or 0] of each device that is up."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                address, mask = (fcntl.ioctl(sock, call, request)[20:24] for call in (_ADDRESS, _NETMASK))
+            except OSError:  # it has no address
+                continue
+            if not name.startswith(INNER) and _text(f"/sys/class/net/{name}/operstate") != "down":
+                prefix = int.from_bytes(mask, "big").bit_count()
+                speed = _text(f"/sys/class/net/{name}/speed")
+                found.append([socket.inet_ntoa(address), prefix, name, int(speed) if speed.isdecimal() else 0])
+    return found
+
+
+def rdma() -> list[dict[str, Any]]:
+    """RDMA devices: their network devices, rate, and GIDs by index with their type."""
+    found = []
+    for device in sorted(INFINIBAND.glob("*")) if INFINIBAND.exists() else ():
+        for port in sorted((device / "ports").glob("*")):
+            gids = {}
+            for gid in (port / "gids").glob("*"):
+                text = _text(gid)
+                if text.replace(":", "").strip("0"):
+                    gids[gid.name] = [text, _text(port / "gid_attrs/types" / gid.name)]
+            devices = [path.name for path in (device / "device/net").glob("*")]
+            found.append({"device": device.name, "port": port.name, "net": devices, "rate": _text(port / "rate"),
+                          "state": _text(port / "state"), "gids": gids})  # fmt: skip
+    return found
+
+
+def _plugin() -> dict[str, Any]:
+    """The file that NCCL_NET_PLUGIN names: whether it is there, is a plugin, and was built with verbs."""
+    path = env.starting("NCCL_").get("NCCL_NET_PLUGIN", "")
+    if "/" not in path:
+        return {"path": path}
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        return {"path": path, "error": error.strerror or str(error)}
+    return {"path": path, "plugin": b"ncclNetPlugin" in data or b"ncclNet_v" in data, "verbs": b"ibv_" in data}
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+# ---- links
+
+
+class Listener:
+    """Answers pings, and swallows bytes, of peers that know the token."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self._sock = socket.create_server(("0.0.0.0", 0))
+        self.port = self._sock.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            peer, _ = self._sock.accept()
+            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        with peer:
+            try:
+                peer.settimeout(SECONDS)
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if not hmac.compare_digest(_exactly(peer, len(self._token)), self._token):
+                    return
+                for _ in range(PINGS):
+                    peer.sendall(_exactly(peer, 8))
+                view = memoryview(bytearray(BLOCK))
+                while (size := int.from_bytes(_exactly(peer, 8), "big")) and size <= MAX_BULK:
+                    while size:
+                        got = peer.recv_into(view, min(size, BLOCK))
+                        if not got:
+                            return
+                        size -= got
+                    peer.sendall(b"!")
+            except OSError:  # the peer's end has the reason
+                return
+
+
+def measure(address: str, port: int, token: str) -> dict[str, Any]:
+    """Microseconds of a round trip and GB/s to a listener, or the error of the attempt and whether the host answers a ping."""
+    try:
+        with socket.create_connection((address, port), SECONDS) as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(token.encode())
+            trips = []
+            for _ in range(PINGS):
+                begin = time.perf_counter()
+                sock.sendall(b"12345678")
+                _exactly(sock, 8)
+                trips.append(time.perf_counter() - begin)
+            return {"us": min(trips) * 1e6, "rate": _rate(sock), "own": sock.getsockname()[0]}
+    except OSError as error:
+        return {"error": error.strerror or str(error), "ping": _ping(address)}
+
+
+def _rate(sock: socket.socket) -> float:
+    """GB/s: doubled until it takes long enough."""
+    block, size = memoryview(bytes(BLOCK)), BLOCK
+    while True:
+        begin = time.perf_counter()
+        sock.sendall(size.to_bytes(8, "big"))
+        for _ in range(size // BLOCK):
+            sock.sendall(block)
+        _exactly(sock, 1)
+        took = time.perf_counter() - begin
+        if took > BULK_SECONDS / 4 or size * 2 > MAX_BULK:
+            return size / took / 1e9
+        size *= 2
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        got = sock.recv(count - len(data))
+        if not got:
+            raise ConnectionResetError("the other end closed the connection")
+        data += got
+    return data
+
+
+def _ping(address: str) -> bool:
+    try:
+        done = subprocess.run(["ping", "-c1", "-W1", address], capture_output=True, timeout=SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def main() -> int:
+    listener: Listener | None = None
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer: dict[str, Any]
+        if order["do"] == "facts":
+            answer = facts()
+        elif order["do"] == "listen":
+            listener = listener or Listener(order["token"])
+            answer = {"port": listener.port}
+        else:
+            address = order["address"] or env.ssh_client() or "127.0.0.1"  # "": where this process is logged in from
+            answer = {"address": address, **measure(address, order["port"], order["token"])}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+    return 0

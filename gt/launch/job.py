@@ -1,0 +1,187 @@
+"""Jobs of several processes, which a launcher or ssh has started: rank 0 has server and program, and all ranks have workers.
+
+gt.launch.join says which rank this process is. A process of another rank becomes the supervisor of its workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gt import env
+from gt.errors import ConfigError, DispatcherLost, Refused
+from gt.launch import join, local, machine, ssh
+from gt.launch.host_agent import links
+from gt.launch.join import Place
+from gt.wire.access import auth
+from gt.wire.socket import resolve
+
+log = logging.getLogger("gt.launch")
+START_SECONDS = 600.0  # until all ranks are there: images are pulled, and torch is imported from a cold disk
+HEARTBEAT_SECONDS = 10.0
+EVERYWHERE = "0.0.0.0"
+_begun: list[Place] = []  # jobs that this process has started
+
+
+@dataclass(frozen=True)
+class Running:
+    """A running job, as its program connects to it."""
+
+    address: str
+    token: str
+    workers: int
+
+
+def running() -> Running | None:
+    """The job that `gt run` has started around this program, None without one."""
+    address, _, workers = env.get("GT_JOB").partition(" ")
+    if not address:
+        return None
+    if not workers.isdecimal():
+        raise ConfigError(f"GT_JOB is {env.get('GT_JOB')!r}, want host:port and a number of workers; only `gt run` sets it")
+    return Running(address, _token(), int(workers))
+
+
+def place() -> Place:
+    """This process's place in its job; alone on this host if no launcher has started it."""
+    found = join.place(env.of_launcher(join.VARIABLES))
+    if found is None:
+        return Place("")
+    if port := env.get("GT_PORT"):
+        if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigError(f"GT_PORT is {port!r}, want a port from 1 to 65535")
+        found = replace(found, port=int(port), store=None)
+    return found
+
+
+def work(at: Place) -> NoReturn:
+    """Replace this process by the supervisor of its rank's workers, which ends with the job. For ranks above 0."""
+    token, count = _token_for(at), workers_of(at)
+    host = join.LOOPBACK if at.alone else at.host
+    port = int(_store(at).get(at.store[2])) if at.store is not None else at.port
+    order = _order(token, count, first=at.rank * count, server=[host, port], wait=START_SECONDS, patient=True)
+    reading, writing = os.pipe()  # never closed, as its end would be the supervisor's
+    os.write(writing, json.dumps(order).encode() + b"\n")
+    os.dup2(reading, 0)
+    os.set_inheritable(writing, True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    variables = env.child(PYTHONPATH=env.python_path(str(Path(__file__).parents[2])), **_own_gpu(at))
+    os.execve(sys.executable, [sys.executable, "-m", "gt.launch"], variables)
+
+
+def start(at: Place, meanwhile: Callable[[], None] | None = None) -> local.Local:
+    """Start rank 0's server and workers, and return once the workers of all ranks are connected. For one job, once."""
+    if _begun and at.size > 1:
+        raise Refused("this job has ended by gt.shutdown(), and its other processes with it: start the job again")
+    _begun.append(at)
+    token, count = _token_for(at), workers_of(at)
+    env.export(**_own_gpu(at))
+    listen = [join.LOOPBACK if at.alone else EVERYWHERE, at.port]
+    own = join.LOOPBACK if at.alone else own_address(at.host)
+    order = _order(token, count, first=0, total=at.size * count, listen=listen, own=own, patient=True)
+
+    def publish(port: int) -> None:
+        if at.store is not None and at.size > 1:
+            _store(at).set(at.store[2], str(port))
+
+    return local.launch(order, local.Start(START_SECONDS, meanwhile, publish, spoken=True))
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The way to hosts: ssh's command, the interpreter there, and the address of this host for them, "" to take ssh's."""
+
+    ssh: Sequence[str] = ssh.SSH
+    python: str = ""
+    address: str = ""
+
+
+def start_hosts(hosts: Sequence[ssh.HostEntry], reach: Reach, meanwhile: Callable[[], None] | None = None) -> local.Local:
+    """Start a server here and workers on the hosts, in their order, and return once all are connected."""
+    token = env.token() or auth.strong()
+    known = ssh.with_slots(hosts, reach.ssh, reach.python)
+    rows, first = [], 0
+    for host in known:
+        rows.append({"host": host.name, "slots": host.slots, "first": first})
+        first += host.slots
+    alone = all(ssh.is_this_host(host.name) for host in known)
+    order = _order(
+        token, 0, total=first, hosts=rows, listen=[join.LOOPBACK if alone else EVERYWHERE, _port()], wait=START_SECONDS,
+        own=join.LOOPBACK if alone else own_address(reach.address), ssh=list(reach.ssh), python=reach.python,
+        address=reach.address, variables=env.for_hosts(),
+    )  # fmt: skip
+    return local.launch(order, local.Start(START_SECONDS, meanwhile, spoken=True))
+
+
+def workers_of(at: Place) -> int:
+    """Number of workers that each process of the job starts."""
+    if text := env.get("GT_WORKERS"):
+        if not text.isdecimal() or not 0 < int(text) <= join.MAX_PROCESSES:
+            raise ConfigError(f"GT_WORKERS is {text!r}, want the number of workers of each process of the job")
+        return int(text)
+    return at.workers or max(len(machine.gpus()) if at.local_size == 1 else 1, 1)
+
+
+def own_address(host: str = "") -> str:
+    """An address of this host for its own workers, who accept other hosts' workers only if their server is off loopback.
+
+    host: a name of this host, which it may itself resolve to loopback.
+    """
+    with contextlib.suppress(DispatcherLost):
+        if host and not auth.loopback(address := resolve(host)):
+            return address
+    return next((link[0] for link in links()), join.LOOPBACK)
+
+
+def _own_gpu(at: Place) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for one of several processes on a host that all see all GPUs."""
+    gpus = machine.gpus()
+    if at.local_size == 1 or len(gpus) < 2:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": gpus[at.local_rank] if at.local_rank < len(gpus) else ""}
+
+
+def _order(token: str, workers: int, **more: Any) -> dict[str, Any]:
+    libraries = env.names("GT_LIBRARIES")
+    common = {"token": token, "workers": workers, "gpu": True, "backend": env.backend(), "heartbeat": HEARTBEAT_SECONDS}
+    return {**common, "libraries": libraries, "path": sys.path if libraries else [], **more}
+
+
+def _port() -> int:
+    return int(env.get("GT_PORT") or 0)
+
+
+def _token() -> str:
+    try:
+        return env.token()
+    except OSError as error:
+        raise Refused(f"GT_TOKEN_FILE={error.filename} cannot be read: {error.strerror}") from None
+
+
+def _token_for(at: Place) -> str:
+    """The job's token. Refused for a job on several hosts that has none."""
+    token = _token()
+    if not token and not at.alone:
+        raise Refused(
+            "a job on several hosts needs a token: make one with `gt key ~/.gt-token`, and set GT_TOKEN_FILE=~/.gt-token "
+            "(or GT_TOKEN, or --token-file) for all of its processes"
+        )
+    return token
+
+
+def _store(at: Place) -> Any:
+    """The store of torchrun's agent."""
+    from torch.distributed import TCPStore
+
+    assert at.store is not None
+    host, port, _ = at.store
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=START_SECONDS))

@@ -1,0 +1,178 @@
+"""Hosts that are reached by ssh: hostfiles, and the process that runs a host's workers.
+
+The host's supervisor gets its order, with the token, on its standard input, and ends when that does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gt import env
+from gt.errors import ConfigError, SystemFailure
+
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+NAME = re.compile(r"[\w@.\[\]:%-]*[\w.\]]")
+AGAIN, WITHIN = 3, 60.0  # attempts to reach a lost host again, at most, within so many seconds
+MAX_SLOTS = 1 << 12
+WORDS = 8  # lines of a host's stderr that are kept for its error
+PROBE_SECONDS = 60.0
+ROOT = str(Path(__file__).parents[2])
+
+
+@dataclass(frozen=True)
+class HostEntry:
+    """A line of a hostfile. slots: workers there; 0: one for each GPU, else one."""
+
+    name: str
+    slots: int = 0
+
+
+def entry(text: str, where: str) -> HostEntry:
+    """Parse `host`, `host slots=N` or `host:N`. ConfigError, which begins with `where`, for another text."""
+    name, *rest = text.split()
+    if not rest and (found := re.fullmatch(r"([^:]+):(\d+)", name)):
+        name, rest = found[1], [f"slots={found[2]}"]
+    found = re.fullmatch(r"slots=(\d+)", rest[0]) if len(rest) == 1 else None
+    if name.startswith("-") or not NAME.fullmatch(name) or len(rest) > 1 or (rest and not found):
+        raise ConfigError(f"{where}: got {text!r}, want a host, and behind it slots=N or nothing")
+    slots = int(found[1]) if found else 0
+    if found and not 0 < slots <= MAX_SLOTS:
+        raise ConfigError(f"{where}: {text!r} has {slots} slots, want 1 to {MAX_SLOTS}")
+    return HostEntry(name, slots)
+
+
+def entries(lines: Iterable[str], path: str = "") -> list[HostEntry]:
+    """The hosts of a hostfile's lines, or of a list. ConfigError for a bad line, a host that is there twice, and for none."""
+    found: list[HostEntry] = []
+    for number, line in enumerate(lines, 1):
+        if text := line.partition("#")[0].strip():
+            where = f"{path}:{number}" if path else f"ssh host {number}"
+            found.append(entry(text, where))
+            if any(other.name == found[-1].name for other in found[:-1]):
+                raise ConfigError(f"{where}: host {found[-1].name!r} is there twice; give it more slots instead")
+    if not found:
+        raise ConfigError(f"{path or 'ssh'} names no host: want lines such as `h0 slots=1`")
+    return found
+
+
+def read_hostfile(path: str) -> list[HostEntry]:
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"the hostfile {path} cannot be read: {error}") from None
+    return entries(text.splitlines(), path)
+
+
+def is_this_host(name: str) -> bool:
+    return name in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+
+
+def command(host: str, ssh: Sequence[str], args: Sequence[str], python: str = "") -> list[str]:
+    """The command that runs `python -m ARGS` on a host, in the same folder, with this copy of gt if the host has it too.
+
+    ssh: the command, ssh or another one that takes a host and a command, as srun -w.
+    """
+    if is_this_host(host):
+        return ["env", f"PYTHONPATH={env.python_path(ROOT)}", sys.executable, "-m", *args]
+    line = ["env", f"PYTHONPATH={env.python_path(ROOT)}", python or sys.executable, "-m", *args]
+    text = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(line)}"
+    if "ssh" in Path(ssh[0]).name:  # a shell there parses its text
+        return [*ssh, host, text]
+    return [*ssh, host, "sh", "-c", text]
+
+
+def with_slots(hosts: Sequence[HostEntry], ssh: Sequence[str], python: str = "") -> list[HostEntry]:
+    """The hosts with slots: those that have none are asked for their number of GPUs. SystemFailure if one does not answer."""
+    asked = {
+        host.name: subprocess.Popen(
+            command(host.name, ssh, ["gt.launch", "--gpus"], python), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )
+        for host in hosts if not host.slots
+    }  # fmt: skip
+    slots: dict[str, int] = {}
+    try:
+        for name, process in asked.items():
+            try:
+                out, err = process.communicate(timeout=PROBE_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise SystemFailure(f"{name} did not answer by ssh within {PROBE_SECONDS:g} s: try `ssh {name} true`") from None
+            if process.returncode or not out.strip().isdecimal():
+                raise SystemFailure(_failed(name, process.returncode, err.splitlines()))
+            slots[name] = max(int(out), 1)
+    finally:
+        for process in asked.values():
+            process.kill()
+            process.communicate()
+    return [HostEntry(host.name, host.slots or slots[host.name]) for host in hosts]
+
+
+def _failed(name: str, code: int, words: Iterable[str]) -> str:
+    last = list(words)[-WORDS:]
+    said = ": " + " | ".join(last) if last else ""
+    todo = f"try `ssh {name} true`, and gt in the same folder there"
+    return f"the workers' process on {name} ended (exit code {code}){said}; {todo}"
+
+
+class RemoteHost:
+    """A host's workers, by a supervisor of their own behind ssh. about: {"host", "slots", "first"}; order: the job's."""
+
+    def __init__(self, about: dict[str, Any], order: dict[str, Any], port: int) -> None:
+        self.name = about["host"]
+        self._command = command(self.name, order["ssh"], ["gt.launch"], order["python"])
+        keys = ("token", "gpu", "backend", "heartbeat", "libraries", "path", "wait", "variables")
+        address = order["own"] if is_this_host(self.name) else order["address"]
+        own = {"workers": about["slots"], "first": about["first"], "server": [address, port]}
+        self._order = json.dumps({**{key: order[key] for key in keys}, **own}).encode() + b"\n"
+        self._words: deque[str] = deque(maxlen=WORDS)
+        self._times: deque[float] = deque(maxlen=AGAIN)
+        self._process: subprocess.Popen | None = None
+
+    def start(self) -> int:
+        """Start ssh, and hand over the order; its pid."""
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, bufsize=0)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end has a reason, which is reported
+            self._process.stdin.write(self._order)
+        return self._process.pid
+
+    def stderr(self) -> int:
+        """A descriptor of its standard error, the caller's to close."""
+        assert self._process is not None and self._process.stderr is not None
+        with self._process.stderr as stream:
+            return os.dup(stream.fileno())
+
+    def prefixed(self, data: bytes) -> bytes:
+        """Its stderr with its name before each line."""
+        lines = data.decode(errors="replace").splitlines()
+        self._words.extend(lines)
+        return "".join(f"{self.name}: {line}\n" for line in lines).encode()
+
+    def ended(self, code: int) -> str:
+        return _failed(self.name, code, self._words)
+
+    def again(self, now: float) -> bool:
+        """True if it may be tried once more."""
+        if len(self._times) == AGAIN and now - self._times[0] < WITHIN:
+            return False
+        self._times.append(now)
+        return True
+
+    def close(self) -> None:
+        """End its standard input, and so its supervisor."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()

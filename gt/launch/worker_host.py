@@ -1,0 +1,125 @@
+"""A supervisor of the workers of one process of a job, whose dispatcher is elsewhere. It ends when the dispatcher does.
+
+The first SIGTERM leaves its workers at work, since the program may want to save a checkpoint: the job's end, GT_GRACE seconds
+or a second SIGTERM end them. Other signals of launchers are ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from gt import env
+from gt.errors import DispatcherLost
+from gt.launch.supervisor import AGAIN, ENDED, LOST, POLL, UNREACHED, WITHIN, Supervisor, preload, work
+from gt.wire import tcp
+from gt.wire.socket import resolve
+
+RETURN_SECONDS = 20.0  # for a lost server to be found again
+RETRY_SECONDS, WAIT_SECONDS = 1.0, 5.0  # between attempts, and of each
+CLOSE_SECONDS = 3.0  # after the server's Exit until its port is closed
+
+
+class WorkerHost(Supervisor):
+    """order: as the Supervisor's, with `server` (its host and port, "" for ssh's client), `wait` and `variables`."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        super().__init__(order)
+        for name, value in order.get("variables", {}).items():
+            env.foreign(name, value)
+        self._host, self._server_port = order["server"]
+        self._host = self._host or env.ssh_client()
+        self._deadline = 0.0  # after SIGTERM
+        self._ended_at = 0.0  # the first Exit of the server
+        self._lost_at = 0.0  # the first lost link, until a worker is connected again
+        self._due: dict[int, float] = {}  # worker -> time of its next start
+        self._connected = False
+        self._code = -1
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def run(self) -> int:
+        """Exit code: 0 once the dispatcher or a signal has ended the workers, 1 if they could not go on."""
+        gpus = preload(self._order["backend"])
+        self._select.register(0, selectors.EVENT_READ, self._on_stdin)
+        self._ready = True  # a failed worker is restarted from the beginning
+        try:
+            self._fork_workers(self._server_port, gpus if self._order["gpu"] else [])
+            while not self._stopping and self._code < 0:
+                self._turn(POLL)
+                self._follow(time.monotonic())
+        finally:
+            self._end()
+        return max(self._code, 0)
+
+    def _body(self, port: int, gpu: str, number: int) -> Callable[[], object]:
+        wait = WAIT_SECONDS if self._connected else self._order["wait"]
+        return partial(work, self._order, self._host, port, gpu, number, wait)
+
+    def _ended_worker(self, number: int, code: int) -> None:
+        now = time.monotonic()
+        if self._stopping:
+            return
+        if code == UNREACHED:
+            self._unreached(number, now)
+            return
+        self._connected = True
+        self._lost_at = 0.0
+        if code == LOST and self._deadline:  # the job has been told to end, and its server has
+            self._finish(1)
+        if code == ENDED:
+            self._ended_at = self._ended_at or now
+            self._due[number] = now + CLOSE_SECONDS
+            return
+        times = self._again.get(number)
+        if times is not None and len(times) == AGAIN and now - times[0] < WITHIN:
+            self._finish(1, f"worker {number} died {AGAIN + 1} times within {WITHIN:g} s")
+        else:
+            self._due[number] = now
+
+    def _unreached(self, number: int, now: float) -> None:
+        self._lost_at = self._lost_at or now
+        if not self._connected or now - self._lost_at > RETURN_SECONDS:
+            self._finish(1)
+        else:
+            self._due[number] = now + RETRY_SECONDS
+
+    def _follow(self, now: float) -> None:
+        """Start what is due, and end with the dispatcher, or by signal."""
+        if self._deadline and now >= self._deadline:
+            self._stopping = True
+        if self._ended_at and not self._listens():
+            self._finish(0)
+        for number, due in list(self._due.items()):
+            if now >= due and self._code < 0 and not self._stopping:
+                del self._due[number]
+                self._ended_at = 0.0  # it still listens, so only this worker was told to end
+                if self._connected and not self._lost_at:
+                    self._lost_worker(number)
+                else:
+                    self._start(number)
+
+    def _listens(self) -> bool:
+        try:
+            return tcp.listens(resolve(self._host), self._server_port)
+        except DispatcherLost:
+            return False
+
+    def _finish(self, code: int, why: str = "") -> None:
+        if self._code < 0:
+            self._code = code
+            if why:
+                sys.stderr.write(f"gt: {why}\n")
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        if self._deadline or not self._patient:
+            self._stopping = True
+            return
+        grace = env.seconds("GT_GRACE")
+        self._deadline = time.monotonic() + grace
+        os.write(2, f"gt: SIGTERM: workers end with the program, or in {grace:g} s, or at a second SIGTERM\n".encode())

@@ -1,0 +1,166 @@
+"""`gt doctor --hosts`: each check on facts that are made up, and all of it on hosts behind an ssh that is a script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gt.cli import hosts
+from tests.helpers import ROOT
+from tests.helpers.limits import limit
+from tests.launch.test_job import SSH, environment, script
+
+GID = "0000:0000:0000:0000:0000:ffff:c0a8:6401"
+VERSIONS = {"gt": "0.1.0", "torch": "2.13.0", "nccl": "2.30.7"}
+TIMED_OUT, UNREACHABLE = {"error": "timed out", "ping": True}, {"error": "Network is unreachable", "ping": False}
+
+
+def about(name: str, /, *links: list[Any], **changes: Any) -> dict[str, Any]:
+    whole = {
+        "name": name, "home": name, "clock": 0.0, "versions": VERSIONS, "driver": "580.1", "gpus": 1, "links": list(links),
+        "rdma": [], "plugin": {"path": ""}, "nccl": {}, "shm_free": 8 << 30, "memlock": -1, "peermem": True,
+    }  # fmt: skip
+    return {**whole, **changes}
+
+
+def rdma(name: str = "rocep1s0f0", state: str = "4: ACTIVE", **gids: list[str]) -> list[dict[str, Any]]:
+    found = {key.removeprefix("gid"): value for key, value in gids.items()} or {"3": [GID, "RoCE v2"]}
+    return [{"device": name, "port": "1", "net": ["eth1"], "rate": "100 Gb/sec", "state": state, "gids": found}]
+
+
+def eth(n: int, subnet: int = 0, device: str = "eth0") -> list[Any]:
+    return [f"10.77.{subnet}.{n}", 24, device, 1000]
+
+
+def texts(rows: Any, mark: str = "fails") -> list[str]:
+    return [f"{name}: {text}" for found, name, text in rows if found == mark]
+
+
+MESH = [about("h0", eth(1, 1), eth(1, 2)), about("h1", eth(2, 1), eth(2, 3)), about("h2", eth(3, 2), eth(3, 3))]
+
+
+def test_equal_hosts_are_ok() -> None:
+    rows = list(hosts.compare(["h0", "h1"], [about("h0"), about("h1")]))
+    assert {mark for mark, _, _ in rows} == {"ok"}
+    assert [name for _, name, _ in rows] == ["gt", "nccl", "torch", "driver", "gpus", "names", "clock", "shared memory"]
+
+
+@pytest.mark.parametrize(("changes", "mark", "says"), [
+    ({"versions": {**VERSIONS, "torch": "2.12.1"}}, "fails", "torch: 2.13.0 on most, 2.12.1 on h2: install the same torch"),
+    ({"versions": {"gt": "0.1.0", "torch": "2.13.0"}}, "fails", "nccl: 2.30.7 on most, none on h2"),
+    ({"driver": "570.2"}, "fails", "driver: 580.1 on most, 570.2 on h2"),
+    ({"gpus": 2}, "note", "gpus: 1 on most, 2 on h2"),
+    ({"name": "h0"}, "note", "names: several hosts are called 'h0': `hostnamectl"),
+    ({"home": "h0"}, "note", "names: h0 and h2 are one machine"),
+    ({"clock": -7.25}, "note", "clock: differs, h2 by -7.2 s: start an NTP service"),
+    ({"shm_free": 64 << 20}, "note", "shared memory: less than 1 GiB free in /dev/shm of h2"),
+])  # fmt: skip
+def test_a_host_that_differs_is_named(changes: dict[str, Any], mark: str, says: str) -> None:
+    rows = hosts.compare(["h0", "h1", "h2"], [about("h0"), about("h1"), about("h2", **changes)])
+    (found,) = texts(rows, mark)
+    assert found.startswith(says)
+
+
+def attempt(address: str, common: bool = True, **result: Any) -> dict[str, Any]:
+    return {"address": address, "device": "eth0", "common": common, **(result or {"us": 20.0, "rate": 1.5})}
+
+
+def test_subnets_in_common() -> None:
+    assert [(a[0], b[0]) for a, b in hosts.subnets(MESH[0], MESH[1])] == [("10.77.1.1", "10.77.1.2")]
+    assert hosts.subnets(about("h0", eth(1, 1)), about("h1", eth(1, 2))) == []
+
+
+@pytest.mark.parametrize(("forth", "back", "mark", "says"), [
+    ([attempt("10.77.1.2")], [attempt("10.77.1.1")], "ok", "h0 - h1: 10.77.1.2 (eth0) 20 us, 1.50 GB/s there, 10.77.1.1"),
+    ([attempt("10.77.1.2", **TIMED_OUT)], [attempt("10.77.1.1")], "fails",
+     "h0 - h1: h0 cannot reach h1 at 10.77.1.2: timed out, and it answers a ping: a firewall; open the ports"),
+    ([attempt("10.77.1.2")], [attempt("10.77.1.1", error="Connection refused", ping=True)], "fails",
+     "h0 - h1: h1 cannot reach h0 at 10.77.1.1: Connection refused: a firewall rejects it"),
+    ([attempt("10.77.1.2", error="timed out", ping=False)], [attempt("10.77.1.1")], "fails",
+     "h0 - h1: h0 cannot reach h1 at 10.77.1.2: timed out, and it answers no ping: the cable"),
+    ([attempt("10.77.1.2"), attempt("10.77.9.2", **UNREACHABLE)], [attempt("10.77.1.1")], "note",
+     "h0 - h1: 10.77.1.2 (eth0) 20 us, 1.50 GB/s there, 10.77.1.1 (eth0) 20 us, 1.50 GB/s back; 10.77.9.2 on eth0: Network is"),
+    ([attempt("10.77.3.2", False, **UNREACHABLE)], [attempt("10.77.2.1", False, **UNREACHABLE)], "note",
+     "h0 - h1: no subnet in common: reached through h2 only"),
+])  # fmt: skip
+def test_a_pair_of_hosts(forth: list, back: list, mark: str, says: str) -> None:
+    other = {(0, 2): [attempt("a")], (2, 0): [attempt("a")], (1, 2): [attempt("a")], (2, 1): [attempt("a")]}
+    rows = list(hosts.judge_links(["h0", "h1", "h2"], MESH, {**other, (0, 1): forth, (1, 0): back}))
+    assert len(rows) == 3 and rows[0][0] == mark and f"{rows[0][1]}: {rows[0][2]}".startswith(says), rows[0]
+
+
+def test_the_way_back_to_a_server_here() -> None:
+    good = {"address": "10.0.0.9", "us": 20.0, "rate": 1.0}
+    assert hosts.judge_server(["h0", "h1"], [good, good]) == ("ok", "server", "all reach this machine, 10.0.0.9")
+    mark, _, text = hosts.judge_server(["h0", "h1"], [good, {"address": "10.0.0.9", **TIMED_OUT}])
+    assert mark == "fails" and text.startswith("h1 cannot reach this machine at 10.0.0.9: timed out, and it answers a ping")
+    assert text.endswith("or give `gt run` an --address of this machine that it reaches")
+
+
+def test_hosts_that_nothing_joins() -> None:
+    (row,) = hosts.judge_links(["h0", "h1"], MESH[:2], {(0, 1): [attempt("a", False, **UNREACHABLE)], (1, 0): []})
+    assert row[0] == "fails" and "no host that reaches both (Network is unreachable): add a link, or a route" in row[2]
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"nccl": {"NCCL_SOCKET_IFNAME": "nosuch0"}}, "bootstrap: NCCL_SOCKET_IFNAME=nosuch0, and h2 has eth0: set it to a device"),
+    ({"rdma": []}, "rdma: no device on h2: install rdma-core there"),
+    ({"memlock": 64 << 10}, "memlock: 64 KiB on h2: `ulimit -l unlimited`"),
+    ({"rdma": rdma(state="1: DOWN")}, "rdma: rocep1s0f0/1 on h2 is 1: DOWN: the cable, or `ip link set eth1 up`"),
+    ({"rdma": rdma(gid0=["fe80::1", "RoCE v2"])}, "gid: rocep1s0f0/1 on h2 has no RoCE v2 GID with an IPv4 address"),
+    ({"nccl": {"NCCL_MESH_GID_INDEX": "1"}}, "gid: rocep1s0f0/1 on h2: index 1 is no RoCE v2 address with IPv4: want 3"),
+    ({"plugin": {"path": "/p/libnccl-net.so", "error": "No such file or directory"}},
+     "plugin: /p/libnccl-net.so on h2: No such file or directory: NCCL goes on without it, silently"),
+    ({"plugin": {"path": "/p/x.so", "plugin": False, "verbs": True}}, "plugin: /p/x.so on h2 is no NCCL net plugin"),
+])  # fmt: skip
+def test_the_network_of_nccl(changes: dict[str, Any], says: str) -> None:
+    common: dict[str, Any] = {"rdma": rdma()}
+    if "plugin" in changes:
+        common["plugin"] = {"path": changes["plugin"]["path"], "plugin": True, "verbs": True}
+    known = [about("h0", eth(1), **common), about("h1", eth(2), **common), about("h2", eth(3), **{**common, **changes})]
+    assert [text for text in texts(hosts.judge_network(["h0", "h1", "h2"], known)) if text.startswith(says)]
+
+
+def test_a_plugin_without_verbs_and_sockets_beside_rdma_are_notes() -> None:
+    plugin = {"path": "/p/x.so", "plugin": True, "verbs": False}
+    rows = hosts.judge_network(["h0"], [about("h0", eth(1), rdma=rdma(), plugin=plugin)])
+    assert "uses no verbs, so TCP only: install libibverbs-dev" in texts(rows, "note")[0]
+    log = "h0:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n"
+    assert list(hosts.used(log, True)) == [("note", "nccl", "NET/Socket/0: sockets beside RDMA devices; see rdma above")]
+    assert list(hosts.used(log.replace("Socket", "IB"), True)) == [("ok", "nccl", "has used NET/IB/0")]
+    assert next(hosts.used("NET/Plugin: Could not find: /p/x.so\n", False))[0] == "fails"
+    assert list(hosts.used("nothing", True)) == []
+
+
+def test_a_mesh_of_rdma_wants_a_recent_nccl() -> None:
+    old = {"rdma": rdma(), "versions": {**VERSIONS, "nccl": "2.28.9"}}
+    mesh = [{**host, **old} for host in MESH]
+    (found,) = [text for text in texts(hosts.judge_network(["h0", "h1", "h2"], mesh)) if text.startswith("plugin")]
+    assert "NCCL before 2.30 on h0, h1, h2: set NCCL_IB_SUBNET_AWARE_ROUTING=1" in found
+    new = [{**host, "rdma": rdma()} for host in MESH]
+    assert not [text for text in texts(hosts.judge_network(["h0", "h1", "h2"], new)) if "plugin" in text]
+    assert "no subnet is shared by all hosts" in texts(hosts.judge_network(["h0", "h1", "h2"], MESH), "note")[0]
+
+
+def test_all_of_it_over_ssh(tmp_path: Path) -> None:
+    script(tmp_path, SSH, "ssh")
+    variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", GT_TOKEN="")
+    command = [sys.executable, "-m", "gt", "doctor", "--most", "16KiB", "--hosts"]
+
+    def doctor(names: str) -> tuple[int, list[str]]:
+        done = subprocess.run([*command, names], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=limit(90))
+        assert done.stderr == "", done.stderr
+        return done.returncode, done.stdout.splitlines()
+
+    code, lines = doctor("h0:1,h1:1")
+    assert code == 0 and lines[0].split() == ["ok", "ssh", "h0,", "h1", "answer"], lines
+    assert sum(line.startswith("ok       all-reduce") for line in lines) == 3, lines
+    assert [line for line in lines if "h0 - h1" in line and "GB/s there" in line] or "none" in " ".join(lines)
+    code, lines = doctor("h0:1,gone")
+    assert code == 1 and "fails    ssh            gone does not answer: ssh: connect to host gone: No route to host" in lines[0]
+    assert lines[-1].startswith("note     all-reduce     not tried")
