@@ -10,29 +10,26 @@ import atexit
 import itertools
 import logging
 import os
-import pwd
-import socket
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import prod
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from gt import errors, logs
 from gt.client import host_buffers
-from gt.client.arenas import ArenaBlock, ClientArenas
+from gt.client.arenas import ClientArenas
+from gt.client.kept_uploads import FileTensor, KeptUploads
 from gt.client.reports import progress, spans
+from gt.client.reports.this_process import about_process
 from gt.errors import DispatcherLost, GTError, ProtocolError, SystemFailure
 from gt.ir.schema import library_schemas
 from gt.ir.spec import DTYPES, Spec
 from gt.wire import link, liveness, messages
-from gt.wire.arena import upload_index
 from gt.wire.dealer import Dealer, LinkTimeouts
 from gt.wire.messages import (
     CHUNK,
@@ -52,12 +49,10 @@ from gt.wire.messages import (
     TensorRoles,
     Trace,
     TraceRows,
-    UploadChunk,
 )
 
 log = logging.getLogger("gt.client")
 
-NO_PLACE = -1  # value of a gt.upload op whose bytes are in no arena
 MAX_WAITING_BATCHES = 8  # for the server's credit; then wait_credit blocks
 TICK_SECONDS = 0.5  # between two looks at a wait that shows a bar
 ROOM_SECONDS = 0.25  # until a wait for room becomes a wait for all workers
@@ -67,22 +62,7 @@ WAITS: dict[type[Message], str] = {
     Fetch: "wait for a value", Describe: "wait for a shape", FinishCapture: "wait for a program", Inspect: "wait for a layout",
     Stats: "wait for counters",
 }  # fmt: skip
-MAX_ABOUT_CHARACTERS = 255  # of each text about this process
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-class FileTensor(Protocol):
-    """A tensor in a file of this process, for an upload."""
-
-    @property
-    def place(self) -> int:
-        """In a file that workers read; -1 if they do not."""
-
-    def read(self) -> np.ndarray:
-        """Its values, mapped: of its shape and element size."""
-
-    def release(self) -> None:
-        """Nobody reads it any more. Called once, by any thread."""
 
 
 class _Pending:
@@ -125,13 +105,10 @@ class Session:
         self._pid = os.getpid()
         self._pending: dict[int, _Pending] = {}
         self._pieces: dict[int, _Pending] = {}  # key of an incomplete piece -> its fetch
-        self._host_copies: dict[int, np.ndarray] = {}  # tensor -> array, until Release
-        self._in_files: dict[int, FileTensor] = {}  # tensor -> its host copy, until Release
-        self._blocks: dict[int, ArenaBlock] = {}  # tensor -> the block that its host copy is in, if any
-        self._uploading: dict[int, Any] = {}  # key -> array and boxes, then the frames left to send
         self._numbers = itertools.count()
         self._outbox: deque[Message | tuple[Any, ...]] = deque()
         self._arenas = ClientArenas(self._outbox.append)
+        self._uploads = KeptUploads(self._arenas, lambda message, frames: self._link.send(message, frames))
         self._room = threading.Condition()
         self._window = link.Window(0)
         self._deferred_error: GTError | None = None  # raised by the next wait
@@ -153,7 +130,7 @@ class Session:
             token=token,
         )
         try:
-            self._link.send(link.hello("client", *config, switches=switches or {}, info=_about()))
+            self._link.send(link.hello("client", *config, switches=switches or {}, info=about_process()))
             welcome = self._await_welcome(address, wait)
         except BaseException:
             self._link.close()
@@ -170,8 +147,8 @@ class Session:
         """The method for each message that a client receives; it gets the message and its frames."""
         return {
             messages.Ack: self._ack,
-            messages.UploadRequest: self._upload_requested,
-            messages.WindowUpdate: lambda m, _: self._send_chunks(m.key, m.upto),
+            messages.UploadRequest: lambda m, _: self._uploads.begin(m),
+            messages.WindowUpdate: lambda m, _: self._uploads.send_chunks(m.key, m.upto),
             messages.Release: self._release,
             messages.Value: self._value,
             messages.Piece: self._piece,
@@ -339,21 +316,12 @@ class Session:
         array: of the tensor's shape and element size, of any NumPy dtype. The copy is in shared memory, if workers use it.
         """
         self._check()
-        block = self._arenas.take(array.nbytes)
-        if block is None:
-            self._host_copies[tensor] = host_buffers.copy(np.empty(array.shape, array.dtype), array).view(f"V{array.itemsize}")
-            return NO_PLACE
-        target = block.bytes(array.nbytes).view(array.dtype).reshape(array.shape)
-        host_buffers.copy(target, array)
-        self._host_copies[tensor] = target.view(f"V{array.itemsize}")
-        self._blocks[tensor] = block
-        return upload_index(block.place)
+        return self._uploads.keep(tensor, array)
 
     def keep_in_file(self, tensor: int, source: FileTensor) -> int:
         """Hold a tensor in a file for an upload until Release; the value of its gt.upload op."""
         self._check()
-        self._in_files[tensor] = source
-        return NO_PLACE if source.place < 0 else upload_index(source.place)
+        return self._uploads.keep_in_file(tensor, source)
 
     def lend_file(self, fd: int, nbytes: int, write: bool) -> int:
         """Offer an open file to the workers of this host: its number among arenas, 0 if workers cannot share it."""
@@ -414,12 +382,7 @@ class Session:
             self._fail_all(SystemFailure("the session is closed"))
             self._link.send(Goodbye())
         self._link.close()
-        self._host_copies.clear()
-        self._blocks.clear()
-        for source in self._in_files.values():
-            source.release()
-        self._in_files.clear()
-        self._uploading.clear()
+        self._uploads.clear()
         self._arenas.close()
 
     # ---- waiting
@@ -572,7 +535,7 @@ class Session:
 
     def _note_room(self) -> None:
         """Wake threads in `wait_room`, but for a thread that leads the link: it looks by itself."""
-        if self._blocks:
+        if self._uploads.in_arenas:
             with self._room:
                 self._room.notify_all()
 
@@ -587,41 +550,8 @@ class Session:
             with self._room:
                 self._room.notify_all()
 
-    def _upload_requested(self, message: messages.UploadRequest, frames: tuple[Any, ...]) -> None:
-        array, source = self._host_copies.get(message.tensor), self._in_files.get(message.tensor)
-        if source is not None:
-            array = source.read()
-        if array is None:
-            raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, want a tensor with a host copy")
-        if message.tensor in self._blocks:  # a worker cannot open the arena
-            self._arenas.disable()
-            array = array.copy()  # frames are read after the block is used again
-        self._uploading[message.key] = (array, message.boxes)
-        if message.upto or not any(all(start < stop for start, stop in box) for box in message.boxes):
-            self._send_chunks(message.key, message.upto)
-
-    def _send_chunks(self, key: int, upto: int) -> None:
-        """Send those chunks of an upload that its window permits. upto: bytes from the start."""
-        left = self._uploading.get(key)
-        if left is None:
-            raise ProtocolError(f"WindowUpdate.key is {key}, want an upload with bytes left to send")
-        if isinstance(left, tuple):  # not begun: regions that are not contiguous are copied now
-            left = self._uploading[key] = deque(host_buffers.frames(host_buffers.region(*left)))
-        while left and left[0][0] + sum(map(len, left[0][2])) <= upto:
-            offset, total, parts = left.popleft()
-            self._link.send(UploadChunk(key, offset, total), parts)
-        if not left:
-            del self._uploading[key]
-
     def _release(self, message: messages.Release, frames: tuple[Any, ...]) -> None:
-        for tensor in message.tensors:
-            self._host_copies.pop(tensor, None)
-            source = self._in_files.pop(tensor, None)
-            if source is not None:
-                source.release()
-            block = self._blocks.pop(tensor, None)
-            if block is not None:
-                self._arenas.free(block)
+        self._uploads.release(message.tensors)
         self._note_room()
 
     def _value(self, message: messages.Value, frames: tuple[Any, ...]) -> None:
@@ -657,17 +587,6 @@ class Session:
     def _finish_if_complete(self, pending: _Pending) -> None:
         if pending.assembly is not None and pending.assembly.complete:
             pending.done.set()
-
-
-def _about() -> dict[str, Any]:
-    """This process, as observers of the server see it."""
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a container's user without a name
-        user = str(os.getuid())
-    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] not in ("", "-c") else "python"
-    names = {"user": user, "program": program, "host": socket.gethostname()}
-    return {**{key: name[:MAX_ABOUT_CHARACTERS] for key, name in names.items()}, "pid": os.getpid()}
 
 
 @atexit.register

@@ -84,7 +84,7 @@ def test_a_host_copy_is_sent_when_asked_for(session, toy):
     session.keep(100, array)
     threading.Thread(target=lambda: _ignore(session.fetch, 100), name="test-fetch", daemon=True).start()
     deadline = time.monotonic() + limit(5)
-    while 100 in session._host_copies and time.monotonic() < deadline:
+    while 100 in session._uploads.copies and time.monotonic() < deadline:
         session.stats()
     assert bytes(toy.core.uploads[100]) == array[:2].tobytes()
 

@@ -93,7 +93,7 @@ class LoadedFile:
 
 @dataclass(frozen=True)
 class _Source:
-    """A tensor in a file, for an upload: see session.FileTensor."""
+    """A tensor in a file, for an upload: see kept_uploads.FileTensor."""
 
     file: LoadedFile
     entry: FileEntry

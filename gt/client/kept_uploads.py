@@ -1,0 +1,112 @@
+"""Values that wait for their upload: copies in shared memory or in this process, and tensors in files.
+
+The server asks for the bytes that workers do not read by themselves, and releases a value when nobody will read it any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from gt.client import host_buffers
+from gt.client.arenas import ArenaBlock, ClientArenas
+from gt.errors import ProtocolError
+from gt.wire.arena import upload_index
+from gt.wire.messages import UploadChunk, UploadRequest
+
+NO_PLACE = -1  # value of a gt.upload op whose bytes are in no arena
+
+
+class FileTensor(Protocol):
+    """A tensor in a file of this process, for an upload."""
+
+    @property
+    def place(self) -> int:
+        """In a file that workers read; -1 if they do not."""
+
+    def read(self) -> np.ndarray:
+        """Its values, mapped: of its shape and element size."""
+
+    def release(self) -> None:
+        """Nobody reads it any more. Called once, by any thread."""
+
+
+class KeptUploads:
+    """The values of one session. send: a message with its frames to the server."""
+
+    def __init__(self, arenas: ClientArenas, send: Callable[[UploadChunk, list], None]) -> None:
+        self._arenas, self._send = arenas, send
+        self.copies: dict[int, np.ndarray] = {}  # by tensor
+        self._in_files: dict[int, FileTensor] = {}  # by tensor
+        self._blocks: dict[int, ArenaBlock] = {}  # by tensor: the block that its copy is in, if any
+        self._uploading: dict[int, Any] = {}  # by key: array and boxes, then the frames left to send
+
+    @property
+    def in_arenas(self) -> bool:
+        """True if workers have still to read a copy from shared memory."""
+        return bool(self._blocks)
+
+    def keep(self, tensor: int, array: np.ndarray) -> int:
+        """Hold a copy of `array` until Release; the value of its gt.upload op. See Session.keep."""
+        block = self._arenas.take(array.nbytes)
+        if block is None:
+            self.copies[tensor] = host_buffers.copy(np.empty(array.shape, array.dtype), array).view(f"V{array.itemsize}")
+            return NO_PLACE
+        target = block.bytes(array.nbytes).view(array.dtype).reshape(array.shape)
+        host_buffers.copy(target, array)
+        self.copies[tensor] = target.view(f"V{array.itemsize}")
+        self._blocks[tensor] = block
+        return upload_index(block.place)
+
+    def keep_in_file(self, tensor: int, source: FileTensor) -> int:
+        """Hold a tensor in a file until Release; the value of its gt.upload op."""
+        self._in_files[tensor] = source
+        return NO_PLACE if source.place < 0 else upload_index(source.place)
+
+    def begin(self, message: UploadRequest) -> None:
+        """The server asks for the bytes of a value, in messages."""
+        array, source = self.copies.get(message.tensor), self._in_files.get(message.tensor)
+        if source is not None:
+            array = source.read()
+        if array is None:
+            raise ProtocolError(f"UploadRequest.tensor is {message.tensor}, want a tensor with a host copy")
+        if message.tensor in self._blocks:  # a worker cannot open the arena
+            self._arenas.disable()
+            array = array.copy()  # frames are read after the block is used again
+        self._uploading[message.key] = (array, message.boxes)
+        if message.upto or not any(all(start < stop for start, stop in box) for box in message.boxes):
+            self.send_chunks(message.key, message.upto)
+
+    def send_chunks(self, key: int, upto: int) -> None:
+        """Send those chunks of an upload that its window permits. upto: bytes from the start."""
+        left = self._uploading.get(key)
+        if left is None:
+            raise ProtocolError(f"WindowUpdate.key is {key}, want an upload with bytes left to send")
+        if isinstance(left, tuple):  # not begun: regions that are not contiguous are copied now
+            left = self._uploading[key] = deque(host_buffers.frames(host_buffers.region(*left)))
+        while left and left[0][0] + sum(map(len, left[0][2])) <= upto:
+            offset, total, parts = left.popleft()
+            self._send(UploadChunk(key, offset, total), parts)
+        if not left:
+            del self._uploading[key]
+
+    def release(self, tensors: list[int]) -> None:
+        """Nobody will read these values any more."""
+        for tensor in tensors:
+            self.copies.pop(tensor, None)
+            source = self._in_files.pop(tensor, None)
+            if source is not None:
+                source.release()
+            block = self._blocks.pop(tensor, None)
+            if block is not None:
+                self._arenas.free(block)
+
+    def clear(self) -> None:
+        """The session has ended."""
+        for source in self._in_files.values():
+            source.release()
+        for held in (self.copies, self._blocks, self._in_files, self._uploading):
+            held.clear()
