@@ -120,7 +120,7 @@ class Loop:
         assert self.link is not None
         if type(message) is Piece and message.total > CHUNK and message.offset == 0:
             self._send_done()  # the piece may be forwarded once earlier Runs are done
-        if type(message) is Piece and 0 < message.total <= MAX_JOINED_BYTES and len(self._pieces) < MAX_PIECES:
+        if type(message) is Piece and frames and 0 < message.total <= MAX_JOINED_BYTES and len(self._pieces) < MAX_PIECES:
             self._pieces.append((message.key, frames[0]))
             return
         self.link.send(message, frames, wake=False)
