@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gt.cli import observing, top_view
+from gt.cli import observing
+from gt.observe import top_view
 from gt.observe.live_view import LiveView
 from gt.observe.record_stream import RecordStream
 

@@ -5,14 +5,12 @@ It reads orders, one JSON line each on stdin, answers each by a line on stdout, 
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import json
 import os
 import platform
 import resource
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -25,12 +23,11 @@ from gt import env
 from gt.launch import machine
 from gt.wire.link import RELEASE
 from gt.wire.liveness import home
+from gt.worker.process import network_links
 
 PINGS, BLOCK = 64, 1 << 20
 SECONDS = 5.0  # for a connection, and for each wait on it
 BULK_SECONDS, MAX_BULK = 1.0, 1 << 30  # of a measurement of the rate
-_ADDRESS, _NETMASK = 0x8915, 0x891B  # SIOCGIFADDR, SIOCGIFNETMASK
-INNER = ("lo", "docker", "br-", "virbr", "cni", "flannel", "kube")  # devices that lead to no other host
 INFINIBAND = Path("/sys/class/infiniband")
 PACKAGES = ("torch", "numpy", "pyzmq", "nvshmem4py-cu12", "nvshmem4py-cu13")
 
@@ -64,20 +61,8 @@ def _driver() -> str:
 
 
 def links() -> list[list[Any]]:
-    """[address, prefix, device, Mbit/s or 0] of each device that is up."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                address, mask = (fcntl.ioctl(sock, call, request)[20:24] for call in (_ADDRESS, _NETMASK))
-            except OSError:  # it has no address
-                continue
-            if not name.startswith(INNER) and _text(f"/sys/class/net/{name}/operstate") != "down":
-                prefix = int.from_bytes(mask, "big").bit_count()
-                speed = _text(f"/sys/class/net/{name}/speed")
-                found.append([socket.inet_ntoa(address), prefix, name, int(speed) if speed.isdecimal() else 0])
-    return found
+    """[address, prefix, device, Mbit/s or 0] of each IPv4 address of this host's links."""
+    return [row[:4] for row in network_links.links() if ":" not in row[0]]
 
 
 def rdma() -> list[dict[str, Any]]:

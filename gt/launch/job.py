@@ -20,7 +20,7 @@ from gt import env
 from gt.errors import ConfigError, DispatcherLost, Refused
 from gt.launch import join, local, machine, ssh
 from gt.launch.host_agent import links
-from gt.launch.join import Place
+from gt.launch.join import JobPlace
 from gt.wire.access import auth
 from gt.wire.socket import resolve
 
@@ -28,7 +28,7 @@ log = logging.getLogger("gt.launch")
 START_SECONDS = 600.0  # until all ranks are there: images are pulled, and torch is imported from a cold disk
 HEARTBEAT_SECONDS = 10.0
 EVERYWHERE = "0.0.0.0"
-_begun: list[Place] = []  # jobs that this process has started
+_begun: list[JobPlace] = []  # jobs that this process has started
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ def running() -> Running | None:
     return Running(address, _token(), int(workers))
 
 
-def place() -> Place:
+def place() -> JobPlace:
     """This process's place in its job; alone on this host if no launcher has started it."""
     found = join.place(env.of_launcher(join.VARIABLES))
     if found is None:
-        return Place("")
+        return JobPlace("")
     if port := env.get("GT_PORT"):
         if not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ConfigError(f"GT_PORT is {port!r}, want a port from 1 to 65535")
@@ -62,7 +62,7 @@ def place() -> Place:
     return found
 
 
-def work(at: Place) -> NoReturn:
+def work(at: JobPlace) -> NoReturn:
     """Replace this process by the supervisor of its rank's workers, which ends with the job. For ranks above 0."""
     token, count = _token_for(at), workers_of(at)
     host = join.LOOPBACK if at.alone else at.host
@@ -78,7 +78,7 @@ def work(at: Place) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-m", "gt.launch"], variables)
 
 
-def start(at: Place, meanwhile: Callable[[], None] | None = None) -> local.Local:
+def start(at: JobPlace, meanwhile: Callable[[], None] | None = None) -> local.Local:
     """Start rank 0's server and workers, and return once the workers of all ranks are connected. For one job, once."""
     if _begun and at.size > 1:
         raise Refused("this job has ended by gt.shutdown(), and its other processes with it: start the job again")
@@ -122,7 +122,7 @@ def start_hosts(hosts: Sequence[ssh.HostEntry], reach: Reach, meanwhile: Callabl
     return local.launch(order, local.Start(START_SECONDS, meanwhile, spoken=True))
 
 
-def workers_of(at: Place) -> int:
+def workers_of(at: JobPlace) -> int:
     """Number of workers that each process of the job starts."""
     if text := env.get("GT_WORKERS"):
         if not text.isdecimal() or not 0 < int(text) <= join.MAX_PROCESSES:
@@ -142,7 +142,7 @@ def own_address(host: str = "") -> str:
     return next((link[0] for link in links()), join.LOOPBACK)
 
 
-def _own_gpu(at: Place) -> dict[str, str]:
+def _own_gpu(at: JobPlace) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES for one of several processes on a host that all see all GPUs."""
     gpus = machine.gpus()
     if at.local_size == 1 or len(gpus) < 2:
@@ -167,7 +167,7 @@ def _token() -> str:
         raise Refused(f"GT_TOKEN_FILE={error.filename} cannot be read: {error.strerror}") from None
 
 
-def _token_for(at: Place) -> str:
+def _token_for(at: JobPlace) -> str:
     """The job's token. Refused for a job on several hosts that has none."""
     token = _token()
     if not token and not at.alone:
@@ -178,7 +178,7 @@ def _token_for(at: Place) -> str:
     return token
 
 
-def _store(at: Place) -> Any:
+def _store(at: JobPlace) -> Any:
     """The store of torchrun's agent."""
     from torch.distributed import TCPStore
 

@@ -1,6 +1,6 @@
 """A process's place in a job, from the environment that its launcher has set: torchrun, srun, Kubernetes, mpirun, or by hand.
 
-Rows of LAUNCHERS name the variables. Pure: a mapping goes in, a Place comes out.
+Rows of LAUNCHERS name the variables. Pure: a mapping goes in, a JobPlace comes out.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ VARIABLES = tuple(dict.fromkeys([*(name for row in LAUNCHERS for name in row.var
 
 
 @dataclass(frozen=True)
-class Place:
+class JobPlace:
     """One process of a job. host, port: of the job's server, which is rank 0's.
 
     port 0: rank 0 takes a free one. store: host and port of torchrun's store, through which others get that port, and the key.
@@ -90,7 +90,7 @@ class Place:
         return self.local_size == self.size
 
 
-def place(found: Mapping[str, str]) -> Place | None:
+def place(found: Mapping[str, str]) -> JobPlace | None:
     """The place that variables describe, None if no launcher has set any. found: the set ones of VARIABLES.
 
     ConfigError names a variable that is wrong or missing.
@@ -118,10 +118,10 @@ def place(found: Mapping[str, str]) -> Place | None:
     if found.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the agent listens at MASTER_PORT itself
         key = f"gt/{found.get('TORCHELASTIC_RUN_ID', '')}/{found.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         store, port = (host, port, key), 0
-    return Place(launcher.name, rank, size, local_rank, local_size, host, port, store, workers)
+    return JobPlace(launcher.name, rank, size, local_rank, local_size, host, port, store, workers)
 
 
-def _srun(found: Mapping[str, str], rank: int, size: int) -> Place:
+def _srun(found: Mapping[str, str], rank: int, size: int) -> JobPlace:
     """A task of srun. The server is on the step's first node."""
     nodes = hostnames(found["SLURM_STEP_NODELIST"])
     counts = list(tasks_per_node(found.get("SLURM_STEP_TASKS_PER_NODE", "")))
@@ -134,7 +134,7 @@ def _srun(found: Mapping[str, str], rank: int, size: int) -> Place:
     if reserved := re.match(r"\d+", found.get("SLURM_STEP_RESV_PORTS", "")):
         port = int(reserved[0])
     port = _number(found, ("MASTER_PORT",), 1, (1 << 16) - 1, port)
-    return Place("srun", rank, size, local_rank, local_size, found.get("MASTER_ADDR") or nodes[0], port)
+    return JobPlace("srun", rank, size, local_rank, local_size, found.get("MASTER_ADDR") or nodes[0], port)
 
 
 def hostnames(text: str) -> list[str]:

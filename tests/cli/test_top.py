@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import gt
-from gt.cli import top_view
 from gt.cli.top import after_key, main
+from gt.observe import top_view
 from gt.observe.live_view import LiveView
 from gt.wire.records import (
     ErrorRecord,

@@ -76,6 +76,9 @@ class DeadPlane:
     def counters(self) -> dict:
         return {"bytes_sent": {}, "bytes_received": {}}
 
+    def ways(self) -> dict:
+        return {}
+
     def cursors(self) -> dict:
         return {}
 

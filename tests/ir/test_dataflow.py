@@ -57,7 +57,7 @@ def test_effects_of_a_kind_are_those_of_its_operands(kind: str) -> None:
     read = [name for name in names if name in ("src", "tensor")]
     assert list(names[define.effects.reads]) == read and define.operands == len(names)
     assert list(names[define.effects.makes]) == [name for name in names if name == "dst"]
-    assert define.effects.writes == ((0,) if kind == "all_reduce" else ())
+    assert define.effects.writes == ((0,) if kind in ("all_reduce", "evict", "restore") else ())
 
 
 def test_effects_of_a_fragment_are_those_of_its_parameters() -> None:

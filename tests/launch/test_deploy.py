@@ -10,7 +10,7 @@ import yaml
 
 from gt import env
 from gt.launch import join
-from gt.launch.join import Place
+from gt.launch.join import JobPlace
 from tests.helpers import ROOT
 
 KUBERNETES, SLURM = ROOT / "deploy/kubernetes", ROOT / "deploy/slurm"
@@ -53,7 +53,7 @@ def test_the_jobset_sets_what_each_rank_needs() -> None:
     port = container["ports"][0]["containerPort"]
     for rank in range(size):
         found = {key: value for key, value in {**variables, "JOB_COMPLETION_INDEX": str(rank)}.items() if key in join.VARIABLES}
-        assert join.place(found) == Place("an indexed Kubernetes job", rank, size, 0, 0, host, port)
+        assert join.place(found) == JobPlace("an indexed Kubernetes job", rank, size, 0, 0, host, port)
     own = {name for name in variables if name.startswith("GT_")}
     assert own <= {variable.name for variable in env.VARIABLES}
     assert float(variables["GT_GRACE"]) < job["template"]["spec"]["terminationGracePeriodSeconds"]

@@ -15,7 +15,7 @@ import pytest
 import gt
 from gt.errors import ConfigError, SystemFailure
 from gt.launch import job
-from gt.launch.join import Place
+from gt.launch.join import JobPlace
 from tests.helpers import ROOT
 from tests.helpers.limits import limit
 from tests.helpers.processes import started, wait_until
@@ -95,7 +95,7 @@ def test_gpus_and_workers_of_a_process(
 ) -> None:
     monkeypatch.setattr(job.machine, "gpus", lambda: ["4", "5", "6", "7"])
     monkeypatch.setenv("GT_WORKERS", variable)
-    at = Place("srun", local_rank, 12, local_rank, local_size, "h0", 1)
+    at = JobPlace("srun", local_rank, 12, local_rank, local_size, "h0", 1)
     assert job.workers_of(at) == workers
     assert job._own_gpu(at).get("CUDA_VISIBLE_DEVICES") == gpu
 

@@ -7,7 +7,7 @@ import pytest
 import gt
 from gt.errors import ConfigError, SystemFailure
 from gt.launch import join, machine, ssh
-from gt.launch.join import Place, hostnames, place, tasks_per_node
+from gt.launch.join import JobPlace, hostnames, place, tasks_per_node
 from gt.launch.ssh import HostEntry, entries
 
 TORCHRUN = {
@@ -23,40 +23,40 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }  # fmt: skip
 CASES = {
-    "torchrun": (TORCHRUN, Place("torchrun", 3, 4, 1, 2, "h0", 0, ("h0", 29500, "gt/job7/1"))),
+    "torchrun": (TORCHRUN, JobPlace("torchrun", 3, 4, 1, 2, "h0", 0, ("h0", 29500, "gt/job7/1"))),
     "torchrun without the agent's store": (
-        {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}, Place("torchrun", 3, 4, 1, 2, "h0", 29500),
+        {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}, JobPlace("torchrun", 3, 4, 1, 2, "h0", 29500),
     ),
     "by hand, no port": (
-        {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "nodeA"}, Place(join.HAND, 1, 3, 0, 0, "nodeA", join.PORT),
+        {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "nodeA"}, JobPlace(join.HAND, 1, 3, 0, 0, "nodeA", join.PORT),
     ),
-    "by hand, one process": ({"RANK": "0", "WORLD_SIZE": "1"}, Place(join.HAND, 0, 1, 0, 1, "127.0.0.1", join.PORT)),
+    "by hand, one process": ({"RANK": "0", "WORLD_SIZE": "1"}, JobPlace(join.HAND, 0, 1, 0, 1, "127.0.0.1", join.PORT)),
     "PyTorchJob": (
         {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "PYTHONUNBUFFERED": "0"},
-        Place(join.HAND, 2, 3, 0, 0, "job-master-0", 23456),
+        JobPlace(join.HAND, 2, 3, 0, 0, "job-master-0", 23456),
     ),
     "TrainJob": (
         {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "t-0",
          "PET_MASTER_PORT": "29400"},
-        Place("Kubeflow", 1, 2, 0, 0, "t-0", 29400, None, 4),
+        JobPlace("Kubeflow", 1, 2, 0, 0, "t-0", 29400, None, 4),
     ),
     "JobSet": (
         {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "gt-hosts-0-0.gt", "MASTER_PORT": "12345"},
-        Place("an indexed Kubernetes job", 2, 3, 0, 0, "gt-hosts-0-0.gt", 12345),
+        JobPlace("an indexed Kubernetes job", 2, 3, 0, 0, "gt-hosts-0-0.gt", 12345),
     ),
-    "srun": (SRUN, Place("srun", 2, 3, 0, 1, "h07", 20000 + 70 * 16 + 2)),
+    "srun": (SRUN, JobPlace("srun", 2, 3, 0, 1, "h07", 20000 + 70 * 16 + 2)),
     "srun on one node": (
         {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "h0", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "1"},
-        Place("srun", 1, 2, 1, 2, "h0", 20016),
+        JobPlace("srun", 1, 2, 1, 2, "h0", 20016),
     ),
-    "srun with a port": ({**SRUN, "MASTER_PORT": "29500", "MASTER_ADDR": "ib7"}, Place("srun", 2, 3, 0, 1, "ib7", 29500)),
-    "srun --resv-ports": ({**SRUN, "SLURM_STEP_RESV_PORTS": "12100-12102"}, Place("srun", 2, 3, 0, 1, "h07", 12100)),
-    "Open MPI on one host": (OPEN_MPI, Place("mpirun of Open MPI", 1, 4, 1, 4, "127.0.0.1", join.PORT)),
+    "srun with a port": ({**SRUN, "MASTER_PORT": "29500", "MASTER_ADDR": "ib7"}, JobPlace("srun", 2, 3, 0, 1, "ib7", 29500)),
+    "srun --resv-ports": ({**SRUN, "SLURM_STEP_RESV_PORTS": "12100-12102"}, JobPlace("srun", 2, 3, 0, 1, "h07", 12100)),
+    "Open MPI on one host": (OPEN_MPI, JobPlace("mpirun of Open MPI", 1, 4, 1, 4, "127.0.0.1", join.PORT)),
     "MPICH": (
         {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "h0"},
-        Place("mpirun of MPICH", 1, 2, 0, 1, "h0", join.PORT),
+        JobPlace("mpirun of MPICH", 1, 2, 0, 1, "h0", join.PORT),
     ),
-    "torchrun within srun": ({**SRUN, **TORCHRUN}, Place("torchrun", 3, 4, 1, 2, "h0", 0, ("h0", 29500, "gt/job7/1"))),
+    "torchrun within srun": ({**SRUN, **TORCHRUN}, JobPlace("torchrun", 3, 4, 1, 2, "h0", 0, ("h0", 29500, "gt/job7/1"))),
     "nothing": ({"MASTER_ADDR": "h0"}, None),
 }  # fmt: skip
 

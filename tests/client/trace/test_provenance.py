@@ -268,7 +268,7 @@ def test_the_first_ops_after_a_wait_are_handed_over_soon_and_then_more_of_them_t
     x = torch.ones(3, device="remote")
     submit = inline.submit
     many: list[int] = []
-    monkeypatch.setattr(inline, "submit", lambda *given: (many.append(len(inline.log)), submit(*given)))
+    monkeypatch.setattr(inline, "submit", lambda *given, **how: (many.append(len(inline.log)), submit(*given, **how)))
     for _ in range(2):
         (x + 1).tolist()
         many.clear()

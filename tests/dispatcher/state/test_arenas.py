@@ -50,7 +50,8 @@ class Bench(CorePeers):
         super().__init__(Core())
         self.told: list = []  # everything that was sent
         for n, home in enumerate(homes):
-            info = {"name": f"w{n}", "heap_bytes": 1 << 30, "home": home}
+            link = [f"10.0.0.{n + 1}", 24, "eth0", 1000, False]
+            info = {"name": f"w{n}", "heap_bytes": 1 << 30, "home": home, "port": 7000 + n, "links": [link]}
             self.give(b"w%d" % n, hello("worker", info=info))
         self.client(b"c", config)
         self.batch = 0

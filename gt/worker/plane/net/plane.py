@@ -48,7 +48,7 @@ class FarPeer(Peer):
         return Unreachable(self.index, f"no way from {self._here} to worker {self.name!r} on {self.row[3]}: {why}")
 
 
-class Stream:
+class PairStream:
     """Messages to and from one worker under one key."""
 
     def __init__(self, plane: NetPlane, peer: Peer, lane: Lane, key: int, slot: int, slots: int) -> None:
@@ -188,7 +188,7 @@ class NetPlane(ShmPlane):
         self.network: Network
         self._here = ""  # this worker in an error
         self._routes: dict[int, Route] = {}
-        self._streams: dict[tuple[int, int], Stream] = {}
+        self._streams: dict[tuple[int, int], PairStream] = {}
         self._wide: dict[tuple[int, int], tuple[int, WideTeam | None]] = {}
         self._ways: dict[tuple[int, int], Sequence[Any]] = {}
 
@@ -289,17 +289,17 @@ class NetPlane(ShmPlane):
             self.network.release()
         super().wait(ready, peers)
 
-    def ended(self, stream: Stream, wire: Wire, error: OSError) -> None:
+    def ended(self, stream: PairStream, wire: Wire, error: OSError) -> None:
         """A connection ended while this thread used it: wait until that is certain, and why."""
         self.network.lost(wire, error)
         self.wait(lambda: False, (stream,))
 
-    def _stream(self, peer: FarPeer, key: int, slot: int, slots: int) -> Stream:
+    def _stream(self, peer: FarPeer, key: int, slot: int, slots: int) -> PairStream:
         stream = self._streams.get((peer.index, key))
         if stream is None or stream.peer is not peer:
             peer.check()
             assert peer.lane is not None
-            stream = self._streams[peer.index, key] = Stream(self, peer, peer.lane, key, slot, slots)
+            stream = self._streams[peer.index, key] = PairStream(self, peer, peer.lane, key, slot, slots)
         return stream
 
     # ---- collectives
@@ -362,5 +362,5 @@ class NetPlane(ShmPlane):
         for at, peer in enumerate(members):
             if peer is not None:
                 lane = self.network.lane(peer.index, self._routes[peer.index].epoch)
-                streams[at] = Stream(self, peer, lane, key, SLOT_BYTES, SLOTS)
+                streams[at] = PairStream(self, peer, lane, key, SLOT_BYTES, SLOTS)
         return WideTeam(key, rank, list(members), streams, direct, self.count)
