@@ -15,6 +15,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from gt import env
 from gt.ir.schedules import size
 
 log = logging.getLogger("gt.worker")
@@ -33,6 +34,7 @@ class OffloadFile:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
+        _check_allowed(folder)
         os.makedirs(folder, mode=0o700, exist_ok=True)
         self._file, self.direct = _nameless(folder)
         self._threads = ThreadPoolExecutor(THREADS, "gt.offload")
@@ -159,6 +161,14 @@ def buffer_of(nbytes: int) -> mmap.mmap:
 
 def _rounded(nbytes: int) -> int:
     return max(-(-nbytes // ALIGNED), 1) * ALIGNED
+
+
+def _check_allowed(folder: str) -> None:
+    """PermissionError unless the worker's owner lets files be written in this folder. Its name comes from a client's config."""
+    allowed = [os.path.realpath(part) for part in env.get("GT_OFFLOAD").split(":") if part]
+    real = os.path.realpath(folder)
+    if allowed and not any(real == part or real.startswith(part.rstrip("/") + "/") for part in allowed):
+        raise PermissionError(f"offload.path is {folder}, and GT_OFFLOAD of this worker allows {', '.join(allowed)} alone")
 
 
 def _nameless(folder: str) -> tuple[int, bool]:

@@ -159,3 +159,14 @@ def test_ids_that_are_freed_while_away_are_closed():
     assert closed == [1, 3] and tensors[2] == 2
     with pytest.raises(KeyError):
         _ = tensors[1]
+
+
+def test_a_worker_writes_in_its_owners_folders_alone(tmp_path, monkeypatch):
+    inner, other = tmp_path / "allowed" / "inner", tmp_path / "allowed-not"
+    monkeypatch.setenv("GT_OFFLOAD", f"/nowhere:{tmp_path / 'allowed'}")
+    OffloadFile(str(inner)).close()
+    (tmp_path / "allowed" / "way").symlink_to(tmp_path)
+    for folder in (other, inner / ".." / ".." / "x", tmp_path / "allowed" / "way" / "x", tmp_path):
+        with pytest.raises(PermissionError, match="GT_OFFLOAD of this worker allows"):
+            OffloadFile(str(folder))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["allowed"]
