@@ -87,12 +87,10 @@ def test_the_doctor_says_why_torch_cannot_be_imported(tmp_path: Path) -> None:
     assert line.startswith("missing") and "cannot be imported: OSError: libtorch.so: no such file" in line
 
 
-@pytest.mark.parametrize(
-    ("command", "missing"), [("plan", "script.py"), ("trace", "out.json, script.py"), ("trace out.json", "script.py")]
-)
-def test_a_script_that_is_left_out_is_asked_for_and_its_arguments_are_not(command: str, missing: str, script: str) -> None:
+@pytest.mark.parametrize("command", ["plan", "trace", "trace -o out.json"])
+def test_a_script_that_is_left_out_is_asked_for_and_its_arguments_are_not(command: str, script: str) -> None:
     said = ran(script, *command.split(), code=2).stderr.splitlines()
-    assert said[-1] == f"gt {command.split()[0]}: error: the following arguments are required: {missing}"
+    assert said[-1] == f"gt {command.split()[0]}: error: the following arguments are required: script.py"
 
 
 def test_plan_makes_the_device_for_a_script_and_passes_its_arguments_on(script: str, tmp_path: Path) -> None:

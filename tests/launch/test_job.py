@@ -18,7 +18,7 @@ from gt.launch import job
 from gt.launch.join import JobPlace
 from tests.helpers import ROOT
 from tests.helpers.limits import limit
-from tests.helpers.processes import started, wait_until
+from tests.helpers.processes import of_the_server, started, wait_until
 
 TOKEN = "a token of this test, 0123456789"
 SUM = """
@@ -44,6 +44,11 @@ host=$1; shift
 [[ $host == gone* ]] && { echo "ssh: connect to host $host: No route to host" >&2; exit 255; }
 SSH_CONNECTION="127.0.0.1 5 127.0.0.1 22" exec bash -c "$*"
 """
+
+
+def of_this_test() -> dict[int, str]:
+    """Living processes but for those of the run's shared server."""
+    return {pid: line for pid, line in started().items() if pid not in of_the_server}
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -174,7 +179,7 @@ print(value, lost > 0, flush=True)
     second = subprocess.Popen(command, env=environment(RANK="1", **place), **pipes)
     try:
         assert first.stdout is not None and first.stdin is not None and first.stdout.readline() == "8.0\n"
-        (worker,) = (pid for pid, line in started().items() if line.startswith("gt.worker 1"))
+        (worker,) = (pid for pid, line in of_this_test().items() if line.startswith("gt.worker 1"))
         os.kill(worker, signal.SIGKILL)
         first.stdin.write("\n")
         first.stdin.flush()
@@ -189,7 +194,7 @@ def test_a_hostfile_starts_workers_in_its_order(tmp_path: Path) -> None:
     program = script(tmp_path, SUM + "sys.exit(5)\n")
     (done,) = end(python("-m", "gt", "run", "--hostfile", hostfile, "--ssh", f"{ssh} -o BatchMode=yes", program, GT_TOKEN=""))
     assert done == (5, "sum 8.0 ['w0', 'w1', 'w2']\n", ""), done
-    assert wait_until(lambda: not [line for line in started().values() if "gt.worker" in line])
+    assert wait_until(lambda: not [line for line in of_this_test().values() if "gt.worker" in line])
 
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
