@@ -235,7 +235,7 @@ class Session:
         self._check()
         block = self._arenas.take(nbytes) if nbytes > CHUNK and into is None else None
         if block is None:
-            return self.wait(self.begin(lambda request: Fetch(request, tensor), into))
+            return self._ask(lambda request: Fetch(request, tensor), into=into)
         try:
             shape, dtype, data = self._ask(lambda request: Fetch(request, tensor, block.place))
         except BaseException:
@@ -393,12 +393,14 @@ class Session:
         if self.failure is not None:
             raise errors.from_wire(errors.to_wire(self.failure))
 
-    def _ask(self, question: Callable[[int], Message], tick: progress.Tick | None = None) -> Any:
-        """The answer to a message of a request's number. tick: called now and then meanwhile."""
+    def _ask(
+        self, question: Callable[[int], Message], tick: progress.Tick | None = None, into: np.ndarray | None = None
+    ) -> Any:
+        """The answer to a message of a request's number. tick: called now and then meanwhile. into: see _Pending."""
         if spans.current is None:
-            return self.wait(self.begin(question), tick)
+            return self.wait(self.begin(question, into), tick)
         with spans.span(WAITS.get(type(question(0)), "wait for an answer")):
-            return self.wait(self.begin(question), tick)
+            return self.wait(self.begin(question, into), tick)
 
     def begin(self, question: Callable[[int], Message], into: np.ndarray | None = None) -> int:
         """Ask a question; its number, for `wait`. into: see _Pending."""

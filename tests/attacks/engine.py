@@ -31,7 +31,7 @@ from tests.attacks.report import CRASH, Counts, Findings, at
 from tests.attacks.watcher import Watcher, lies
 
 # Cases of one part in a turn of the engine
-EACH = {"strangers": 3, "messages": 20, "puppets": 4, "observers": 4, "costs": 3, "ops": 60}
+EACH = {"strangers": 3, "messages": 20, "puppets": 6, "observers": 4, "costs": 3, "ops": 60}
 BESIDE = 10  # cases between two looks at the honest
 LONG = 10.0  # seconds that one op may take before its worker is taken for stuck
 NEWCOMERS = 3  # honest clients that come during one stranger's attack
