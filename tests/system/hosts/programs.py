@@ -114,13 +114,16 @@ def lose(address: str, target: str) -> None:
     except gt.GTError as error:
         say(error=type(error).__name__, text=str(error), at=time.monotonic())
     sys.stdin.readline()
-    pause = threading.Event()
-    for number in range(100):
+    pause, until, failures = threading.Event(), time.monotonic() + 60, list[str]()
+    while time.monotonic() < until:
         try:
-            say(again=transfer(), failures=number, ways=[row.get("ways", {}) for row in gt.stats()["workers"]])
+            say(again=transfer(), failures=failures, ways=[row.get("ways", {}) for row in gt.stats()["workers"]])
             break
-        except gt.GTError:
+        except gt.GTError as error:
+            failures.append(f"{type(error).__name__}: {error}")
             pause.wait(0.1)  # no message announces that the worker's successor has joined
+    else:
+        say(again=None, failures=failures)
     gt.shutdown()
 
 

@@ -82,6 +82,7 @@ def test_a_cable_of_a_mesh_is_pulled_and_the_third_host_relays():
         program.tell()
         again = program.hear()
         assert again["again"] == 400_000 and again["ways"][0]["w1"] == "via worker 2", again
+        print("FAILURES", again["failures"])
         program.end()
         site.close()
 

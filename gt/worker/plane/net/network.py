@@ -43,6 +43,8 @@ from gt.worker.plane.net.wire import (
 log = logging.getLogger("gt.worker")
 
 CONNECT_SECONDS = 3.0
+MEET_SECONDS = 30.0  # that a process which listens may take for a connection
+AGAIN_SECONDS = 0.2  # between two attempts
 GRACE_SECONDS = 0.5  # from the end of a connection to that of waits on it: the dispatcher may say that the worker is lost
 ENDED_SECONDS = 1.5  # the same where the other end has closed it, as a worker that ends does
 IDLE = 0.02  # seconds after which the background thread reads a connection that nobody has read
@@ -382,7 +384,31 @@ class Network:
         thread.start()
 
     def _connect(self, route: Route) -> None:
-        pair = route.index, route.epoch
+        """Connect. A process that answers and is busy, or does not know this world yet, is asked again: its link has not failed."""
+        until, why = time.monotonic() + MEET_SECONDS, ""
+        try:
+            while not why and not self._over(route):
+                try:
+                    self._offer(route)
+                    return
+                except (handshake.Later, ConnectionResetError, BrokenPipeError) as error:
+                    why = _why(error) if time.monotonic() >= until else ""
+                    with self._changed:
+                        self._changed.wait(AGAIN_SECONDS)
+                except OSError as error:
+                    why = _why(error)
+        finally:
+            with self._lock:
+                self._connecting.discard((route.index, route.epoch))
+        if not self._over(route):
+            self._report(route.index, route.epoch, route.source, route.target, f"no connection: {why}")
+
+    def _over(self, route: Route) -> bool:
+        """True if nobody wants a connection of this route any more."""
+        with self._lock:
+            return self._closing or route.index in self._gone or self._routes.get(route.index) != route
+
+    def _offer(self, route: Route) -> None:
         family = socket.AF_INET6 if ":" in route.target else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -390,20 +416,17 @@ class Network:
                 self._greetings.add(sock)
                 key, marks, port = self._key, self._marks, self._ports.get(route.index, 0)
             sock.settimeout(CONNECT_SECONDS)
+            tcp.watch(sock)
             sock.bind((route.source, 0))
             sock.connect((route.target, port))
             handshake.offer(sock, Greeting(self.own, route.index, route.epoch, self._mark, marks.get(route.index, 0)), key)
-            self._enter(sock, pair, route.source, route.target)
-        except OSError as error:
+            self._enter(sock, (route.index, route.epoch), route.source, route.target)
+        except OSError:
             sock.close()
-            with self._lock:
-                over = self._closing or route.index in self._gone or self._routes.get(route.index) != route
-            if not over:
-                self._report(route.index, route.epoch, route.source, route.target, f"no connection: {_why(error)}")
+            raise
         finally:
             with self._lock:
                 self._greetings.discard(sock)
-                self._connecting.discard(pair)
 
     def _greet(self, sock: socket.socket, address: str) -> None:
         try:
