@@ -196,7 +196,7 @@ def test_a_broken_connection_names_both_ends_and_the_next_world_has_another():
             world[0].recv(channel(1), into)
         with pytest.raises(Unreachable):
             world[1].recv(channel(0), into)
-        assert [failure[:3] for failure in said] == [(1, "127.0.0.1", "127.0.0.1")]
+        assert [failure[:4] for failure in said] == [(1, 1, "127.0.0.1", "127.0.0.1")]
         again = [[0, 1, 2, "via", "", "", [2]], *ways(3)[1:]]
         tell(world, world[0].rows, again)
         world[0].send(channel(1), b"again")

@@ -87,11 +87,11 @@ def routes(ways: Iterable[Sequence[Any]], own: int) -> dict[int, Route]:
 
 
 class Network:
-    """wake: called when a waiting thread should look again. failed(index, source, target, reason): a connection has failed."""
+    """wake: called when a waiting thread should look again. failed(index, epoch, source, target, reason): a connection has."""
 
     def __init__(self, mark: int, wake: Callable[[], None], ports: Iterable[int]) -> None:
         self._mark, self._wake = mark, wake
-        self.failed: Callable[[int, str, str, str], None] = lambda *_: None
+        self.failed: Callable[[int, int, str, str, str], None] = lambda *_: None
         self.own = -1
         self.relayed: Counter[str] = Counter()  # bytes of payload by "source>target"
         self.owned: set[Wire] = set()
@@ -491,7 +491,7 @@ class Network:
             self._arm(other)
         route = self._routes.get(wire.index)
         if cut and wire.index not in self._gone and route is not None and route.epoch == wire.epoch:
-            self.failed(wire.index, wire.source, wire.target, _why(error))
+            self.failed(wire.index, wire.epoch, wire.source, wire.target, _why(error))
         self._ring()
 
     def _report(self, index: int, epoch: int, source: str, target: str, why: str) -> None:
@@ -505,7 +505,7 @@ class Network:
                     lane.broken = lane.broken or text
         route = self._routes.get(index)
         if route is not None and route.epoch == epoch:
-            self.failed(index, source, target, why)
+            self.failed(index, epoch, source, target, why)
         self._wake()
 
     # ---- the background thread

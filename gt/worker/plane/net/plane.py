@@ -236,9 +236,9 @@ class NetPlane(ShmPlane):
             if self._own is not None and self._own.words[self._own.asleep]:
                 self._own.ring()
 
-    def _link_failed(self, index: int, source: str, target: str, reason: str) -> None:
+    def _link_failed(self, index: int, epoch: int, source: str, target: str, reason: str) -> None:
         if self.on_link_failed is not None:
-            self.on_link_failed(index, source, target, reason)
+            self.on_link_failed(index, epoch, source, target, reason)
 
     def _stays(self, peer: Peer, row: Sequence[Any]) -> bool:
         route = self._routes.get(peer.index)
