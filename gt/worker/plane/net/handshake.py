@@ -55,7 +55,7 @@ def offer(sock: socket.socket, greeting: Greeting, key: bytes) -> None:
 
 
 def accept(sock: socket.socket, key_of: Callable[[Greeting], bytes | None]) -> Greeting:
-    """The accepting end. key_of: the key for a greeting, None for one that fits no worker of this world. Raises Refusal or Later."""
+    """The accepting end. key_of: the key for a greeting, None for one that fits no worker here. Raises Refusal or Later."""
     until = time.monotonic() + SECONDS
     hello, nonce = _read(sock, _GREETING.size, until), os.urandom(NONCE_BYTES)
     magic, *fields, _ = _GREETING.unpack(hello)

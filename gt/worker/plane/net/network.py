@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from gt.errors import ConfigError
@@ -26,6 +25,7 @@ from gt.wire import tcp
 from gt.worker.plane.net import handshake
 from gt.worker.plane.net.handshake import Greeting
 from gt.worker.plane.net.lane import Lane
+from gt.worker.plane.net.route import Route, routes
 from gt.worker.plane.net.wire import (
     CREDIT,
     DATA,
@@ -47,6 +47,7 @@ MEET_SECONDS = 30.0  # that a process which listens may take for a connection
 AGAIN_SECONDS = 0.2  # between two attempts
 GRACE_SECONDS = 0.5  # from the end of a connection to that of waits on it: the dispatcher may say that the worker is lost
 ENDED_SECONDS = 1.5  # the same where the other end has closed it, as a worker that ends does
+TEND_SECONDS = 0.5  # between looks at connections that are full
 IDLE = 0.02  # seconds after which the background thread reads a connection that nobody has read
 PATIENCE = 0.05  # seconds that a waiting thread reads a connection itself
 GREETINGS = 256  # connections at a time that have not proved who they are
@@ -55,35 +56,6 @@ BURST = 16  # reads of a connection before others are read
 Pair = tuple[int, int]  # index of the other worker, epoch
 # The other host, or a link to it, is gone; other errors are the other process's end
 CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """This worker's way to another. next: the worker whose connection the frames take."""
-
-    index: int
-    epoch: int
-    kind: str
-    source: str
-    target: str
-    next: int
-    relays: tuple[int, ...]
-
-    def __str__(self) -> str:
-        if self.kind == "via":
-            return f"via {', '.join(f'worker {index}' for index in self.relays)}"
-        return f"tcp {self.source} to {self.target}" if self.kind == "tcp" else self.kind
-
-
-def routes(ways: Iterable[Sequence[Any]], own: int) -> dict[int, Route]:
-    """This worker's ways in the rows of World.ways."""
-    found = {}
-    for a, b, epoch, kind, source, target, relays in ways:
-        if own == a:
-            found[b] = Route(b, epoch, kind, source, target, relays[0] if relays else b, tuple(relays))
-        elif own == b:
-            found[a] = Route(a, epoch, kind, target, source, relays[-1] if relays else a, tuple(relays[::-1]))
-    return found
 
 
 class Network:
@@ -106,6 +78,7 @@ class Network:
         self._by_fd: dict[int, Wire] = {}
         self._gone: set[int] = set()
         self._deadlines: list[tuple[float, Wire, str]] = []
+        self._tended = 0.0  # when connections that are full were looked at
         self._connecting: set[Pair] = set()
         self._whys: dict[Pair, str] = {}  # why connections have ended
         self._early: list[tuple[Wire, Frame, memoryview]] = []  # to be relayed once there is a connection
@@ -384,7 +357,7 @@ class Network:
         thread.start()
 
     def _connect(self, route: Route) -> None:
-        """Connect. A process that answers and is busy, or does not know this world yet, is asked again: its link has not failed."""
+        """Connect. A process that answers and is busy, or does not know this world yet, is asked again: its link is whole."""
         until, why = time.monotonic() + MEET_SECONDS, ""
         try:
             while not why and not self._over(route):
@@ -531,7 +504,9 @@ class Network:
     def _pause(self) -> float:
         if self.owned:
             return IDLE
-        return max(0.0, min(when for when, _, _ in self._deadlines) - time.monotonic()) if self._deadlines else -1
+        if self._deadlines:
+            return max(0.0, min(when for when, _, _ in self._deadlines) - time.monotonic())
+        return TEND_SECONDS if any(wire.relayed for wire in self._by_fd.copy().values()) else -1
 
     def _serve(self, wire: Wire, events: int) -> None:
         if events & select.EPOLLOUT:
@@ -572,6 +547,10 @@ class Network:
                 finally:
                     wire.reading.release()
         now = time.monotonic()
+        if now >= self._tended + TEND_SECONDS:
+            self._tended = now
+            for wire in [wire for wire in self._by_fd.copy().values() if wire.relayed]:
+                tcp.tend(wire.sock)
         for row in [row for row in self._deadlines if row[0] <= now]:
             self._deadlines.remove(row)
             _, wire, why = row
@@ -607,9 +586,7 @@ def _listener(ports: Iterable[int]) -> socket.socket:
     tried = None
     for port in ports:
         try:
-            made = socket.create_server(
-                ("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6
-            )
+            made = socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
             made.setblocking(False)
             return made
         except OSError as error:

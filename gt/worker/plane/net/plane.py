@@ -15,7 +15,8 @@ from gt.ir.heap import HEAP_BYTES, SLOT_BYTES, SLOTS
 from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, TeamForm, Unreachable, nothing
 from gt.worker.plane.net import collectives
 from gt.worker.plane.net.lane import Incoming, Lane, Outgoing
-from gt.worker.plane.net.network import Network, Route, routes
+from gt.worker.plane.net.network import Network
+from gt.worker.plane.net.route import Route, routes
 from gt.worker.plane.net.wide_team import StreamLike, WideTeam
 from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, JOINED, Wire
 from gt.worker.plane.shm import Peer, ShmPlane, flat
