@@ -46,6 +46,22 @@ def test_on_a_mesh_all_bits_are_one_hosts():
         site.close()
 
 
+def test_a_mesh_with_addresses_of_ipv6_alone():
+    with Lab.mesh(3, management=True, six=True) as lab:
+        site = Site(lab, [0, 1, 2], backend="numpy")
+        program = site.program("lose", "1", host=2)
+        assert program.hear() == {"ready": True}
+        site.workers[1].kill()
+        assert program.hear()["error"] == "WorkerLost"
+        site.workers[1].wait()
+        site.workers[1] = site.worker(1, 1)
+        program.tell()
+        again = program.hear()
+        assert again["again"] == 400_000 and again["ways"][0]["w1"] == "tcp fd00:100::1 to fd00:100::2", again
+        program.end()
+        site.close()
+
+
 def test_zero_3_on_a_mesh_trains_as_on_one_host_and_four_programs_share_it():
     with Lab.mesh(3, management=True) as lab:
         site = Site(lab, [0, 1, 2])
