@@ -14,7 +14,7 @@ import torch
 
 import gt
 from gt.observe.dashboard import feed as feed_module
-from gt.observe.dashboard.feed import Feed, encoded, pause
+from gt.observe.dashboard.feed import Feed, encoded
 from gt.observe.dashboard.history import MAX_SAMPLES, History
 from gt.observe.dashboard.page_keys import MAX_BROWSERS, PageKeys, names_this
 from gt.observe.dashboard.page_server import FILES, PageServer
@@ -197,15 +197,6 @@ def test_the_past_is_bounded_and_keeps_every_peak() -> None:
     assert times == sorted(times) and times[-1] > 5 * MAX_SAMPLES - 20
     history.add({**state, "server": {"at": 0.5}})  # another server
     assert len(history.samples) == 1
-
-
-def test_looks_are_rare_where_workers_do_little() -> None:
-    def state(workers: int, share: float | None) -> dict[str, Any]:
-        return {"workers": [{"cpu_share": share}] * workers}
-
-    assert pause(state(8, None), 1.0, 2e-3) == pause(state(8, 0.0), 1.0, 2e-3) == pause(state(8, 1.0), 1.0, 2e-3) == 1.0
-    assert 2.0 < pause(state(8, 0.1), 1.0, 2e-3) < 4.0 and pause(state(8, 0.01), 1.0, 2e-3) == 4.0
-    assert pause(state(8, 0.01), 10.0, 2e-3) == 10.0
 
 
 def test_predicted_actions_are_beside_the_measured_ones() -> None:
