@@ -19,7 +19,7 @@ MAX_SAVED, MAX_OWED = 4.0, 2.0  # looks
 
 
 class LookBudget:
-    """`pay` for each look; `pause` is the time until the next. A budget that was not used allows a few looks in quick succession."""
+    """`pay` for each look; `pause` is the time until the next. What was not used allows a few looks in quick succession."""
 
     def __init__(self) -> None:
         self._saved = MAX_SAVED  # looks
@@ -31,7 +31,8 @@ class LookBudget:
         """Note a look. ops: planned since the start. observers: that are sent its Records. counting: CPU seconds of workers."""
         used = {name: _cpu_seconds(answer.stats) for name, answer in answers.items()}
         seconds = now - self._at
-        ran = sum(max(0.0, used[name] - self._used.get(name, used[name])) for name in used) + max(0.0, ops - self._ops) * OP_SECONDS
+        ran = sum(max(0.0, used[name] - self._used.get(name, used[name])) for name in used)
+        ran += max(0.0, ops - self._ops) * OP_SECONDS
         cores = ran / seconds if seconds > 0 else 0.0
         cost = PROCESS_SECONDS * len(used) + OBSERVER_SECONDS * observers + counting
         if cost > 0:
