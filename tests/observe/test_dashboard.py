@@ -148,6 +148,25 @@ def test_nobody_is_observed_while_no_page_is_open(monkeypatch: pytest.MonkeyPatc
         assert "log" not in events
 
 
+def test_another_server_in_the_place_of_the_first_tells_all_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sessions have the same numbers, and so have its layouts and replays."""
+    monkeypatch.setattr(feed_module, "RETRY_SECONDS", 0.0)
+    streams = [SyntheticStream(2, 4), SyntheticStream(2, 4, name="second-{}")]
+    waiting = iter(streams)
+    with page(lambda log: next(waiting)) as (server, _):
+        shown = server.feed.open()
+        server.feed.events(shown)
+        streams[0].release()
+        assert {"schedule", "layouts"} <= dict(server.feed.events(shown) or []).keys()
+        streams[0].fail("it was stopped")
+        events: dict[str, Any] = {}
+        streams[1].release()
+        while "state" not in events or not events["state"]["workers"][0]["name"].startswith("second"):
+            events = dict(server.feed.events(shown) or [])
+        assert events["layouts"]["tensors"][0]["name"].startswith("second") and "schedule" in events and "history" in events
+        streams[1].stop()
+
+
 def test_figures_are_those_of_stats() -> None:
     with serving(2) as served:
         gt.connect(served.address, name=False, config="")

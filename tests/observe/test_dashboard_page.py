@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import gt
+from gt.observe.dashboard import feed as feed_module
 from gt.observe.record_stream import RecordStream
 from tests.helpers.limits import limit
 from tests.helpers.serving import serving
 from tests.observe.browser import Browser, chromium
+from tests.observe.synthetic_records import SyntheticStream
 from tests.observe.test_dashboard import page, synthetic
 
 needs_browser = pytest.mark.skipif(not chromium(), reason="no chromium is installed: apt-get install chromium")
@@ -72,6 +74,26 @@ def test_panels_load_are_empty_fail_and_come_back(browser: Browser) -> None:
         stream.fail("nobody answers")
         browser.wait(DRAWN)
         assert set(browser.run(STATES).values()) == {"error"} and "nobody answers" in text(browser, "traffic")
+    assert browser.errors == []
+
+
+def test_a_restarted_server_shows_nothing_of_the_one_before(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "RETRY_SECONDS", 0.0)
+    browser.errors.clear()
+    first, second = SyntheticStream(2, 4, layouts=2), SyntheticStream(2, 4, name="second-{}", layouts=1)
+    streams = iter([first, second])
+    with page(lambda log: next(streams)) as (_, links):
+        browser.open(links[0])
+        first.release(3)
+        browser.wait(ready("layouts"))
+        browser.wait(ready("errors"))
+        first.fail("it was stopped")
+        second.release(2)
+        for panel in ("layouts", "errors", "workers", "sessions"):
+            browser.wait(f"document.getElementById('{panel}').innerText.includes('second-')")
+        assert "blocks.1" not in text(browser, "layouts") and text(browser, "errors").count("failed") == 1
+        browser.wait("document.body.dataset.link === 'live'")
+        second.stop()
     assert browser.errors == []
 
 

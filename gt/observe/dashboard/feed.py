@@ -33,10 +33,14 @@ class Page:
     def __init__(self, log: bool) -> None:
         self.log = log
         self.version = -1
+        self.next_line = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Another server may be observed from now on, whose sessions have the same numbers."""
         self.merges = -1  # of the history that it has
         self.replays: dict[int, int] = {}  # by session
         self.layouts: dict[int, int] = {}
-        self.next_line = 0
 
 
 class Feed:
@@ -132,8 +136,10 @@ class Feed:
                 log = any(page.log for page in self._pages)
                 with self._connect(log) as stream:
                     with self._changed:
-                        self._stream = stream
-                    self._view = LiveView()
+                        self._stream, self._schedules = stream, {}
+                        for page in self._pages:
+                            page.forget()
+                    self._view, self._predicted = LiveView(), PredictedSchedules()
                     while self._wanted(LINGER_SECONDS):
                         stream.log = any(page.log for page in list(self._pages))
                         self._take(stream.next())

@@ -168,7 +168,7 @@ export class Errors extends Panel {
   missing(store) { return this.rows(store).length ? "" : "No op has failed, no worker is lost, and nobody was refused."; }
 
   show(store) {
-    const rows = this.rows(store), key = rows.map((e) => e.number).join();
+    const rows = this.rows(store), key = rows.map((e) => `${e.number} ${e.at} ${e.text}`).join(); // numbers begin anew with another server
     setText(this.note, `${rows.length} of the last 64`);
     if (key === this.shown) return;
     this.shown = key;
