@@ -1,7 +1,7 @@
 """Restart of a worker's process: it executes its own command line again, so that nothing of its memory is left.
 
 The new process has the same pid, name and environment. By descriptors it has the secrets of files that may be gone, and the
-signals that the old process received and did not handle: the kernel takes those of a process that executes another one for handled.
+signals that the old process received and did not handle: to the kernel they are handled once that process executes another one.
 """
 
 from __future__ import annotations
