@@ -65,7 +65,7 @@ class WorkerPosition:
 
 @dataclass(slots=True)
 class Halt:
-    """A worker's process that is stopped. since, seen: when that was first seen, and has been ever since, and when it was last."""
+    """A worker's process that is stopped. since, seen: when that was first seen, and has been ever since, and when last."""
 
     life: int
     since: float
