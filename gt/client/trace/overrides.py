@@ -157,6 +157,7 @@ def ignore(info: OpInfo, args: tuple, kwargs: dict) -> None:
 
 
 ENDS = ("Scalar_Tensor", "Tensor_Scalar", "Tensor_Tensor")  # overloads
+SAMPLED = ("_standard_gamma", "_sample_dirichlet", "binomial")
 
 _ROWS: dict[str, Handler | None] = {
     "aten.detach.default": alias,
@@ -193,6 +194,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.bernoulli.p": random_like(lambda x, p, **k: x.bernoulli_(p, **k)),
     "aten.rrelu_with_noise.default": rrelu,
     "aten.rrelu_with_noise_.default": rrelu,
+    **dict.fromkeys((f"aten.{name}.default" for name in SAMPLED), library_ops.sample),
     "aten.arange.start_out": factory(aten.arange.start_step),
     "aten.linspace.out": factory(aten.linspace.default),
     "aten.logspace.out": factory(aten.logspace.default),

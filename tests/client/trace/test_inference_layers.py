@@ -31,7 +31,7 @@ def to_remote(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("group", ["split_colpar", "data"])
-@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage:UserWarning", "ignore:.*mismatched.*mask:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage:UserWarning")
 @pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning", "ignore:enable_nested_tensor:UserWarning")
 def test_an_encoder_in_inference_has_the_values_of_its_training_form(session, group):
     """torch's fused layer takes a mask of numbers for one of bools, so the reference is the layer without it."""
