@@ -608,9 +608,13 @@ class ArenaOpened(Message):
 
 @dataclass(frozen=True, slots=True)
 class LinkFailed(Message):
-    """Worker -> dispatcher: it has no connection to `worker` between these addresses, its own first. Answered by a World."""
+    """Worker -> dispatcher: it has no connection to `worker` between these addresses, its own first. Answered by a World.
+
+    epoch: of the pair's way. A failure of an earlier way than the present one is ignored.
+    """
 
     worker: int
+    epoch: int
     source: str
     target: str
     reason: str

@@ -93,7 +93,7 @@ class Plane(ABC):
     """
 
     transport = ""  # the name of its transport, a value of GT_TRANSPORT
-    on_link_failed: Callable[[int, str, str, str], None] | None = None  # (worker, own address, its address, reason)
+    on_link_failed: Callable[[int, int, str, str, str], None] | None = None  # (worker, epoch, own address, its, reason)
 
     @abstractmethod
     def open(self, index: int = -1) -> dict[str, Any]:
