@@ -3,7 +3,7 @@
 A communicator is made at the first use, which its members reach in the dispatcher's order, by an id that the host's plane
 carries. Calls of NCCL block, and so does its work on the device: a thread of each communicator makes them, and the transferring
 thread asks meanwhile whether all members are there. The owner of each wait is the pair's connection in plane net, which the
-kernel ends, or the dispatcher's word. A message is copied first: its sender goes on while as many are under way as there are slots.
+kernel ends, or the dispatcher's word. A message is copied first: its sender goes on until all slots are under way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from functools import partial
 from typing import Any
 
 from gt.errors import SystemFailure
-from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, PeerGone, TeamForm, Unreachable, Unrecoverable, nothing
+from gt.worker.plane.base import (
+    ALL,
+    Buffer,
+    Channel,
+    Combine,
+    OnIssued,
+    PeerGone,
+    TeamForm,
+    Unreachable,
+    Unrecoverable,
+    nothing,
+)
 from gt.worker.plane.internode.call_thread import CallThread
 from gt.worker.plane.nccl import NcclTransport
 from gt.worker.plane.nccl_bindings import ID_BYTES
@@ -33,7 +44,7 @@ ABORT_SECONDS = 5.0  # within which an aborted call returns
 
 @dataclass(slots=True)
 class Communicator:
-    """key: another one for other processes or connections. workers: the other members. check: raises PeerGone if one is not there.
+    """key: another one for other processes or connections. workers: the other members. check: PeerGone if one is not there.
 
     pending: messages under way. ended: nothing is begun any more.
     """

@@ -99,7 +99,12 @@ class InternodePlane(DevicePlane, NetPlane):
         wide = self._team_of_hosts(form)
         if wide is None:
             peers = [self._peer(index) for rank, index in enumerate(form["workers"]) if rank != form["rank"]]
-            yield [peer.row[6] for peer in peers], lambda: [peer.check() for peer in peers] and None
+
+            def check_near() -> None:
+                for peer in peers:
+                    peer.check()
+
+            yield [peer.row[6] for peer in peers], check_near
             return
 
         def check() -> None:

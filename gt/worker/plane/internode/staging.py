@@ -1,7 +1,7 @@
 """Tensors of GPUs to and from other hosts through pinned memory: copies of the device, and the host's plane between them.
 
-The bytes on the wire are those of host memory, so the other end may be a worker of any kind. A message is copied and sent slot by
-slot, as the host's plane divides it: while one is sent, the device copies the next.
+The bytes on the wire are those of host memory, so the other end may be a worker of any kind. A message is copied and sent slot
+by slot, as the host's plane divides it: while one is sent, the device copies the next.
 """
 
 from __future__ import annotations

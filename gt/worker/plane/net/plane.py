@@ -13,7 +13,6 @@ from typing import Any
 
 from gt.ir.heap import HEAP_BYTES, SLOT_BYTES, SLOTS
 from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, TeamForm, Unreachable, nothing
-from gt.worker.plane.collectives import parts
 from gt.worker.plane.net import collectives
 from gt.worker.plane.net.lane import Incoming, Lane, Outgoing
 from gt.worker.plane.net.network import Network, Route, routes

@@ -1,4 +1,4 @@
-"""Hosts of GPU workers as threads of one process: planes over loopback, a device whose memory only copies reach, NCCL played."""
+"""Hosts of GPU workers as threads of one process: planes over loopback, a device that only copies reach, NCCL played."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class Device(DirectEngine):
 
 
 class AbortableRing(Ring):
-    """NCCL that buffers nothing. Aborted calls return as NCCL's do: without an error, with any result."""
+    """NCCL that buffers nothing. A call ends once its own member aborts it, as NCCL's: without an error, with any result."""
 
     version = "2.28.9"
 
     def __init__(self) -> None:
         super().__init__()
-        self.aborted: set[int] = set()
-        self.failures: dict[int, str] = {}
+        self.aborted: set[tuple[int, int]] = set()  # communicators, each member's own
+        self.failures: dict[tuple[int, int], str] = {}
         self.changed = threading.Condition()
 
     def join(self, unique_id: bytes, rank: int, count: int) -> Any:
@@ -83,17 +83,21 @@ class AbortableRing(Ring):
             comm[0].wait(limit(20))
         return (*comm, rank)
 
+    def _ended(self, comm: Any) -> bool:
+        return (id(comm[0]), comm[2]) in self.aborted
+
     def close(self) -> None:
         """End what waits for members that are gone, as NCCL does once their connections end."""
         for meeting, _ in self.made.values():
             meeting.abort()
 
     def failure(self, comm: Any) -> str:
-        return self.failures.get(id(comm[0]), "")
+        others = any((id(comm[0]), rank) in self.aborted for rank in range(len(comm[1])))
+        return self.failures.get((id(comm[0]), comm[2]), "NCCL: remote process exited" if others else "")
 
     def abort(self, comm: Any) -> None:
         with self.changed:
-            self.aborted.add(id(comm[0]))
+            self.aborted.add((id(comm[0]), comm[2]))
             self.changed.notify_all()
         comm[0].abort()
 
@@ -102,11 +106,11 @@ class AbortableRing(Ring):
         self._wire(comm, comm[2], rank).put((ctypes.string_at(data, nbytes), taken))
         if not vars(self.grouping):
             with self.changed:
-                assert self.changed.wait_for(lambda: taken or id(comm[0]) in self.aborted, limit(20)), "nobody takes it"
+                assert self.changed.wait_for(lambda: taken or self._ended(comm), limit(20)), "nobody takes it"
 
     def recv(self, comm: Any, into: int, nbytes: int, rank: int, stream: int) -> None:
         wire = self._wire(comm, rank, comm[2])
-        while id(comm[0]) not in self.aborted:
+        while not self._ended(comm):
             with contextlib.suppress(queue.Empty):
                 data, taken = wire.get(timeout=0.02)
                 assert len(data) == nbytes
@@ -120,6 +124,8 @@ class AbortableRing(Ring):
         try:
             return super()._all(comm, data, nbytes)
         except threading.BrokenBarrierError:
+            with self.changed:  # the work of a member waits for ever, until the member itself aborts it
+                assert self.changed.wait_for(lambda: self._ended(comm), limit(20)), "nobody aborts it"
             return [torch.zeros(nbytes // 4)] * len(comm[1])
 
 
@@ -154,7 +160,9 @@ class World:
             rows = []
             for n in living:
                 row = planes.row(n, self.infos[n])
-                rows.append([*row[:7], home() if self.homes[n] == self.homes[own] else f"home {self.homes[n]}", self.infos[n]["port"]])
+                rows.append(
+                    [*row[:7], home() if self.homes[n] == self.homes[own] else f"home {self.homes[n]}", self.infos[n]["port"]]
+                )
             plane = self.planes[own]
             plane.introduce(rows, ways, KEY, own)
             plane.join_by_nccl(nccl)

@@ -39,7 +39,9 @@ def test_messages_of_any_size_arrive_in_order(homes: str, without: Any, ring: An
         for number, size in enumerate(lengths):
             before, after, into = (rank - 1) % 3, (rank + 1) % 3, torch.empty(size)
             steps = [
-                lambda size=size, number=number, after=after: transport.send(channel(rank, after), flat(data(rank, size, number))),
+                lambda size=size, number=number, after=after: transport.send(
+                    channel(rank, after), flat(data(rank, size, number))
+                ),
                 lambda into=into, before=before: transport.recv(channel(rank, before), flat(into)),
             ]
             for step in steps if rank else steps[::-1]:  # one receives first, so that nobody waits in a circle
@@ -197,8 +199,8 @@ def test_a_member_that_fails_before_its_part_tells_the_others(homes: str) -> Non
     def run(rank: int, transport: Any) -> None:
         norms = Device().combine("norm2", "float32")  # which NCCL lacks, so that parts are allocated
         transport.all_reduce(team(range(3), rank), flat(data(rank, 10)), norms)
-        world.devices[2].full = True
-        with pytest.raises(Unreachable, match="the device is full|gives up|NCCL"):
+        world.devices[2].full = world.devices[2].full or rank == 2
+        with pytest.raises(Unreachable, match=r"the device is full|remote process exited"):
             transport.all_reduce(team(range(3), rank), flat(data(rank, 10)), norms)
 
     with hosts(homes, AbortableRing()) as world:
@@ -227,7 +229,7 @@ def test_a_failure_that_nccl_reports_ends_the_wait() -> None:
         transport.all_reduce(team(range(2), rank), flat(value), SUM)
         if rank:
             comm = world.planes[1]._nccl._teams[0].handle
-            ring.failures[id(comm[0])] = "NCCL: remote process exited or there was a network error"
+            ring.failures[id(comm[0]), comm[2]] = "NCCL: remote process exited or there was a network error"
             with pytest.raises(Unreachable, match=r"network error, with workers \[0\]: NCCL_DEBUG=INFO says more"):
                 transport.all_reduce(team(range(2), 1), flat(value), SUM)
             world.planes[0].abort(1, "the test is over")
