@@ -303,6 +303,7 @@ class Executor:
             **self.tensors.stats(),
             **self.worker.plane.counters(),
             **({"ways": ways} if (ways := self.worker.plane.ways()) else {}),
+            **self.worker.plane.facts(),
         }
 
 

@@ -173,6 +173,10 @@ class Plane(ABC):
         """By name of each worker, the way to it, where some are on other hosts."""
         return {}
 
+    def facts(self) -> dict[str, Any]:
+        """More about the plane, for gt.stats()."""
+        return {}
+
     @abstractmethod
     def tally(self, name: str, sent: int, received: int) -> None:
         """Count bytes to and from a peer that a replay of a device has moved, without these calls."""

@@ -9,14 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from gt import env
 from gt.worker.plane.base import Channel, TeamForm
 from gt.worker.plane.gpu import DevicePlane
+from gt.worker.plane.internode import nccl_settings
 from gt.worker.plane.internode.communicators import InternodeNccl
+from gt.worker.plane.internode.nccl_settings import NcclLog
 from gt.worker.plane.internode.staging import StagedTransport
 from gt.worker.plane.internode.transport import InternodeTransport, Pairs, joined
 from gt.worker.plane.nccl import NcclPlane
 from gt.worker.plane.net.plane import FarPeer, NetPlane
 from gt.worker.plane.nvshmem import NvshmemPlane
+from gt.worker.process import network_links
+from gt.worker.process.rdma_devices import rdma_devices
 
 Check = Callable[[], None]  # raises PeerGone once a member is not there
 
@@ -31,6 +36,7 @@ class InternodePlane(DevicePlane, NetPlane):
         self._beyond: InternodeTransport | None = None
         self._nccl: InternodeNccl | None = None
         self._pairs: Pairs = frozenset()
+        self._log: NcclLog | None = None
 
     def open(self, index: int = -1) -> dict[str, Any]:
         return {**super().open(index), "nccl": "" if self._ring is None else self._ring.version}
@@ -40,6 +46,10 @@ class InternodePlane(DevicePlane, NetPlane):
 
     def world(self, rows: Sequence[Sequence[Any]], ways: Sequence[Sequence[Any]] = ()) -> None:
         super().world(rows, ways)
+        if self._ring is not None and ways and self._log is None:  # before NCCL reads its variables, which it does once
+            self._log = NcclLog()
+            sources = [route.source for route in self._routes.values() if route.kind == "tcp"]
+            nccl_settings.apply(nccl_settings.settings(sources, network_links.links(), rdma_devices()))
         engine = self._engine
         if self._beyond is None:
             staged = StagedTransport(self, engine.direct, engine.combine)
@@ -67,7 +77,13 @@ class InternodePlane(DevicePlane, NetPlane):
                 ways[peer.name] = self._transport.name
         return ways
 
+    def facts(self) -> dict[str, Any]:
+        facts = self._log.facts() if self._log is not None else {}
+        return {"nccl": {**facts, "variables": env.starting("NCCL_")}} if self._log is not None else {}
+
     def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
             nccl.close()

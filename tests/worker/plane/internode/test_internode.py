@@ -196,10 +196,14 @@ def test_a_lost_worker_fails_a_wait_and_the_others_go_on(ring: Any, wait: Any, m
 def test_a_member_that_fails_before_its_part_tells_the_others(homes: str) -> None:
     """Here for lack of memory: the others wait for it on their devices."""
 
+    done = threading.Barrier(3)
+
     def run(rank: int, transport: Any) -> None:
         norms = Device().combine("norm2", "float32")  # which NCCL lacks, so that parts are allocated
         transport.all_reduce(team(range(3), rank), flat(data(rank, 10)), norms)
-        world.devices[2].full = world.devices[2].full or rank == 2
+        done.wait(limit(10))
+        if rank == 2:
+            world.devices[2].full = True
         with pytest.raises(Unreachable, match=r"the device is full|remote process exited"):
             transport.all_reduce(team(range(3), rank), flat(data(rank, 10)), norms)
 
