@@ -112,6 +112,9 @@ class Plane(ABC):
     ) -> None:
         """A World is here, which the transferring thread has not reached yet: connections may be made."""
 
+    def join_by_nccl(self, pairs: Sequence[Sequence[int]]) -> None:  # noqa: B027  a plane of one host needs no such pairs
+        """Set the pairs of workers that NCCL joins, World.nccl. Precedes `world`."""
+
     def form(self, members: Sequence[int], own: int, unique_id: str) -> None:
         """Form a world with the workers of World.members, for as long as all of these processes live."""
         raise SystemFailure("this plane has no world that is formed")
@@ -168,6 +171,10 @@ class Plane(ABC):
 
     def ways(self) -> dict[str, str]:
         """By name of each worker, the way to it, where some are on other hosts."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """More about the plane, for gt.stats()."""
         return {}
 
     @abstractmethod
