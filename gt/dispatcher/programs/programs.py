@@ -198,6 +198,7 @@ class Programs:
             homes={offset + i: rows[i].storage for i in tape.before if i in rows},
             fresh=lambda: offset + emitter.temporary(),
             define=partial(self._define, added),
+            bucket=self._context.config.bucket,
             sharded=self._context.config.zero > 0,
         )
 
