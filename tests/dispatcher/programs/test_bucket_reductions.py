@@ -9,6 +9,7 @@ import pytest
 
 from gt.dispatcher.programs import codegen as writing
 from gt.dispatcher.programs.pass_manager import run_passes
+from gt.dispatcher.programs.passes import bucket_reductions as module
 from gt.dispatcher.programs.passes.batch_collectives import batch_collectives
 from gt.dispatcher.programs.passes.bucket_reductions import bucket_reductions
 from gt.dispatcher.programs.passes.context import PassContext
@@ -254,6 +255,23 @@ def test_nothing_is_moved_if_members_would_sum_different_tensors() -> None:
     before = {worker: list(rows) for worker, rows in tape.code.items()}
     tape, about = bucketed(tape)
     assert about.rejected and unmarked(tape) == before
+
+
+@pytest.fixture(autouse=True)
+def share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of all terms are allowed: steps here have few."""
+    monkeypatch.setattr(module, "SCATTERED_SHARE", 1)
+
+
+def test_few_of_all_scattered_terms_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SCATTERED_SHARE", 2)
+    rows = [
+        *((ADD, [1, 2, 30 + n]) for n in range(4)),
+        *(row for n in range(4) for row in ((SCATTER, [30 + n, 50 + n]), (ALIAS, [50 + n, 30 + n]))),
+        *((ADD_, [5, 30 + n]) for n in range(4)),
+    ]
+    order = scatters(*rows, room=1 << 20)
+    assert order.index([30, 50]) < order.index([1, 2, 32]) < order.index([32, 52])
 
 
 def scatters(*rows: tuple[Define, list[int]], room: int = 1) -> list[list[int]]:

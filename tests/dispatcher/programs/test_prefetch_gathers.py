@@ -69,6 +69,7 @@ def test_a_weight_is_not_gathered_before_it_is_written():
 
 def test_small_weights_are_gathered_ahead_together(monkeypatch):
     monkeypatch.setattr(module, "LEAST_AHEAD", 3 * 32)
+    monkeypatch.setattr(module, "AHEAD_SHARE", 1)
     rows = [row for n in range(4) for row in ((gather(), [1 + n, 11 + n]), (ADD, [9, 11 + n, 21 + n]))]
     assert ordered(*rows)[0] == [[1, 11], [2, 12], [3, 13], [4, 14], *([9, 11 + n, 21 + n] for n in range(4))]
 

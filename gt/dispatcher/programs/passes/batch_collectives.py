@@ -18,6 +18,7 @@ from math import prod
 from gt.dispatcher.programs.passes.bucket_reductions import REDUCTIONS
 from gt.dispatcher.programs.passes.context import MakeDefinition, PassContext
 from gt.dispatcher.programs.recording import Instruction, Recording
+from gt.ir.instr import COLLECTIVES
 from gt.ir.spec import DTYPES
 
 MAX_GATHER_BYTES = 256 << 10  # of a gathered tensor; a larger one is gathered by itself
@@ -32,6 +33,11 @@ def batch_collectives(recording: Recording, context: PassContext) -> Recording:
     alike = all(runs[w][key] == runs[peer][key] for w in runs for key in runs[w] for peer in key[1] if peer in runs)
     if not alike or max(lengths, default=0) < 2:
         return recording
+    for worker, rows in recording.code.items():
+        single = sum(row.kind in COLLECTIVES for row in rows)
+        saved = sum(count - 1 for counts in runs[worker].values() for count in counts)
+        if saved:
+            context.batched[worker] = [single, single - saved]
     return replace(recording, code={w: list(_marked(rows, context.define)) for w, rows in recording.code.items()})
 
 

@@ -25,6 +25,7 @@ from gt.ir.spec import DTYPES, Spec
 from gt.ir.template import Chosen, T, from_wire, to_wire
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
+SCATTERED_SHARE = 8  # of the bytes of terms that reduce_scatters end, at most this part waits: stages 2 and 3 are for memory
 LIST_OPS = ("aten._fused_", "aten._foreach_")  # ops that do the same to each tensor of a list
 
 
@@ -117,13 +118,16 @@ class _Reduction:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Reductions that wait for one another."""
+    """Reductions that wait for one another. room, scattered_room: bytes of all of them, and of those whose terms then end."""
 
+    room: int
+    scattered_room: int
     waiting: list[_Reduction] = field(default_factory=list)
 
     @property
-    def nbytes(self) -> int:
-        return sum(reduction.nbytes for reduction in self.waiting)
+    def full(self) -> bool:
+        scattered = sum(r.nbytes for r in self.waiting if r.rows[0].kind == "reduce_scatter")
+        return sum(r.nbytes for r in self.waiting) >= self.room or scattered >= max(self.scattered_room, 1)
 
     def holds(self, memory: Sequence[int], names: Sequence[int]) -> bool:
         """True if something that waits touches this memory, or makes one of these names."""
@@ -140,7 +144,8 @@ def _moved(rows: Sequence[Instruction], room: int) -> Iterator[Instruction]:
     """Rows, each reduction behind the last that touches its terms, or a little later with others."""
     ready, placed = _ready(rows)
     memory = _touched_memory(rows)
-    bucket = _Bucket()
+    scattered = sum(r.nbytes for of_row in ready.values() for r in of_row if r.rows[0].kind == "reduce_scatter")
+    bucket = _Bucket(room, min(room, scattered // SCATTERED_SHARE))
     for n, row in enumerate(rows):
         if n not in placed:
             if bucket.waiting and bucket.holds(memory[n], row.operands):
@@ -150,7 +155,7 @@ def _moved(rows: Sequence[Instruction], room: int) -> Iterator[Instruction]:
             if bucket.holds([*reduction.memory], ()):  # a sum of sums
                 yield from bucket.release()
             bucket.waiting.append(reduction)
-        if bucket.nbytes >= room:
+        if bucket.full:
             yield from bucket.release()
     yield from bucket.release()
 

@@ -38,6 +38,7 @@ class PassContext:
     sharded: bool = False  # whether parameters rest in pieces of the data-parallel axis
     schedule: dict[str, Any] = field(default_factory=dict)  # the report of the schedule, {} where none was asked for
     recomputed: dict[int, list[int]] = field(default_factory=dict)  # by worker: values, bytes at the peak before and after
+    batched: dict[int, list[int]] = field(default_factory=dict)  # by worker: collectives, and as how many they are done
     rejected: dict[str, str] = field(default_factory=dict)  # passes whose result was not verified, and why
 
     @property

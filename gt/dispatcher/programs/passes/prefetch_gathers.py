@@ -2,7 +2,8 @@
 
 A step gathers a parameter right before its use. A worker overlaps transfers with compute (gt.worker.program.overlap), so each
 gather moves up to an earlier gather, as long as the copies that are then gathered ahead have no more bytes than the largest of
-them, or than LEAST_AHEAD. This is the prefetch of ZeRO-3 and FSDP (Zhao et al., VLDB 2023) as an order of instructions.
+them, or than LEAST_AHEAD.
+This is the prefetch of ZeRO-3 and FSDP (Zhao et al., VLDB 2023) as an order of instructions.
 
 Example, all weights of one size:
 
@@ -22,7 +23,9 @@ from gt.dispatcher.programs.recording import Code, Instruction, Recording
 from gt.ir.dataflow import accesses
 from gt.ir.spec import DTYPES
 
-LEAST_AHEAD = 1 << 20  # bytes that may be gathered ahead of small weights too: a batch of them costs about as much as one
+# Bytes that may be gathered ahead of small weights too, since a batch of them costs about as much as one: LEAST_AHEAD, but no
+# more than this part of all gathers
+LEAST_AHEAD, AHEAD_SHARE = 1 << 20, 16
 
 
 def prefetch_gathers(recording: Recording, context: PassContext) -> Recording:
@@ -37,7 +40,7 @@ def _gathered_early(rows: Sequence[Instruction]) -> list[Instruction]:
     """Rows with each gather of memory from before them behind an earlier gather."""
     gathers = [n for n, row in enumerate(rows) if row.kind == "all_gather"]
     nbytes = [prod(rows[n].define.payload["shape"]) * DTYPES[rows[n].define.payload["dtype"]][0] for n in gathers]
-    room, changed = max([LEAST_AHEAD, *nbytes]), _last_changes(rows)
+    room, changed = max([min(LEAST_AHEAD, sum(nbytes) // AHEAD_SHARE), *nbytes]), _last_changes(rows)
     behind: dict[int, list[Instruction]] = defaultdict(list)  # row -> gathers that follow it
     moved: set[int] = set()
     for k, n in enumerate(gathers):
