@@ -345,17 +345,21 @@ class NetPlane(ShmPlane):
             collectives.all_reduce(wide, flat(data), combine)
         on_issued()
 
-    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
+    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer], on_issued: OnIssued = nothing) -> None:
         if (wide := self._team_of_hosts(team)) is None:
-            return super().all_gather(team, data, outs)
+            return super().all_gather(team, data, outs, on_issued)
         with wide.together():
             collectives.all_gather(wide, flat(data), [flat(out) for out in outs])
+        on_issued()
 
-    def reduce_scatter(self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
+    def reduce_scatter(
+        self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine, on_issued: OnIssued = nothing
+    ) -> None:
         if (wide := self._team_of_hosts(team)) is None:
-            return super().reduce_scatter(team, sections, out, combine)
+            return super().reduce_scatter(team, sections, out, combine, on_issued)
         with wide.together():
             collectives.reduce_scatter(wide, [flat(section) for section in sections], flat(out), combine)
+        on_issued()
 
     def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
         if (wide := self._team_of_hosts(team)) is None:
