@@ -288,6 +288,7 @@ class Loop:
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
                 self.executor.budget.share(message.hosts.get(self._home, 1))
+                self._plane.join_by_nccl(message.nccl)
                 self._plane.world(message.workers, message.ways)
                 own = self._own(message)
                 if own in message.members:

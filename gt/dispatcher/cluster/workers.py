@@ -142,6 +142,7 @@ class Cluster:
         self._channels: dict[int, tuple[int, Sizes]] = {}
         self._teams: dict[tuple[int, ...], tuple[int, int, int]] = {}
         self.relayed: list[list] = []  # rows of the newest `routes` with workers that relay
+        self.nccl: list[list[int]] = []  # pairs of the newest `routes` that NCCL joins
         self._failed: dict[Failure, float] = {}  # connections between hosts, and when they failed
         self._routes: dict[tuple[int, int], tuple] = {}  # pairs of workers on different hosts -> their way, and whose it is
         self._epochs: dict[tuple[int, int], int] = {}  # how often that has changed
@@ -238,7 +239,7 @@ class Cluster:
         hosts: dict[str, list[Worker]] = {}
         for worker in living:
             hosts.setdefault(links.home(worker.info), []).append(worker)
-        self.relayed = []
+        self.relayed, self.nccl = [], []
         if len(hosts) < 2:
             return []
         ways, rows = self.ways(), []
@@ -257,6 +258,8 @@ class Cluster:
                 self._routes[key], self._epochs[key] = now, self._epochs.get(key, 0) + 1
             direct[key] = self._epochs[key]
             rows.append([*key, self._epochs[key], way.kind, way.source, way.target, [one.index for one in relays]])
+            if links.by_nccl(a.info, b.info, way):
+                self.nccl.append([*key])
         self.relayed = [row for row in rows if row[6]]
         return rows
 
@@ -339,19 +342,28 @@ class Cluster:
         offset, found = self.channel(source, target)
         return {"peer": peer, "offset": offset, "bytes": found.slot, "slots": found.slots}
 
-    def form(self, again: bool = False) -> list[int]:
-        """Workers whose devices are to share memory from here on: all of one host that can, unless some do already.
+    def form(self, again: bool = False) -> list[list[int]]:
+        """Workers whose devices are to share memory from here on, by host: all of one that can, unless some do already.
 
-        again: only once all are back that did so before.
+        again: only once all of a host are back that did so before.
         """
-        if any(not self.workers[i].lost and self.workers[i].lives == lives for i, lives in self.formed.items()):
-            return []
         hosts: dict[str, list[int]] = {}
+        before: dict[str, set[int]] = {}
         for worker in self.workers:
+            if worker.index in self.formed:
+                before.setdefault(links.home(worker.info), set()).add(worker.index)
             if not worker.lost and worker.info.get("unique_id"):
                 hosts.setdefault(links.home(worker.info), []).append(worker.index)
-        able = max(hosts.values(), key=lambda some: (set(self.formed) <= set(some), len(some)), default=[])
-        if len(able) < 2 or (again and not set(self.formed) <= set(able)):
-            return []
-        self.formed = {i: self.workers[i].lives for i in able}
-        return able
+        worlds = []
+        for home, able in hosts.items():
+            former = before.get(home, set())
+            if len(able) < 2 or (again and not (former and former <= set(able))) or any(map(self._shares, former)):
+                continue
+            self.formed = {i: lives for i, lives in self.formed.items() if i not in former}
+            self.formed.update((i, self.workers[i].lives) for i in able)
+            worlds.append(able)
+        return worlds
+
+    def _shares(self, index: int) -> bool:
+        """True if the process that shares its device's memory is there."""
+        return not self.workers[index].lost and self.workers[index].lives == self.formed[index]

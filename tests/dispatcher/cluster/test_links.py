@@ -138,3 +138,22 @@ def test_failed_connections_are_tried_again_where_no_other_way_is_left():
 def test_a_false_description_of_links_is_refused(about):
     with pytest.raises(ProtocolError):
         worker_info(about)
+
+
+def test_nccl_joins_workers_of_one_version_that_a_connection_joins():
+    cluster = Cluster()
+    rows = [("a", "2.28.9", "10.0.1.1"), ("a", "2.28.9", "10.0.1.1"), ("b", "2.28.9", "10.0.1.2"), ("c", "2.30.1", "10.0.1.3")]
+    rows += [("d", "", "10.0.1.4"), ("e", "2.28.9", "10.0.9.5")]
+    for n, (name, version, address) in enumerate(rows):
+        info = {
+            "name": f"w{n}",
+            "host": name,
+            "home": name,
+            "nccl": version,
+            "port": 4,
+            "links": [[address, 24, "eth0", 0, False]],
+        }
+        cluster.add(b"%d" % n, info)
+    cluster.routes()
+    assert cluster.nccl == [[0, 1], [0, 2], [1, 2]]
+    assert worker_info({"nccl": "2.28.9"})["nccl"] == "2.28.9"
