@@ -584,7 +584,9 @@ def _listener(ports: Iterable[int]) -> socket.socket:
     tried = None
     for port in ports:
         try:
-            made = socket.create_server(("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6)
+            made = socket.create_server(
+                ("", port), family=family, backlog=128, dualstack_ipv6=family == socket.AF_INET6
+            )
             made.setblocking(False)
             return made
         except OSError as error:
