@@ -103,6 +103,8 @@ def tokenizer_of(model: str, words: int) -> tuple[Encode, str]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError):
+        tokenizer = ()
+    if len(tokenizer) < 256:  # transformers makes an empty one of a config alone
         if words < 256:
             raise SettingsError(f"{model} has {words} words and no tokenizer here; bytes need 256") from None
         return lambda text: list(text.encode()), "bytes, as there is no tokenizer on this machine"

@@ -45,24 +45,31 @@ AGAIN = 75  # exit code after SIGTERM: saved; start the same command again, and 
 
 def start(settings: Settings, layers: str) -> int:
     """Connect to workers, or start them, with the strategy as the config; their number."""
-    sharding: dict[str, Any] = {"data_parallel": list(range(settings.workers)) or None, **settings.sharding()}
-    if settings.activation_checkpointing:
-        sharding["activation_checkpoint"] = {"modules": layers}
-    config = {"gt": sharding}
     if settings.connect:  # a job of several hosts, or a server that runs already
-        gt.connect(settings.connect, config=config, workers=0 if settings.connect == "env" else settings.workers)
-        return settings.workers or len(gt.stats()["workers"])
+        wanted = 0 if settings.connect == "env" else settings.workers
+        if not settings.workers:
+            gt.connect(settings.connect)
+        workers = settings.workers or len(gt.stats()["workers"])
+        gt.connect(settings.connect, config=config_for(settings, workers, layers), workers=wanted)
+        return workers
     gpus = 0 if settings.device == "cpu" else torch.cuda.device_count()
     workers = settings.workers or gpus or 2
     if settings.device == "gpu" and gpus < workers:
         missing = f"no GPU was found, want {workers}" if not gpus else f"{gpus} GPUs were found, want {workers}"
         raise SettingsError(f"{missing}; `gt doctor` says why; --device cpu trains on CPU workers")
     if gpus >= workers:
-        gt.gpu_workers(workers, config=config)
-    else:
-        print(f"{gpus or 'no'} GPU was found: training on {workers} CPU workers" if settings.device == "auto" else "")
-        gt.cpu_workers(workers, config=config)
+        gt.gpu_workers(workers, config=config_for(settings, workers, layers))
+        return workers
+    if settings.device == "auto":
+        print(f"{f'only {gpus} GPUs were' if gpus else 'no GPU was'} found: training on {workers} CPU workers")
+    gt.cpu_workers(workers, config=config_for(settings, workers, layers))
     return workers
+
+
+def config_for(settings: Settings, workers: int, layers: str) -> dict[str, Any]:
+    """The YAML as a dict. layers: pattern of the modules that activation checkpointing computes again."""
+    checkpointed = {"activation_checkpoint": {"modules": layers}} if settings.activation_checkpointing else {}
+    return {"gt": {"data_parallel": list(range(workers)), **settings.sharding(workers), **checkpointed}}
 
 
 def check_room(settings: Settings, parameters: int, workers: int) -> None:
@@ -105,7 +112,7 @@ class Training:
         self.model = build(settings, config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate)
-        self.step = 0
+        self.step, self.saving = 0, None
         self.weights = weights_of(settings.model) or "fresh"
         self.announce(source, tokens)
 
@@ -121,13 +128,14 @@ class Training:
         strategy = "deepspeed_config" if settings.deepspeed_config else settings.strategy
         state = theory(self.parameters, settings, self.workers)
         print(f"Fine-tuning {settings.model}: {self.parameters:,} parameters, {self.weights} weights")
-        print(f"   Strategy: {strategy} {settings.sharding()}")
+        print(f"   Strategy: {strategy} {settings.sharding(self.workers)}")
+        if self.workers == 1 and settings.strategy != "dp":
+            print("   One worker has nothing to shard: it trains as dp does, with the optimizer's state offloaded if asked for")
         print(f"   Workers: {self.workers}, on each {size(state.backward)} of weights, gradients and optimizer state by theory")
         print(f"   Batch: {self.batch} sequences{micro}, {self.batch // self.workers} on each worker")
         print(f"   Text: {source}; tokens: {tokens}")
-        print(
-            f"   Training: {len(self.data)} sequences of {settings.max_length} tokens, {self.batches} batches, {self.steps} steps"
-        )
+        data = f"{len(self.data)} sequences of {settings.max_length} tokens"
+        print(f"   Training: {data}, {self.batches} batches an epoch, {self.steps} steps")
         if settings.deepspeed_config and (idle := deepspeed(settings.deepspeed_config)[2]):
             print(f"   Without effect, since GT decides them itself: {', '.join(idle)}")
         print(flush=True)
@@ -163,8 +171,13 @@ class Training:
         return {**parts, "step": self.step, "run": run}
 
     def save(self) -> None:
-        gt.save(self.state(), self.settings.save, wait=False)  # written while the next steps run
-        self.model.config.save_pretrained(self.settings.save)  # with it, from_pretrained reads the folder too
+        self.saving = gt.save(self.state(), self.settings.save, wait=False)  # written while the next steps run
+
+    def finish_save(self) -> None:
+        """Wait for the last save. With config.json beside it, from_pretrained reads the folder, and --model takes it."""
+        if self.saving:
+            self.saving.wait()
+            self.model.config.save_pretrained(self.settings.save)
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one. SettingsError for one of another run."""
@@ -220,6 +233,7 @@ def finetune(settings: Settings) -> int:
     training = Training(settings)
     training.resume()
     train(training, told if settings.save else ())
+    training.finish_save()
     if told and settings.save and training.step < training.steps:
         print(f"saved at step {training.step}, to be continued", flush=True)
         return AGAIN

@@ -36,8 +36,8 @@ def config_of(name: str, max_length: int) -> PretrainedConfig:
     if name in GPT2:
         layers, width, heads = GPT2[name]
         words = 512 if name == "tiny" else 50257
-        config: Any = GPT2Config(vocab_size=words, n_layer=layers, n_embd=width, n_head=heads, n_positions=1024)
-        config.bos_token_id = config.eos_token_id = None
+        ends = {"bos_token_id": None, "eos_token_id": None} if name == "tiny" else {}  # GPT-2's are past its words
+        config: Any = GPT2Config(vocab_size=words, n_layer=layers, n_embd=width, n_head=heads, n_positions=1024, **ends)
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     elif name in LLAMA or name in QWEN:
         layers, width, inner, heads, keys, words = {**LLAMA, **QWEN}[name]
@@ -52,7 +52,7 @@ def config_of(name: str, max_length: int) -> PretrainedConfig:
             raise SettingsError(f"the folder {name} has no model: {str(error).splitlines()[0]}") from None
     else:
         raise SettingsError(f"model is {name!r}, want a folder with config.json, or one of {', '.join(NAMES)}")
-    config.use_cache, config.loss_type = False, "ForCausalLM"
+    config.use_cache = False
     room = getattr(config, "max_position_embeddings", max_length)
     if max_length > room:
         raise SettingsError(f"max_length {max_length} is more than the {room} positions of {name}; try --max-length {room}")
@@ -87,9 +87,12 @@ def build(settings: Settings, config: PretrainedConfig) -> nn.Module:
     options = {"dtype": DTYPES[settings.weights], "attn_implementation": settings.attention}
     if source := weights_of(settings.model):
         model = AutoModelForCausalLM.from_pretrained(source, config=config, local_files_only=True, **options)
-        return model.to("remote").train()
-    with torch.device("remote"):
-        return AutoModelForCausalLM.from_config(config, **options).train()
+        model = model.to("remote")
+    else:
+        with torch.device("remote"):
+            model = AutoModelForCausalLM.from_config(config, **options)
+    model.loss_type = "ForCausalLM"  # GPT-2's class name tells transformers none
+    return model.train()
 
 
 # ---- memory by theory
@@ -106,7 +109,7 @@ class Theory:
 
 def theory(parameters: int, settings: Settings, workers: int) -> Theory:
     """Weights P, gradients P, AdamW's two moments 2 P, as docs/sharded.md has them. Activations are not in it."""
-    sharding, own = settings.sharding(), parameters * BYTES[settings.weights]
+    sharding, own = settings.sharding(workers), parameters * BYTES[settings.weights]
     stage, offload = sharding["zero"], sharding.get("offload", {})
     part = own / workers if stage else own
     away = part * ((2 if "optimizer" in offload else 0) + (1 if "params" in offload else 0))

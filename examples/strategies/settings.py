@@ -72,11 +72,15 @@ class Settings:
     compare: bool = False
     plot: str = "strategies.png"
 
-    def sharding(self) -> dict[str, Any]:
-        """The keys of `gt:` for the strategy, without the workers."""
+    def sharding(self, workers: int) -> dict[str, Any]:
+        """The keys of `gt:` for the strategy. One worker has nothing to shard: it offloads the optimizer's state at most."""
         chosen = deepspeed(self.deepspeed_config)[1] if self.deepspeed_config else STRATEGIES[self.strategy]
-        offload = {"offload": {"path": self.nvme_path, **chosen["offload"]}} if "offload" in chosen else {}
-        return {**chosen, **offload, "precision": self.precision}
+        offload = {"path": self.nvme_path, **chosen["offload"]} if "offload" in chosen else {}
+        zero = chosen["zero"]
+        if workers == 1:
+            zero = 0
+            offload = {key: value for key, value in offload.items() if key != "params"} if "optimizer" in offload else {}
+        return {"zero": zero, **({"offload": offload} if offload else {}), "precision": self.precision}
 
 
 HELP = {
