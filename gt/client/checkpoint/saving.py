@@ -213,6 +213,8 @@ def save(state: Any, path: str | os.PathLike, *, wait: bool = True) -> Save:
     else:
         writer = _Writer(saved, path, wait)
         _Current.save = made
+        if _finish_quietly not in current_session.on_disconnect:
+            current_session.on_disconnect.append(_finish_quietly)
         made._begin(writer)
     return made
 
@@ -228,9 +230,6 @@ def _finish_quietly() -> None:
     """Wait for the save that is under way; its error has been logged, and its handle keeps it."""
     if _Current.save is not None:
         _Current.save._ended.wait()
-
-
-current_session.on_connect.append(lambda recorder: _finish_quietly)
 
 
 class _Writer:
