@@ -62,8 +62,9 @@ def _driver() -> str:
 
 
 def links() -> list[list[Any]]:
-    """[address, prefix, device, Mbit/s or 0] of each IPv4 address of this host's links."""
-    return [row[:4] for row in network_links.links() if ":" not in row[0]]
+    """[address, prefix, device, Mbit/s or 0] of the IPv4 addresses of this host's links; where it has none, of IPv6."""
+    rows = [row[:4] for row in network_links.links()]
+    return [row for row in rows if ":" not in row[0]] or rows
 
 
 def _plugin() -> dict[str, Any]:
@@ -93,7 +94,9 @@ class Listener:
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
-        self._sock = socket.create_server(("0.0.0.0", 0))
+        six = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if six else socket.AF_INET
+        self._sock = socket.create_server(("", 0), family=family, dualstack_ipv6=six)
         self.port = self._sock.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -103,7 +103,8 @@ class FinishCapture(Message):
     made], ...]; a replay reads as `read` the tensor that the one before made as `made`. seed, counter: state of the random
     numbers when the recording began. recompute: cheap values are recomputed where that lowers the peak of memory: 0 none, 1 if
     it saves much, 2 all. Report.body: {"why": reason against the program or "", "ops": count, "instructions": count by worker,
-    "schedule": its report, {} without one, "recomputed": by worker [values recomputed, peak bytes before, peak bytes after]}.
+    "schedule": its report, {} without one, "recomputed": by worker [values recomputed, peak bytes before, peak bytes after],
+    "batched": by worker [collectives, as how many they are done]}.
     """
 
     request: int
@@ -609,9 +610,13 @@ class ArenaOpened(Message):
 
 @dataclass(frozen=True, slots=True)
 class LinkFailed(Message):
-    """Worker -> dispatcher: it has no connection to `worker` between these addresses, its own first. Answered by a World."""
+    """Worker -> dispatcher: it has no connection to `worker` between these addresses, its own first. Answered by a World.
+
+    epoch: of the pair's way. A failure of an earlier way than the present one is ignored.
+    """
 
     worker: int
+    epoch: int
     source: str
     target: str
     reason: str

@@ -126,10 +126,13 @@ class Membership:
     def link_failed(self, peer: Peer, message: LinkFailed, frames: tuple) -> None:
         """A worker has no connection to another: they get another way, if there is one."""
         lease, worker = self._lending.of(peer), self._workers.get(peer)
-        if lease is None or worker is None or not 0 <= message.worker < len(lease.cluster.workers):
+        if lease is None or worker is None:
+            return  # its program has ended meanwhile
+        if not 0 <= message.worker < len(lease.cluster.workers):
             raise ProtocolError(f"LinkFailed.worker is {message.worker}, which is no worker of this session")
         other = lease.cluster.workers[message.worker]
-        if lease.cluster.fail_link(worker, other, message.source, message.target):
+        failed = other, message.epoch, message.source, message.target
+        if lease.cluster.fail_link(worker, *failed, self._core.now):
             text = f"{message.source} to {message.target}: {plain(message.reason, MAX_REASON_CHARACTERS)}"
             log.warning("workers %s and %s lose their connection, %s", worker.name, other.name, text)
             self._core.log_line("ERROR", worker.name, f"no connection to {other.name}, {text}")
@@ -234,6 +237,8 @@ class Membership:
             self._admit_clients()
         for lease in list(self._lending.leases):
             self._poll(lease)
+            if lease.cluster.retry_links(self._core.now):
+                self._announce_world(lease)
 
     def _poll(self, lease: Lease) -> None:
         """Ask busy workers whether they get on; give up those that are stopped, and tell programs of slow ones."""

@@ -23,6 +23,7 @@ from gt.ir.template import weight
 
 MOST = 1 << 17  # numbers of one Run, about: it has to fit a body whatever a client sends
 ABSENT = "it has not joined yet"
+RETRY_SECONDS = 2.0  # from the failure of connections to another attempt, where no other way is left
 
 
 @dataclass(slots=True)
@@ -142,7 +143,7 @@ class Cluster:
         self._teams: dict[tuple[int, ...], tuple[int, int, int]] = {}
         self.relayed: list[list] = []  # rows of the newest `routes` with workers that relay
         self.nccl: list[list[int]] = []  # pairs of the newest `routes` that NCCL joins
-        self._failed: set[Failure] = set()  # connections between hosts
+        self._failed: dict[Failure, float] = {}  # connections between hosts, and when they failed
         self._routes: dict[tuple[int, int], tuple] = {}  # pairs of workers on different hosts -> their way, and whose it is
         self._epochs: dict[tuple[int, int], int] = {}  # how often that has changed
 
@@ -207,18 +208,30 @@ class Cluster:
         """The way of each pair of hosts."""
         return links.ways(self.hosts_of(self.workers), frozenset(self._failed))
 
-    def fail_link(self, a: Worker, b: Worker, source: str, target: str) -> bool:
-        """No connection between these addresses was made, or it broke. True if it was the way of the two hosts."""
+    def fail_link(self, a: Worker, b: Worker, epoch: int, source: str, target: str, now: float) -> bool:
+        """No connection between these addresses was made, or it broke. True if it was the way of the two in this epoch."""
         one, other = links.home(a.info), links.home(b.info)
         way = self.ways().get((one, other)) if not (a.lost or b.lost) else None
         if way is None or (way.kind, way.source, way.target) != ("tcp", source, target):
             return False
-        self._failed.add((one, other, source, target) if one <= other else (other, one, target, source))
+        if self._epochs.get((min(a.index, b.index), max(a.index, b.index))) != epoch:
+            return False
+        self._failed[(one, other, source, target) if one <= other else (other, one, target, source)] = now
         return True
+
+    def retry_links(self, now: float) -> bool:
+        """Try connections again where nothing else is left to try. True if there are any."""
+        if not self._failed or now - max(self._failed.values()) < RETRY_SECONDS:
+            return False
+        cut = {pair for pair, way in self.ways().items() if way.kind == "none"}
+        again = [row for row in self._failed if row[:2] in cut]
+        for row in again:
+            del self._failed[row]
+        return bool(again)
 
     def forgive(self, worker: Worker) -> None:
         """A worker has joined: its host's connections are tried anew."""
-        self._failed = {row for row in self._failed if links.home(worker.info) not in row[:2]}
+        self._failed = {row: at for row, at in self._failed.items() if links.home(worker.info) not in row[:2]}
 
     def routes(self) -> list[list]:
         """Rows of World.ways. The epoch of a pair grows whenever its way, or a worker of it, is another than before."""

@@ -73,7 +73,7 @@ def all_reduce(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
 
 
 def together(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
-    """Does nothing by itself: gt.worker.program.overlap makes one row of the all-reduces that follow."""
+    """Does nothing by itself: gt.worker.program.overlap makes one row of the collectives that follow."""
     return lambda code, at: None
 
 
@@ -100,12 +100,16 @@ def all_gather(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
         except Exception:
             _declined(plane.all_gather, team, NOTHING, [NOTHING] * len(ranks))
             raise
-        plane.all_gather(team, src, views)
-        for boxes, piece, straight in zip(ranks, pieces, direct, strict=True):
-            if not straight:
-                for box, place in zip(boxes, local(boxes)[1], strict=True):
-                    engine.copy(dst[index(box)], piece[index(place)])
-        held[code[at + 1]] = engine.adopt(dst)
+        target = code[at + 1]
+
+        def finish() -> None:
+            for boxes, piece, straight in zip(ranks, pieces, direct, strict=True):
+                if not straight:
+                    for box, place in zip(boxes, local(boxes)[1], strict=True):
+                        engine.copy(dst[index(box)], piece[index(place)])
+            held[target] = engine.adopt(dst)
+
+        plane.all_gather(team, src, views, finish)
 
     return step
 
@@ -130,8 +134,12 @@ def reduce_scatter(worker: ExecutionContext, payload: dict[str, Any]) -> Step:
         except Exception:
             _declined(plane.reduce_scatter, team, [NOTHING] * len(ranks), NOTHING, _never)
             raise
-        plane.reduce_scatter(team, sections, view, combine)
-        held[code[at + 1]] = engine.adopt(out)
+        target = code[at + 1]
+
+        def finish() -> None:
+            held[target] = engine.adopt(out)
+
+        plane.reduce_scatter(team, sections, view, combine, finish)
 
     return step
 

@@ -124,13 +124,17 @@ class InternodeNccl(NcclTransport):
         self._meet(form, partial(super()._all_reduce, form, data, combine))
         on_issued()
 
-    def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
+    def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer], on_issued: OnIssued = nothing) -> None:
         check_present(data)
-        self._meet(form, partial(super().all_gather, form, data, outs))
+        self._meet(form, partial(super()._all_gather, form, data, outs))
+        on_issued()
 
-    def reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
+    def reduce_scatter(
+        self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine, on_issued: OnIssued = nothing
+    ) -> None:
         check_present(out)
-        self._meet(form, partial(super().reduce_scatter, form, sections, out, combine))
+        self._meet(form, partial(super()._reduce_scatter, form, sections, out, combine))
+        on_issued()
 
     def all_to_all(self, form: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
         check_present(sends[0])

@@ -55,22 +55,26 @@ class StagedTransport:
         buffer.put(data, 0)
         on_issued()
 
-    def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
+    def all_gather(self, form: TeamForm, data: Buffer, outs: Sequence[Buffer], on_issued: OnIssued = nothing) -> None:
         if isinstance(data, memoryview):
-            self._host.all_gather(form, data, outs)
+            self._host.all_gather(form, data, outs, on_issued)
             return
         (buffer,), rooms = self._fetched([data]), self._rooms(outs)
         self._host.all_gather(form, buffer.memory, [room.memory for room in rooms])
         self._put(rooms, outs)
+        on_issued()
 
-    def reduce_scatter(self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Any) -> None:
+    def reduce_scatter(
+        self, form: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Any, on_issued: OnIssued = nothing
+    ) -> None:
         if isinstance(out, memoryview):
-            self._host.reduce_scatter(form, sections, out, combine)
+            self._host.reduce_scatter(form, sections, out, combine, on_issued)
             return
         buffers, (room,) = self._fetched(sections), self._rooms([out])
         add = self._host_combine(combine.op, combine.kind)
         self._host.reduce_scatter(form, [buffer.memory for buffer in buffers], room.memory, add)
         self._put([room], [out])
+        on_issued()
 
     def all_to_all(self, form: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
         if isinstance(sends[0], memoryview):

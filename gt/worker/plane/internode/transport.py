@@ -48,11 +48,13 @@ class InternodeTransport:
     def all_reduce(self, team: TeamForm, data: Buffer, combine: Combine, on_issued: OnIssued = nothing) -> None:
         self.carrier(team["workers"]).all_reduce(team, data, combine, on_issued)
 
-    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
-        self.carrier(team["workers"]).all_gather(team, data, outs)
+    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer], on_issued: OnIssued = nothing) -> None:
+        self.carrier(team["workers"]).all_gather(team, data, outs, on_issued)
 
-    def reduce_scatter(self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
-        self.carrier(team["workers"]).reduce_scatter(team, sections, out, combine)
+    def reduce_scatter(
+        self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine, on_issued: OnIssued = nothing
+    ) -> None:
+        self.carrier(team["workers"]).reduce_scatter(team, sections, out, combine, on_issued)
 
     def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
         self.carrier(team["workers"]).all_to_all(team, sends, recvs, longest)

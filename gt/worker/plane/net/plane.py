@@ -15,7 +15,8 @@ from gt.ir.heap import HEAP_BYTES, SLOT_BYTES, SLOTS
 from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, TeamForm, Unreachable, nothing
 from gt.worker.plane.net import collectives
 from gt.worker.plane.net.lane import Incoming, Lane, Outgoing
-from gt.worker.plane.net.network import Network, Route, routes
+from gt.worker.plane.net.network import Network
+from gt.worker.plane.net.route import Route, routes
 from gt.worker.plane.net.wide_team import StreamLike, WideTeam
 from gt.worker.plane.net.wire import CREDIT, DATA, FAIL, HEADER, JOINED, Wire
 from gt.worker.plane.shm import Peer, ShmPlane, flat
@@ -236,9 +237,9 @@ class NetPlane(ShmPlane):
             if self._own is not None and self._own.words[self._own.asleep]:
                 self._own.ring()
 
-    def _link_failed(self, index: int, source: str, target: str, reason: str) -> None:
+    def _link_failed(self, index: int, epoch: int, source: str, target: str, reason: str) -> None:
         if self.on_link_failed is not None:
-            self.on_link_failed(index, source, target, reason)
+            self.on_link_failed(index, epoch, source, target, reason)
 
     def _stays(self, peer: Peer, row: Sequence[Any]) -> bool:
         route = self._routes.get(peer.index)
@@ -344,17 +345,21 @@ class NetPlane(ShmPlane):
             collectives.all_reduce(wide, flat(data), combine)
         on_issued()
 
-    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer]) -> None:
+    def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer], on_issued: OnIssued = nothing) -> None:
         if (wide := self._team_of_hosts(team)) is None:
-            return super().all_gather(team, data, outs)
+            return super().all_gather(team, data, outs, on_issued)
         with wide.together():
             collectives.all_gather(wide, flat(data), [flat(out) for out in outs])
+        on_issued()
 
-    def reduce_scatter(self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine) -> None:
+    def reduce_scatter(
+        self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine, on_issued: OnIssued = nothing
+    ) -> None:
         if (wide := self._team_of_hosts(team)) is None:
-            return super().reduce_scatter(team, sections, out, combine)
+            return super().reduce_scatter(team, sections, out, combine, on_issued)
         with wide.together():
             collectives.reduce_scatter(wide, [flat(section) for section in sections], flat(out), combine)
+        on_issued()
 
     def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
         if (wide := self._team_of_hosts(team)) is None:
