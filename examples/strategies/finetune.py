@@ -117,7 +117,7 @@ class Training:
         self.announce(source, tokens)
 
     def rate(self, step: int) -> float:
-        """Of lr, at a step: a linear warm-up, then a cosine down to a tenth."""
+        """The factor of lr at a step: a linear warm-up, then a cosine down to a tenth."""
         warmup = min(self.settings.warmup, self.steps // 4)
         if step < warmup:
             return (step + 1) / warmup

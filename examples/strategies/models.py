@@ -23,7 +23,6 @@ HUB = {  # where from_pretrained finds the weights, if they are in its cache
     **{name: name for name in GPT2 if name != "tiny"},
     "qwen2.5-14b": "Qwen/Qwen2.5-14B", "qwen2.5-32b": "Qwen/Qwen2.5-32B", "qwen2.5-72b": "Qwen/Qwen2.5-72B",
 }  # fmt: skip
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LAYERS = {"gpt2": "*.h.*"}  # modules that activation checkpointing computes again, by model_type
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -84,13 +83,16 @@ def parameters_of(config: PretrainedConfig) -> int:
 
 def build(settings: Settings, config: PretrainedConfig) -> nn.Module:
     """The model on `remote`: pretrained, or with fresh weights, which each worker draws for its pieces alone."""
-    options = {"dtype": DTYPES[settings.weights], "attn_implementation": settings.attention}
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": settings.attention}
     if source := weights_of(settings.model):
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, local_files_only=True, **options)
-        model = model.to("remote")
+        options["dtype"] = {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.weights]
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, local_files_only=True, **options).to("remote")
     else:
         with torch.device("remote"):
             model = AutoModelForCausalLM.from_config(config, **options)
+    if settings.weights == "bf16":
+        for parameter in model.parameters():  # not of buffers: rotary frequencies stay fp32
+            parameter.data = parameter.data.to(torch.bfloat16)
     model.loss_type = "ForCausalLM"  # GPT-2's class name tells transformers none
     return model.train()
 

@@ -1,4 +1,4 @@
-"""What finetune.py prints: lines of batches, a summary of each epoch, and the comparison of strategies as table and picture."""
+"""Output of finetune.py: lines of batches, a summary of each epoch, and the comparison of strategies as table and picture."""
 
 from __future__ import annotations
 

@@ -167,7 +167,8 @@ def requeued(slurm: Slurm) -> str:
     log, token = folder / "training.log", folder / "token"
     token.write_text(TOKEN)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    options = {"GT_TOKEN": "", "GT_TOKEN_FILE": str(token), "TRAIN_OPTIONS": "--model tiny --max-length 16 --log-every 1", "PATH": path}
+    flags = "--model tiny --max-length 16 --log-every 1"
+    options = {"GT_TOKEN": "", "GT_TOKEN_FILE": str(token), "TRAIN_OPTIONS": flags, "PATH": path}
     line = ["sbatch", "--parsable", "--gres=none", f"--output={log}", f"--chdir={folder}"]
     line.append(str(ROOT / "deploy/slurm/train.sbatch"))
     sent = slurm.run(*line, "60", "3", "1e-2", **options)
