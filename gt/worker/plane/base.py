@@ -93,7 +93,7 @@ class Plane(ABC):
     """
 
     transport = ""  # the name of its transport, a value of GT_TRANSPORT
-    on_link_failed: Callable[[int, str, str, str], None] | None = None  # (worker, own address, its address, reason)
+    on_link_failed: Callable[[int, int, str, str, str], None] | None = None  # (worker, epoch, own address, its, reason)
 
     @abstractmethod
     def open(self, index: int = -1) -> dict[str, Any]:
@@ -111,6 +111,9 @@ class Plane(ABC):
         self, rows: Sequence[Sequence[Any]], ways: Sequence[Sequence[Any]], key: str, own: int
     ) -> None:
         """A World is here, which the transferring thread has not reached yet: connections may be made."""
+
+    def join_by_nccl(self, pairs: Sequence[Sequence[int]]) -> None:  # noqa: B027  a plane of one host needs no such pairs
+        """Set the pairs of workers that NCCL joins, World.nccl. Precedes `world`."""
 
     def form(self, members: Sequence[int], own: int, unique_id: str) -> None:
         """Form a world with the workers of World.members, for as long as all of these processes live."""
@@ -172,6 +175,10 @@ class Plane(ABC):
 
     def ways(self) -> dict[str, str]:
         """By name of each worker, the way to it, where some are on other hosts."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """More about the plane, for gt.stats()."""
         return {}
 
     @abstractmethod

@@ -23,6 +23,7 @@ class DevicePlane(ShmPlane):
     """engine: of a GPU worker."""
 
     name = ""  # a value of GT_TRANSPORT; a unique id begins with it
+    _ring: Any = None  # NCCL's library, None without it
 
     def __init__(self, engine: Any, heap_bytes: int) -> None:
         super().__init__(heap_bytes)

@@ -25,6 +25,7 @@ class NcclTransport:
     """
 
     name = "nccl"
+    recordable = True
 
     def __init__(self, ring: Any, engine: Any, host: Any, count: Callable[[int, int, int], None]) -> None:
         self._ring, self._engine, self._host, self._count = ring, engine, host, count

@@ -55,6 +55,7 @@ class Arena:
     """
 
     name = "nvshmem"
+    recordable = True
 
     def __init__(self, plane: Any, library: Any, engine: Any, memory: ArenaMemory, ring: Any = None) -> None:
         self.plane, self.library, self.engine, self.ring = plane, library, engine, ring
