@@ -30,6 +30,16 @@ def _channels(define: Define) -> list[tuple[int, int, bool]]:
     return [(channel["peer"], channel["offset"], define.kind == "send") for channel in channels]
 
 
+def _read_before_made(rows: Sequence[Instruction]) -> set[int]:
+    """Tensors that rows read as they were before the first row."""
+    read: set[int] = set()
+    made: set[int] = set()
+    for row in rows:
+        read.update(i for i in row.reads if i not in made)
+        made.update(row.makes)
+    return read
+
+
 class ProgramWriter:
     """One worker's stream of a program. index: op by sequence number; lasting: tensors that are alive afterwards."""
 
@@ -56,7 +66,8 @@ class ProgramWriter:
             if i in last:
                 ends[last[i]].append(i)
         if owned is None:
-            self._free([i for i in made if i in self.lasting])  # of the replay before: nothing here reads them
+            read = _read_before_made(rows)  # a tensor from before that gets another layout here is made again
+            self._free([i for i in made if i in self.lasting and i not in read])  # of the replay before
         for n, row in enumerate(rows):
             self._row(row)
             self._free(ends.get(n, ()))

@@ -23,7 +23,7 @@ Failures = list[tuple[int, Exception]]  # the number of a collective in its batc
 Errors = list[Exception | None]  # of each collective of a group, in order
 
 
-class Queued(NamedTuple):
+class QueuedCollective(NamedTuple):
     """One collective of a batch. kind: of ir.instr.COLLECTIVES. sends, outs: its sections and pieces, or the whole of each.
 
     combine: of no use in an all-gather.
@@ -56,7 +56,7 @@ def unused(dst: memoryview, src: memoryview) -> None:
     raise AssertionError("nothing to add")
 
 
-def run_batch(batch: Sequence[Queued], team_of: Callable[[TeamForm], Team]) -> Failures:
+def run_batch(batch: Sequence[QueuedCollective], team_of: Callable[[TeamForm], Team]) -> Failures:
     """Do queued collectives of one team and kind; what failed. One without bytes here reports nothing: its caller knows."""
     failures: Failures = []
     done = 0
@@ -83,7 +83,7 @@ def run_batch(batch: Sequence[Queued], team_of: Callable[[TeamForm], Team]) -> F
     return failures
 
 
-def _finish(queued: Queued, number: int, failure: Exception | None, failures: Failures) -> None:
+def _finish(queued: QueuedCollective, number: int, failure: Exception | None, failures: Failures) -> None:
     """A collective is over: what has to be done afterwards is done, if it did not fail."""
     try:
         if failure is None:
@@ -94,7 +94,7 @@ def _finish(queued: Queued, number: int, failure: Exception | None, failures: Fa
         failures.append((number, failure))
 
 
-def _groups(team: Team, batch: Sequence[Queued]) -> Iterator[range]:
+def _groups(team: Team, batch: Sequence[QueuedCollective]) -> Iterator[range]:
     """Numbers of collectives that fit into the buffers together; one that is too large is alone."""
     room = _room(team, batch[0].kind)
     first, used = 0, [0] * team.size
@@ -111,7 +111,7 @@ def _room(team: Team, kind: str) -> int:
     return collectives.room(team) if kind == "reduce_scatter" else team.region.bytes // LINE * LINE
 
 
-def _lines(team: Team, queued: Queued) -> Sequence[int]:
+def _lines(team: Team, queued: QueuedCollective) -> Sequence[int]:
     return queued.sizes * team.size if queued.kind == "all_reduce" else queued.sizes
 
 
@@ -121,7 +121,7 @@ def _digest(kind: str, sizes: tuple[tuple[int, ...], ...]) -> int:
     return int.from_bytes(hashlib.blake2b(f"{kind} {sizes}".encode(), digest_size=7).digest(), "little")
 
 
-def _as_one(team: Team, batch: Sequence[Queued], group: range) -> Errors | None:
+def _as_one(team: Team, batch: Sequence[QueuedCollective], group: range) -> Errors | None:
     """Do a group of a batch, and why each failed; None, and nothing is done, if members differ, as the first group shows."""
     some = batch[group.start : group.stop]
     digest = _digest(batch[0].kind, tuple([queued.sizes for queued in batch])) if not group.start else 0
@@ -146,11 +146,11 @@ def _exchange(team: Team, digest: int) -> bool:
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where each begins that follows those before it, each in lines of its own; and the end."""
+    """The places where pieces begin, one after the other, each in lines of its own; and the end."""
     return [0, *accumulate(map(aligned, sizes))]
 
 
-def _all_reduces(team: Team, batch: Sequence[Queued], digest: int) -> Errors | None:
+def _all_reduces(team: Team, batch: Sequence[QueuedCollective], digest: int) -> Errors | None:
     data = [queued.outs[0] for queued in batch]
     starts, adders = _starts(list(map(len, data))), [Adder(queued.combine) for queued in batch]
     for start, part in zip(starts, data):
@@ -183,7 +183,7 @@ def _within(data: Sequence[memoryview], starts: Sequence[int], begin: int, end: 
             yield number, first, part[first - start : last - start]
 
 
-def _reduce_scatters(team: Team, batch: Sequence[Queued], digest: int) -> Errors | None:
+def _reduce_scatters(team: Team, batch: Sequence[QueuedCollective], digest: int) -> Errors | None:
     share, own = collectives.room(team), team.rank
     starts = [_starts([len(queued.sends[rank]) for queued in batch]) for rank in range(team.size)]
     for rank in range(team.size):
@@ -201,7 +201,7 @@ def _reduce_scatters(team: Team, batch: Sequence[Queued], digest: int) -> Errors
     return [adder.failure for adder in adders]
 
 
-def _all_gathers(team: Team, batch: Sequence[Queued], digest: int) -> Errors | None:
+def _all_gathers(team: Team, batch: Sequence[QueuedCollective], digest: int) -> Errors | None:
     starts = [_starts([len(queued.outs[rank]) for queued in batch]) for rank in range(team.size)]
     for queued, start in zip(batch, starts[team.rank]):
         team.mine[start : start + len(queued.sends[0])] = queued.sends[0]
@@ -217,7 +217,7 @@ def _all_gathers(team: Team, batch: Sequence[Queued], digest: int) -> Errors | N
     return [None] * len(batch)
 
 
-_KINDS: dict[str, Callable[[Team, Sequence[Queued], int], Errors | None]] = {
+_KINDS: dict[str, Callable[[Team, Sequence[QueuedCollective], int], Errors | None]] = {
     "all_reduce": _all_reduces,
     "reduce_scatter": _reduce_scatters,
     "all_gather": _all_gathers,

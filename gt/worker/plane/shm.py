@@ -20,7 +20,7 @@ from gt.ir.heap import HEAP_BYTES, ChannelRegion, TeamRegion
 from gt.wire import liveness
 from gt.worker.plane import collectives
 from gt.worker.plane.base import ALL, Buffer, Channel, Combine, OnIssued, PeerGone, Plane, TeamForm, Unreachable, nothing
-from gt.worker.plane.batch import Failures, Queued, run_batch, unused
+from gt.worker.plane.batch import Failures, QueuedCollective, run_batch, unused
 from gt.worker.plane.heap import OwnHeap, PeerHeap, full_fence
 from gt.worker.plane.team import Team
 
@@ -102,7 +102,7 @@ class ShmPlane(Plane):
         self._teams: dict[tuple[int, int], Team] = {}
         self._sent: dict[str, int] = {}
         self._received: dict[str, int] = {}
-        self._batch: list[Queued] | None = None  # collectives to be done as one
+        self._batch: list[QueuedCollective] | None = None  # collectives to be done as one
 
     # ---- any thread
 
@@ -217,7 +217,7 @@ class ShmPlane(Plane):
 
     @contextmanager
     def _batched(self) -> Iterator[Failures]:
-        batch: list[Queued] = []
+        batch: list[QueuedCollective] = []
         failures: Failures = []
         self._batch = batch
         try:
@@ -227,7 +227,7 @@ class ShmPlane(Plane):
             if batch:
                 failures += run_batch(batch, self._team)
 
-    def _do(self, queued: Queued) -> None:
+    def _do(self, queued: QueuedCollective) -> None:
         """One collective, now or with the others of a batch."""
         if self._batch is not None:
             self._batch.append(queued)
@@ -237,16 +237,16 @@ class ShmPlane(Plane):
 
     def all_reduce(self, team: TeamForm, data: Buffer, combine: Combine, on_issued: OnIssued = nothing) -> None:
         view = flat(data)
-        self._do(Queued("all_reduce", team, (view,), (view,), combine, on_issued))
+        self._do(QueuedCollective("all_reduce", team, (view,), (view,), combine, on_issued))
 
     def all_gather(self, team: TeamForm, data: Buffer, outs: Sequence[Buffer], on_issued: OnIssued = nothing) -> None:
-        self._do(Queued("all_gather", team, (flat(data),), [flat(out) for out in outs], unused, on_issued))
+        self._do(QueuedCollective("all_gather", team, (flat(data),), [flat(out) for out in outs], unused, on_issued))
 
     def reduce_scatter(
         self, team: TeamForm, sections: Sequence[Buffer], out: Buffer, combine: Combine, on_issued: OnIssued = nothing
     ) -> None:
         sends = [flat(section) for section in sections]
-        self._do(Queued("reduce_scatter", team, sends, (flat(out),), combine, on_issued))
+        self._do(QueuedCollective("reduce_scatter", team, sends, (flat(out),), combine, on_issued))
 
     def all_to_all(self, team: TeamForm, sends: Sequence[Buffer], recvs: Sequence[Buffer], longest: int = 0) -> None:
         collectives.all_to_all(self._team(team), [flat(data) for data in sends], [flat(out) for out in recvs])
