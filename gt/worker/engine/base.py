@@ -166,7 +166,7 @@ class Moves(Protocol):
         """The dtype's name as in ir.spec.DTYPES."""
 
 
-class BounceBuffer(Protocol):
+class PinnedBuffer(Protocol):
     """Pinned memory of the host, through which a device's bytes pass. `memory`: its bytes."""
 
     memory: memoryview
@@ -202,7 +202,7 @@ class Direct(Moves, Protocol):
     def finish(self) -> None:
         """Wait for all issued work."""
 
-    def bounce(self, nbytes: int) -> BounceBuffer:
+    def bounce(self, nbytes: int) -> PinnedBuffer:
         """Pinned memory of the host."""
 
     def side_stream(self, use: Hashable) -> int:

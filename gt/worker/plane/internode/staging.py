@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gt.worker.engine.base import BounceBuffer, Direct
+from gt.worker.engine.base import PinnedBuffer, Direct
 from gt.worker.plane.base import Buffer, Channel, Combine, OnIssued, TeamForm, nothing
 from gt.worker.plane.collectives import parts
 
@@ -86,7 +86,7 @@ class StagedTransport:
 
     # ----
 
-    def _fetched(self, views: Sequence[Buffer]) -> list[BounceBuffer]:
+    def _fetched(self, views: Sequence[Buffer]) -> list[PinnedBuffer]:
         """The bytes of views, in host memory. All copies are issued before the first is awaited."""
         buffers = self._rooms(views)
         waits = [buffer.fetch(view, 0) for buffer, view in zip(buffers, views, strict=True) if len(view)]
@@ -94,10 +94,10 @@ class StagedTransport:
             wait()
         return buffers
 
-    def _rooms(self, views: Sequence[Buffer]) -> list[BounceBuffer]:
+    def _rooms(self, views: Sequence[Buffer]) -> list[PinnedBuffer]:
         return [self._engine.bounce(len(view)) for view in views]
 
-    def _put(self, rooms: Sequence[BounceBuffer], views: Sequence[Buffer]) -> None:
+    def _put(self, rooms: Sequence[PinnedBuffer], views: Sequence[Buffer]) -> None:
         for room, view in zip(rooms, views, strict=True):
             if len(view):
                 room.put(view, 0)

@@ -27,7 +27,7 @@ CPU = TorchEngine("cpu")
 
 
 class Buffer:
-    """An engine.base.BounceBuffer whose copies are late: to the host once they are awaited, to the device by `settle`."""
+    """An engine.base.PinnedBuffer whose copies are late: to the host once they are awaited, to the device by `settle`."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device, self._host = device, torch.full((nbytes,), 0xEE, dtype=torch.uint8)

@@ -21,7 +21,7 @@ def _copy_stream(device: torch.device, to_host: bool) -> torch.cuda.Stream:
 
 
 class BounceBuffer:
-    """An engine.base.BounceBuffer. Its memory goes back to torch's allocator, which waits for copies that are under way."""
+    """An engine.base.PinnedBuffer. Its memory goes back to torch's allocator, which waits for copies that are under way."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._device, self._gpu = device, device.type != "cpu"
