@@ -106,7 +106,7 @@ def test_each_token_replays_a_program_with_a_static_cache(name: str, one: None) 
     (model, batch), (moved, there) = both(name)
     cache = hf.StaticCache(config=moved.config, max_cache_len=32)
     moved.forward = gt.compile(moved.forward)
-    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    how: dict[str, Any] = {"min_new_tokens": 12, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     for length in (6, 6, 4):
         cache.reset()
         want = model.generate(batch["input_ids"][:, :length], **how)
