@@ -103,7 +103,8 @@ class FinishCapture(Message):
     made], ...]; a replay reads as `read` the tensor that the one before made as `made`. seed, counter: state of the random
     numbers when the recording began. recompute: cheap values are recomputed where that lowers the peak of memory: 0 none, 1 if
     it saves much, 2 all. Report.body: {"why": reason against the program or "", "ops": count, "instructions": count by worker,
-    "schedule": its report, {} without one, "recomputed": by worker [values recomputed, peak bytes before, peak bytes after]}.
+    "schedule": its report, {} without one, "recomputed": by worker [values recomputed, peak bytes before, peak bytes after],
+    "batched": by worker [collectives, as how many they are done]}.
     """
 
     request: int
@@ -187,7 +188,7 @@ class Interrupt(Message):
     """Client -> dispatcher: ops of batches up to `upto` that workers have not begun are not wanted any more. Not answered.
 
     Tensors that such ops would have made fail; those that they would have changed stay as they are. Batches up to `upto` may
-    still come. Ignored by sessions that use several workers or captured steps.
+    still come. A replay is dropped whole. Ignored while a call is recorded.
     """
 
     upto: int
@@ -428,11 +429,11 @@ class Failed(Message):
 class World(Message):
     """Dispatcher -> worker: all workers; sent whenever they change.
 
-    workers: [index, name, pid, host, heap_fd, heap_bytes, doorbell, home, port] of each. members: those that share memory of
-    their devices from now on, [] for none. unique_id: the id by which members find one another. hosts: by home, how many
-    workers compute in its memory. ways: [a, b, epoch, kind, address of a, of b, workers that relay from a to b] of each pair
-    a < b, once there are two hosts; kind is "shm", "tcp", "via" or "none"; the epoch is another whenever messages under way
-    are lost. key: both ends of a connection prove that they have it.
+    workers: [index, name, pid, host, heap_fd, heap_bytes, doorbell, home, port] of each. members: those of this worker's host
+    that share memory of their devices from now on, [] for none. unique_id: the id by which members find one another. hosts: by
+    home, how many workers compute in its memory. ways: [a, b, epoch, kind, address of a, of b, workers that relay from a to b]
+    of each pair a < b, once there are two hosts; kind is "shm", "tcp", "via" or "none"; the epoch is another whenever messages
+    under way are lost. key: each end of a connection proves that it has it. nccl: pairs [a, b], a < b, that NCCL joins.
     """
 
     generation: int
@@ -442,6 +443,7 @@ class World(Message):
     hosts: dict = field(default_factory=dict)
     ways: list = field(default_factory=list)
     key: str = ""
+    nccl: list = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,13 +506,16 @@ class TorchSettings(Message):
 
 @dataclass(frozen=True, slots=True)
 class Skip(Message):
-    """Dispatcher -> worker: begin no instruction of this session but uploads, from now on until `on` is false in a later Skip.
+    """Dispatcher -> worker: begin no instruction of this session but uploads, and answer by Paused.
 
-    That one is in order with Runs. A Run's seqs that were skipped are reported by an OpError of the kind "interrupted".
+    When all workers have answered, another Skip has the first seq that none of them has begun as `since`: carry out what
+    precedes it, and skip what does not, until `on` is false in a later Skip. That one is in order with Runs. A Run's seqs that
+    were skipped are reported by an OpError of the kind "interrupted".
     """
 
     session: int
     on: bool
+    since: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -588,6 +593,14 @@ class OpError(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Paused(Message):
+    """Worker -> dispatcher, answers a Skip without `since`: the last seq of the session that it has begun, -1 for none."""
+
+    session: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
 class UploadProgress(Message):
     """Worker -> dispatcher: it has received bytes of upload `key` up to `upto`, or read all of them from their block.
 
@@ -608,9 +621,13 @@ class ArenaOpened(Message):
 
 @dataclass(frozen=True, slots=True)
 class LinkFailed(Message):
-    """Worker -> dispatcher: it has no connection to `worker` between these addresses, its own first. Answered by a World."""
+    """Worker -> dispatcher: it has no connection to `worker` between these addresses, its own first. Answered by a World.
+
+    epoch: of the pair's way. A failure of an earlier way than the present one is ignored.
+    """
 
     worker: int
+    epoch: int
     source: str
     target: str
     reason: str
@@ -648,4 +665,5 @@ CODES: tuple[type[Message], ...] = (
     Piece, Described, Report, Failed, World, Run, Data, TorchSettings, Abort, Query, Exit, Done, OpError, WindowUpdate,
     UploadProgress, FinishCapture, Notice, Renew, OfferArena, CloseArenas, UseBlock, ArenaOpened, InspectFragments,
     Metrics, Watched, Observe, Records, TensorRoles, Trace, TraceRows, OfferFile, Store, Interrupt, Skip, LinkFailed,
+    Paused,
 )  # fmt: skip

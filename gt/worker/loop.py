@@ -37,6 +37,7 @@ from gt.wire.messages import (
     Message,
     OfferArena,
     OfferFile,
+    Paused,
     Piece,
     Query,
     Reject,
@@ -54,7 +55,7 @@ from gt.wire.messages import (
     World,
 )
 from gt.wire.process_settings import keep_freed, more_descriptors
-from gt.wire.socket import resolve
+from gt.wire.socket import resolve, written
 from gt.worker.engine.registry import open_engine
 from gt.worker.executor import Executor
 from gt.worker.plane.base import ALL, Plane, Unrecoverable
@@ -186,7 +187,10 @@ class Loop:
     def _receive_in_order(self, message: Run | TorchSettings | World | CloseArenas | Skip) -> None:
         """Queue it for the executing thread, but for the beginning of an interrupt."""
         if isinstance(message, Skip) and message.on:
-            self.executor.interrupted.add(message.session)
+            if message.since >= 0:
+                self.executor.skip(message.session, message.since)
+            else:
+                self.send(Paused(message.session, self.executor.pause(message.session)))
             return
         if isinstance(message, World):
             self._introduce(message)
@@ -261,6 +265,7 @@ class Loop:
             _end_soon()
         self._plane.abort(ALL, message.reason)
         self.executor.uploads.cancel(message.reason)
+        self.executor.end_pauses()
         self._inbox.put((message, 0))
 
     # ---- executing thread
@@ -277,7 +282,7 @@ class Loop:
                 self._switch(message)
                 continue
             if isinstance(message, Skip):
-                self.executor.interrupted.discard(message.session)
+                self.executor.resume(message.session)
                 continue
             if isinstance(message, CloseArenas):
                 self.executor.arenas.close(message)
@@ -288,6 +293,7 @@ class Loop:
             if isinstance(message, World):
                 log.debug("world %d: %d workers", message.generation, len(message.workers))
                 self.executor.budget.share(message.hosts.get(self._home, 1))
+                self._plane.join_by_nccl(message.nccl)
                 self._plane.world(message.workers, message.ways)
                 own = self._own(message)
                 if own in message.members:
@@ -442,7 +448,7 @@ def run(
 
 def _join(loop: Loop, options: WorkerOptions, info: dict[str, Any]) -> None:
     """Connect and say Hello. The link's thread starts here: the link is in place before anything is answered."""
-    address = f"{options.host}:{options.port}"
+    address = written(options.host, options.port)
     loop.link = Dealer(address, loop.receive, loop.lost, timeouts=LinkTimeouts(options.wait), token=options.token)
     about = {"name": options.name, "pid": os.getpid(), "host": bsd.gethostname(), "home": liveness.home()}
     about.update(backend=options.backend, rank=options.rank, gpu=_gpu(info["device"], options.device), **info)
