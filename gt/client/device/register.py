@@ -24,7 +24,8 @@ from gt.client.frameworks import accelerate, after_import, distributed_checkpoin
 from gt.client.groups import module_calls, module_state
 from gt.client.reports import telemetry
 from gt.client.trace import long_lists, overrides, refusals, sparse_ops
-from gt.client.trace.attention import attention
+from gt.client.trace.composites import linear
+from gt.client.trace.composites.attention import attention
 from gt.client.trace.dispatch import dispatch, fallback
 from gt.client.trace.host_ops import ctc_loss, tensor_split
 
@@ -57,6 +58,8 @@ def _kernels(key: str) -> None:
     aten.impl("copy_", lambda to, source, non_blocking=False: dispatch(RemoteTensor, copy, (), (to, source)), key)
     for whole in overrides.WHOLE:  # autograd would decompose these
         aten.impl(whole.name(), functools.partial(fallback, whole), key)
+    for name, kernel in overrides.FACTORIES.items():
+        aten.impl(name, kernel, key)
     _libraries.extend((anything, aten))
 
 
@@ -139,6 +142,7 @@ def prepare() -> None:
     aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradLazy")
     aten.impl("ctc_loss.Tensor", ctc_loss, "AutogradLazy")
     _libraries.append(aten)
+    linear.prepare()
     _extend_feature_lists()
     _patch_capture_query()
     extend_save_and_load()

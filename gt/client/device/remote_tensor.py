@@ -81,12 +81,21 @@ class LiveRef(weakref.ref):
     id: int
 
 
+class Temporary:
+    """The id of a tensor that no Python object had."""
+
+    __slots__ = ("id",)
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+
+
 class LiveTensors:
     """The ids of one session that are alive, and those that have ended."""
 
     def __init__(self) -> None:
         self.all: dict[int, LiveRef] = {}
-        self.ended: list[LiveRef] = []
+        self.ended: list[LiveRef | Temporary] = []
         self.end = self.ended.append
 
     def take_ended(self) -> list[int]:
@@ -94,7 +103,7 @@ class LiveTensors:
         ids = [live.id for live in self.ended[:]]
         del self.ended[: len(ids)]
         for number in ids:
-            del self.all[number]
+            self.all.pop(number, None)  # a Temporary's is not there
         return ids
 
 

@@ -142,7 +142,7 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
     except HostOperand:
         return call(info, *upload_operands(info, args, kwargs or {}), extra)
     signature = tuple(key)
-    entry = info.cache.get(signature) or _new_entry(info, signature, args, kwargs or {})
+    entry = info.cache.get(signature) or new_entry(info, signature, args, kwargs or {})
     if extra:
         values.extend(extra)
     origin = Current.origins.here()
@@ -169,7 +169,8 @@ def call(info: OpInfo, args: tuple, kwargs: dict | None = None, extra: tuple = (
     return finish_call(info, entry, args, kwargs or {}, extra, [entry.number, origin, *ids, *values])
 
 
-def _new_entry(info: OpInfo, signature: tuple, args: tuple, kwargs: dict) -> Entry:
+def new_entry(info: OpInfo, signature: tuple, args: tuple, kwargs: dict) -> Entry:
+    """Infer and keep the entry of a kind of call."""
     entry = info.cache[signature] = infer(info, args, kwargs)
     return entry
 

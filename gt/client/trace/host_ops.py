@@ -74,6 +74,8 @@ def copy(info: OpInfo, args: tuple, kwargs: dict) -> torch.Tensor:
         return target.copy_(fetch(source))
     if isinstance(source, RemoteTensor):
         return call(info, (target, source))
+    if not target.numel() and source.shape == target.shape:
+        return target
     source = source.detach()
     if current_session.current().tape is not None:
         current_session.current().tape.source(source)

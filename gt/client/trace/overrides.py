@@ -12,7 +12,8 @@ from gt.client.current_session import Current
 from gt.client.device.random import draw
 from gt.client.device.remote_tensor import LAZY, Alias, RemoteTensor, make, new_view, rebind
 from gt.client.trace import host_ops, library_ops, op_info, refusals, sparse_ops
-from gt.client.trace.attention import attention, encoder_layer, multi_head
+from gt.client.trace.composites.attention import attention, encoder_layer, multi_head
+from gt.client.trace.composites.linear import linear
 from gt.client.trace.dispatch import call
 from gt.client.trace.op_info import Condition, Handler, OpInfo, info_of
 from gt.client.trace.shape_inference import is_remote
@@ -105,6 +106,23 @@ def factory(overload: Any) -> Callable:
     return handler
 
 
+def arange(start: Any, end: Any, step: Any, *, dtype: torch.dtype | None = None, layout: Any = None, **rest: Any) -> Any:
+    """torch.arange as one op. torch's own kernel makes an empty tensor first, to which it then gives other memory."""
+    if layout not in (None, torch.strided):
+        raise UnsupportedOp(f"arange makes a dense tensor on remote, not {layout}")
+    whole = all(isinstance(bound, int) for bound in (start, end, step))
+    options = {"dtype": dtype or (torch.int64 if whole else torch.get_default_dtype()), "device": LAZY}
+    return call(info_of(aten.arange.start_step), (start, end, step), options)
+
+
+# Kernels of factories, by name of the overload
+FACTORIES: dict[str, Callable[..., Any]] = {
+    "arange": lambda end, **options: arange(0, end, 1, **options),
+    "arange.start": lambda start, end, **options: arange(start, end, 1, **options),
+    "arange.start_step": lambda start, end, step=1, **options: arange(start, end, step, **options),
+}
+
+
 def rrelu(info: OpInfo, args: tuple, kwargs: dict) -> Any:
     """rrelu_with_noise: slopes are drawn into `noise`, where autograd reads them; the slope is 1 where x is positive."""
     defaults = {"lower": 0.125, "upper": 1 / 3, "training": False, "generator": None}
@@ -164,6 +182,7 @@ _ROWS: dict[str, Handler | None] = {
     "aten.alias.default": alias,
     "aten.as_strided.default": as_strided,
     "aten.lift.default": itself,
+    "aten.linear.default": linear,
     "aten.lift_fresh.default": itself,
     "aten.copy_.default": host_ops.copy,
     "aten.fill_.Tensor": host_ops.fill,

@@ -124,6 +124,10 @@ class Origins:
 
     def _of_node(self, node: Any) -> int:
         """Origin of a backward op, 0 if its node is not marked."""
+        number = node.metadata.get(TAG, 0)
+        if number:  # so it accumulates no gradient: those nodes are not marked
+            self._last = self._backward.get((number, None)) or self._back(number, None)
+            return self._last
         number = _tag_of(node)
         if not number:  # a root of this backward pass, whose output no op used: it takes the origin of its inputs
             number = next((n for n in map(_tag_of, sorted(_inputs(node), key=_accumulates)) if n), 0)

@@ -47,6 +47,7 @@ class Recorder:
         self._inline_bytes = 0  # of the frames
         self._next_template, self._next_origin = FIRST, 1
         self.templates: dict[int, Template] = {}  # by number
+        self.cleared = 0  # times that the table was
         # A CallRecording or FragmentTape while a compiled function runs: it gets every batch, and says when one is long enough
         self.tape: Any = None
         self.capturing = threading.Lock()  # held by the thread whose call has the tape
@@ -59,6 +60,7 @@ class Recorder:
         if self._next_template - FIRST >= MAX_TEMPLATES:
             self.flush()
             self.on_clear()
+            self.cleared += 1
             self._next_template = FIRST
             self.templates.clear()
         number = self._next_template

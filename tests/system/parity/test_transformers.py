@@ -101,6 +101,20 @@ def test_ways_to_generate(one: None) -> None:
     assert sampled(1) == sampled(1) != sampled(2)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_each_token_replays_a_program_with_a_static_cache(name: str, one: None) -> None:
+    (model, batch), (moved, there) = both(name)
+    cache = hf.StaticCache(config=moved.config, max_cache_len=32)
+    moved.forward = gt.compile(moved.forward)
+    how: dict[str, Any] = {"min_new_tokens": 12, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    for length in (6, 6, 4):
+        cache.reset()
+        want = model.generate(batch["input_ids"][:, :length], **how)
+        assert torch.equal(moved.generate(there["input_ids"][:, :length], past_key_values=cache, **how).cpu(), want)
+    counts = [int(line.split(" replays")[0].split()[-1]) for line in moved.forward.explain().splitlines() if " replays" in line]
+    assert max(counts) >= 3 * 11 - 4  # all tokens but the first of each call, less those that were recorded
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_captured_step_has_the_bits_of_plain_torch(name: str, one: None) -> None:
     (model, batch), (moved, _) = both(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from gt.worker.engine.base import PinnedBuffer, Direct
+from gt.worker.engine.base import Direct, PinnedBuffer
 from gt.worker.plane.base import Buffer, Channel, Combine, OnIssued, TeamForm, nothing
 from gt.worker.plane.collectives import parts
 
