@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from gt import env
 from gt.errors import ConfigError, DispatcherLost
-from gt.wire.socket import PORT, host_and_port
+from gt.wire.socket import PORT, host_and_port, written
 from gt.worker.engine.registry import ENGINES
 from gt.worker.loop import WorkerOptions, run
 from gt.worker.process.restart import Renewal, told_to_end
@@ -70,7 +70,7 @@ def _server(host: str, port: str) -> tuple[str, int]:
     if not (host and port):
         own, number = host_and_port(env.get("GT_SERVER") or f"localhost:{PORT}")
         host, port = host or own, port or str(number)
-    return host_and_port(f"{host}:{port}")
+    return host_and_port(written(host, port))
 
 
 def leave(code: int) -> NoReturn:

@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gt.errors import CheckpointError
@@ -24,6 +25,7 @@ log = logging.getLogger("gt.client")
 MANIFEST = "gt.json"  # written last
 _NEW, _OLD = "gt-saving-", "gt-replaced-"  # folders beside a checkpoint: not complete yet, or about to be removed
 _AT_FDCWD, _EXCHANGE = -100, 2
+MAX_RENAMES = 100  # tries to put a folder in its place while others do the same
 
 
 def find(path: str | os.PathLike) -> Path:
@@ -31,21 +33,49 @@ def find(path: str | os.PathLike) -> Path:
     where = Path(os.path.realpath(path))
     if where.exists():
         return where
-    replaced = sorted(where.parent.glob(f".{where.name}.{_OLD}*")) if where.parent.is_dir() else []
+    replaced = _beside(where, _OLD) if where.parent.is_dir() else []
     for old in reversed(replaced):  # killed between the two renames of a file system that cannot exchange names
         if (old / MANIFEST).is_file():
             return old
     raise CheckpointError(f"{path} does not exist")
 
 
+@contextlib.contextmanager
+def watched(where: Path) -> Iterator[Callable[[], bool]]:
+    """Tells whether another file or folder has taken the place of `where` since: a save that replaced it."""
+    fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # while it is open, no other has its number
+
+    def replaced() -> bool:
+        try:
+            return not os.path.samestat(os.fstat(fd), os.stat(where))
+        except FileNotFoundError:
+            return True
+
+    try:
+        yield replaced
+    finally:
+        os.close(fd)
+
+
+def _beside(target: Path, kind: str) -> list[Path]:
+    """Folders of saves to a target, by name. The name may have any characters, so no pattern is made of it."""
+    prefix = f".{target.name}.{kind}"
+    return sorted(Path(entry.path) for entry in os.scandir(target.parent) if entry.name.startswith(prefix))
+
+
+def reason(error: OSError | ValueError) -> str:
+    """An error of the system, or of a path that no system takes, in words."""
+    return (getattr(error, "strerror", None) or str(error)).lower()
+
+
 class NewFolder:
     """A folder that becomes the checkpoint at `path` once it is complete. CheckpointError if it cannot be made there."""
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self.target = Path(os.path.realpath(path))
-        self._check_target()
-        parent, name = self.target.parent, self.target.name
         try:
+            self.target = Path(os.path.realpath(path))
+            self._check_target()
+            parent, name = self.target.parent, self.target.name
             parent.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             while True:
@@ -55,8 +85,10 @@ class NewFolder:
                 if lock is not None and self.path.exists():  # else another process has just taken it for a leftover
                     break
             self._lock = lock
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from None
+        except CheckpointError:
+            raise
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path!s:.1000} cannot be written: {reason(error)}") from None
         self.files: dict[str, int] = {}  # name -> descriptor
         self._open = True
 
@@ -113,18 +145,34 @@ class NewFolder:
         old = _part_names(self.target)
         for entry in os.scandir(self.target):
             if entry.name not in old and entry.name not in self.files and entry.is_file(follow_symlinks=False):
-                os.link(entry.path, self.path / entry.name, follow_symlinks=False)
+                with contextlib.suppress(FileNotFoundError):  # another save has just replaced that folder, and kept its files
+                    os.link(entry.path, self.path / entry.name, follow_symlinks=False)
 
     def _rename(self) -> Path | None:
         """Put this folder in the target's place; the name that the old one has now."""
-        if not self.target.exists():
-            os.rename(self.path, self.target)
-            return None
-        if _exchange(self.path, self.target):
-            return self.path
+        for _ in range(MAX_RENAMES):
+            try:
+                if not self.target.exists():
+                    os.rename(self.path, self.target)
+                    return None
+                if _exchange(self.path, self.target):
+                    return self.path
+                return self._rename_both()
+            except OSError as error:  # another save has just put its folder there, or is about to
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT) or not self.path.exists():
+                    raise
+        raise CheckpointError(f"{self.target} is replaced by others all the time: save to another path")
+
+    def _rename_both(self) -> Path:
+        """As `_rename`, where a file system cannot exchange names."""
         old = self.target.parent / f".{self.target.name}.{_OLD}{secrets.token_hex(8)}"
         os.rename(self.target, old)
-        os.rename(self.path, self.target)
+        try:
+            os.rename(self.path, self.target)
+        except OSError:
+            with contextlib.suppress(OSError):  # another one's folder is there
+                os.rename(old, self.target)
+            raise
         return old
 
     def discard(self) -> None:
@@ -141,16 +189,17 @@ class NewFolder:
 
     def _remove_leftovers(self) -> None:
         """Remove folders of saves to this target whose processes have ended."""
-        for left in self.target.parent.glob(f".{self.target.name}.{_NEW}*"):
+        for left in _beside(self.target, _NEW):
             lock = _lock(left)
             if lock is not None:
                 _remove(left)
                 os.close(lock)
-        for left in sorted(self.target.parent.glob(f".{self.target.name}.{_OLD}*"), reverse=True):
+        for left in reversed(_beside(self.target, _OLD)):
             if self.target.exists():
                 _remove(left)
             else:  # killed between two renames
-                os.rename(left, self.target)
+                with contextlib.suppress(OSError):  # another save has done so, or has put its folder there
+                    os.rename(left, self.target)
 
 
 def _part_names(folder: Path) -> set[str]:

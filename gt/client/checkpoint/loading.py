@@ -19,17 +19,18 @@ import torch
 
 from gt.client import current_session
 from gt.client.checkpoint import optimizer_state, restoring, safetensors_format, saving, state_tree
-from gt.client.checkpoint.folder import MANIFEST, find
+from gt.client.checkpoint.folder import MANIFEST, find, reason, watched
 from gt.client.checkpoint.safetensors_format import FileEntry
 from gt.client.current_session import Current
 from gt.client.device.remote_tensor import RemoteTensor
 from gt.client.reports import progress
 from gt.client.session import Session
 from gt.client.trace.uploads import upload_from_file
-from gt.errors import CheckpointError, ProgramError
+from gt.errors import CheckpointError, GTError, ProgramError
 from gt.wire.arena import place
 
 MAX_JSON_BYTES = 256 << 20  # of a manifest or an index
+MAX_READS = 100  # tries to read a checkpoint that others replace meanwhile
 _INDEX = ".safetensors.index.json"
 _DTYPES = {name: getattr(torch, name) for name in safetensors_format.NAMES}
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -53,14 +54,38 @@ def load(path: str | os.PathLike, into: Any = None, *, device: str | None = None
         raise ValueError(f"device is {device!r}, want 'cpu', 'remote', or None for the devices of the saved tensors")
     saving.finish()
     with contextlib.ExitStack() as opened:
-        where = find(path)
-        tick = opened.enter_context(progress.bar(f"loading {where.name}"))
-        files = _Files(opened, device, tick)
-        state = _read(where, files)
-        optimizer_state.note(files.remote)
+        where, state, remote = _read_unreplaced(path, opened, device)
+        optimizer_state.note(remote)
         if into is not None:
             restoring.restore(into, state, where)
     return state
+
+
+def _read_unreplaced(
+    path: str | os.PathLike, opened: contextlib.ExitStack, device: str | None
+) -> tuple[Path, Any, list[RemoteTensor]]:
+    """The folder, its state and remote tensors, all files of one save even if others save to this path meanwhile."""
+    for _ in range(MAX_READS):
+        try:
+            where = find(path)
+            with watched(where) as replaced, contextlib.ExitStack() as attempt:
+                files = _Files(attempt, device, attempt.enter_context(progress.bar(f"loading {where.name}")))
+                try:
+                    state = _read(where, files)
+                except (CheckpointError, OSError) as error:
+                    if replaced():
+                        continue
+                    raise (error if isinstance(error, GTError) else CheckpointError(f"{where}: {reason(error)}")) from None
+                if not replaced():
+                    opened.push(attempt.pop_all())
+                    return where, state, files.remote
+        except FileNotFoundError:  # replaced before it was opened
+            continue
+        except GTError:
+            raise
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path!s:.1000} cannot be read: {reason(error)}") from None
+    raise CheckpointError(f"{path} was replaced by others {MAX_READS} times while it was read: load it when they have ended")
 
 
 class LoadedFile:
@@ -184,7 +209,7 @@ def _read_flat(places: dict[str, Path], files: _Files) -> dict[str, torch.Tensor
     tensors = {name: files.tensor(path, name) for name, path in places.items()}
     for path in dict.fromkeys(places.values()):
         for alias, name in files.open(path)[1].items():
-            if name in tensors and alias not in tensors:
+            if name in tensors and alias not in tensors and alias != safetensors_format.WRITER:
                 tensors[alias] = tensors[name]
     return tensors
 
@@ -208,7 +233,7 @@ def _by_index(index: Path, files: _Files) -> dict[str, Path]:
     names = _json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise CheckpointError(f"{index} has no weight_map of names and files")
-    odd = next((file for file in names.values() if Path(file).name != file or file in ("", ".", "..")), None)
+    odd = next((file for file in names.values() if Path(file).name != file or file in ("", ".", "..") or "\0" in file), None)
     if odd is not None:
         raise CheckpointError(f"{index} names {odd!r:.100}, want a file beside it")
     problems: list[str] = []
@@ -248,8 +273,8 @@ def _read_own(where: Path, files: _Files) -> Any:
         wanted = state_tree.names(made["state"])
         assert isinstance(sizes, dict) and isinstance(sets, list) and all(len(row) == 2 for row in described.values())
         assert wanted <= set(described) and all(Path(name).name == name for name in [*sizes, *sets])
-    except (AssertionError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error!s:.100}") from None
+    except _DAMAGE as error:
+        raise _damaged(path, error) from None
     problems = []
     for name, size in sizes.items():
         have = (where / name).stat().st_size if (where / name).is_file() else -1
@@ -270,4 +295,14 @@ def _read_own(where: Path, files: _Files) -> Any:
             tensors[entry] = tensor.requires_grad_() if grad is True and tensor.is_floating_point() else tensor
         return tensors[entry]
 
-    return state_tree.decode(made["state"], get)
+    try:
+        return state_tree.decode(made["state"], get)
+    except _DAMAGE as error:  # such as an array of a dtype that NumPy does not have
+        raise _damaged(path, error) from None
+
+
+_DAMAGE = (AssertionError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {type(error).__name__} {error!s:.100}")

@@ -3,31 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from gt.client.checkpoint.state_tree import has_state
 from gt.client.device.remote_tensor import Shown
-from gt.errors import CheckpointError
+from gt.errors import CheckpointError, GTError
 
 MAX_SHOWN = 8  # differences in an error
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"})
-Change = Callable[[], object]
+
+
+class Change(NamedTuple):
+    """One object's change. undo: takes it back; None for values that were compared, whose change has no reason to fail."""
+
+    name: str
+    do: Callable[[], object]
+    undo: Callable[[], object] | None = None
 
 
 def restore(into: Any, state: Any, where: Path) -> None:
     """Give the objects in `into` the values at the same places of `state`. CheckpointError lists all differences."""
     problems: list[str] = []
-    changes = list(_changes(into, state, "", problems))
+    try:
+        changes = list(_changes(into, state, "", problems))
+    except (TypeError, ValueError, LookupError, AttributeError) as error:  # a state of other types than its object makes
+        raise CheckpointError(f"{where} does not fit: {type(error).__name__} {error!s:.200}") from error
     if problems:
         left = len(problems) - MAX_SHOWN
         more = f"; and {left} more differences" if left > 0 else ""
         raise CheckpointError(f"{where} does not fit: {'; '.join(problems[:MAX_SHOWN])}{more}")
     with torch.no_grad():
+        _apply(sorted(changes, key=lambda change: change.undo is None), where)
+
+
+def _apply(changes: list[Change], where: Path) -> None:
+    """Make all changes, or none: those that an object may refuse first."""
+    undone: list[Callable[[], object]] = []
+    try:
         for change in changes:
-            change()
+            if change.undo is not None:
+                undone.append(change.undo)
+            change.do()
+    except BaseException as error:
+        for undo in reversed(undone):
+            undo()
+        if not isinstance(error, Exception) or isinstance(error, GTError):
+            raise
+        name = change.name or "the object"
+        raise CheckpointError(
+            f"{where} does not fit: {name} refuses its state: {type(error).__name__} {error!s:.200}"
+        ) from error
+
+
+def _object_change(thing: Any, state: Any, name: str) -> Change:
+    """The change of a schedule or another object with a state_dict, whose own code decides if it takes a state."""
+    before = _containers(thing.state_dict())
+    return Change(name, lambda: thing.load_state_dict(state), lambda: thing.load_state_dict(before))
+
+
+def _containers(state: Any) -> Any:
+    """A copy of the dicts and lists of a state; its tensors and numbers as they are."""
+    if type(state) is dict:
+        return {key: _containers(value) for key, value in state.items()}
+    return [_containers(value) for value in state] if type(state) is list else state
 
 
 def _changes(into: Any, state: Any, name: str, problems: list[str]) -> Iterator[Change]:
@@ -37,14 +80,14 @@ def _changes(into: Any, state: Any, name: str, problems: list[str]) -> Iterator[
     elif isinstance(into, torch.optim.Optimizer):
         yield from _optimizer_changes(into, state, name, problems)
     elif has_state(into):
-        yield lambda: into.load_state_dict(state)
+        yield _object_change(into, state, name)
     elif isinstance(into, torch.Tensor):
         if not isinstance(state, torch.Tensor) or state.shape != into.shape:
             problems.append(f"{name or 'the state'} is {_show(state)}, want {_show(into)}")
         elif into.device.type == "meta":
             problems.append(f"{name or 'the state'} is a tensor on the meta device, which only a module's load can replace")
         else:
-            yield lambda: into.copy_(state)
+            yield Change(name, lambda: into.copy_(state))
     elif isinstance(into, Mapping):
         for key, part in into.items():
             if not isinstance(state, Mapping) or key not in state:
@@ -100,7 +143,18 @@ def _module_changes(module: torch.nn.Module, state: Any, name: str, problems: li
             f"use module.to_empty(device={Shown.device.type!r}) and initialise it first"
         )
     meta = {key for key, value in own.items() if value.device.type == "meta"}
-    yield lambda: _load_module(module, given, own, meta, getattr(state, "_metadata", None))
+    yield from _extra_changes(module, given, name)
+    yield Change(name, lambda: _load_module(module, given, own, meta, getattr(state, "_metadata", None)))
+
+
+def _extra_changes(module: torch.nn.Module, given: Mapping[str, Any], name: str) -> Iterator[Change]:
+    """The changes of extra states, which modules' own code takes; they are set once more with the tensors."""
+    for path, part in module.named_modules():
+        key = f"{path}.{_EXTRA_STATE_KEY_SUFFIX}" if path else _EXTRA_STATE_KEY_SUFFIX
+        if key in given and type(part).set_extra_state is not torch.nn.Module.set_extra_state:
+            before, after = part.get_extra_state(), given[key]
+            do, undo = (partial(part.set_extra_state, value) for value in (after, before))
+            yield Change(_join(name, key), do, undo)
 
 
 def _unknown(key: str, own: Mapping[str, Any], module: torch.nn.Module) -> bool:
@@ -154,4 +208,5 @@ def _optimizer_changes(optimizer: torch.optim.Optimizer, state: Any, name: str, 
             moment = isinstance(value, torch.Tensor) and key in _MOMENTS
             if moment and value.shape != parameter.shape:
                 problems.append(f"{_join(name, f'state.{number}.{key}')} is {_show(value)}, its parameter {_show(parameter)}")
-    yield lambda: optimizer.load_state_dict(state)
+    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}  # a load replaces both
+    yield Change(name, lambda: optimizer.load_state_dict(state), lambda: optimizer.__dict__.update(before))

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from gt.client.checkpoint.folder import reason
 from gt.errors import CheckpointError
 from gt.ir.spec import DTYPES
 
@@ -29,6 +30,7 @@ NAMES = {  # torch's dtype -> the format's
 }  # fmt: skip
 _TORCH = {name: dtype for dtype, name in NAMES.items()}
 _METADATA = "__metadata__"
+WRITER = "format"  # the metadata that names the library of the tensors, and no tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,8 @@ def open_file(path: Path) -> tuple[int, int]:
     """Descriptor and size of a regular file, opened to be read. CheckpointError for anything else."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO without a writer does not block then
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise CheckpointError(f"{path!s:.1000} cannot be read: {reason(error)}") from None
     about = os.fstat(fd)
     if not stat.S_ISREG(about.st_mode):
         os.close(fd)
@@ -88,13 +90,16 @@ def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, FileEntry], d
 
     if size < LENGTH_BYTES:
         raise bad(f"it has {size} bytes, want at least {LENGTH_BYTES}")
-    (length,) = struct.unpack("<Q", os.pread(fd, LENGTH_BYTES, 0))
+    prefix = os.pread(fd, LENGTH_BYTES, 0)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == LENGTH_BYTES else 0
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
         raise bad(f"its header has {length} bytes, the file {size}")
     text = os.pread(fd, length, LENGTH_BYTES)
+    if len(text) < length:
+        raise bad(f"its header has {len(text)} bytes, want {length}: it was cut while it was read")
     try:
         header = json.loads(text.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8 either
         raise bad(f"its header is no JSON: {error!s:.200}") from None
     if not isinstance(header, dict):
         raise bad("its header is no JSON object")
@@ -126,7 +131,9 @@ def _entry(name: str, row: Any, first: int, bad: Any) -> tuple[FileEntry, int, i
     if not isinstance(kind, str) or kind not in _TORCH:
         raise bad(f"tensor {name!r:.100} has dtype {kind!r:.40}, want one of {', '.join(sorted(_TORCH))}")
     numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
-    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(offsets) != 2 or len(shape) > 64:
+    whole = all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+    # Strides of an empty tensor are products of its other sizes
+    if not whole or len(offsets) != 2 or len(shape) > 64 or (0 in shape and prod(max(n, 1) for n in shape) >= 1 << 59):
         raise bad(f"tensor {name!r:.100} has shape {shape!r:.80} and data_offsets {offsets!r:.80}")
     entry = FileEntry(name, _TORCH[kind], tuple(shape), first + offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:

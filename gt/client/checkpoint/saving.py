@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,8 @@ import torch
 
 from gt.client import current_session
 from gt.client.checkpoint import safetensors_format, state_tree
-from gt.client.checkpoint.folder import NewFolder
-from gt.client.checkpoint.safetensors_format import NAMES, FileEntry
+from gt.client.checkpoint.folder import NewFolder, reason
+from gt.client.checkpoint.safetensors_format import NAMES, WRITER, FileEntry
 from gt.client.current_session import Current
 from gt.client.device.meta import dtype_name
 from gt.client.device.remote_tensor import RemoteTensor
@@ -99,7 +99,7 @@ class _SavedState:
             state = state.state_dict()
         self.sets: dict[str, _FileSet] = {}
         self.described: dict[str, list] = {}  # in the manifest: [device, requires_grad]
-        self._flat = isinstance(state, dict) and any(isinstance(value, torch.Tensor) for value in state.values())
+        self._flat = _is_flat(state)
         self.tree = state_tree.encode(state, self._put)
 
     def _put(self, path: state_tree.Path, tensor: torch.Tensor) -> str:
@@ -134,6 +134,21 @@ class _SavedState:
     @property
     def nbytes(self) -> int:
         return sum(saved.tensor.numel() * saved.tensor.element_size() for saved in self.tensors())
+
+
+def _is_flat(state: Any) -> bool:
+    """True for names and tensors of one model: the state of a module, or tensors without a dict of tensors beside them."""
+    if not isinstance(state, Mapping) or hasattr(state, "_metadata"):  # torch's mark on a module's state
+        return isinstance(state, Mapping)
+    nested = any(state_tree.has_state(value) or (isinstance(value, Mapping) and _has_tensor(value)) for value in state.values())
+    return not nested and any(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def _has_tensor(state: Mapping, depth: int = 0) -> bool:
+    return depth < state_tree.MAX_DEPTH and any(
+        isinstance(value, torch.Tensor) or (isinstance(value, Mapping) and _has_tensor(value, depth + 1))
+        for value in state.values()
+    )
 
 
 class Save:
@@ -198,6 +213,8 @@ def save(state: Any, path: str | os.PathLike, *, wait: bool = True) -> Save:
     else:
         writer = _Writer(saved, path, wait)
         _Current.save = made
+        if _finish_quietly not in current_session.on_disconnect:
+            current_session.on_disconnect.append(_finish_quietly)
         made._begin(writer)
     return made
 
@@ -213,9 +230,6 @@ def _finish_quietly() -> None:
     """Wait for the save that is under way; its error has been logged, and its handle keeps it."""
     if _Current.save is not None:
         _Current.save._ended.wait()
-
-
-current_session.on_connect.append(lambda recorder: _finish_quietly)
 
 
 class _Writer:
@@ -243,9 +257,10 @@ class _Writer:
         for files in self._state.sets.values():
             index: dict[str, str] = {}
             for name, share in files.files():
-                aliases = {alias: saved for saved in share for alias in files.tensors[saved].names[1:] if alias != saved}
+                names = {alias: saved for saved in share for alias in files.tensors[saved].names[1:] if alias != saved}
+                aliases = {alias: saved for alias, saved in names.items() if alias != WRITER}
                 rows = [(n, dtype_name(files.tensors[n].tensor.dtype), tuple(files.tensors[n].tensor.shape)) for n in share]
-                header, entries = safetensors_format.layout(rows, {"format": "pt", **aliases})
+                header, entries = safetensors_format.layout(rows, {WRITER: "pt", **aliases})
                 fd = self._folder.create(name, max(e.offset + e.nbytes for e in entries))
                 os.pwrite(fd, header, 0)
                 for entry in entries:
@@ -360,4 +375,4 @@ def _named(error: OSError, folder: NewFolder) -> Exception:
     """An error of the system as a CheckpointError that names the checkpoint; GT's own, as WorkerLost, as it is."""
     if isinstance(error, GTError):
         return error
-    return CheckpointError(f"{folder.target} cannot be saved: {(error.strerror or str(error)).lower()}")
+    return CheckpointError(f"{folder.target} cannot be saved: {reason(error)}")
