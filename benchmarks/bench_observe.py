@@ -2,7 +2,8 @@
 
 `python benchmarks/bench_observe.py [--seconds 4] [--rounds 5] [--json FILE]`. Prints a table and one line of JSON. The observer
 is a process of its own, as `gt top` is; its own CPU time is reported apart. Of the rounds the median counts. Between two busy
-parts the program does nothing: what all processes then use more is the cost of the observer, without the noise of a busy run.
+parts the program does nothing: what all processes then use more, by the number of looks, is the cost of a look without the
+noise of a busy run. Looks of the busy parts are counted, after the first few, which follow each other at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,13 @@ WATCH = """
 import sys
 from gt.observe.record_stream import RecordStream
 with RecordStream(sys.argv[1], sys.argv[2]) as stream:
-    stream.next()
+    for _ in range(8):
+        stream.next()
     print("ready", flush=True)
     while True:
         stream.next()
+        with open(sys.argv[3], "a") as file:  # a byte for each look
+            file.write(".")
 """
 LIMITS = {"cpu": 1.0}  # percent that an observer may add to the CPU time of an op
 
@@ -82,7 +87,12 @@ def idle(seconds: float, observer: int) -> float:
     return (sum(map(cpu_seconds, pids)) - began) / (time.perf_counter() - start)
 
 
-def measure(seconds: float, rounds: int) -> dict[str, Any]:
+def looks(path: str) -> int:
+    return Path(path).stat().st_size
+
+
+def measure(seconds: float, rounds: int, file: str) -> dict[str, Any]:
+    """file: an empty one, for the observer."""
     import torch
 
     import gt
@@ -93,20 +103,26 @@ def measure(seconds: float, rounds: int) -> dict[str, Any]:
     held = [torch.ones(8, device="remote") + n for n in range(TENSORS)]  # workers count them for an observer
     spend(seconds / 2, 0)  # until everything is loaded
     rows: dict[str, list] = {"alone": [], "observed": []}
+    rates: dict[str, list[float]] = {"busy": [], "idle": []}  # looks a second
     still: dict[str, list[float]] = {"alone": [], "observed": []}
     for n in range(2 * rounds):
         watched = (n % 2 == 1) ^ (n // 2 % 2 == 1)  # A B B A
         observer = None
         if watched:
             observer = subprocess.Popen(
-                [sys.executable, "-c", WATCH, local.address, local.token], stdout=subprocess.PIPE, text=True,
+                [sys.executable, "-c", WATCH, local.address, local.token, file], stdout=subprocess.PIPE, text=True,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )  # fmt: skip
             assert observer.stdout is not None and observer.stdout.readline().strip() == "ready"
         try:
             kind, pid = "observed" if watched else "alone", observer.pid if observer else 0
+            before = looks(file)
             rows[kind].append(spend(seconds, pid))
-            still[kind].append(idle(seconds / 2, pid))
+            between = looks(file)
+            still[kind].append(idle(seconds, pid))
+            if watched:
+                rates["busy"].append((between - before) / seconds)
+                rates["idle"].append((looks(file) - between) / seconds)
         finally:
             if observer is not None:
                 observer.kill()
@@ -117,6 +133,8 @@ def measure(seconds: float, rounds: int) -> dict[str, Any]:
     pairs = [b[0] / a[0] - 1 for a, b in zip(rows["alone"], rows["observed"], strict=True)]
     resting = {key: statistics.median(values) for key, values in still.items()}
     busy = middle["alone"][0] / middle["alone"][1]  # cores that the run keeps busy
+    rate = {key: statistics.mean(values) for key, values in rates.items()}
+    a_look = (resting["observed"] - resting["alone"]) / max(rate["idle"], 1e-9)
     return {
         "cpu us/op alone": round(middle["alone"][0], 3),
         "cpu us/op observed": round(middle["observed"][0], 3),
@@ -125,7 +143,9 @@ def measure(seconds: float, rounds: int) -> dict[str, Any]:
         "busy: cpu more by round, percent": [round(100 * pair, 2) for pair in pairs],
         "idle: cpu alone, percent of a core": round(100 * resting["alone"], 3),
         "idle: cpu observed, percent of a core": round(100 * resting["observed"], 3),
-        "observing, percent of the run's cpu": round(100 * (resting["observed"] - resting["alone"]) / busy, 3),
+        "looks a second: busy, idle": [round(rate["busy"], 3), round(rate["idle"], 3)],
+        "cpu of a look, ms": round(1e3 * a_look, 3),
+        "observing, percent of the run's cpu": round(100 * a_look * rate["busy"] / busy, 3),
         "observer, percent of one core": round(100 * middle["observed"][2] / seconds, 2),
     }
 
@@ -136,7 +156,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the result here too")
     given = parser.parse_args()
-    figures = measure(given.seconds, given.rounds)
+    with tempfile.NamedTemporaryFile() as file:
+        figures = measure(given.seconds, given.rounds, file.name)
     for name, value in figures.items():
         print(f"{name:40} {value}")
     tell("bench_observe.py", {"figures": figures, "limits": LIMITS}, given.json)

@@ -22,6 +22,7 @@ DEMO = ROOT / "examples" / "tuning_demo"
 FLAGS = ("--compile", "--schedule", "1f1b", "--microbatches", "8")
 LINK, LISTENING = re.compile(r"gt dashboard: (http://\S+)"), re.compile(r"listening on (\S+)")
 PANELS = ("pipeline", "memory", "curves", "traffic", "layouts")
+TABLES = ("workers", "sessions", "lines", "log")  # drawn besides, once the log is followed
 MAX_HEIGHT = 620.0  # of a panel's picture
 READY = f"{list(PANELS)}.every((id) => document.getElementById(id).dataset.state === 'ready')"
 
@@ -75,9 +76,11 @@ def pictures(browser: Browser, folder: Path) -> None:
         browser.resize(width, 860 if width > 500 else 780, mobile=width < 500)
         browser.run("new Promise((done) => setTimeout(done, 2500))")
         browser.screenshot(folder / f"dashboard_{name}.png", whole=False)
-    browser.resize(1040, 2600)
+    browser.resize(1040, 3600)
+    browser.run("document.querySelector('#log button').click()")
+    browser.wait("document.getElementById('log').dataset.state === 'ready'", 60)
     browser.run("new Promise((done) => setTimeout(done, 2500))")
-    for panel in PANELS:
+    for panel in (*PANELS, *TABLES):
         box = browser.run(
             f"(() => {{ const b = document.getElementById('{panel}').getBoundingClientRect();"
             " return {x: b.x + scrollX, y: b.y + scrollY, width: b.width, height: b.height}; })()"

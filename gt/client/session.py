@@ -62,6 +62,7 @@ WAITS: dict[type[Message], str] = {
     Fetch: "wait for a value", Describe: "wait for a shape", FinishCapture: "wait for a program", Inspect: "wait for a layout",
     Stats: "wait for counters",
 }  # fmt: skip
+Question = Callable[[int], Message]  # of a request's number
 _open: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -390,21 +391,18 @@ class Session:
         if self.failure is not None:
             raise errors.from_wire(errors.to_wire(self.failure))
 
-    def _ask(
-        self, question: Callable[[int], Message], tick: progress.Tick | None = None, into: np.ndarray | None = None
-    ) -> Any:
+    def _ask(self, question: Question, tick: progress.Tick | None = None, into: np.ndarray | None = None) -> Any:
         """The answer to a message of a request's number. tick: called now and then meanwhile. into: see _Pending."""
-        if self.compiles:
+        if self.compiles and tick is None and progress.shown():
             self.compiles = False
-            if tick is None and progress.shown():
-                with progress.bar("first replay of a captured step, which workers may compile", unit="s") as tick:
-                    return self._ask(question, tick, into)
+            with progress.bar("first replay of a captured step, which workers may compile", unit="s") as tick:
+                return self._ask(question, tick, into)
         if spans.current is None:
             return self.wait(self.begin(question, into), tick)
         with spans.span(WAITS.get(type(question(0)), "wait for an answer")):
             return self.wait(self.begin(question, into), tick)
 
-    def begin(self, question: Callable[[int], Message], into: np.ndarray | None = None) -> int:
+    def begin(self, question: Question, into: np.ndarray | None = None) -> int:
         """Ask a question; its number, for `wait`. into: see _Pending."""
         self._check()
         self._raise_deferred()
@@ -425,8 +423,7 @@ class Session:
             if self.failure is None and not self._link.lead(pending.done.is_set, TICK_SECONDS if tick else float("inf")):
                 self._link.wake()
                 while not pending.done.wait(TICK_SECONDS if tick else None):
-                    if tick is not None:
-                        tick(0)
+                    tick(0)  # type: ignore[misc] # without one the wait has no limit
         except KeyboardInterrupt:
             self.interrupt()
             raise

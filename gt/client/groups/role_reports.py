@@ -56,5 +56,7 @@ def roles(first: int) -> list[list]:
         if issubclass(type(o), torch.optim.Optimizer):
             for i, kind, name in tensor_roles.rows(o, called):
                 found.setdefault(i, (kind, name))
+    for i, kind, name in tensor_roles.gradients(called):
+        found.setdefault(i, (kind, name))
     rows = [[i, kind, name[:MAX_NAME_CHARACTERS]] for i, (kind, name) in found.items() if i >= first]
     return sorted(rows, key=lambda row: (ORDER.index(row[1]), row[0]))[:MAX_ROLES]

@@ -52,10 +52,24 @@ def rows(optimizer: torch.optim.Optimizer, called: dict[int, str]) -> Iterator[R
 
 
 def weights(called: dict[int, str]) -> Iterator[Row]:
-    """Rows of all live parameters. called: identity of a parameter -> its name."""
+    """Rows of all live parameters, frozen ones too. called: identity of a parameter -> its name."""
     for o in gc.get_objects():
-        if issubclass(type(o), torch.nn.Parameter) or (type(o) is RemoteTensor and o.is_leaf and o.requires_grad):
+        if is_weight(o):
             yield from _row(o, "weights", called.get(id(o), ""))
+
+
+def is_weight(o: object) -> bool:
+    """True for a parameter, and for a remote leaf that requires a gradient."""
+    if type(o) is RemoteTensor:  # nn.Parameter of one is one, with a mark
+        return o.is_leaf and (o.requires_grad or getattr(o, "_is_param", False))
+    return issubclass(type(o), torch.nn.Parameter)
+
+
+def gradients(called: dict[int, str]) -> Iterator[Row]:
+    """Rows of the gradients of all live parameters, in an optimizer or not."""
+    for o in gc.get_objects():
+        if type(o) is RemoteTensor and is_weight(o) and o.grad is not None:
+            yield from _row(o.grad, "gradients", called.get(id(o), ""))
 
 
 def _row(tensor: object, kind: str, name: str) -> Iterator[Row]:

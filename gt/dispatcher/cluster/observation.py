@@ -101,7 +101,7 @@ def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: li
     memory: dict[str, Any] = {"arena": info.get("heap_bytes", 0)}
     if answer is not None:
         live = memory["sessions"] = _counts(stats.get("session_bytes"))
-        memory["uses"] = _uses(lease, worker.name, live)
+        memory["uses"] = _uses(lease, worker.name, live, sum(_counts(stats.get("offloaded")).values()))
         memory["process" if info.get("device") == "cpu" else "peak"] = _count(
             stats, "memory_used" if info.get("device") == "cpu" else "peak_bytes"
         )
@@ -124,9 +124,9 @@ def _worker(lease: Lease, worker: Worker, answer: WorkerAnswer | None, where: li
     )
 
 
-def _uses(lease: Lease, worker: str, live: dict[str, int]) -> dict[str, dict[str, int]]:
-    """Bytes of each session's tensors by use, as far as its client has told roles."""
-    told = {str(s.number): s.roles.uses(worker, live.get(str(s.number), 0)) for s in lease.sessions.values()}
+def _uses(lease: Lease, worker: str, live: dict[str, int], away: int) -> dict[str, dict[str, int]]:
+    """Bytes of each session's tensors by use, as far as its client has told roles. away: offloaded bytes."""
+    told = {str(s.number): s.roles.uses(worker, live.get(str(s.number), 0), away) for s in lease.sessions.values()}
     return {number: uses for number, uses in told.items() if uses is not None}
 
 

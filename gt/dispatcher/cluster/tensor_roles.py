@@ -94,13 +94,21 @@ class RoleTable:
         if before is None or before.tensors != shown or before.more != more:
             self._layouts = LayoutRecord(session, before.number + 1 if before is not None else 1, shown, more)
 
-    def uses(self, worker: str, live: int) -> dict[str, int] | None:
-        """Bytes on a worker by use, of so many bytes that are alive; None before the client has told."""
+    def uses(self, worker: str, live: int, away: int = 0) -> dict[str, int] | None:
+        """Bytes on a worker by use, of so many bytes that are alive; None before the client has told.
+
+        away: bytes that are offloaded, and so not alive: of optimizer state first, then of weights.
+        """
         if not self._rows or not self._layouts:
             return None
         left, uses = live, {}
+        told = Counter(self._bytes.get(worker, Counter()))
+        for use in (OPTIMIZER, WEIGHTS):
+            resting = min(away, told[use])
+            told[use] -= resting
+            away -= resting
         for use in (WEIGHTS, OPTIMIZER, GRADIENTS):  # tensors may be gone since: what is told is never more than what is alive
-            uses[use] = min(left, self._bytes.get(worker, Counter())[use])
+            uses[use] = min(left, told[use])
             left -= uses[use]
         return {**uses, USES[3]: left}
 
